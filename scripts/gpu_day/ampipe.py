@@ -1,8 +1,8 @@
-"""AMPipe on a stream that sleeps: what its side stream does comes late, and the losses must not move.
+"""AMPipe with a delayed side stream: its work is late, and the losses must not change.
 
-A kernel that spins goes ahead of every launch on the axis' own stream, so that whoever reads early, or reuses memory
-that the stream still reads, computes with something else. Only the launch is touched: landings are the real ones.
-On a CPU there is no stream to hold up, and the runs are compared all the same.
+A spinning kernel precedes every launch on the stream of the axis, so that code that reads early, or reuses memory that
+the stream still reads, computes with wrong data. Only the launch is modified; waits are unchanged. A CPU has no stream
+to delay, but the runs are compared anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.gpu_day.trainers import flags, losses, parsed, trainer
 
 CYCLES = 20_000_000  # about 10 ms, longer than a layer
 STEPS = 4
-# Two runs of one configuration may add in another order; what a stolen buffer does is far beyond it.
+# Two runs of a configuration may add in different orders; a corrupted buffer changes far more.
 TOLERANCE = 2e-3
 RUNS = {
     "plain": "--moe-model-type megatron_moe",
@@ -33,7 +33,7 @@ RUNS = {
 
 
 def run(day: Day) -> None:
-    """Each run of 2 slices, one of 4, on time and late."""
+    """Compare every run with 2 slices and one with 4, on time and late."""
     for name, more in list(RUNS.items())[: 2 if day.small else None]:
         day.attempt(f"{name}, 2 slices", partial(race, day, more, 2), least=5.0)
     day.attempt("plain, 4 slices", partial(race, day, RUNS["plain"], 4), least=5.0)
@@ -41,7 +41,7 @@ def run(day: Day) -> None:
 
 
 def race(day: Day, more: str, slices: int, *, cross_layer: bool = False) -> Answer:
-    """Losses of unsliced, sliced, and sliced with a stream that sleeps."""
+    """Compare the losses without slices, with slices, and with slices and a delayed stream."""
     config = parsed(flags(day, "moe", more), "moe")
     steps = 2 if day.small else STEPS
     found, launches = {}, {}
@@ -59,7 +59,7 @@ def race(day: Day, more: str, slices: int, *, cross_layer: bool = False) -> Answ
 
 @contextmanager
 def noted(*, asleep: bool) -> Iterator[Counter[str]]:
-    """Counts deferred launches, on the axis' own stream or at once; asleep: the former come ``CYCLES`` late."""
+    """Count deferred launches, on the stream of the axis or at once; ``asleep`` delays the former by ``CYCLES``."""
     launch, counts = Deferred.launch, Counter[str]()
 
     def noting(deferred: Deferred, message: Any, exchanges: Any, rows: Any, after: Any = None, **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Made text that a small decoder learns within a hundred steps: a GPU day has no corpus and no tokenizer."""
+"""Synthetic text that a small decoder learns within a hundred steps, since a GPU day has no corpus or tokenizer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import numpy as np
 
 from megapar.data.sampling.samples import Sample, Samples
 
-FIRST, WORDS = 7, 211  # ids in use; a prime, so that the walk below comes everywhere
+FIRST, WORDS = 7, 211  # ids in use; a prime, so that the walk below visits all of them
 LEAP = 0.25
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Each token names the next one, but for a quarter of them, which are drawn. like: samples of the same shapes."""
+    """Samples in which each token determines the next one, except for a random quarter.
+
+    Attributes:
+        like: Samples with the same shapes.
+    """
 
     like: Samples
 
@@ -22,7 +26,7 @@ class Chain:
         return len(self.like)
 
     def __getitem__(self, number: int) -> Sample:
-        """A pure function of the number, as every sample is."""
+        """Return a sample, which depends only on its number."""
         sample = dict(self.like[number])
         length, draws = len(sample["tokens"]), np.random.default_rng(number)
         drawn, leaps = draws.integers(0, WORDS, length + 1), draws.random(length + 1) < LEAP

@@ -1,6 +1,6 @@
-"""Trainings whose losses must stay together: bf16 beside fp32, and every way to run beside the plain one.
+"""Trainings whose losses must agree: bf16 with fp32, and every mode of running with the plain one.
 
-bf16 and fp32 start from the same weights and see the same samples, of which there is something to learn (``Chain``).
+bf16 and fp32 start from the same weights and use the same learnable samples (``Chain``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from scripts.gpu_day.trainers import flags, losses, parsed, trainer
 STEPS, SMALL_STEPS, LAST = 200, 6, 20
 APART = 0.02  # of the mean loss of the last steps
 WAY_STEPS = 20
-# How far the last loss may be from the plain run's.
+# Allowed relative difference of the last loss from the plain run's.
 WAYS = {"--compile": 0.02, "--fp8": 0.05, "--manual-gc": 0.005}
 
 
 def run(day: Day) -> None:
-    """The curve of the mixture, then of the dense model, then the ways."""
+    """Compare the curves of the MoE and of the dense model, then the modes."""
     for model in ("moe", "dense")[: 1 if day.small else None]:
         day.attempt(f"{model}, bf16 against fp32", partial(_curve, day, model), least=10.0)
     for model in ("dense", "moe", "ernie")[: 1 if day.small else None]:
@@ -33,7 +33,7 @@ def _curve(day: Day, model: str) -> Answer:
     found = {dtype: _losses(day, model, f"--dtype {dtype} --lr 3e-4", steps) for dtype in ("fp32", "bf16")}
     apart = [abs(a - b) / b for a, b in zip(found["bf16"], found["fp32"], strict=True)]
     ends = {dtype: fmean(curve[-LAST:]) for dtype, curve in found.items()}
-    learned = day.small or ends["fp32"] < 0.8 * found["fp32"][0]  # else there is nothing to compare
+    learned = day.small or ends["fp32"] < 0.8 * found["fp32"][0]  # otherwise the comparison is meaningless
     ok = learned and abs(ends["bf16"] / ends["fp32"] - 1) <= APART
     figures = {"steps": steps, "ends": ends, "most_apart": max(apart), "apart_at": apart.index(max(apart)) + 1}
     return Answer(
@@ -42,7 +42,7 @@ def _curve(day: Day, model: str) -> Answer:
 
 
 def _way(day: Day, model: str, way: str, apart: float) -> Answer:
-    """A short run this way and plainly; what this machine cannot do is told."""
+    """Compare a short run in this mode with a plain one; report if this machine does not support the mode."""
     if day.small and way == "--compile":
         return Answer(None, {"not_to_be_had": "a compiler takes longer than a small day"})
     more = "--dtype bf16 " if day.on_gpu else ""

@@ -1,4 +1,4 @@
-"""What a part of the GPU day knows and may do."""
+"""Context of a part of the GPU day: device, time limit, findings, and measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ MODELS = ("dense", "moe", "ernie")
 
 
 class Answer(NamedTuple):
-    """What an attempt found. ok: None for figures without a right and a wrong, and for what cannot be had here."""
+    """Result of an attempt.
+
+    Attributes:
+        ok: True or False; None for figures without a criterion, and for features that are not available here.
+        figures: Measurements by name.
+    """
 
     ok: bool | None
     figures: dict[str, Any]
@@ -26,10 +31,18 @@ class Answer(NamedTuple):
 
 @dataclass
 class Day:
-    """One part's day. device: cuda or cpu. small: sizes for a test. ends: on time.monotonic, when it should be done.
+    """Context of one part.
 
-    told: what an earlier call has found and need not find again. missing: what there was no time for. models: of the
-    races.
+    Attributes:
+        part: Name of the part.
+        device: "cuda" or "cpu".
+        small: Use sizes for a test.
+        out: Folder of the results.
+        ends: Time at which the part should be done, on ``time.monotonic``.
+        findings: File of the findings.
+        known: Attempts that an earlier call completed.
+        missing: Number of attempts that were skipped for lack of time.
+        models: Models of the races.
     """
 
     part: str
@@ -38,35 +51,38 @@ class Day:
     out: Path
     ends: float
     findings: Findings
-    told: frozenset[str] = frozenset()
+    known: frozenset[str] = frozenset()
     missing: int = 0
     models: tuple[str, ...] = MODELS
 
     @property
     def seconds_left(self) -> float:
-        """Until the part should end."""
+        """Seconds until the part should end."""
         return self.ends - time.monotonic()
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there are streams, kernels and a detector of waits."""
+        """True if the device has streams, kernels and a detector of waits."""
         return self.device == "cuda"
 
     @property
     def place(self) -> torch.device:
-        """Where tensors live."""
+        """Device of tensors."""
         return torch.device(self.device)
 
     def attempt(self, what: str, find: Callable[[], Answer], least: float = 0.0) -> None:
-        """Find one thing, unless an earlier call has; an error is a finding, and the rest goes on.
+        """Make one attempt, unless an earlier call has completed it. An error becomes a finding.
 
-        least: seconds that it may take, below which it is left out.
+        Args:
+            what: Name of the attempt.
+            find: Returns its result.
+            least: Minimum of remaining seconds; with fewer, the attempt is skipped.
         """
-        if what in self.told:
+        if what in self.known:
             return
         if self.seconds_left <= least:
             self.missing += 1
-            self.findings.tell(self.part, what, None, left_out=f"{self.seconds_left:.0f} s were left")
+            self.findings.record(self.part, what, None, left_out=f"{self.seconds_left:.0f} s were left")
             return
         began = time.monotonic()
         try:
@@ -74,17 +90,17 @@ class Day:
         except Exception as error:
             lines = "".join(traceback.format_exception(error)).splitlines()[-LINES_OF_A_TRACEBACK:]
             text = f"{type(error).__name__}: {str(error)[:500]}"
-            self.findings.tell(self.part, what, False, error=text, traceback="\n".join(lines))
+            self.findings.record(self.part, what, False, error=text, traceback="\n".join(lines))
             return
-        self.findings.tell(self.part, what, ok, **figures, took=time.monotonic() - began)
+        self.findings.record(self.part, what, ok, **figures, took=time.monotonic() - began)
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device has completed all work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object], times: int = 10) -> float:
-        """Of one call of ``work``, the mean of ``times`` behind three that warm up; of few where one takes long."""
+        """Return the mean seconds per call of ``work``, over ``times`` calls after warmup; fewer if a call is slow."""
         for _ in range(1 if self.small else 3):
             work()
         self.synchronize()

@@ -1,8 +1,8 @@
-"""Rows of the equivalence table as one process on this device in bf16, against fp64 and against a CPU's bf16.
+"""Rows of the equivalence table as one process on this device in bf16, compared with fp64 and with bf16 on a CPU.
 
-The reference is one process in fp64 on a CPU, whose routing the others repeat; what bf16 may cost is what it costs one
-process on a CPU (``tests/equivalence/compare.py``). Here no layout is compared but the device's operators, in whole
-models with every option that a row has. Dropout is left out: devices draw otherwise.
+The reference is one process in fp64 on a CPU; the other runs repeat its routing. The error of bf16 may be as large as
+on a CPU (``tests/equivalence/compare.py``). This compares the operators of the device, not layouts, in whole models
+with all options of the rows. Rows with dropout are skipped, because devices generate different random numbers.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from tests.equivalence.compare import excess
 from tests.equivalence.run import Routing, Trace
 from tests.equivalence.table import ROWS, Row
 
-STEPS = 4  # that change nothing, so that all of them measure the rounding of one model
+STEPS = 4  # without updates, so that all of them measure the rounding of the same model
 STILL = ("--lr", "1e-30", "--weight-decay", "0")
 
 
 def run(day: Day) -> None:
-    """Rows with different options first, then the same options at other batches."""
+    """Compare one row per model and set of options."""
     for row in rows(day.small):
         day.attempt(row_name(row), partial(compared, day, row), least=5.0)
 
 
 def rows(small: bool) -> list[Row]:
-    """One for every model and set of options."""
+    """Return one row for every model and set of options."""
     first = {(row.model, row.options): row for row in ROWS if not any("dropout" in flag for flag in row.options)}
     found = list(first.values())
     return [next(row for row in found if row.model == model) for model in ("moe", "gpt", "ernie")] if small else found
 
 
 def row_name(row: Row) -> str:
-    """Without its layout: what one process is told."""
+    """Return the model and options of a row, without its layout."""
     return " ".join((row.model, *row.options)).replace("--", "")
 
 
 def compared(day: Day, row: Row) -> Answer:
-    """Gradients of still steps."""
+    """Compare losses and gradients of steps without updates."""
     steps = 2 if day.small else STEPS
     flags = still(row.reference_flags())
     exact = traced("cpu", row.kind, (*flags, "--dtype", "fp64"), steps)
@@ -54,7 +54,7 @@ def compared(day: Day, row: Row) -> Answer:
 
 
 def traced(device: str, kind: str, flags: tuple[str, ...], steps: int, replay: Routing | None = None) -> Trace:
-    """One process on a device; the choices it repeats come along."""
+    """Trace one process on a device, repeating the routing ``replay`` if given."""
     where = pick(device)
     if replay is not None:
         replay = {key: experts.to(where.torch_device) for key, experts in replay.items()}
@@ -67,6 +67,6 @@ def traced(device: str, kind: str, flags: tuple[str, ...], steps: int, replay: R
 
 
 def still(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The same run without a learning rate."""
+    """Return the flags of the same run without a learning rate."""
     start = flags.index("--lr")
     return (*flags[:start], *flags[start + 2 :], *STILL)

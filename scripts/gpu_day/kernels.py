@@ -1,8 +1,8 @@
-"""What a profiler counts: kernels per operator of torch and per layer, beside the table and the budgets.
+"""Profiler counts of kernels per torch operator and per layer, next to the table and the budgets.
 
-A layer is the difference between two depths. ``kernels.json`` beside the findings has, for every operator, its calls
-and the kernels of one call, as the table of ``megapar.tools.tracing.kernels`` wants them: a row whose count is there is
-no longer estimated.
+The kernels of a layer are the difference between two depths. ``kernels.json`` next to the findings contains the calls
+and kernels per call of every operator, as needed for the table in ``megapar.tools.tracing.kernels``: a row with a count
+is no longer estimated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ PLAN_SECONDS = 90.0
 
 @dataclass
 class Counted:
-    """Of one step. launches: kernels of any kind. copies: between host and device. calls, kernels: per operator."""
+    """Counts of one step.
+
+    Attributes:
+        launches: Kernels of any kind.
+        copies: Copies between host and device.
+        calls: Calls per operator.
+        kernels: Kernels per operator.
+    """
 
     launches: int = 0
     copies: int = 0
@@ -46,7 +53,7 @@ class Counted:
 
 
 def run(day: Day) -> None:
-    """Every run at two depths; all of them together make the table."""
+    """Count every run at two depths, then write the table of all operators."""
     total = Counted()
     for name, (model, more) in list(RUNS.items())[: 1 if day.small else None]:
         day.attempt(name, partial(_layer, day, model, more, total), least=5.0)
@@ -73,7 +80,7 @@ def _layer(day: Day, model: str, more: str, total: Counted) -> Answer:
 
 
 def _step(day: Day, model: str, more: str) -> Counted:
-    """A third step under the profiler."""
+    """Profile the third step."""
     config = parsed(flags(day, model, more), model)
     with trainer(config, day.device) as made:
         for _ in range(2):
@@ -86,7 +93,7 @@ def _step(day: Day, model: str, more: str) -> Counted:
 
 
 def counted(events: Iterable[FunctionEvent]) -> Counted:
-    """Kernels by the operator that launched them, itself or through another one."""
+    """Count kernels by the operator that launched them, directly or through another operator."""
     found = Counted()
     for event in events:
         on_host = event.device_type.name == "CPU"
@@ -102,13 +109,13 @@ def counted(events: Iterable[FunctionEvent]) -> Counted:
 
 
 def launched_by(event: FunctionEvent) -> int:
-    """Kernels of an operator and of those that it calls, copies from and to the host left out."""
+    """Return the kernels of an operator and of the operators that it calls, except copies from and to the host."""
     own = sum(not kernel.name.startswith(("Memcpy HtoD", "Memcpy DtoH")) for kernel in event.kernels)
     return own + sum(launched_by(child) for child in event.cpu_children)
 
 
 def _table(day: Day, total: Counted) -> Answer:
-    """Per operator: how often it was called, the kernels of one call, and what the table says."""
+    """Write calls, kernels per call and the table's number for every operator."""
     rows = {}
     for name, calls in sorted(total.calls.items()):
         row = KERNELS.get(name)
@@ -126,7 +133,7 @@ def _table(day: Day, total: Counted) -> Answer:
 
 
 def _planned(day: Day, name: str, model: str, more: str) -> Answer:
-    """What ``megapar plan --launches`` says of the same configuration, beside what was counted of a layer."""
+    """Compare ``megapar plan --launches`` with the counted kernels of a layer."""
     script = f"pretrain_{kind(model)}.py"
     line = [sys.executable, "-m", "megapar.tools.main", "plan", script, "--launches", "--json", "--world-size", "1"]
     seconds = min(PLAN_SECONDS, max(1.0, day.seconds_left))
@@ -140,6 +147,6 @@ def _planned(day: Day, name: str, model: str, more: str) -> Answer:
     if done.returncode not in (0, DOES_NOT_FIT):
         raise RuntimeError(f"megapar plan --launches ended with status {done.returncode}: {done.stderr[-500:]}")
     counted_here = day.findings.read().get((day.part, name), {}).get("launches_of_a_layer")
-    said = json.loads(done.stdout)
-    planned = {name: said[name] for name in ("launches", "layers", "host_waits") if name in said}
+    plan = json.loads(done.stdout)
+    planned = {name: plan[name] for name in ("launches", "layers", "host_waits") if name in plan}
     return Answer(None, {"planned": planned, "launches_of_a_layer": counted_here})

@@ -1,6 +1,6 @@
-"""Times of single things that the package's choices hang on: messages, loss chunks, attention, products, copies.
+"""Timings of operations on which the package's choices depend: messages, loss chunks, attention, products, copies.
 
-``products`` fits the table of products by rows: the time of a product is its launch, or its tiles.
+``products`` calibrates the table of products by rows: a product takes the time of its launch or of its tiles.
 
 Shape letters: T tokens, H hidden, k choices, E experts, V vocabulary, S sequence, R rows.
 """
@@ -33,7 +33,7 @@ KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EF
 
 
 class Sizes:
-    """Of a real layer, or of a test."""
+    """Sizes of a real layer, or of a test."""
 
     def __init__(self, small: bool) -> None:
         self.T, self.H, self.k, self.E, self.V = (64, 64, 2, 8, 512) if small else (8192, 4096, 8, 64, 103424)
@@ -43,7 +43,7 @@ class Sizes:
 
 
 def run(day: Day) -> None:
-    """Each family of times in one finding."""
+    """Measure each family of timings as one finding."""
     torch.manual_seed(0)
     sizes = Sizes(day.small)
     for name, work in (
@@ -73,13 +73,13 @@ def _draw(day: Day, *shape: int, differentiate: bool = False) -> Tensor:
 
 
 def _there_and_back(work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:
-    """Forward and backward."""
+    """Return a function that runs forward and backward."""
     grad = torch.randn_like(work())
     return lambda: torch.autograd.grad(work(), inputs, grad)
 
 
 def _launches(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """What one kernel of nearly no work costs the host, and the device when a thousand stand in its queue."""
+    """Measure a tiny kernel: host time per launch, and total time per kernel with a thousand in the queue."""
     x, times = torch.zeros(8, device=day.place), 50 if day.small else 1000
 
     def many() -> None:
@@ -96,7 +96,7 @@ def _launches(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _products(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """[rows, inner] x [inner, out], for every number of rows and width, and a large one for the peak."""
+    """Measure [rows, inner] x [inner, out] for every number of rows and width, and a large product for the peak."""
     found = []
     for inner, out in sizes.widths:
         weight = _draw(day, inner, out)
@@ -113,7 +113,7 @@ def _products(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _overlapped(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """A product in pieces of few rows, as one strided batch, and whole."""
+    """Measure a product in parts of few rows, as one strided batch, and whole."""
     pieces, rows = 32, max(2, sizes.T // 32)
     x, weight = _draw(day, pieces * rows, sizes.H), _draw(day, sizes.H, 96 if day.small else 768)
     y = torch.empty(x.shape[0], weight.shape[1], device=day.place, dtype=x.dtype)
@@ -138,7 +138,7 @@ def _routed(day: Day, sizes: Sizes) -> tuple[Tensor, Any]:
 
 
 def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """The rows of a dispatch by their width: H alone, and with columns for a weight behind them."""
+    """Measure the rows of a token dispatch by width: H, and H with additional columns for a weight."""
     x, weights = _draw(day, sizes.T, sizes.H), torch.rand(sizes.T, sizes.k, device=day.place)
     experts, permutation = _routed(day, sizes)
     found: dict[str, Any] = {
@@ -157,7 +157,7 @@ def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _back(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Rows back to their tokens."""
+    """Measure the combine: rows back to their tokens."""
     _, permutation = _routed(day, sizes)
     rows = _draw(day, sizes.T * sizes.k, sizes.H, differentiate=True)
     forward = day.seconds(lambda: unpermute(rows, permutation))
@@ -167,7 +167,7 @@ def _back(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """The vocabulary's head and its loss, by the rows that are taken at a time."""
+    """Measure output layer and loss by rows per chunk."""
     hidden = _draw(day, sizes.T, sizes.H, differentiate=True)
     head = _draw(day, sizes.V, sizes.H, differentiate=True)
     labels = torch.randint(0, sizes.V, (sizes.T,), device=day.place)
@@ -188,7 +188,7 @@ def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _attention(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Causal attention both ways, 32 heads of 128 and 8 groups, one sample; half of the scores count."""
+    """Measure causal attention forward and backward: 32 heads of 128, 8 groups, one sample; counts half the scores."""
     heads, groups, width = (4, 2, 16) if day.small else (32, 8, 128)
     found: dict[str, Any] = {}
     for length in sizes.lengths:
@@ -215,7 +215,7 @@ def _rate(day: Day, work: Callable[[], Tensor], inputs: Sequence[Tensor], flops:
 
 
 def _documents(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Attention inside documents of one length, by the number of them."""
+    """Measure attention within documents of equal length, by number of documents."""
     heads, groups, width, length = (4, 2, 16, 128) if day.small else (32, 8, 128, 16384)
     form = OPS["packed_attention"].get(day.device, OPS["packed_attention"]["reference"])
     q = _draw(day, 1, heads, length, width, differentiate=True)
@@ -230,7 +230,7 @@ def _documents(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _rotary(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Every form of the rotation that runs here."""
+    """Measure every available implementation of the rotary embedding."""
     x = _draw(day, 1, sizes.T, 4 if day.small else 32, 128, differentiate=True)
     angles = torch.rand(1, sizes.T, 64, device=day.place)
     cos, sin = angles.cos(), angles.sin()
@@ -240,7 +240,7 @@ def _rotary(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _copies(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Between host and device, from pageable and from page-locked memory, in GB/s."""
+    """Measure copies between host and device, from pageable and page-locked memory, in GB/s."""
     found: dict[str, Any] = {}
     for size in (1 << 12, 1 << 16) if day.small else (1 << 16, 1 << 20, 1 << 24, 1 << 28):
         here = torch.empty(size, dtype=torch.uint8, device=day.place)
@@ -255,7 +255,7 @@ def _copies(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 
 def _all_reduce(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """What a collective costs that moves nothing: its launch, and the device's time for it."""
+    """Measure a collective of one rank, which moves no data: launch and device time."""
     store = dist.HashStore()
     dist.init_process_group("nccl" if day.on_gpu else "gloo", store=store, rank=0, world_size=1)
     try:

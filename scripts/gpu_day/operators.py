@@ -1,6 +1,6 @@
-"""Every entry of the operator table for this device against its reference in fp64 on this device, with gradients.
+"""Comparison of every entry of the operator table for this device with its fp64 reference, including gradients.
 
-Beside it every kernel that torch has for attention, and the grouped products at the edges of what their kernel takes.
+Also compares all of torch's attention kernels, and grouped GEMMs at the limits of their kernel.
 
 Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size, R rows, E experts, k choices.
 """
@@ -25,7 +25,7 @@ from megapar.core.device.pick import pick
 from megapar.moe.expert_order import sort_by_expert
 from scripts.gpu_day.day import Answer, Day
 
-# Relative, of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25), and of what is added up behind them.
+# Relative error of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25) and of the sums that follow.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = (
@@ -37,7 +37,13 @@ KERNELS = (
 
 
 class Case(NamedTuple):
-    """One call: name of it, tensors (differentiated where they ask for it), and what else is said."""
+    """One call.
+
+    Attributes:
+        name: Name of the call.
+        tensors: Positional arguments; those that require gradients are differentiated.
+        more: Keyword arguments.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]
@@ -45,15 +51,15 @@ class Case(NamedTuple):
 
 
 def run(day: Day) -> None:
-    """All entries in all dtypes, attention's kernels, the blocks."""
+    """Compare all entries in all dtypes, the attention kernels, and the blocks of ring attention."""
     torch.manual_seed(0)
     for named, dtype in DTYPES.items():
         for name in OPS:
             if name.startswith("attention_block"):
-                continue  # both at once, below
+                continue  # forward and backward are compared together below
             form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
-                day.findings.tell(day.part, f"{name}: calls", False, error="no calls are written for this entry")
+                day.findings.record(day.part, f"{name}: calls", False, error="this entry has no test calls")
                 continue
             for case in cases(name, day, dtype):
                 work = partial(compare, form, reference, case, TOLERANCE[dtype])
@@ -66,7 +72,7 @@ def run(day: Day) -> None:
 
 
 def _form(name: str, day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The table's, or what experts take in its place where the device has no grouped kernel for this dtype."""
+    """Return the table's implementation, or the one per expert if the device has no grouped kernel for this dtype."""
     by_size = _BY_SIZE.get(name)
     if by_size is None or not pick(day.device).grouped_lacks(dtype, ()):
         return OPS[name].get(day.device, OPS[name]["reference"])
@@ -78,7 +84,7 @@ def _form(name: str, day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case: Case, tolerance: float) -> Answer:
-    """Result and gradients beside those of the reference in fp64."""
+    """Compare result and gradients with those of the reference in fp64."""
     leaves = [x for x in case.tensors if x.requires_grad]
     wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.tensors]
     more = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in case.more.items()}
@@ -93,7 +99,7 @@ def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case:
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over that of ``want``; what is all zero must be."""
+    """Return the norm of the difference relative to ``want``; the norm itself if ``want`` is zero."""
     if got.shape != want.shape:
         raise ValueError(f"{list(got.shape)} instead of {list(want.shape)}")
     if not want.numel():
@@ -103,7 +109,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def cases(name: str, day: Day, dtype: torch.dtype) -> Iterator[Case]:
-    """Calls of one entry."""
+    """Yield the calls of one entry."""
     yield from _CASES[name](day, _drawer(day, dtype))
 
 
@@ -140,7 +146,7 @@ def _attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
 
 
 def _documents(day: Day) -> PackedDocuments:
-    """Short and long ones, of one place, and one that fills its sample."""
+    """Return short and long documents, one of a single token, and one that fills its sample."""
     S = _length(day)
     return PackedDocuments.of([1, S // 3, S, 2 * S], day.place)
 
@@ -177,7 +183,7 @@ def _rotary(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
 
 
 def _counts(day: Day) -> Iterator[tuple[int, ...]]:
-    """Rows of four experts: some, one with all, and none at all."""
+    """Yield rows per expert for four experts: mixed, all on one expert, and none."""
     S = _length(day)
     yield from ((S, 0, 3 * S, 5), (0, 0, 0, 4 * S + 5), (4 * S + 5, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 0))
 
@@ -239,7 +245,7 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
 
 @torch.no_grad()
 def blocks(day: Day, dtype: torch.dtype, causal: bool, groups: int) -> Answer:
-    """A block of ring attention, and its share of the gradients."""
+    """Compare a block of ring attention and its gradients."""
     S, draw = _length(day), _drawer(day, dtype)
     q, grad = draw(2, 8, S, 64), draw(2, 8, S, 64)
     k, v = draw(2, groups, S, 64), draw(2, groups, S, 64)
@@ -257,7 +263,7 @@ def blocks(day: Day, dtype: torch.dtype, causal: bool, groups: int) -> Answer:
 
 
 def _kernels(day: Day, named: str, dtype: torch.dtype) -> None:
-    """Each of torch's kernels for attention, asked for by name."""
+    """Compare each of torch's attention kernels, selected by name."""
     S, draw = _length(day), _drawer(day, dtype)
     valid = torch.ones(2, S, dtype=torch.bool, device=day.place)
     valid[1, S // 2 + 3 :] = False
@@ -285,7 +291,7 @@ def _kernels(day: Day, named: str, dtype: torch.dtype) -> None:
 def one_kernel(
     kernel: SDPBackend, more: dict[str, Any], reference: Callable[..., Tensor], case: Case, dtype: torch.dtype
 ) -> Answer:
-    """Right, or not to be had for this form here."""
+    """Compare one attention kernel; report if it does not support this form."""
 
     def form(*tensors: Tensor) -> Tensor:
         with sdpa_kernel(kernel):

@@ -1,4 +1,4 @@
-"""What ``megapar plan`` promised of the races, beside what was measured."""
+"""Predictions of ``megapar plan`` for the races, next to the measurements."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ RACES = "throughput"
 
 
 def run(day: Day) -> None:
-    """Each plan with the contestant that ran its flags."""
+    """Compare each plan with the contestant that ran its flags."""
     lines = {what: line for (part, what), line in day.findings.read().items() if part == RACES}
     plans = [what for what in lines if what.startswith("plan of ")]
     if not plans:
-        day.attempt("plans", lambda: Answer(None, {"not_to_be_had": "no race has been planned: run throughput before"}))
+        day.attempt("plans", lambda: Answer(None, {"not_to_be_had": "no race has been planned: run throughput first"}))
     for what in plans:
         model, _, way = what.removeprefix("plan of ").partition(" ")
         day.attempt(f"{model} {way}".strip(), partial(_beside, lines[what], _measured(lines, model, way)))
 
 
 def _measured(lines: dict[str, dict[str, Any]], model: str, way: str) -> dict[str, Any] | None:
-    """The first contestant of ours has the first way's flags and no name for them."""
+    """Return the contestant with these flags; megapar's first contestant has no flags in its name."""
     named = lines.get(f"{model}: megapar {way or 'plain'}")
     return named or lines.get(f"{model}: megapar")
 

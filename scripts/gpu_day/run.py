@@ -1,7 +1,7 @@
-"""One call of the GPU day: its parts in order, each in a process of its own, within so many minutes.
+"""Run the parts of the GPU day in order, each in a separate process, within a number of minutes.
 
-A part that crashes, hangs or poisons its device ends alone; what it had found stands in the file. A later call goes on
-where this one was cut off.
+A part that crashes, hangs or breaks its device does not affect the others, and its findings are already in the file. A
+later call continues where this one stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.gpu_day.day import MODELS, Day
 from scripts.gpu_day.findings import PART, Findings
 
 ROOT = Path(__file__).parents[2]
-# In this order, with their shares of the minutes; what one leaves over is for those behind it.
+# In this order, with their shares of the minutes. The following parts get the time that a part does not use.
 PARTS = {
     "operators": 2.0,
     "ampipe": 1.5,
@@ -38,45 +38,51 @@ PARTS = {
     "curve": 3.0,
     "predicted": 0.2,
 }
-KEPT = 0.9  # of a part's time: what is not done by then is left out; the rest is for what runs
+KEPT = 0.9  # fraction of a part's time after which no attempt starts; the rest is for the running attempt
 SUMMARY = "summary"
 
 
 def main() -> int:
-    """0 all that was asked for is done and right, 1 something is wrong or not done."""
-    asked = _asked()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    ends = time.monotonic() + 60 * asked.minutes
-    commit = asked.commit or _commit()
-    findings = Findings(asked.out / "findings.jsonl", {"device": asked.device, "small": asked.small, "commit": commit})
-    if (status := _introduce(findings, asked)) != 0:
+    """Run the requested parts. Return 0 if everything is done and right, 1 otherwise."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + 60 * options.minutes
+    commit = options.commit or _commit()
+    findings = Findings(
+        options.out / "findings.jsonl", {"device": options.device, "small": options.small, "commit": commit}
+    )
+    if (status := _introduce(findings, options)) != 0:
         return status
-    left = dict.fromkeys(asked.parts)
-    for part in asked.parts:
+    left = dict.fromkeys(options.parts)
+    for part in options.parts:
         share = PARTS[part] / sum(PARTS[name] for name in left)
         del left[part]
-        _run(part, asked, findings, max(0.0, ends - time.monotonic()) * share)
-    return _sum_up(findings, asked.parts)
+        _run(part, options, findings, max(0.0, ends - time.monotonic()) * share)
+    return _sum_up(findings, options.parts)
 
 
-def _asked() -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu_day.sh", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=25.0, help="for everything that is run")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="sizes at which every line runs in a minute, on a CPU too")
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; default: all of them")
-    parser.add_argument("--models", default=",".join(MODELS), help="whose throughput is raced; default: all of them")
-    parser.add_argument("--again", action="store_true", help="find again what an earlier call has found")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_day", help="where findings.jsonl is added to")
-    parser.add_argument("--commit", help="of this tree, where it is a copy without its history")
-    asked = parser.parse_args()
-    asked.out = asked.out.resolve()
-    asked.models = tuple(model for model in MODELS if model in asked.models.split(","))
-    asked.parts = [part for part in PARTS if part in asked.parts.split(",")]
+    parser.add_argument(
+        "--small", action="store_true", help="sizes at which everything runs in a minute, even on a CPU"
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"parts of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--models", default=",".join(MODELS), help="models of the throughput races; default: all")
+    parser.add_argument("--again", action="store_true", help="repeat what an earlier call has completed")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "runs" / "gpu_day", help="folder of findings.jsonl, which is appended to"
+    )
+    parser.add_argument("--commit", help="commit of this tree, if it is a copy without a git history")
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.models = tuple(model for model in MODELS if model in options.models.split(","))
+    options.parts = [part for part in PARTS if part in options.parts.split(",")]
     unknown = set(parser.parse_args().parts.split(",")) - set(PARTS)
     if unknown:
-        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    return asked
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}. Choose from {', '.join(PARTS)}.")
+    return options
 
 
 def _commit() -> str:
@@ -85,40 +91,40 @@ def _commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _introduce(findings: Findings, asked: argparse.Namespace) -> int:
-    """Say what this machine is, from a process of its own: what has seen a GPU cannot fork."""
-    process = multiprocessing.get_context("fork").Process(target=_say_machine, args=(findings, asked.device))
+def _introduce(findings: Findings, options: argparse.Namespace) -> int:
+    """Record the machine from a separate process, because a process that has used a GPU cannot fork."""
+    process = multiprocessing.get_context("fork").Process(target=_record_machine, args=(findings, options.device))
     process.start()
     process.join(120)
     if process.is_alive():
         process.kill()
-        findings.tell("machine", PART, False, error="the device did not answer within 120 s")
+        findings.record("machine", PART, False, error="the device did not answer within 120 s")
     return int(process.exitcode != 0)
 
 
-def _say_machine(findings: Findings, device: str) -> None:
-    said: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+def _record_machine(findings: Findings, device: str) -> None:
+    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     if device == "cuda":
         if not torch.cuda.is_available():
-            findings.tell("machine", PART, False, error="torch sees no GPU", **said)
+            findings.record("machine", PART, False, error="torch does not find a GPU", **facts)
             sys.exit(1)
-        said |= {"gpu": torch.cuda.get_device_name(), "capability": list(torch.cuda.get_device_capability())}
-        said |= {"cuda": torch.version.cuda, "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
-    findings.tell("machine", PART, True, **said)
+        facts |= {"gpu": torch.cuda.get_device_name(), "capability": list(torch.cuda.get_device_capability())}
+        facts |= {"cuda": torch.version.cuda, "memory_bytes": torch.cuda.get_device_properties(0).total_memory}
+    findings.record("machine", PART, True, **facts)
 
 
-def _run(part: str, asked: argparse.Namespace, findings: Findings, seconds: float) -> None:
-    """One part, ended by force where it does not end."""
+def _run(part: str, options: argparse.Namespace, findings: Findings, seconds: float) -> None:
+    """Run one part, and kill it if it exceeds its time."""
     before = {what: line for (name, what), line in findings.read().items() if name == part}
     own = before.get(PART, {})
-    if not asked.again and own.get("ok") and set(asked.models) <= set(own["models"]):
+    if not options.again and own.get("ok") and set(options.models) <= set(own["models"]):
         print(f"      {part}: done by an earlier call", flush=True)
         return
-    good = {what for what, line in before.items() if line["ok"] is not False and "left_out" not in line}
-    told = frozenset() if asked.again else frozenset(good - {PART})
+    complete = {what for what, line in before.items() if line["ok"] is not False and "left_out" not in line}
+    known = frozenset() if options.again else frozenset(complete - {PART})
     began = time.monotonic()
-    day = Day(part, asked.device, asked.small, asked.out, began + KEPT * seconds, findings, told)
-    day.models = asked.models
+    day = Day(part, options.device, options.small, options.out, began + KEPT * seconds, findings, known)
+    day.models = options.models
     process = multiprocessing.get_context("fork").Process(target=_in_child, args=(part, day))
     process.start()
     process.join(seconds)
@@ -126,38 +132,38 @@ def _run(part: str, asked: argparse.Namespace, findings: Findings, seconds: floa
     if process.is_alive():
         process.kill()
         process.join()
-        findings.tell(part, PART, False, error="cut off", seconds=took, minutes_given=seconds / 60)
+        findings.record(part, PART, False, error="cut off", seconds=took, minutes_given=seconds / 60)
     elif process.exitcode != 0:
-        findings.tell(part, PART, False, error=f"ended with status {process.exitcode}", seconds=took)
+        findings.record(part, PART, False, error=f"ended with status {process.exitcode}", seconds=took)
     assert process.pid is not None
     _end_session(process.pid)
 
 
 def _end_session(leader: int) -> None:
-    """What a part has started and left behind: processes of its session, which nobody else is in."""
+    """Kill the processes that a part has left behind: those of its session, which contains no other processes."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
-            # The fields behind the command's name, which may hold anything: state, parent, group, session.
+            # The fields after the command name, which may contain anything: state, parent, group, session.
             session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
             if session == leader:
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _in_child(part: str, day: Day) -> None:
-    """The part's own process, the first of a session that is ended together."""
+    """Run a part as the leader of a new session, whose processes are killed together."""
     os.setsid()
-    if day.device == "cpu" and day.small:  # threads that wait for each other are most of a small day's time
+    if day.device == "cpu" and day.small:  # waiting threads would dominate a small day
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
     began = time.monotonic()
     module = importlib.import_module(f"scripts.gpu_day.{part}")
     module.run(day)
     figures = {"seconds": round(time.monotonic() - began, 1), "left_out": day.missing, "models": day.models}
-    day.findings.tell(part, PART, not day.missing, **figures)
+    day.findings.record(part, PART, not day.missing, **figures)
 
 
 def _sum_up(findings: Findings, parts: list[str]) -> int:
-    """A table, and a last line with what is wrong."""
+    """Print a table and, as the last line, the problems as JSON. Return 1 if there are problems."""
     lines = findings.read()
     wrong, rows = [], []
     for part in parts:
@@ -166,7 +172,7 @@ def _sum_up(findings: Findings, parts: list[str]) -> int:
         bad = [what for what, line in mine.items() if line["ok"] is False]
         wrong += [f"{part}: {what}" for what in bad]
         if not own.get("ok"):
-            wrong.append(f"{part}: {own.get('error', 'not all of it was run')}")
+            wrong.append(f"{part}: {own.get('error', 'not completed')}")
         right = sum(line["ok"] is True for line in mine.values())
         rows.append(
             (part, len(mine), right, len(bad), own.get("seconds", "-"), "done" if own.get("ok") else "not done")
@@ -174,7 +180,7 @@ def _sum_up(findings: Findings, parts: list[str]) -> int:
     print(f"\n{'part':12} {'findings':>8} {'right':>6} {'wrong':>6} {'seconds':>8}")
     for name, number, right, bad_ones, seconds, state in rows:
         print(f"{name:12} {number:8} {right:6} {bad_ones:6} {seconds:>8} {state}")
-    findings.tell(SUMMARY, ",".join(parts), not wrong, wrong=wrong)
+    findings.record(SUMMARY, ",".join(parts), not wrong, wrong=wrong)
     print(json.dumps({"wrong": wrong, "findings": str(findings.path)}))
     return int(bool(wrong))
 

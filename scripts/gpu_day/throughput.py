@@ -1,10 +1,10 @@
-"""Steps of dense, MoE and ERNIE models against transformers under torch.compile and against the sum of their kernels.
+"""Races of dense, MoE and ERNIE models against transformers with torch.compile and against the sum of their kernels.
 
-The races are those of ``benchmarks/throughput``, plain and with --compile, a process per contestant; each adds its line
-to ``throughput.jsonl`` beside the findings as soon as it has run. MFU counts causal attention as half, and the peak as
-the data sheet's (989 TFLOP/s of an H200 in bf16). A race has the routing of random weights, which is nearly balanced;
-the MoE's step is then timed with a router that is forced to balance, and with its own after 500 steps of training.
-What ``megapar plan`` promises of the same flags is told beside it.
+The races are those of ``benchmarks/throughput``, plain and with --compile, with a process per contestant. Each adds its
+line to ``throughput.jsonl`` next to the findings immediately. MFU counts half of causal attention, relative to the peak
+in the data sheet (989 TFLOP/s for an H200 in bf16). Races have the routing of random weights, which is nearly balanced;
+then the MoE step is timed with forced balance, and with its own routing after 500 training steps. The prediction of
+``megapar plan`` for the same flags is recorded as well.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from megapar.training.building import build
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import losses, trainer
 
-WAYS = ("--compile", "")  # of ours; the first starts everybody's comparison
+WAYS = ("--compile", "")  # megapar's contestants; the first is the basis of all comparisons
 LOAD_BALANCE = "--moe-aux-loss-coeff 0.01"
 TRAINED, TIMED = 500, 10
 ROOT = Path(__file__).parents[2]
 
 
 def run(day: Day) -> None:
-    """Every race, what was planned of it, and the routing of the MoE."""
+    """Run every race and its plan, then the MoE with different routings."""
     models = ("tiny-moe",) if day.small else day.models
     path = day.out / "throughput.jsonl"
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def _ways(day: Day) -> tuple[str, ...]:
 
 
 def _race(day: Day, model: str, folder: Path, path: Path, share: float) -> Answer:
-    """One model; a finding per contestant, and one that says who was there."""
+    """Race one model; record a finding per contestant and one with the list of contestants."""
     known = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
     line = [sys.executable, "-m", "benchmarks.throughput.run", "--device", day.device, "--model", model]
     line += [f"--flags={way}" for way in _ways(day)] + ["--rounds", "2" if day.small else "5"]
@@ -89,19 +89,19 @@ def _race(day: Day, model: str, folder: Path, path: Path, share: float) -> Answe
             figures["first_loss"] = one["first_loss"]
         else:
             figures["kernels"] = {name: value for name, value in one.items() if isinstance(value, float)}
-        day.findings.tell(day.part, f"{model}: {one['contestant']}", None, **figures)
-    there = [one["contestant"] for one in found]
-    everybody = len(_ways(day)) + 2  # of ours, the peer, the kernels
-    if status or len(there) < everybody:
-        raise RuntimeError(f"status {status}, only {there} ran: {output[-1500:]}")
-    return Answer(True, {"contestants": there, "output": output[-1500:]})
+        day.findings.record(day.part, f"{model}: {one['contestant']}", None, **figures)
+    contestants = [one["contestant"] for one in found]
+    expected = len(_ways(day)) + 2  # megapar's, the peer, the kernels
+    if status or len(contestants) < expected:
+        raise RuntimeError(f"status {status}, only {contestants} ran: {output[-1500:]}")
+    return Answer(True, {"contestants": contestants, "output": output[-1500:]})
 
 
 def _ended(line: list[str], seconds: float) -> tuple[str, int]:
-    """(output, status) of a command and whatever it starts, which ends with it."""
-    with tempfile.TemporaryFile("w+") as said:
+    """Run a command. Return (output, status). Processes that it started are killed when it ends."""
+    with tempfile.TemporaryFile("w+") as printed:
         # Python 3.10 has no process_group; nothing in _lead takes a lock.
-        process = subprocess.Popen(line, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT, preexec_fn=_lead)  # noqa: PLW1509
+        process = subprocess.Popen(line, cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT, preexec_fn=_lead)  # noqa: PLW1509
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -109,17 +109,17 @@ def _ended(line: list[str], seconds: float) -> tuple[str, int]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        said.seek(0)
-        return said.read(), status
+        printed.seek(0)
+        return printed.read(), status
 
 
 def _lead() -> None:
-    """A group of its own, so that contestants can be ended with it; the session stays the part's."""
+    """Create a process group, so that contestants can be killed together; the session remains that of the part."""
     os.setpgid(0, 0)
 
 
 def _config(day: Day, model: str, more: str, folder: Path) -> tuple[Shape, Config]:
-    """Ours as the race has it; the published folder is made where no race has."""
+    """Return shape and configuration of megapar's contestant; prepare the model folder if no race has done it."""
     shape, place = find(day.device, model), folder / f"{day.device}-{model}"
     if not (place / "samples.pt").exists():
         line = [
@@ -134,13 +134,13 @@ def _config(day: Day, model: str, more: str, folder: Path) -> tuple[Shape, Confi
         ]
         output, status = _ended(line, max(5.0, day.seconds_left))
         if status:
-            raise RuntimeError(f"the weights could not be made: status {status}: {output[-500:]}")
+            raise RuntimeError(f"the weights could not be created: status {status}: {output[-500:]}")
     line = [*flags(shape, place, day.device, "bf16" if day.on_gpu else "fp32", 1), *more.split()]
     return shape, parse(shape.kind, line, {"WORLD_SIZE": "1", "RANK": "0"})  # type: ignore[arg-type]
 
 
 def _planned(day: Day, model: str, way: str, folder: Path) -> Answer:
-    """What the planner promises of this device, where it knows it."""
+    """Record the planner's prediction for this device, if the planner has a row for it."""
     _, config = _config(day, model, way, folder)
     name = torch.cuda.get_device_name().lower() if day.on_gpu else "cpu"
     kind = planned_kind(name)
@@ -152,13 +152,13 @@ def _planned(day: Day, model: str, way: str, folder: Path) -> Answer:
 
 
 def planned_kind(device: str) -> str:
-    """The planner's row for a device by its driver's name; "" where it has none."""
+    """Return the planner's row for a device, by the driver's name; "" if it has none."""
     found = [kind for kind in kinds() if kind.split("-")[0] in device.lower()]
-    return max(found, key=lambda kind: len(kind.split("-")[0]), default="")  # an H200 is no H20
+    return max(found, key=lambda kind: len(kind.split("-")[0]), default="")  # an H200 is not an H20
 
 
 def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
-    """The MoE's step with every expert as full as any other (no steps before), or as training has left it."""
+    """Time the MoE step with balanced experts (no steps before), or with the routing after training."""
     forced = not steps
     shape, config = _config(day, model, f"{'--compile' if day.on_gpu else ''} {LOAD_BALANCE}", folder)
     with balanced() if forced else nullcontext(), trainer(config, day.device) as made:
@@ -185,7 +185,7 @@ def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
 
 
 def _seconds(day: Day, made: Trainer, steps: int) -> float:
-    """Of one step, behind one that is not counted."""
+    """Return the mean seconds per step, after one warmup step."""
     made.monitor.add(made.step())
     day.synchronize()
     began = time.perf_counter()
@@ -197,7 +197,7 @@ def _seconds(day: Day, made: Trainer, steps: int) -> float:
 
 @contextmanager
 def balanced() -> Iterator[None]:
-    """Every router sends its tokens round and round: no flag does this, and it trains nothing."""
+    """Make all routers select experts round-robin. No flag does this, because it does not train the router."""
 
     def choose(router: Router, probs_TE: Tensor) -> Tensor:
         T, E = probs_TE.shape

@@ -1,16 +1,16 @@
-"""The names of torch that megapar and its GPU day use, and whether the oldest supported torch has them.
+"""Check that the oldest supported torch has all names of torch that megapar and its GPU day use.
 
     python -m scripts.gpu_day.torch_names                         compare the code with torch_names.txt
-    python -m scripts.gpu_day.torch_names --write --reference W   write that file anew, looked up in W
+    python -m scripts.gpu_day.torch_names --write --reference W   rewrite that file from W
 
-W is a folder into which a wheel of torch 2.11 was unpacked. Nothing of it is run, so that any platform's will do, and
-the small ones have no CUDA in them:
+W is a folder with an unpacked wheel of torch 2.11. It is not executed, so the wheel of any platform works; the small
+ones do not contain CUDA:
 
     pip download --no-deps --only-binary=:all: --platform macosx_11_0_arm64 --python-version 3.12 torch==2.11.0
 
-A line of torch_names.txt is a name, the keywords it is called with, and where 2.11 has them: ``python`` (defined in a
-module), ``stub`` (in a .pyi of what C++ defines), ``operators`` (native_functions.yaml). What is newer than 2.11 is
-asked for by ``getattr`` with a string, which is not a name here. Methods of tensors are not looked at.
+A line of torch_names.txt contains a name, the keywords of its calls, and the source in 2.11: ``python`` (defined in a
+module), ``stub`` (in a .pyi for C++ definitions) or ``operators`` (native_functions.yaml). The code accesses newer
+features with ``getattr`` and a string, which does not count as a name. Methods of tensors are not checked.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_suffix(".txt")
 WALKED = ("megapar", "scripts/gpu_day", "benchmarks/throughput", "benchmarks/support")
 OLDEST = "2.11.0"
-# Not run where torch 2.11 is: the vendor's own wheel, and peers that are raced on two CPU cores.
+# Never run with torch 2.11: files that need the vendor's wheel, and peers that are raced on two CPU cores.
 LEFT_OUT = ("megapar/core/device/ascend.py", "megapar/core/device/npu.py", "benchmarks/throughput/deepspeed_rank.py")
 NCCL = "torch.distributed.ProcessGroupNCCL"
 Names = dict[str, frozenset[str]]  # dotted name -> keywords of its calls
 
 
 def used(paths: Iterable[Path]) -> Names:
-    """Every dotted name that starts with torch, as written or as imported."""
+    """Return every dotted name that starts with torch, as written or as imported."""
     found: Names = {}
     for path in paths:
         for name, keywords in _of_file(ast.parse(path.read_text(encoding="utf-8"))):
@@ -47,7 +47,7 @@ def used(paths: Iterable[Path]) -> Names:
 
 
 def walked() -> list[Path]:
-    """The files that are looked at."""
+    """Return the files to check."""
     files = (path for folder in WALKED for path in sorted((ROOT / folder).rglob("*.py")))
     return [path for path in files if path.relative_to(ROOT).as_posix() not in LEFT_OUT]
 
@@ -86,12 +86,12 @@ def _dotted(node: ast.expr, aliases: Mapping[str, str]) -> str | None:
 
 
 def missing_here(names: Names) -> list[str]:
-    """What the torch of this process lacks: a name, or a keyword of a function that says which it takes.
+    """Return the names that the torch of this process lacks, and keywords that its signatures do not accept.
 
-    What only builds with NCCL have is not asked of others.
+    Names that only builds with NCCL have are not checked on other builds.
     """
-    asked = {name: keywords for name, keywords in names.items() if NCCL not in name or dist.is_nccl_available()}
-    return [problem for name, keywords in asked.items() for problem in _missing(name, keywords)]
+    expected = {name: keywords for name, keywords in names.items() if NCCL not in name or dist.is_nccl_available()}
+    return [problem for name, keywords in expected.items() for problem in _missing(name, keywords)]
 
 
 def _missing(name: str, keywords: frozenset[str]) -> Iterator[str]:
@@ -109,7 +109,7 @@ def _missing(name: str, keywords: frozenset[str]) -> Iterator[str]:
 
 
 def _find(name: str) -> object:
-    """The object of a dotted name, in the longest module that it begins with."""
+    """Return the object of a dotted name, from its longest prefix that is a module."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:
@@ -123,12 +123,12 @@ def _find(name: str) -> object:
 
 
 class Wheel:
-    """A torch of which only the files are here."""
+    """The files of an unpacked wheel of torch."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         operators = (folder / "torchgen/packaged/ATen/native/native_functions.yaml").read_text(encoding="utf-8")
-        # Operators of other namespaces: those that fake tensors know by name, and those that are defined in Python.
+        # Operators of other namespaces: those that fake tensors mention, and those that are defined in Python.
         self._named = (folder / "torch/_subclasses/fake_tensor.py").read_text(encoding="utf-8")
         defined = (folder / "torch/distributed/_symmetric_memory/__init__.py").read_text(encoding="utf-8")
         (space,) = re.findall(r'Library\("(\w+)", "DEF"\)', defined)[:1]
@@ -138,7 +138,7 @@ class Wheel:
         self._operators = dict(re.findall(r"^- func: (\w+)[.\w]*\((.*)\) ->", operators, re.MULTILINE))
 
     def has(self, name: str, keywords: frozenset[str]) -> str:
-        """Where it is: python, stub or operators; "" where it, or one of its keywords, is not."""
+        """Return the source of a name: python, stub or operators; "" if the name or a keyword is missing."""
         if name in self._defined:
             return "python" if all(f" {word} " in self._defined[name] for word in keywords) else ""
         if name.startswith("torch.ops."):
@@ -147,7 +147,7 @@ class Wheel:
             return "operators" if known else ""
         key = name, keywords
         if key not in self._found:
-            self._found[key] = ""  # modules import from each other in circles
+            self._found[key] = ""  # modules import each other in cycles
             self._found[key] = self._look(name.split("."), keywords)
         return self._found[key]
 
@@ -159,7 +159,7 @@ class Wheel:
                     return where
             if any(files.values()):
                 break
-        # What C++ gives torch itself stands in its stubs.
+        # Names that C++ adds to torch itself are in its stubs.
         stubs = ("torch/_C/_VariableFunctions.pyi", "torch/_C/__init__.pyi", "torch/_C/_nn.pyi")
         rest = parts[1:]
         if any(self._defines(self._folder / stub, rest[-1:], keywords) for stub in stubs) and len(rest) < 4:
@@ -201,7 +201,7 @@ class Wheel:
 
 @functools.cache
 def _tree(file: Path) -> dict[str, list[ast.stmt]]:
-    """Everything that a module binds, however deep: many of torch's names stand under an if."""
+    """Return everything that a module binds at any depth, because many of torch's names are inside an if."""
     bound: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -228,27 +228,27 @@ def _takes(function: ast.FunctionDef, keywords: frozenset[str]) -> bool:
 
 
 def read() -> dict[str, str]:
-    """The committed list: "name" or "name(keywords)" -> where 2.11 has it."""
+    """Return the committed list: "name" or "name(keywords)" -> source in 2.11."""
     lines = (line.split() for line in FILE.read_text(encoding="utf-8").splitlines() if line and line[0] != "#")
     return {parts[0]: parts[1] if len(parts) > 1 else "" for parts in lines}
 
 
 def written(name: str, keywords: frozenset[str]) -> str:
-    """As the list has it."""
+    """Return a name in the format of the list."""
     return f"{name}({','.join(sorted(keywords))})" if keywords else name
 
 
 def main() -> int:
-    """0 the list is that of the code, 1 it is not, or torch 2.11 lacks something."""
+    """Check or write the list. Return 1 if it does not match the code or torch lacks a name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the list anew; needs --reference")
+    parser.add_argument("--write", action="store_true", help="rewrite the list; needs --reference")
     parser.add_argument("--reference", type=Path, help="an unpacked wheel of torch 2.11")
-    asked = parser.parse_args()
-    if asked.write != (asked.reference is not None):
+    options = parser.parse_args()
+    if options.write != (options.reference is not None):
         parser.error("--write and --reference go together")
     names = used(walked())
-    if asked.write:
-        wheel = Wheel(asked.reference)
+    if options.write:
+        wheel = Wheel(options.reference)
         places = {written(name, keywords): wheel.has(name, keywords) for name, keywords in names.items()}
         head = f"# Written by scripts/gpu_day/torch_names.py: names of torch in use, and where torch {OLDEST} has them."
         FILE.write_text(

@@ -1,4 +1,4 @@
-"""The real trainer of one process, at the sizes of a GPU day."""
+"""Real trainers of one process, at the sizes of a GPU day."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ _MODELS = {
 
 
 def kind(model: str) -> Literal["moe", "ernie"]:
-    """Whose flags follow."""
+    """Return the kind of trainer for a model."""
     return "ernie" if model == "ernie" else "moe"
 
 
 def flags(day: Day, model: str, more: str = "") -> list[str]:
-    """Of the command line, for one process; what comes later counts."""
+    """Return the command line for one process; later flags take precedence."""
     line = f"{_RUN} --device {day.device} {_SIZES[day.small]} {_MODELS[day.small][model]} {more}"
     return line.split()
 
 
 def parsed(line: list[str], model: str) -> Config:
-    """The configuration of one process. Raises ConfigError where it is refused."""
+    """Return the configuration of one process. Raises ConfigError if it is refused."""
     return parse(kind(model), line, {"WORLD_SIZE": "1", "RANK": "0"})
 
 
@@ -59,10 +59,14 @@ def parsed(line: list[str], model: str) -> Config:
 def trainer(
     config: Config, device: str, slices: int = 1, *, cross_layer: bool = False, learnable: bool = False
 ) -> Iterator[Trainer]:
-    """Ready to step; closed and freed afterwards.
+    """Yield a trainer that is ready to step; close and free it afterwards.
 
-    slices, cross_layer: of AMPipe, which the command line refuses on one process; its streams are there all the same.
-    learnable: a decoder's tokens are no longer uniform.
+    Args:
+        config: Configuration of one process.
+        device: "cuda" or "cpu".
+        slices: Slices of AMPipe. The command line refuses them on one process, but its streams work.
+        cross_layer: AMPipe overlaps across layers.
+        learnable: Use learnable samples (``Chain``) instead of uniform tokens.
     """
     if slices > 1:
         ampipe = replace(config.ampipe, ampipe_degree=slices, ampipe_cross_layer=cross_layer)
@@ -84,7 +88,7 @@ def trainer(
 
 
 def losses(made: Trainer, steps: int) -> list[float]:
-    """What every token's mean loss was, step by step; the host waits once, at the end."""
+    """Return the mean loss per token of each step. The host waits once, at the end."""
     for _ in range(steps):
         made.monitor.add(made.step())
     made.stepper.settle()

@@ -1,8 +1,8 @@
-"""Where the host waits in a step, by torch's own detector, with the line of megapar that did it.
+"""Host waits in a step, from torch's detector, with the line of megapar that causes them.
 
-The detector (``torch.cuda.set_sync_debug_mode``) warns at every call that synchronises by itself: copies from pageable
-memory, ``.item()``, indexing by a list. What waits for an event on purpose it does not see. A wait in a backward of
-C++ is told at the line that called the backward.
+The detector (``torch.cuda.set_sync_debug_mode``) warns at every call that synchronizes implicitly: copies from pageable
+memory, ``.item()``, indexing with a list. It does not report explicit waits for events. A wait in a C++ backward is
+reported at the line that called the backward.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ RUNS = {
     "offloaded optimizer": ("dense", "--optimizer-offload", 1),
     "2 micro-batches": ("moe", "--moe-model-type megatron_moe --gradient-merge-acc-step 2", 1),
 }
-# (file, function) -> why it may wait. With one process no counts come from other ranks, and a step hears of its norm a
-# step late: nothing in a step needs the host to wait.
+# (file, function) -> reason why it may wait. One process receives no counts from other ranks and reads its gradient
+# norm a step late, so that no part of a step requires a host wait.
 ALLOWED: dict[tuple[str, str], str] = {}
 WARNED = "synchronizing"
 
 
 def run(day: Day) -> None:
-    """Two steps unseen, then one under the detector."""
+    """Run two steps, then one with the detector, for every configuration."""
     for name, (model, more, slices) in RUNS.items():
         day.attempt(name, partial(watched, day, model, more, slices), least=3.0)
 
 
 def watched(day: Day, model: str, more: str, slices: int) -> Answer:
-    """Every wait of a step, by the line that asked for it."""
+    """Count the waits of a step by the line that causes them."""
     config = parsed(flags(day, model, more), model)
     with trainer(config, day.device, slices) as made:
         for _ in range(2):
@@ -62,7 +62,7 @@ def watched(day: Day, model: str, more: str, slices: int) -> Answer:
 
 @contextmanager
 def detector(day: Day) -> Iterator[None]:
-    """torch warns at every synchronising call."""
+    """Make torch warn at every synchronizing call."""
     if not day.on_gpu:
         yield
         return
@@ -75,7 +75,7 @@ def detector(day: Day) -> Iterator[None]:
 
 @contextmanager
 def seen() -> Iterator[Counter[str]]:
-    """Counts what the detector says, by the innermost line of megapar: "file:line function"."""
+    """Count the detector's warnings by the innermost line of megapar: "file:line function"."""
     found: Counter[str] = Counter()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
@@ -89,7 +89,7 @@ def seen() -> Iterator[Counter[str]]:
 
 
 def line_of_megapar() -> str:
-    """Of the calls that led here, the last that is the package's."""
+    """Return the innermost line of megapar on the stack."""
     for frame in reversed(traceback.extract_stack()):
         _, inside, path = frame.filename.rpartition("/megapar/")
         if inside:
@@ -98,6 +98,6 @@ def line_of_megapar() -> str:
 
 
 def place_of(where: str) -> tuple[str, str]:
-    """(file, function): lines move."""
+    """Return (file, function), because line numbers change."""
     path, _, function = where.partition(" ")
     return path.partition(":")[0], function

@@ -160,8 +160,8 @@ def _called(path, name):
 
 
 def test_other_commits_and_half_lines_are_not_read(findings):
-    findings.tell("part", "what", True)
-    Findings(findings.path, {**FACTS, "commit": "another"}).tell("part", "theirs", False)
+    findings.record("part", "what", True)
+    Findings(findings.path, {**FACTS, "commit": "another"}).record("part", "theirs", False)
     with findings.path.open("a") as file:
         file.write('{"part": "part", "what": "cut')
     assert list(findings.read()) == [("part", "what")]
