@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Ascend NPUs on one machine: the vendor's environment, then scripts/local.sh. Arguments are the trainer's.
+# Start a training on the Ascend NPUs of one machine: sets up the vendor's environment, then runs scripts/local.sh.
+# Arguments are passed to the trainer.
 #
 #   scripts/ascend.sh --config configs/quickstart.yaml
 #
-# RANKS: fewer than all NPUs. ASCEND_TOOLKIT: as in ascend_env.sh. Several machines: ascend_multi_node.sh.
+# RANKS: number of NPUs to use (default: all). ASCEND_TOOLKIT: see ascend_env.sh. Several machines:
+# ascend_multi_node.sh.
 set -euo pipefail
 # shellcheck source=scripts/ascend_env.sh
 source "$(dirname "$0")/ascend_env.sh"

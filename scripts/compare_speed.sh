@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Steps of the quickstart in this tree and in another revision, in turns; prints the ratio of their times with its 95 %
-# interval, and ends with status 1 where this tree is slower: lower end above 1.00 and median above 1.03.
+# Compare the speed of the quickstart in this tree with another revision, in alternating runs. Prints the ratio of their
+# step times with its 95 % confidence interval. Exit status 1 if this tree is slower: lower bound above 1.00 and median
+# above 1.03.
 #
 #   scripts/compare_speed.sh origin/main
 #   scripts/compare_speed.sh HEAD~3 --rounds 41
 set -euo pipefail
 cd "$(dirname "$0")/.."
-revision=${1:?name a revision: scripts/compare_speed.sh origin/main}
+revision=${1:?pass a revision: scripts/compare_speed.sh origin/main}
 shift
 tree=$(mktemp -d)
 trap 'git worktree remove --force "$tree"' EXIT

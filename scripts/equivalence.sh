@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compares layouts with one process in fp64, a line per row with its seconds. --all: the full product (hours on a laptop).
+# Compare layouts with a single process in fp64, one line per row with its seconds. --all: all combinations (hours on a
+# laptop).
 #
 #   scripts/equivalence.sh --match "mp-degree 2"
 #   scripts/equivalence.sh --all

@@ -1,6 +1,6 @@
-// What torch asks of a GPU's library before it lets tensors of device "cuda" through: a device guard, hooks, and memory
-// that counts as page-locked. Preloaded into a build of torch without CUDA, it lets fake tensors of cuda:0 be sliced and
-// differentiated, with the backward in the engine's thread of that device. Nothing here computes anything.
+// Stubs that torch requires before it accepts tensors on device "cuda": a device guard, hooks, and memory that counts as
+// page-locked. Preloaded into a build of torch without CUDA, they make it possible to slice and differentiate fake
+// tensors on cuda:0, with the backward in the device thread of the autograd engine. Nothing here computes anything.
 //
 // Built and preloaded by scripts/trace_cuda.sh.
 
@@ -19,7 +19,7 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
-// One device, one stream, events that have happened.
+// One device, one stream, completed events.
 struct OneDevice final : public c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device) const override { return getDevice(); }
@@ -39,7 +39,7 @@ struct OneDevice final : public c10::impl::DeviceGuardImplInterface {
 
 OneDevice the_device;
 
-// Host memory that says of itself that it is page-locked.
+// Host memory that counts as page-locked.
 std::mutex pinned_mutex;
 std::set<const void*> pinned;
 
@@ -94,7 +94,7 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 }  // namespace at
 
-// Called once torch is loaded: a guard that is registered before would be taken for that of a library that is there.
+// Called after torch is loaded: a guard that is registered earlier would look like that of a real CUDA library.
 extern "C" void stand_in() {
   c10::impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&the_device);
 }

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A day with a GPU: one command that runs there what other machines can only trace, and keeps all that it finds.
+# GPU day: run on a GPU what other machines can only trace, and keep all findings.
 #
 #   scripts/gpu_day.sh [--minutes 25] [--device cuda|cpu] [--small] [--parts operators,micro] [--models moe]
 #                       [--again] [--out FOLDER]
 #
-# Appends a JSON line per finding to FOLDER/findings.jsonl (default: runs/gpu_day) and goes on where an earlier call
-# stopped. Status 0: all that was run is as it should be; 1: something is not, or is missing. docs/devices.md has more.
+# Appends a JSON line per finding to FOLDER/findings.jsonl (default: runs/gpu_day) and continues where an earlier call
+# stopped. Exit status 0: all findings are right; 1: something is wrong or missing. See docs/devices.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=".venv/bin/python"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format, types and the import layers; makes the environment if needed.
+# Check lint, format, types and import layers. Creates the environment if needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh dev

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One machine: every device of it, or RANKS of them. Arguments are the trainer's.
+# Start a training on one machine, with all devices or RANKS of them. Arguments are passed to the trainer.
 #
 #   scripts/local.sh --config configs/quickstart.yaml
 #   SCRIPT=pretrain_ernie.py RANKS=8 scripts/local.sh --config configs/ernie-quickstart.yaml

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Several machines without a scheduler: start this on each of them. Arguments are the trainer's.
+# Start a training on several machines without a scheduler: run this on each machine. Arguments are passed to the trainer.
 #
-#   HEAD=node0:29500 NODES=4 NODE=0 scripts/multi_node.sh --config X.yaml      on the first
-#   HEAD=node0:29500 NODES=4 NODE=1 scripts/multi_node.sh --config X.yaml      on the second, ...
+#   HEAD=node0:29500 NODES=4 NODE=0 scripts/multi_node.sh --config X.yaml      # first machine
+#   HEAD=node0:29500 NODES=4 NODE=1 scripts/multi_node.sh --config X.yaml      # second machine, ...
 #
-# MEGAPAR_SECRET, the same on each, keeps others out of the launchers' meeting (docs/launch.md).
-# JOB names the run where one head serves several. LAUNCH holds further flags of the launcher, such as --preflight.
+# MEGAPAR_SECRET, the same on all machines, protects the rendezvous (docs/launch.md). JOB identifies the run if one head
+# serves several. LAUNCH: further flags of the launcher, such as --preflight.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-: "${HEAD:?HOST:PORT of the first machine}" "${NODES:?how many machines}" "${NODE:?the number of this machine, from 0}"
+: "${HEAD:?HOST:PORT of the first machine}" "${NODES:?number of machines}" "${NODE:?index of this machine, from 0}"
 python=".venv/bin/python"
 [ -x "$python" ] || python=python3
 ranks="${RANKS:-$("$python" -c 'import torch; print(max(1, torch.accelerator.device_count()))')}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs scripts/slurm.sbatch under a real Slurm: one machine, two tasks, stopped by SIGTERM in the middle, queued again,
-# resumed. Needs root and Debian's slurm-wlm and munge; makes its own controller with its own folders and stops it.
+# Run scripts/slurm.sbatch under a real Slurm: one machine, two tasks, stopped by SIGTERM, requeued and resumed. Needs
+# root and Debian's slurm-wlm and munge. Starts its own controller with its own folders, and stops it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "prove_slurm.sh: needs root" >&2; exit 2; }
@@ -58,12 +58,12 @@ until [ "$(lines)" -ge 15 ]; do
     sleep 1
 done
 scancel --batch --signal=TERM "$job"
-echo "stopped behind $(lines) iterations"
+echo "stopped after $(lines) iterations"
 until squeue -h -j "$job" -o %T | grep -q PENDING; do
-    [ -n "$(squeue -h -j "$job" -o %T)" ] || { echo "the job is gone instead of queued" >&2; tail -20 "$work/job.log" >&2; exit 1; }
+    [ -n "$(squeue -h -j "$job" -o %T)" ] || { echo "the job ended instead of being requeued" >&2; tail -20 "$work/job.log" >&2; exit 1; }
     sleep 1
 done
-echo "queued again; releasing"
+echo "requeued; releasing"
 scontrol update jobid="$job" StartTime=now >/dev/null
 while [ -n "$(squeue -h -j "$job" -o %T 2>/dev/null)" ]; do sleep 1; done
 grep -E "^job|asked to stop|resumed at" "$work/job.log"
@@ -75,6 +75,6 @@ print(f"iterations 1 to {seen[-1]}, each once")
 PY
 grep -q "start 1" "$work/job.log"
 resumed=$(sed -n 's/.*resumed at iteration \([0-9]*\).*/\1/p' "$work/job.log")
-# Checkpoints are due every 10 iterations: one behind the 15th was made because the job was asked to stop.
+# Checkpoints are due every 10 iterations: one at or after the 15th was saved because the job was stopped.
 [ "$resumed" -ge 15 ] || { echo "resumed at iteration $resumed: nothing was saved when the job was stopped" >&2; exit 1; }
-echo "proved: stopped, queued again, resumed, finished"
+echo "proved: stopped, requeued, resumed, finished"

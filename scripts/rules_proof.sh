@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Takes each row of the compatibility matrix out and shows what happens without it (docs/fuzzing.md).
+# Remove each row of the compatibility matrix and show what happens without it (docs/fuzzing.md).
 #
 #   scripts/rules_proof.sh                                  every row that is not from a published document
 #   scripts/rules_proof.sh mp-heads cp-ring-length          these rows
-#   scripts/rules_proof.sh --write docs/rules_proof.md      and write the page
-#   scripts/rules_proof.sh --results proof.json             keep each row's result, and go on from there another time
+#   scripts/rules_proof.sh --write docs/rules_proof.md      also write the page
+#   scripts/rules_proof.sh --results proof.json             store each row's result, and continue from there next time
 #
-# Status 1 where a row is worth nothing.
+# Exit status 1 if a row has no effect.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh dev

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Makes or refreshes the environment in .venv, and nothing else. Safe to run again: it does nothing when up to date.
+# Create or update the environment in .venv, and nothing else. Does nothing if it is up to date.
 #
-#   scripts/setup.sh            what training needs
-#   scripts/setup.sh dev        and what tests, lint and types need
+#   scripts/setup.sh            for training
+#   scripts/setup.sh dev        also for tests, lint and types
 #
-# MEGAPAR_TORCH=skip leaves torch as the environment finds it (machines with their own CUDA or Ascend build, where
-# .venv is then made with access to the system's packages).
+# MEGAPAR_TORCH=skip keeps the installed torch (on machines with a CUDA or Ascend build); .venv then has access to the
+# system's packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 extra="${1:-}"
 python="${PYTHON:-python3}"
-sha256() { if command -v sha256sum >/dev/null 2>&1; then sha256sum; else shasum -a 256; fi; }  # the latter on macOS
+sha256() { if command -v sha256sum >/dev/null 2>&1; then sha256sum; else shasum -a 256; fi; }  # shasum: macOS
 wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | sha256 | cut -d' ' -f1)
 stamp=".venv/.megapar${extra:+-$extra}"
 if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
@@ -21,7 +21,7 @@ fi
 "$python" - <<'PY'
 import sys
 if sys.version_info < (3, 10):
-    sys.exit(f"megapar needs Python 3.10 or newer, this is {sys.version.split()[0]}; name another by PYTHON=...")
+    sys.exit(f"megapar needs Python 3.10 or newer, this is {sys.version.split()[0]}. Set PYTHON to another interpreter.")
 PY
 
 if [ "${MEGAPAR_TORCH:-}" = skip ]; then
@@ -30,8 +30,8 @@ elif [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 
-# A machine with a GPU wants the build that its platform offers; every other one wants the CPU build. Where pip does
-# not have that build by itself, name PyTorch's public CPU wheel index: PIP_EXTRA_INDEX_URL or pip.conf.
+# A machine with a GPU needs the default build of its platform, other machines the CPU build. If pip does not find the
+# CPU build, set PyTorch's public CPU wheel index in PIP_EXTRA_INDEX_URL or pip.conf.
 constraint=()
 if [ "${MEGAPAR_TORCH:-}" != skip ] && ! command -v nvidia-smi >/dev/null 2>&1; then
     constraint=(--constraint constraints.txt)

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Runs the whole test suite; makes the environment if needed. Arguments go to pytest.
+# Run the whole test suite. Creates the environment if needed. Arguments are passed to pytest.
 #
-# As many tests run at once as there are cores, four at most, each with its ranks on cores of its own. One after the
-# other, as a debugger and -s want it: -n 0.
+# As many tests run in parallel as there are cores, at most four. For a debugger or -s, run them one at a time: -n 0.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh dev

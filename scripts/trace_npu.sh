@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Traces training steps of both models on device npu without one: the real torch_npu wheel in an environment of its own
-# (build/npu), stand-ins for the driver's libraries, torch's fake tensors. A wrong argument, layout or dtype fails as it
-# would on Ascend; so does an operator that would run on the CPU instead, and fp64.
+# Trace training steps of both models on device npu without an NPU: with the real torch_npu wheel in a separate
+# environment (build/npu), stubs for the driver's libraries, and torch's fake tensors. A wrong argument, layout or dtype
+# fails as it would on Ascend. Operators that would fall back to the CPU and fp64 fail, too.
 #
 #   scripts/trace_npu.sh
 #
-# Ends with status 0 and the reason where this machine cannot have torch_npu.
+# Exits with status 0 and a reason if torch_npu cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 skip() { echo "trace_npu: skipped: $1"; exit 0; }
 [ "$(uname -s)" = Linux ] || skip "torch_npu has wheels for Linux only"
-command -v cc >/dev/null && command -v nm >/dev/null || skip "no cc and nm to build the stand-in libraries with"
+command -v cc >/dev/null && command -v nm >/dev/null || skip "building the stub libraries needs cc and nm"
 base=".venv/bin/python"
 [ -x "$base" ] || base=python3
 version=$("$base" -c 'import torch; print(torch.__version__.split("+")[0])')
@@ -19,7 +19,7 @@ env="build/npu/env"
 if [ "$(cat build/npu/stamp 2>/dev/null)" != "$version" ]; then
     rm -rf build/npu && mkdir -p build/npu
     "$base" -m venv "$env"
-    # What megapar needs is there already: the new environment looks it up in the old one and adds torch_npu.
+    # The new environment uses the packages of the existing one and adds torch_npu.
     "$base" -c 'import site; print("\n".join(site.getsitepackages()))' > "$(
         "$env/bin/python" -c 'import site; print(site.getsitepackages()[0])')/megapar.pth"
     "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "torch_npu==$version.*" \

@@ -54,7 +54,7 @@ def test_several_machines(tree: Path) -> None:
         f"{LAUNCH} --nnodes 2 --node-rank 1 --nproc-per-node 8 --rdzv-endpoint node0:29500 "
         "--preflight pretrain_moe.py --lr 1"
     )
-    assert "how many machines" in start(tree, "multi_node.sh", HEAD="node0:29500").stderr
+    assert "number of machines" in start(tree, "multi_node.sh", HEAD="node0:29500").stderr
 
 
 def test_slurm_gives_every_start_a_secret_of_its_own(tree: Path) -> None:
@@ -98,7 +98,7 @@ def test_ascend_without_a_toolkit_or_an_npu_is_told(tree: Path, script: str) -> 
     done = start(tree, script, ASCEND_TOOLKIT=str(tree / "nowhere"))
     assert done.returncode == 2
     assert f"{script}: " in done.stderr
-    assert "name the toolkit's folder by ASCEND_TOOLKIT" in done.stderr
+    assert "set ASCEND_TOOLKIT to the folder of the toolkit" in done.stderr
     none = start(tree, script, ASCEND_TOOLKIT=str(tree / "toolkit"), RANKS="0")
     assert none.returncode == 2
     assert "no NPU" in none.stderr
