@@ -70,8 +70,8 @@ megatron-fsdp-main-params-dtype megatron-fsdp-main-grads-dtype megatron-fsdp-gra
 dataloader-type | @loader |
 dataloader-inter-document-masking | @document_masks |
 vocab-extra-ids | @extra_ids |
-load | --load {value} | a folder of megapar checkpoints; it cannot read Megatron-LM's
-pretrained-checkpoint | --load {value} --finetune | a folder of megapar checkpoints; it cannot read Megatron-LM's
+load | --load {value} | a folder of megapar checkpoints; Megatron-LM's are not supported
+pretrained-checkpoint | --load {value} --finetune | a folder of megapar checkpoints; Megatron-LM's are not supported
 persistent-save-interval | --save-interval {value} |
 non-persistent-save-interval | --local-checkpoint-interval {value} | in node memory, with a copy on the next node
 non-persistent-local-ckpt-dir | --local-checkpoint-dir {value} |
