@@ -27,13 +27,13 @@ from megapar.tools.translation.translated import (
     changing,
     equivalent,
     framework_of,
+    implicit_defaults,
     left_paths,
-    meant,
     translate,
 )
 from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, UNKNOWN, VERDICTS
 
-__all__ = ["Translated", "Translation", "equivalent", "main", "meant", "translate", "translate_line"]
+__all__ = ["Translated", "Translation", "equivalent", "implicit_defaults", "main", "translate", "translate_line"]
 
 SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 a different training or a refused command."
@@ -128,7 +128,7 @@ def translate_line(line: Line) -> Translation:
     framework = framework_of(line)
     found = translate(line.arguments, framework, line.launcher)
     kind = _kind(line, framework, found)
-    found += meant(found, framework)
+    found += implicit_defaults(found, framework)
     complete = not any(item.verdict == LEFT and (item.default or item.decides) for item in found)
     answer = check(kind, *equivalent(found), left_paths(found)) if kind and complete else None
     return Translation(line, framework, kind, tuple(found), answer)

@@ -18,7 +18,7 @@ from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import check
 from megapar.tools.translation.line import take_apart
 from megapar.tools.translation.source import read_source
-from megapar.tools.translation.translated import equivalent, framework_of, meant, translate
+from megapar.tools.translation.translated import equivalent, framework_of, implicit_defaults, translate
 from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, UNKNOWN, VERDICTS
 
 FOLDER = Path(__file__).parent / "scripts"
@@ -41,7 +41,7 @@ def found(*words: str, framework: str = "megatron") -> dict[str, Translated]:
 
 
 def added(*words: str, framework: str = "megatron") -> dict[str, Translated]:
-    return {item.flag: item for item in meant(translate(words, framework), framework)}
+    return {item.flag: item for item in implicit_defaults(translate(words, framework), framework)}
 
 
 def ours(*words: str) -> str:
@@ -77,7 +77,7 @@ def test_every_argument_is_accounted_for(path: Path) -> None:
 )
 def test_what_is_supported_throughout_is_accepted_here(name: str, ranks: int) -> None:
     items = translate(arguments(name))
-    launcher, trainer = equivalent([*items, *meant(items, "megatron")])
+    launcher, trainer = equivalent([*items, *implicit_defaults(items, "megatron")])
     assert any(flag.startswith("--nproc-per-node") for flag in launcher)
     answer = check("moe", [f"--nproc-per-node {ranks}"], trainer)
     assert (answer.ranks, answer.complaints) == (ranks, ())

@@ -151,7 +151,7 @@ other numbers | all samples are used
 other numbers | fill-in-the-middle samples are not supported
     fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token
     fim-suffix-token fim-pad-token fim-eod-token
-other numbers | left to you: the weights and paths of that file, as --data-path
+other numbers | left to you: write the weights and paths of that file as --data-path
     data-args-path per-split-data-args-path
 other numbers | fine-tuning on conversations is not supported, only pre-training
     sft sft-tokenizer-prompt-format sft-loss-log-mode sft-mock-dataset-config-json sft-cross-document-attention

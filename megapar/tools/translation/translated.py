@@ -68,7 +68,7 @@ class Translated:
 def translate(
     arguments: Sequence[str], framework: str = "", launcher: Sequence[tuple[str, str]] = ()
 ) -> list[Translated]:
-    """Translate all arguments in order, the launcher's first, without implicit defaults (``meant``).
+    """Translate all arguments in order, the launcher's first, without implicit defaults (``implicit_defaults``).
 
     Args:
         arguments: Words of the script's arguments.
@@ -77,11 +77,13 @@ def translate(
     """
     framework = framework or detect([name for name, _ in _pairs(arguments)])
     pairs = _pairs(arguments, framework)
-    starting = [(tool, *pair) for tool in dict.fromkeys(tool for tool, _ in launcher) for pair in _of(tool, launcher)]
+    starting = [
+        (tool, *pair) for tool in dict.fromkeys(tool for tool, _ in launcher) for pair in _arguments_of(tool, launcher)
+    ]
     given = {normal(name): value for _, name, value in starting} | {normal(name): value for name, value in pairs}
-    given = _counting({name: value for name, value in given.items() if not _unset(name, value)}, framework)
-    items = [_one(name, value, given, LAUNCHERS[tool]) for tool, name, value in starting]
-    return items + [_one(name, value, given, FOREIGN[framework]) for name, value in pairs]
+    given = _effective({name: value for name, value in given.items() if not _unset(name, value)}, framework)
+    items = [_translate_argument(name, value, given, LAUNCHERS[tool]) for tool, name, value in starting]
+    return items + [_translate_argument(name, value, given, FOREIGN[framework]) for name, value in pairs]
 
 
 def _unset(name: str, value: str) -> bool:
@@ -89,19 +91,19 @@ def _unset(name: str, value: str) -> bool:
     return value.lower() in _NOTHING and not (value == "none" and name.rpartition(".")[2] in _NONE_IS_ONE)
 
 
-def _counting(given: Mapping[str, str], framework: str) -> dict[str, str]:
+def _effective(given: Mapping[str, str], framework: str) -> dict[str, str]:
     """Return the arguments that others may depend on. For Megatron, a switch that is false in a file is absent."""
     if framework == "paddle":
-        return _named(given)
-    return _named({name: value for name, value in given.items() if value.lower() not in _SWITCHED_OFF})
+        return _with_last_parts(given)
+    return _with_last_parts({name: value for name, value in given.items() if value.lower() not in _SWITCHED_OFF})
 
 
-def _named(given: Mapping[str, str]) -> dict[str, str]:
+def _with_last_parts(given: Mapping[str, str]) -> dict[str, str]:
     """Add the last parts of nested names as keys, unless an argument has that name."""
     return {**{name.rpartition(".")[2]: value for name, value in given.items()}, **given}
 
 
-def _of(tool: str, launcher: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _arguments_of(tool: str, launcher: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return _pairs([word for of, word in launcher if of == tool and word])
 
 
@@ -125,16 +127,16 @@ def detect(names: Sequence[str]) -> str:
     return best if counts[best] else "megatron"
 
 
-def meant(found: Sequence[Translated], framework: str) -> list[Translated]:
+def implicit_defaults(found: Sequence[Translated], framework: str) -> list[Translated]:
     """Return the framework's defaults that the script does not override and that differ from megapar's."""
     given = {normal(item.flag.lstrip("-")): item.value for item in found if item.verdict != LEFT}
-    given = _counting(given, framework)
-    in_script = set(_named({normal(item.flag.lstrip("-")): item.value for item in found}))
+    given = _effective(given, framework)
+    in_script = set(_with_last_parts({normal(item.flag.lstrip("-")): item.value for item in found}))
     written = {flag for item in found for flag in _flags(item.ours)}
     items = []
     for names, row in DEFAULTS[framework].items():
         if in_script.isdisjoint(names.split()) or _off(found, names.split()):
-            verdict, ours, reason = _decided(row, "", given)
+            verdict, ours, reason = _apply(row, "", given)
             if ours and written.issuperset(_flags(ours)):
                 continue  # set by megapar's own spelling
             if ours or verdict in (*CHANGING, LEFT):
@@ -188,14 +190,14 @@ def _pairs(arguments: Sequence[str], framework: str = "") -> list[tuple[str, str
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
-        elif found and not _further(word, *found[-1], framework):
+        elif found and not _holds_arguments(word, *found[-1], framework):
             found[-1][1].append(word)
         else:
             found.append(("", [word]))
-    return [(name, shlex.join(_bare(value) for value in values)) for name, values in found]
+    return [(name, shlex.join(_unquoted(value) for value in values)) for name, values in found]
 
 
-def _further(word: str, name: str, values: Sequence[str], framework: str) -> bool:
+def _holds_arguments(word: str, name: str, values: Sequence[str], framework: str) -> bool:
     """Return True for an unset variable after an argument that is complete: the variable may hold further arguments."""
     if open_values.marks(word) != [word]:
         return False
@@ -210,7 +212,7 @@ def _further(word: str, name: str, values: Sequence[str], framework: str) -> boo
     return row is not None and row.ours.startswith("--") and "{value}" not in row.ours
 
 
-def _bare(value: str) -> str:
+def _unquoted(value: str) -> str:
     """Strip quotes that a script passes on, as in "--split '99,1,0'" within an array."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
 
@@ -220,7 +222,7 @@ def _find(key: str, table: Mapping[str, Foreign] | frozenset[str]) -> str | None
     return next((name for name in (key, key.rpartition(".")[2]) if name in table), None)
 
 
-def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Foreign]) -> Translated:
+def _translate_argument(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Foreign]) -> Translated:
     written = f"--{name}" if name else ""
     if not name and open_values.is_open(value):
         return Translated("", open_values.as_written(value), LEFT, "", "further arguments", decides=True)
@@ -232,23 +234,23 @@ def _one(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Fo
     row = _find(key, table)
     if value.lower() in _SWITCHED_OFF and key not in given and row is not None and table[row].ours.startswith("@"):
         return Translated(written, value, UNNECESSARY, "", _OFF)
-    reason = _open(value)
+    reason = _missing_reason(value)
     if reason and not (row is not None and "@" not in table[row].ours and "{value}" not in table[row].ours):
         decides = _decides(key, table[row] if row is not None else None)
         return Translated(written, open_values.as_written(value), LEFT, "", reason, decides=decides)
     if row is not None:
-        verdict, ours, why = _decided(table[row], value, given, key)
+        verdict, ours, why = _apply(table[row], value, given, key)
         decides = verdict == LEFT and table[row].ours[1:] in DECIDING
         return Translated(written, value, verdict, ours, why, decides=decides)
     found = spellings().get(key) or spellings().get(key.rpartition(".")[2])
     if found is not None:
-        return _known(written, value, found)
+        return _translate_flag(written, value, found)
     near = get_close_matches(key, [*spellings(), *table], 2, 0.75)
     hint = f"; near: {', '.join('--' + word for word in near)}" if near else ""
     return Translated(written, value, UNKNOWN, "", f"in no table{hint}")
 
 
-def _open(value: str) -> str:
+def _missing_reason(value: str) -> str:
     """Return the reason why the script does not contain a value; "" if it does."""
     if open_values.is_open(value):
         return f"the script takes it from {', '.join(dict.fromkeys(open_values.names(value)))}"
@@ -264,7 +266,7 @@ def _decides(key: str, row: Foreign | None) -> bool:
     return spelling is not None and spelling.flag.group not in _HARMLESS
 
 
-def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
+def _apply(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
     """Return (verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
         verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
@@ -278,7 +280,7 @@ def _decided(row: Foreign, value: str, given: Mapping[str, str], key: str = "") 
     return row.verdict, row.ours.format(name=key, value=value).strip(), row.reason
 
 
-def _known(written: str, value: str, spelling: Spelling) -> Translated:
+def _translate_flag(written: str, value: str, spelling: Spelling) -> Translated:
     """Translate a flag or an alias of the trainers."""
     flag = spelling.flag
     for rule in RULES:
@@ -288,7 +290,7 @@ def _known(written: str, value: str, spelling: Spelling) -> Translated:
     if flag.name == "recompute_num_layers" and value == "0":
         return Translated(written, value, UNNECESSARY, "", "no layer is recomputed")
     if spelling.value is not None or not flag.takes_value:
-        return _switched(written, value, spelling)
+        return _translate_switch(written, value, spelling)
     if not value:
         return Translated(written, value, LEFT, "", "it has no value")
     value_here = _WORDS.get((flag.name, value.lower()), value)
@@ -301,7 +303,7 @@ def _known(written: str, value: str, spelling: Spelling) -> Translated:
     return Translated(written, value, SAME if same else RENAMED, ours, "" if same else f"means {flag.spelling}")
 
 
-def _switched(written: str, value: str, spelling: Spelling) -> Translated:
+def _translate_switch(written: str, value: str, spelling: Spelling) -> Translated:
     """Translate a switch: a spelling without a value, or with true or false."""
     flag, meaning = spelling.flag, spelling.value
     if value.lower() in FALSE and meaning is not None and flag.takes_value:

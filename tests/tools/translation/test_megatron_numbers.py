@@ -25,7 +25,7 @@ from megapar.config.read import normal, spellings
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import Streams
 from megapar.data.sampling.samples import Boundaries, DecoderSamples
-from megapar.tools.translation.translated import equivalent, meant, translate
+from megapar.tools.translation.translated import equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
 from megapar.training.step.schedules import BatchSize, LearningRate
 from tests.support.ranks import run_ranks
@@ -149,7 +149,7 @@ def given(line: str) -> dict[str, str]:
 def ours(line: str) -> list[str]:
     """The command that a line is translated to, in fp64; nothing of it may be another training."""
     items = translate(line.split(), "megatron")
-    items += meant(items, "megatron")
+    items += implicit_defaults(items, "megatron")
     assert [item for item in items if item.verdict in CHANGING] == []
     flags = [word for text in equivalent(items)[1] for word in shlex.split(text)]
     return [*flags, "--dtype", "fp64", "--device", "cpu"]

@@ -14,7 +14,7 @@ from megapar.config.read import normal, spellings
 from megapar.config.values import convert
 from megapar.tools.translation import deepspeed, features, megatron, open_values, verdict
 from megapar.tools.translation.table import DEFAULTS, FOREIGN
-from megapar.tools.translation.translated import Translated, detect, equivalent, meant, translate
+from megapar.tools.translation.translated import Translated, detect, equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -284,12 +284,14 @@ def test_every_explanation_is_of_a_default_that_differs() -> None:
     ],
 )
 def test_what_is_meant_and_not_here_is_said(line: str, framework: str, expected: set[str]) -> None:
-    items = meant(translate(line.split(), framework), framework)
+    items = implicit_defaults(translate(line.split(), framework), framework)
     assert {item.flag for item in items if item.verdict in (OTHER, ANOTHER)} == expected
 
 
 def test_what_deepspeed_means_is_added() -> None:
-    items = meant(translate(["--num-experts", "8", "--recompute-method", "uniform"], "deepspeed"), "deepspeed")
+    items = implicit_defaults(
+        translate(["--num-experts", "8", "--recompute-method", "uniform"], "deepspeed"), "deepspeed"
+    )
     assert {item.ours for item in items} >= {
         *("--moe-router-topk 1", "--moe-aux-loss-coeff 0.1", "--recompute-num-layers 1"),
         "--moe-model-type deepspeed_moe --moe-capacity-factor 1",
@@ -317,7 +319,9 @@ def test_verdicts_of_rows_are_verdicts() -> None:
 def test_no_flag_of_a_command_has_two_values(line: str, framework: str) -> None:
     items = translate(line.split(), framework)
     written = [
-        piece for item in equivalent([*items, *meant(items, framework)])[1] for piece in re.split(" (?=--)", item)
+        piece
+        for item in equivalent([*items, *implicit_defaults(items, framework)])[1]
+        for piece in re.split(" (?=--)", item)
     ]
     names = Counter(flag.split()[0] for flag in written)
     assert [name for name, count in names.items() if count > 1] == []

@@ -17,7 +17,7 @@ from megapar.core.optimizer.adamw import clip
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import router_losses, router_sums
-from megapar.tools.translation.translated import Translated, equivalent, meant, translate
+from megapar.tools.translation.translated import Translated, equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
 from megapar.training.step.schedules import LearningRate
 from tests.support.ranks import run_ranks
@@ -56,7 +56,7 @@ ALWAYS = (
 def ours(line: str) -> list[str]:
     """The command that a line is translated to, in fp64; nothing of it may be another training."""
     items = translate(shlex.split(line), "paddle")
-    items += meant(items, "paddle")
+    items += implicit_defaults(items, "paddle")
     assert [item for item in items if item.verdict in CHANGING] == []
     flags = [word for text in equivalent(items)[1] for word in shlex.split(text)]
     return [*flags, "--data-path", "mock", "--dtype", "fp64", "--device", "cpu"]
@@ -163,7 +163,9 @@ def test_half_life_is_no_curve_of_ours() -> None:
 
 def test_the_loss_scale_moves_as_paddle_s() -> None:
     """GradScaler: twice as much after 2000 good steps in a row, half at an overflow (decr_every_n_nan_or_inf 1)."""
-    scaler = next(item for item in meant(translate(["--fp16", "true"], "paddle"), "paddle") if "window" in item.ours)
+    scaler = next(
+        item for item in implicit_defaults(translate(["--fp16", "true"], "paddle"), "paddle") if "window" in item.ours
+    )
     assert scaler.ours == "--loss-scale-window 2000 --hysteresis 1"
     value, good = 32768.0, 0
     mine = LossScale(32768.0, minimum=1.0, factor=2.0, window=2000, hysteresis=1)

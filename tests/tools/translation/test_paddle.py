@@ -15,7 +15,7 @@ from megapar.tools.translation import paddle
 from megapar.tools.translation.line import take_apart
 from megapar.tools.translation.source import read_source
 from megapar.tools.translation.table import DEFAULTS, FOREIGN
-from megapar.tools.translation.translated import Translated, equivalent, meant, translate
+from megapar.tools.translation.translated import Translated, equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -39,7 +39,7 @@ def first(line: str) -> Translated:
 
 
 def added(line: str) -> dict[str, Translated]:
-    return {item.flag[2:]: item for item in meant(translate(shlex.split(line), "paddle"), "paddle")}
+    return {item.flag[2:]: item for item in implicit_defaults(translate(shlex.split(line), "paddle"), "paddle")}
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -253,7 +253,7 @@ def command(tmp_path: Path, text: str, name: str = "run.yaml") -> list[str]:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     (line,) = read_source(path, {}, ()).lines
-    items = [*translate(line.arguments, "paddle"), *meant(translate(line.arguments, "paddle"), "paddle")]
+    items = [*translate(line.arguments, "paddle"), *implicit_defaults(translate(line.arguments, "paddle"), "paddle")]
     return [word for flags in equivalent(items)[1] for word in shlex.split(flags)]
 
 

@@ -109,13 +109,13 @@ class _Reader:
         outcome: bool | None = True
         for operator, command in joined.commands:
             if outcome is None and operator in ("&&", "||"):
-                self._open(joined.at)
+                self._assume_false(joined.at)
             if (operator == "&&" and not outcome) or (operator == "||" and outcome):
                 continue
             outcome = self.command(command)
         return outcome if not joined.negated or outcome is None else not outcome
 
-    def _open(self, at: int) -> None:
+    def _assume_false(self, at: int) -> None:
         self.remarks.append(f"line {at}: a condition is assumed to be false; the script alone does not decide it")
 
     def _holds(self, words: Sequence[str], at: int) -> bool | None:
@@ -127,7 +127,7 @@ class _Reader:
         for condition, body in command.branches:
             outcome = self.block(condition) if condition else True
             if outcome is None:
-                self._open(command.at)
+                self._assume_false(command.at)
             if outcome:
                 return self.block(body)
         return True
@@ -165,12 +165,12 @@ class _Reader:
     def _test(self, test: Condition) -> bool | None:
         if test.arithmetic:
             text = "".join(self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens)
-            value = self._counted(text)
+            value = self._arithmetic(text)
             return None if open_values.is_open(value) else value != "0"
         words = [self.values.text(token) if isinstance(token, Word) else token.text for token in test.tokens]
         return self._holds(words, test.at)
 
-    def _counted(self, text: str) -> str:
+    def _arithmetic(self, text: str) -> str:
         """Return the value of an arithmetic command and carry out its assignments, as marks if they are complex."""
         value = ""
         for part in open_values.as_written(text).split(","):
@@ -270,14 +270,14 @@ class _Reader:
                 self.values.named.pop(variable, None)
         elif name == "let":
             for field in fields[1:]:
-                self._counted(field)
+                self._arithmetic(field)
         elif name == "eval":
-            self._again(" ".join(fields[1:]), at)
+            self._interpret(" ".join(fields[1:]), at)
         elif name in ("source", "."):
             self.remarks.append(f"line {at}: {' '.join(map(open_values.as_written, fields[:2]))} is not read")
         elif name in self.functions:
             self._call(name, fields[1:], at)
-        elif not self._inner(fields, at):
+        elif not self._shell_commands(fields, at):
             self.commands.append((at, fields))
         return True
 
@@ -291,7 +291,7 @@ class _Reader:
         self.depth -= 1
         self.values.positional = before
 
-    def _inner(self, fields: tuple[str, ...], at: int) -> bool:
+    def _shell_commands(self, fields: tuple[str, ...], at: int) -> bool:
         """Record the commands of srun bash -c "...", each after the words before the shell; False for other words."""
         place = next((i for i, field in enumerate(fields) if PurePosixPath(field).name in _SHELLS), None)
         if place is None:
@@ -300,11 +300,11 @@ class _Reader:
         if option is None or option + 1 >= len(fields):
             return False
         count = len(self.commands)
-        self._again(fields[option + 1], at)
+        self._interpret(fields[option + 1], at)
         self.commands[count:] = [(line, (*fields[:place], *words)) for line, words in self.commands[count:]]
         return True
 
-    def _again(self, text: str, at: int) -> None:
+    def _interpret(self, text: str, at: int) -> None:
         """Interpret the commands in a string; marks in it are kept."""
         if self.depth < _MOST_CALLS:
             self.depth += 1
