@@ -112,7 +112,7 @@ class Tracer:
                 text, ok = compare(row, sums)
                 lines.append(text)
                 wrong += [] if ok else [text]
-        wrong += [f"{what}: a part is not aligned to 16 bytes ({times} times)" for what, times in two.crooked.items()]
+        wrong += [f"{what}: a part is not aligned to 16 bytes ({times} times)" for what, times in two.unaligned.items()]
         return "\n  ".join(["layer", *lines]), wrong
 
 
@@ -156,7 +156,7 @@ def complaints(run: Run, sums: Sums) -> Iterator[str]:
     for (way, label), times in sums.copies.items():
         if label not in COPIES:
             yield f"{times} copies {way} in {label}, which no row allows"
-    for message, times in sums.crooked.items():
+    for message, times in sums.unaligned.items():
         yield f"{message}: a part is not aligned to 16 bytes ({times} times)"
 
 

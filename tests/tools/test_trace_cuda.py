@@ -57,7 +57,7 @@ def test_a_figure_above_its_row_fails_and_stands_beside_it(operator, label, figu
 def test_waits_and_copies_that_no_row_allows_are_named():
     sums = counted()
     sums.copies.update({("to device", "MicroBatch.to"): 3, ("to host", "elsewhere"): 1})
-    sums.crooked.update({"rows of 132 bytes": 2})
+    sums.unaligned.update({"rows of 132 bytes": 2})
     assert list(complaints(Run("a run", "moe", 1, "", counts=2), sums)) == [
         "the host waits 1 times in somewhere, 0 allowed",
         "1 copies to host in elsewhere, which no row allows",

@@ -46,10 +46,10 @@ class Kernels:
         return self.launches * max(1, -(-elements // self.elements))
 
 
-_NONE = "allocates, or looks at memory in another way"
-_BY_LIST = "one for so many blocks of a list of tensors"
-_FLASH_BACKWARD = "sums of gradient times output, the gradients, the cast of q's; sums over the heads of a group"
-_RADIX = "histogram, sums and eight passes over 64-bit keys, and their indices"
+_NONE = "allocates memory or creates a view"
+_BY_LIST = "one per group of blocks of a list of tensors"
+_FLASH_BACKWARD = "sums of gradient x output, the gradients, the cast of dq, sums over the heads of a group"
+_RADIX = "histogram, sums and eight passes over 64-bit keys and their indices"
 
 # Operator of torch, without its overload -> kernels.
 KERNELS: Mapping[str, Kernels] = MappingProxyType(
@@ -65,38 +65,38 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
         },
         "sort": Kernels(10, _RADIX),
         "argsort": Kernels(10, _RADIX),
-        "topk": Kernels(2, "the choice, then its order"),
-        "nonzero": Kernels(3, "their number, then their places"),
-        "masked_select": Kernels(4, "the places of nonzero, then the values"),
+        "topk": Kernels(2, "selection, then sort"),
+        "nonzero": Kernels(3, "count, then positions"),
+        "masked_select": Kernels(4, "positions of nonzero elements, then values"),
         "unique_consecutive": Kernels(6, "marks, sums, copies"),
         "_unique2": Kernels(16, "a sort, marks, sums, copies"),
-        "cumsum": Kernels(2, "a vector's running sums: states, then the scan"),
-        "cumsum_": Kernels(2, "a vector's running sums: states, then the scan"),
-        "bincount": Kernels(4, "the least and the greatest, zeros, the histogram"),
+        "cumsum": Kernels(2, "scan of a vector: state, then sums"),
+        "cumsum_": Kernels(2, "scan of a vector: state, then sums"),
+        "bincount": Kernels(4, "minimum and maximum, zeros, histogram"),
         "histc": Kernels(2, "zeros, then the histogram"),
-        "repeat_interleave": Kernels(3, "running sums, then the places"),
+        "repeat_interleave": Kernels(3, "scan, then positions"),
         "index_put_": Kernels(2, "offsets of the indices, then the values"),
-        "_index_put_impl_": Kernels(12, "with sums: a sort of the indices, then the values"),
-        "embedding_dense_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
-        "_embedding_bag_dense_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
-        "_embedding_bag_backward": Kernels(14, "zeros, a sort of the indices, sums by segment"),
+        "_index_put_impl_": Kernels(12, "with accumulation: sort of the indices, then values"),
+        "embedding_dense_backward": Kernels(14, "zeros, sort of the indices, sums per index"),
+        "_embedding_bag_dense_backward": Kernels(14, "zeros, sort of the indices, sums per index"),
+        "_embedding_bag_backward": Kernels(14, "zeros, sort of the indices, sums per index"),
         "_scaled_dot_product_flash_attention_backward": Kernels(4, _FLASH_BACKWARD),
         "_flash_attention_backward": Kernels(4, _FLASH_BACKWARD),
-        "_scaled_dot_product_efficient_attention_backward": Kernels(2, "sums of gradient times output, the gradients"),
-        "_efficient_attention_backward": Kernels(2, "sums of gradient times output, the gradients"),
-        "_scaled_dot_product_cudnn_attention_backward": Kernels(3, "sums, the gradients, the cast of q's"),
-        "_grouped_mm": Kernels(2, "the table of the groups' places, then the products"),
-        "_scaled_grouped_mm": Kernels(2, "the table of the groups' places, then the products"),
-        "native_layer_norm_backward": Kernels(2, "the input's gradient, the weights'"),
-        "_fused_rms_norm_backward": Kernels(2, "the input's gradient, the weights'"),
-        "logsumexp": Kernels(7, "greatest, its infinities, difference, exponent, sum, logarithm, sum"),
+        "_scaled_dot_product_efficient_attention_backward": Kernels(2, "sums of gradient x output, then the gradients"),
+        "_efficient_attention_backward": Kernels(2, "sums of gradient x output, then the gradients"),
+        "_scaled_dot_product_cudnn_attention_backward": Kernels(3, "sums, the gradients, the cast of dq"),
+        "_grouped_mm": Kernels(2, "offsets of the groups, then the products"),
+        "_scaled_grouped_mm": Kernels(2, "offsets of the groups, then the products"),
+        "native_layer_norm_backward": Kernels(2, "gradient of the input, then of the weights"),
+        "_fused_rms_norm_backward": Kernels(2, "gradient of the input, then of the weights"),
+        "logsumexp": Kernels(7, "maximum, its infinities, difference, exponential, sum, logarithm, sum"),
         "nll_loss_backward": Kernels(2, "zeros, then the values"),
         "slice_backward": Kernels(2, "zeros, then the copy"),
         "select_backward": Kernels(2, "zeros, then the copy"),
-        "slice_scatter": Kernels(2, "a copy of the whole, then of the slice"),
-        "constant_pad_nd": Kernels(2, "the constant, then the copy"),
-        "linalg_vector_norm": Kernels(2, "blocks meet in memory that is set to zero first"),
-        "_foreach_norm": Kernels(2, "a norm for each block, then over them", elements=ELEMENTS_OF_A_LIST_LAUNCH),
+        "slice_scatter": Kernels(2, "copy of the whole, then of the slice"),
+        "constant_pad_nd": Kernels(2, "constant, then copy"),
+        "linalg_vector_norm": Kernels(2, "zeros for the partial sums, then the norm"),
+        "_foreach_norm": Kernels(2, "norm per block, then over the blocks", elements=ELEMENTS_OF_A_LIST_LAUNCH),
         **{
             name: Kernels(1, _BY_LIST, elements=ELEMENTS_OF_A_LIST_LAUNCH)
             for name in (

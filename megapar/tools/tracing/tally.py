@@ -69,7 +69,7 @@ class Sums:
         bytes: (operator, label) -> bytes read and written by operators other than products, attention and messages.
         waits: label -> number of times the host waited for the device.
         copies: (direction, label) -> copies between host and device.
-        crooked: message -> number of large messages with a part that is not aligned to 16 bytes.
+        unaligned: message -> number of large messages with a part that is not aligned to 16 bytes.
     """
 
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class Sums:
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)
-    crooked: Counter[str] = field(default_factory=Counter)
+    unaligned: Counter[str] = field(default_factory=Counter)
 
     def without(self, other: Sums) -> Sums:
         """Return the difference of the counts; counters drop what is not positive."""
@@ -196,7 +196,7 @@ class Tally(TorchDispatchMode):
                 peers, unit = (size if x.nbytes == whole else 1), whole // size
             start = x.storage_offset() * x.element_size()
             if x.nbytes // peers > LARGE_BYTES and (start % ALIGNMENT_BYTES or unit % ALIGNMENT_BYTES):
-                self.sums.crooked[f"{operator} from byte {start} in parts of {unit} bytes"] += 1
+                self.sums.unaligned[f"{operator} from byte {start} in parts of {unit} bytes"] += 1
 
 
 class WaitTally(StepObserver):

@@ -77,7 +77,7 @@ def test_differences_leave_nothing_below_zero():
     assert more.without(less).waits == {"a": 2}
 
 
-def crooked(rank, world_size, rendezvous, columns, start):
+def unaligned(rank, world_size, rendezvous, columns, start):
     """How many messages with parts that begin anywhere an exchange of rows of so many columns has."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -90,11 +90,11 @@ def crooked(rank, world_size, rendezvous, columns, start):
             dist.all_to_all_single(received, sent, [rows // 4] * 4, [rows // 4] * 4)
             dist.all_to_all_single(received, sent)
             dist.all_gather_into_tensor(received, sent[: rows // 4])
-        return tally.sums.crooked.total()
+        return tally.sums.unaligned.total()
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("columns", "start", "times"), [(64, 0, 0), (66, 0, 2), (64, 4, 3)])
 def test_parts_of_large_messages_begin_at_multiples_of_16_bytes(columns, start, times):
-    assert run_ranks(1, crooked, columns, start, group=False, timeout=60)[0] == times
+    assert run_ranks(1, unaligned, columns, start, group=False, timeout=60)[0] == times
