@@ -350,7 +350,7 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
     assert command in said
     for flag in ("--global-batch-size 32", "--train-iters 100", "--dtype bf16", "--vocab-size 32000"):
         assert f"    {flag} \\\n" in said
-    assert "--initial-loss-scale 4096: the loss is scaled in fp16 only" in said
+    assert "--initial-loss-scale 4096: the loss is scaled only with fp16" in said
     assert "--save '$1': the script takes it from $1" in said
     assert "refused here" not in said
     main(["translate", str(FOLDER / "arrays.sh"), "SLURM_NNODES=1", "/ckpt", "corpus"])

@@ -76,7 +76,7 @@ def _steps(samples: float, given: Mapping[str, str], whole: Callable[[float], in
 
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     if megatron_values.warmed_otherwise("lr-warmup-fraction", value, given):
-        return UNNECESSARY, "", megatron_values.SAID_OTHERWISE
+        return UNNECESSARY, "", megatron_values.SET_ELSEWHERE
     share = _number({"": value}, "", 0)
     steps = _number(given, "lr-decay-iters", _number(given, "train-iters", 0))
     samples = _number(given, "lr-decay-samples", _number(given, "train-samples", 0))
@@ -101,7 +101,7 @@ def _samples(value: str, given: Mapping[str, str]) -> Decided:
 
 def _warmup_samples(value: str, given: Mapping[str, str]) -> Decided:
     if megatron_values.warmed_otherwise("lr-warmup-samples", value, given):
-        return UNNECESSARY, "", megatron_values.SAID_OTHERWISE
+        return UNNECESSARY, "", megatron_values.SET_ELSEWHERE
     return _counted("--lr-warmup-iters", value, given)
 
 
