@@ -1,1 +1,1 @@
-"""Transformers: ERNIE encoder and MoE decoder, their parameter tables and Hugging Face forms."""
+"""Transformers: ERNIE encoder and MoE decoder, their parameter tables and published (Hugging Face) forms."""

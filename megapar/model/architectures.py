@@ -1,4 +1,4 @@
-"""Every published architecture by the name of its class, from the registry of models. Standard library only."""
+"""Registry of published architectures by class name, built from the registry of models. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ARCHITECTURES: Mapping[str, PublishedArchitecture] = {
 
 
 def model_of(name: str) -> ModelSpec:
-    """The model that is an instance of the class."""
+    """Return the model that implements the class ``name``."""
     return _SPECS[name]
 
 
 def own_architecture(sizes: ModelSizes) -> PublishedArchitecture | None:
-    """The class that a model of these sizes is written as where it is not from a published folder; None without one."""
+    """Return the class that a model of these sizes is exported as by default; None if no class fits."""
     published = spec_of(sizes).published
     name = published.own(published.settings(sizes))
     return None if name is None else ARCHITECTURES[name]

@@ -1,6 +1,6 @@
-"""Model FLOPs: what the mathematics of a training step asks for, as published utilization figures count it.
+"""Model FLOPs: FLOPs that the mathematics of a training step requires, as counted for published utilization figures.
 
-Each model says in its ``costs`` what its matrix products are (``ModelCost`` says what counts). Standard library only.
+Each model lists its matrix products in its ``costs``; ``ModelCost`` defines which of them count. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from megapar.model.spec import spec_of
 # A search plans hundreds of layouts of one model and batch.
 @lru_cache(maxsize=4)
 def step_flops(sizes: ModelSizes, sequences: int, seq_length: int, predicted: int | None = None) -> int:
-    """FLOPs of forward and backward over ``sequences`` sequences of ``seq_length`` tokens.
+    """Return the FLOPs of forward and backward.
 
-    predicted: masked positions in all of them, for ERNIE, whose vocabulary head runs only there (default: 15 %).
-    A decoder's head runs everywhere.
+    Args:
+        sizes: Sizes of the model.
+        sequences: Number of sequences.
+        seq_length: Tokens of a sequence.
+        predicted: Masked positions of all sequences, for ERNIE, whose vocabulary head runs only there; None for 15 %.
+            A decoder's head runs at all positions.
     """
     return spec_of(sizes).costs.step_flops(sizes, sequences, seq_length, predicted)
 
 
 @lru_cache(maxsize=4)
 def layer_flops(sizes: ModelSizes) -> tuple[int, ...]:
-    """Forward FLOPs of one sequence: of the embedding, of each layer, of the head (masked words: 15 %)."""
+    """Return the forward FLOPs of one sequence: embedding, each layer, head (at 15 % masked positions for ERNIE)."""
     return tuple(spec_of(sizes).costs.forward_flops(sizes, sizes.seq_length))
 
 
 def flops_per_token(sizes: ModelSizes, seq_length: int) -> float:
-    """FLOPs of forward and backward per token of a sequence of ``seq_length``."""
+    """Return the FLOPs of forward and backward per token of a sequence of ``seq_length`` tokens."""
     return step_flops(sizes, 100, seq_length) / (100 * seq_length)

@@ -1,9 +1,11 @@
-"""A parameter or checkpointed buffer as a row of its model's table, and rows that several tables share. No torch.
+"""Rows of a model's parameter table: parameters and checkpointed buffers, and rows that several tables share. No torch.
 
-Names and shapes are global and do not depend on the layout. Segments, memory, counts, checkpoints, initialisation and
-export are computed from the table; a test holds it equal to the module tree.
+Names and shapes are global and do not depend on the layout. Buckets, memory, counts, checkpoints, initialisation and
+export are computed from the table. A test compares it with the module tree.
 
 Shape letters: V vocabulary, H hidden, P positions, G key-value heads (groups), D head size, F MLP width, E experts.
+
+Tested in ``tests/model/test_table.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class HfPiece:
-    """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)`` (names as on disk)."""
+    """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)``.
+
+    Attributes:
+        hf_name: Name in the files.
+        hf_shape: Shape in the files.
+        index: Region of the parameter.
+    """
 
     hf_name: str
     hf_shape: tuple[int, ...]
@@ -32,18 +40,18 @@ class ParameterSpec:
     Attributes:
         name: Dotted path in the module tree.
         shape: Global shape.
-        axes: (mesh axis, dim it splits) pairs, outermost cut first.
-        unit: The layer it lives in: "embedding", "layers.N" or "head".
+        axes: (mesh axis, dim it splits) pairs, outermost split first.
+        unit: The layer that contains it: "embedding", "layers.N" or "head".
         init: "normal", "ones" or "zeros".
         decay: Weight decay applies.
-        fp32: Kept in max(fp32, dtype) whatever the compute dtype is.
-        trainable: False for a buffer that no gradient moves.
-        expert: Sharded over edp, not over (sharding, cp).
+        fp32: Stored in max(fp32, dtype) regardless of the compute dtype.
+        trainable: False for a buffer, which has no gradient.
+        expert: Sharded over edp instead of (sharding, cp).
         router: A router's weight, which may have its own learning rate.
-        residual: The weight of attention, an MLP or an expert whose products are added to the residual stream.
+        residual: A weight of attention, an MLP or an expert whose products are added to the residual stream.
         mp_partial: When each mp rank's gradient is a partial sum: "never", "sp" (under sequence parallelism), "always".
-        pieces: The Hugging Face tensors it consists of; a model without such a form names them in the same manner.
-        stage: The coordinate on pp that answers for it.
+        pieces: The Hugging Face tensors it consists of; models without a Hugging Face form use the parameter's name.
+        stage: Coordinate on pp of the stage that owns it.
     """
 
     name: str
@@ -63,14 +71,14 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the global parameter."""
         return prod(self.shape)
 
 
 def attention_rows(
     name: str, shape: tuple[int, int, int, int], hf: Sequence[str], unit: str, bias: bool
 ) -> list[ParameterSpec]:
-    """The fused projection to queries, keys and values. shape: (G, query heads of a group, D, H)."""
+    """Return the rows of the fused query-key-value projection. shape: (G, query heads of a group, D, H)."""
     G, Q, D, H = shape
     rows = []
     for kind, tail in (("weight", (H,)), ("bias", ()))[: 1 + bias]:
@@ -84,7 +92,7 @@ def attention_rows(
 
 
 def mlp_rows(name: str, shape: tuple[int, int], gated: bool, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:
-    """The MLP of a layer, with a gate or without. shape: (F, H)."""
+    """Return the rows of a layer's MLP, with or without a gate. shape: (F, H)."""
     F, H = shape
     if gated:
         rows = [_gate_up(f"{name}.gate_up.weight", (2, F, H), hf, unit)]
@@ -102,26 +110,26 @@ def _gate_up(name: str, shape: tuple[int, ...], hf: str, unit: str) -> Parameter
 
 
 def column_parallel_rows(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
-    """A linear layer whose output features are split over mp. shape: (out, in)."""
+    """Return the rows of a linear layer whose output features are split over mp. shape: (out, in)."""
     rows = [weight_row(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 0),))]
     return rows + [bias_row(f"{name}.bias", shape[:1], f"{hf}.bias", unit, axes=(("mp", 0),))] * bias
 
 
 def row_parallel_rows(name: str, shape: tuple[int, int], hf: str, unit: str, bias: bool) -> list[ParameterSpec]:
-    """A linear layer whose input features are split over mp. shape: (out, in)."""
+    """Return the rows of a linear layer whose input features are split over mp. shape: (out, in)."""
     weight = weight_row(f"{name}.weight", shape, f"{hf}.weight", unit, axes=(("mp", 1),))
     rows = [replace(weight, residual=True)]
     return rows + [bias_row(f"{name}.bias", shape[:1], f"{hf}.bias", unit, mp_partial="sp")] * bias
 
 
 def linear_rows(name: str, shape: tuple[int, int], hf: str) -> list[ParameterSpec]:
-    """A linear layer of the head that every mp rank holds whole. shape: (out, in)."""
+    """Return the rows of a linear layer of the head that is replicated over mp. shape: (out, in)."""
     weight = weight_row(f"{name}.weight", shape, f"{hf}.weight", "head")
     return [weight, bias_row(f"{name}.bias", shape[:1], f"{hf}.bias", "head")]
 
 
 def norm_rows(name: str, size: int, hf: str, unit: str, biased: bool = True) -> list[ParameterSpec]:
-    """A norm over ``size`` features; biased: a layernorm."""
+    """Return the rows of a norm over ``size`` features. biased: True for a layernorm."""
     rows = [scale_row(f"{name}.weight", size, f"{hf}.weight", unit)]
     return rows + [bias_row(f"{name}.bias", (size,), f"{hf}.bias", unit, mp_partial="sp")] * biased
 
@@ -135,24 +143,24 @@ def weight_row(
     mp_partial: str = "never",
     init: str = "normal",
 ) -> ParameterSpec:
-    """A parameter that is one Hugging Face tensor; hf: its name, "" for a parameter without such a form."""
+    """Return the row of a parameter that is one Hugging Face tensor, named ``hf``; "" to use the parameter's name."""
     pieces = (HfPiece(hf or name, shape, ()),)
     return ParameterSpec(name, shape, axes, unit, init, decay=init == "normal", mp_partial=mp_partial, pieces=pieces)
 
 
 bias_row = partial(weight_row, init="zeros")
-"""A vector of offsets, which starts at zero. Arguments as for ``weight_row``."""
+"""Return the row of a bias, which starts at zero. Arguments as for ``weight_row``."""
 
 
 def scale_row(name: str, size: int, hf: str, unit: str, mp_partial: str = "sp") -> ParameterSpec:
-    """A vector of factors, which starts at one."""
+    """Return the row of a norm's scale, which starts at one."""
     return weight_row(name, (size,), hf, unit, mp_partial=mp_partial, init="ones")
 
 
 def fused_row(
     name: str, shape: tuple[int, ...], pieces: Iterable[HfPiece], unit: str, axes: tuple[tuple[str, int], ...]
 ) -> ParameterSpec:
-    """A parameter that holds several Hugging Face tensors."""
+    """Return the row of a parameter that fuses several Hugging Face tensors."""
     biased = name.endswith("bias")
     init = "zeros" if biased else "normal"
     return ParameterSpec(name, shape, axes, unit, init, decay=not biased, pieces=tuple(pieces))

@@ -1,4 +1,4 @@
-"""The numbers that every model has, whatever it is made of. Standard library only, no torch."""
+"""Sizes and options that all models share. Standard library only, no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The numbers that all models have, with their flags; each model adds those of its layers. Every size is global.
+    """Sizes and options that all models have, with their flags. Each model adds its own. All sizes are global.
 
     Attributes:
         num_layers: Transformer layers.
@@ -23,14 +23,14 @@ class ModelSizes:
         ffn_hidden_size: Intermediate features of a dense MLP (F).
         vocab_size: Rows of the word embedding (V).
         seq_length: Tokens of a training sequence (S).
-        max_position_embeddings: Rows of learned positions, and what an export states; rope has no limit itself.
+        max_position_embeddings: Rows of learned positions; exported models state it. Rope itself has no limit.
         layernorm_epsilon: Added to the variance in norms.
         attention_dropout: Probability of dropout on attention weights.
         hidden_dropout: Probability of dropout on the outputs of attention and MLP.
         init_std: Standard deviation of the initial weights.
-        depth_scaled_init: Weights that write into the residual stream have it divided by the root of 2 x layers.
-        use_flash_attn: False runs the math reference.
-        stored_kind: The name of the model in ``layout.json``, part of the checkpoint format.
+        depth_scaled_init: Divide ``init_std`` by sqrt(2 x layers) for weights that write into the residual stream.
+        use_flash_attn: Use fused attention kernels; False for the reference implementation.
+        stored_kind: Name of the model in ``layout.json``, part of the checkpoint format.
     """
 
     num_layers: int = flag(4, "transformer layers", unit="layers", low=1)
@@ -78,12 +78,12 @@ class ModelSizes:
 
     @property
     def num_blocks(self) -> int:
-        """Layers in a row."""
+        """Number of consecutive layers."""
         return self.num_layers
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """Class names of the embedding, of each layer with what is inside it, and of the head."""
+        """Class names of the embedding, of each layer including its inner layer, and of the head."""
         raise NotImplementedError
 
     @property
@@ -93,12 +93,12 @@ class ModelSizes:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """The distinct widths of the MLPs that every token passes; 0 where a layer has none."""
+        """Distinct widths of the MLPs that all tokens pass; 0 for a layer without one."""
         return (self.ffn_hidden_size,)
 
     @property
     def gated(self) -> bool:
-        """The MLP has a gate beside the up projection."""
+        """The MLP has a gate in addition to the up projection."""
         return False
 
     @property
@@ -108,62 +108,62 @@ class ModelSizes:
 
     @property
     def expert_widths(self) -> tuple[int, ...]:
-        """The distinct intermediate widths of routed experts, in rising order."""
+        """Distinct intermediate widths of routed experts, in ascending order."""
         return ()
 
     @property
     def routed_experts(self) -> int:
-        """Experts of a layer; 0 without mixture-of-experts layers."""
+        """Routed experts of a layer; 0 without mixture-of-experts layers."""
         return 0
 
     @property
     def experts_per_token(self) -> int:
-        """Routed experts that a token is sent to; 0 without mixture-of-experts layers."""
+        """Routed experts per token (top-k); 0 without mixture-of-experts layers."""
         return 0
 
     @property
     def drops_tokens(self) -> bool:
-        """Experts have a capacity; what exceeds it is dropped."""
+        """Experts have a capacity and drop the tokens that exceed it."""
         return False
 
     @property
     def shares_embedding(self) -> bool:
-        """The head, or a block after it, reads the word embedding too."""
+        """The head, or a block after the last layer, also reads the word embedding."""
         return True
 
     @property
     def causal(self) -> bool:
-        """A token attends to earlier ones only."""
+        """Tokens attend only to themselves and earlier tokens."""
         return False
 
     @property
     def mixes_tasks(self) -> bool:
-        """Samples of a micro-batch have different tasks, each of which runs other layers."""
+        """Samples of a micro-batch belong to different tasks, which run different layers."""
         return False
 
     def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Loss terms of the model and their weights. values: of the flags, by name."""
+        """Return the weight of each loss term of the model. values: Values of the flags, by name."""
         raise NotImplementedError
 
     def with_layers(self, dense: int, moe: int) -> Self:
-        """The same model with another number of layers, first the dense ones."""
+        """Return the same model with ``dense`` dense layers followed by ``moe`` mixture-of-experts layers."""
         return replace(self, num_layers=dense + moe)
 
     def without_training_blocks(self) -> Self:
-        """The model without blocks that only training runs, as published parameter counts take it."""
+        """Return the model without blocks that only training runs, which published parameter counts leave out."""
         return self
 
     def facts(self) -> dict[str, Any]:
-        """The description of the model in ``layout.json``: its kind, and the numbers that its weights depend on."""
+        """Return the model's entry in ``layout.json``: its kind, and the sizes that its weights depend on."""
         unlearned = ("seq_length", "attention_dropout", "hidden_dropout", "init_std", "depth_scaled_init")
         left_out = {*unlearned, "use_flash_attn"}
         return {"kind": self.stored_kind, **{name: v for name, v in asdict(self).items() if name not in left_out}}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """The sizes that ``facts`` describes; numbers that it leaves out do not matter for weights.
+        """Return the sizes that ``facts`` describes. Options that do not affect weights get their defaults.
 
-        Raises TypeError, ValueError or KeyError for facts of another form.
+        Raises TypeError, ValueError or KeyError if ``facts`` is malformed.
         """
         values = {name: value for name, value in facts.items() if name != "kind"}
         return cls(**values, seq_length=values["max_position_embeddings"])

@@ -1,9 +1,9 @@
-"""The registry of models: what the trainer, the planner and the command line look up of each.
+"""Registry of models for the trainer, the planner and the command line.
 
 A model is a folder, ``model/<name>/``, in two halves. The description (sizes, table, costs, published form, rules)
-needs the standard library only and is imported here. The parts (the layers themselves) need torch, and
-``ModelSpec.parts`` names them by a dotted path that is imported when a model is built: a configuration is refused,
-planned and documented without torch.
+needs only the standard library and is imported here. The parts (the layers themselves) need torch; ``ModelSpec.parts``
+names them by a dotted path that is imported when a model is built. So refusing, planning and documenting a
+configuration works without torch.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class ModelSpec:
     """One model.
 
     Attributes:
-        name: The name of its folder.
-        kind: The trainer that it belongs to, a key of ``schema.flag.SCRIPTS``.
-        title: The model in words, for messages.
-        sizes: The class of its numbers.
-        table: Sizes to the parameter table, in the order of the forward.
-        published: The published architectures that it can be.
-        costs: Its costs on a rank, made from sizes and a ``RankView``; also the FLOPs of a step.
+        name: Name of its folder.
+        kind: Trainer that it belongs to, a key of ``schema.flag.SCRIPTS``.
+        title: Description for messages.
+        sizes: Class of its sizes.
+        table: Function from sizes to the parameter table, in forward order.
+        published: Published architectures that it implements.
+        costs: Class of its costs on a rank, built from sizes and a ``RankView``; also computes the FLOPs of a step.
         rules: Its rows of the compatibility matrix.
-        parts: ``module:Class`` of the model itself, imported when it is built.
-        has_experts: Layers of the model may have experts, and may be sliced: its class takes their axes.
+        parts: ``module:Class`` of the model itself, imported when the model is built.
+        has_experts: Layers may have experts and may run in slices, so the class takes the experts' axes.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ModelSpec:
     has_experts: bool = False
 
     def load_parts(self) -> Any:
-        """The class of the model. Imports torch."""
+        """Import the class of the model, and with it torch."""
         module, _, name = self.parts.partition(":")
         return getattr(import_module(module), name)
 
@@ -108,31 +108,31 @@ _MODELS = (
 
 MODELS: Mapping[str, ModelSpec] = {spec.name: spec for spec in _MODELS}
 STORED: Mapping[str, ModelSpec] = {spec.sizes.stored_kind: spec for spec in _MODELS}
-"""The models by their names in ``layout.json``."""
+"""Models by their names in ``layout.json``."""
 _BY_SIZES: Mapping[type[ModelSizes], ModelSpec] = {spec.sizes: spec for spec in _MODELS}
 
 
 def spec_of(sizes: ModelSizes) -> ModelSpec:
-    """The model that has these sizes."""
+    """Return the model that has these sizes."""
     return _BY_SIZES[type(sizes)]
 
 
 def model_of(kind: str, values: Mapping[str, Any]) -> ModelSpec:
-    """The model that a trainer's flags ask for. values: of flags, by name."""
+    """Return the model that a trainer's flags select. values: Values of the flags, by name."""
     return MODELS[values["ernie_model"]] if kind == "ernie" else MODELS["decoder"]
 
 
 def table_of(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
-    """The parameter table of the model that has these sizes."""
+    """Return the parameter table of the model that has these sizes."""
     return spec_of(sizes).table(sizes)
 
 
 class ParameterCounts(NamedTuple):
-    """Parameters of a model; buffers are not counted.
+    """Number of parameters of a model, without buffers.
 
     Attributes:
         total: All parameters.
-        active: Those that one token passes: top-k of the routed experts.
+        active: Parameters that one token uses: top-k of the routed experts.
     """
 
     total: int
@@ -142,8 +142,11 @@ class ParameterCounts(NamedTuple):
 def parameter_counts(sizes: ModelSizes, table: Sequence[ParameterSpec] | None = None) -> ParameterCounts:
     """Count the parameters of a model.
 
-    Published counts leave multi-token prediction out, which only training runs; so do these. table: The rows to count;
-    by default those of the model without such blocks.
+    Like published counts, leave out multi-token prediction, which only training runs.
+
+    Args:
+        sizes: Sizes of the model.
+        table: Rows to count; None for those of the model without multi-token prediction.
     """
     counted = sizes.without_training_blocks()
     total = active = 0

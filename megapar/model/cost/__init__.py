@@ -1,1 +1,1 @@
-"""Types of costs, and the costs of the operators that models share. Standard library only."""
+"""Cost types, and the costs of operators that models share. Standard library only."""

@@ -1,7 +1,9 @@
-"""The cost of an attention layer on one rank. Standard library only.
+"""Cost of an attention layer on one rank. Standard library only.
 
 Shape letters: t positions that matrix products see, s positions outside them, H hidden, N query heads, G key-value
 heads, D head size; N and G are those of this rank.
+
+Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from megapar.model.cost.rank_view import LatentAttention, RankView
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention of one layer, in numbers of the whole model.
+    """Shape of one layer's attention in the whole model.
 
     Attributes:
         heads: Query heads.
         groups: Key-value heads.
         head_dim: Features of a head.
-        causal: A position attends to those before it only.
-        rotary: Queries and keys are turned by their positions.
+        causal: A position attends only to itself and earlier positions.
+        rotary: Queries and keys are rotated by their positions.
         qk_norm: Queries and keys are normalized.
-        dropout: Attention weights pass dropout.
+        dropout: Attention weights have dropout.
         fused: A fused kernel computes the core.
-        segments: Segments that a sample is cut into.
+        segments: Segments per sample.
         memory: Positions of the previous segment that a segment attends to.
-        latent: Queries, keys and values pass low ranks.
+        latent: Shape of latent attention; None for plain attention.
     """
 
     heads: int
@@ -52,11 +54,11 @@ class _Heads:
         N: Query heads.
         G: Key-value heads.
         D: Features of a head.
-        qkv: Features that come out of the first matrix product.
-        out: Features that go into the last one.
+        qkv: Output features of the matrix products before the core.
+        out: Input features of the output projection.
         scored: Multiplications per pair of positions.
-        kept: Bytes of queries, keys and values, with what turning and normalizing them keeps.
-        products: The matrix products before the core.
+        kept: Bytes kept of queries, keys and values, including those kept to rotate and normalize them.
+        products: Matrix products before the core.
     """
 
     N: float
@@ -70,7 +72,7 @@ class _Heads:
 
 
 def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
-    """Norm, queries, keys and values, the core, and the output projection."""
+    """Return the operators of attention: norm, queries, keys and values, core, output projection."""
     view, H = operators.view, operators.hidden_size
     e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
     heads = _heads(view, shape, H)
@@ -114,8 +116,8 @@ def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
         )
     kept = e * t * qkv
     if shape.rotary:
-        kept += e * t * (N + G) * D  # turned queries and keys; values are a view of the product's output
-        if view.kernels == "cpu":  # and their angles as complex numbers, once for each
+        kept += e * t * (N + G) * D  # rotated queries and keys; values are a view of the product's output
+        if view.kernels == "cpu":  # and the angles as complex numbers, for queries and for keys
             kept += 2 * view.wide_bytes * t * D
     elif shape.heads > shape.groups:
         kept += e * t * N * D
@@ -125,13 +127,13 @@ def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
 
 
 def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
-    """softmax(q k^T) v."""
+    """Return the cost of softmax(q k^T) v."""
     view = operators.view
     t, e, N, G, D = view.tokens, view.item_bytes, heads.N, heads.G, heads.D
     core = e * t * heads.out + 4 * t * N
     length, later = view.seq_length / shape.segments, shape.segments - 1
     seen = length * (0.5 if shape.causal else 1.0)
-    if later:  # later segments see a memory under a mask; keys and values are put together for them
+    if later:  # later segments also attend to a memory, with a mask; their keys and values are concatenated
         seen = (seen + later * (length + shape.memory)) / shape.segments
         joined = t / shape.segments * later * (1 + shape.memory / length)
         core += 2 * e * joined * N * D + e * later * length * (length + shape.memory)
@@ -139,19 +141,19 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
         core += _scores_kept(view, shape, N, length + (shape.memory if later else 0))
     kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
     transient = e * t * (heads.qkv + heads.out) + (core - kept)
-    if view.attends_blockwise:  # sums in fp32; columns and their gradients, of two ranks at a time or of all
+    if view.attends_blockwise:  # sums in fp32; keys, values and their gradients of two ranks (ring) or all ranks
         columns = 2 * t * G * D * (e + view.wide_bytes)
         transient += view.wide_bytes * t * heads.out + columns * (2 if view.ring else view.cp + 1)
         if view.ampipe_degree > 1:
-            kept += 2 * e * view.cp * t * G * D  # later slices need the columns of all ranks
+            kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
     elif view.cp > 1:
-        kept += e * t * heads.out  # what attention keeps is not what travels
+        kept += e * t * heads.out  # the core's output before and after the all-to-all
     sent = operators.communication.context(t * N * D, t * G * D, G)
     return OpCost("core", kept, (), 2.0 * t * heads.scored * seen, core + heads.kept, sent, transient)
 
 
 def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float) -> float:
-    """Bytes kept without a fused kernel: softmax's output, the dropped weights with their mask."""
+    """Return the bytes kept without a fused kernel: softmax's output, and with dropout the weights and their mask."""
     e, t = view.item_bytes, view.tokens
     kept = e * t * N * length
     if shape.dropout:

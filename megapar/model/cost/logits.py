@@ -1,9 +1,12 @@
-"""The rows of logits that the head makes at a time, in a run as in a plan. Standard library only."""
+"""Chunk size of the logits, for runs and plans. Standard library only.
+
+Tested in ``tests/model/layers/test_loss.py``.
+"""
 
 from __future__ import annotations
 
 
 def rows_at_a_time(rows: int, row_bytes: int, held_bytes: int) -> int:
-    """Rows of a piece where ``rows`` are split evenly into pieces of at most ``held_bytes``; at least 1."""
+    """Return the rows of a chunk if ``rows`` are split evenly into chunks of at most ``held_bytes``; at least 1."""
     pieces = max(1, -(-rows // max(1, held_bytes // row_bytes)))
     return max(1, -(-rows // pieces))

@@ -1,7 +1,7 @@
-"""The costs of a micro-batch on a rank: matrix products, communication, operators, units and the whole model.
+"""Costs of a micro-batch on a rank: matrix products, communication, operators, units and the whole model.
 
-Each operator of a model is one ``OpCost``. Memory, traffic and time of a plan, and the FLOPs that utilization is
-computed from, are sums over the same operators, so that they cannot disagree about the model.
+Each operator of a model is one ``OpCost``. Memory, traffic and time of a plan, and the FLOPs of utilization figures,
+are sums over the same operators, so that they always describe the same model.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from megapar.model.cost.rank_view import RankView
 
 INDEX_BYTES = 8  # of an int64
-FORWARD_AND_BACKWARD = 3  # in forwards: a backward multiplies twice as much
-MASKED_PERCENT = 15  # of the positions of a masked language model, where their number is not known
+FORWARD_AND_BACKWARD = 3  # in forwards: a backward has twice the FLOPs of a forward
+MASKED_PERCENT = 15  # default percentage of masked positions
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Product:
         rows: Rows of the input, of all groups together.
         inner: Features that are summed over.
         columns: Features of the output.
-        groups: Products that run as one kernel.
-        mlp: It belongs to a feed-forward layer or an expert, which a plan may run in fp8.
+        groups: Products that one kernel computes (grouped GEMM).
+        mlp: Part of a feed-forward layer or an expert, which a plan may assume in fp8.
     """
 
     rows: float
@@ -48,11 +48,11 @@ class CommCost:
     """Bytes that a rank sends in one micro-batch.
 
     Attributes:
-        axis: The mesh axis, as a run counts its communication.
+        axis: Mesh axis, as in the communication counters of a run.
         kind: The collective, or ``send``.
-        bytes: What this rank sends.
+        bytes: Bytes that this rank sends.
         phase: ``forward`` or ``backward``.
-        hidden: It overlaps a matrix product of the same layer.
+        hidden: Overlaps a matrix product of the same layer.
     """
 
     axis: str
@@ -67,13 +67,13 @@ class OpCost:
     """One operator.
 
     Attributes:
-        name: What it is called in ``--assume operator-recompute``, where that can name it.
-        kept: Bytes that live until its backward.
+        name: Its name; ``--assume operator-recompute`` accepts some of these.
+        kept: Bytes kept for its backward.
         products: Its matrix products.
         scores: FLOPs of attention's core in the forward.
         moved: Bytes that the forward reads and writes.
         sent: Its communication.
-        transient: Bytes that live only while its backward runs.
+        transient: Bytes allocated only while its backward runs.
         recomputed: Its forward runs again before its backward.
     """
 
@@ -98,8 +98,8 @@ class UnitCost:
 
     Attributes:
         name: ``embedding``, ``head``, or the kind of layer: dense, moe, universal, branches.
-        operators: In forward order.
-        input: Bytes of what comes in.
+        operators: Its operators, in forward order.
+        input: Bytes of its input.
     """
 
     name: str
@@ -108,17 +108,17 @@ class UnitCost:
 
     @property
     def is_layer(self) -> bool:
-        """One of the layers, which recomputed units consist of."""
+        """True for layers, which may be recomputed, in contrast to embedding and head."""
         return self.name not in ("embedding", "head")
 
     @cached_property
     def kept(self) -> float:
-        """Bytes that live from the forward to the backward."""
+        """Bytes kept from the forward to the backward."""
         return sum(operator.kept for operator in self.operators)
 
     @cached_property
     def transient(self) -> float:
-        """The most that the backward of one operator needs beside what is kept."""
+        """Most bytes that the backward of one operator needs in addition to ``kept``."""
         return max((operator.transient for operator in self.operators), default=0.0)
 
     @cached_property
@@ -127,20 +127,20 @@ class UnitCost:
         return round(sum(operator.flops for operator in self.operators))
 
     def sent(self) -> list[CommCost]:
-        """The communication of all operators."""
+        """Return the communication of all operators."""
         return [sent for operator in self.operators for sent in operator.sent]
 
 
 class ModelCost(ABC):
-    """The costs of one micro-batch on a rank, unit by unit; each model derives a class from this.
+    """Costs of one micro-batch on a rank, unit by unit. Each model derives a class from this.
 
-    FLOPs for utilization count what the mathematics of a step asks for: a matrix product [m, k] x [k, n] is 2 m k n, a
-    backward is two forwards, recomputation, norms and activations are not counted, no token is dropped, and of causal
-    attention's scores only the lower half counts. Source: the appendix of "Reducing Activation Recomputation in Large
-    Transformer Models" (arXiv 2205.05198), with the causal half as Megatron-LM counts it since 2025.
+    FLOPs for utilization count the mathematics of a step: a matrix product [m, k] x [k, n] is 2 m k n, a backward is
+    two forwards, and of causal attention's scores only the lower half counts. Recomputation, norms and activations are
+    not counted, and no token is dropped. Source: the appendix of "Reducing Activation Recomputation in Large
+    Transformer Models" (arXiv 2205.05198), with the causal half as Megatron-LM has counted it since 2025.
 
     Attributes:
-        sizes: The numbers of the model.
+        sizes: Sizes of the model.
         view: The rank.
         latent_attention: A plan may assume latent attention for this model.
     """
@@ -153,42 +153,46 @@ class ModelCost(ABC):
     @property
     @abstractmethod
     def embedding(self) -> UnitCost:
-        """The embedding."""
+        """Cost of the embedding."""
 
     @abstractmethod
     def layer(self, number: int) -> UnitCost:
-        """Layer ``number``; equal layers are computed once and are the same object."""
+        """Return the cost of layer ``number``. Equal layers are computed once and share an object."""
 
     @property
     @abstractmethod
     def head(self) -> UnitCost:
-        """All that follows the last layer, with the losses."""
+        """Cost of everything after the last layer, including the losses."""
 
     @property
     @abstractmethod
     def attention(self) -> Sequence[OpCost]:
-        """The operators of a layer's attention, with the norm before it."""
+        """Operators of a layer's attention, including the norm before it."""
 
     @property
     def tied(self) -> bool:
-        """The head multiplies with the word embedding."""
+        """The head uses the word embedding's weight."""
         return True
 
     @property
     def largest(self) -> ModelCost:
-        """The same for the micro-batch that needs the most memory."""
+        """Costs of the micro-batch that needs the most memory."""
         return self
 
     @classmethod
     def forward_flops(cls, sizes: Any, seq_length: int) -> list[int]:
-        """FLOPs of the forward of one sequence: of the embedding, of each layer, of the head."""
+        """Return the forward FLOPs of one sequence: embedding, each layer, head."""
         cost = cls(replace(sizes, seq_length=seq_length), RankView.alone(seq_length))
         return [0, *(cost.layer(number).flops for number in range(sizes.num_blocks)), cost.head.flops]
 
     @classmethod
     def step_flops(cls, sizes: Any, sequences: int, seq_length: int, predicted: int | None = None) -> int:
-        """FLOPs of forward and backward over ``sequences`` sequences.
+        """Return the FLOPs of forward and backward.
 
-        predicted: Masked positions in all of them, of a model whose vocabulary head runs only there.
+        Args:
+            sizes: Sizes of the model.
+            sequences: Number of sequences.
+            seq_length: Tokens of a sequence.
+            predicted: Masked positions of all sequences, for a model whose vocabulary head runs only there.
         """
         return FORWARD_AND_BACKWARD * sequences * sum(cls.forward_flops(sizes, seq_length))

@@ -1,10 +1,12 @@
-"""Costs of the operators that models share: norms, MLPs, embeddings and vocabulary heads. Standard library only.
+"""Costs of operators that models share: norms, MLPs, embeddings and vocabulary heads. Standard library only.
 
-Bytes that are kept follow the operators' own backward formulas, in the forms that run on the device
-(``core/device/ops.py``: a CPU has no fused RMS norm, for example).
+Kept bytes follow the backward formulas of the kernels that run on the device (``core/device/ops.py``: a CPU has no
+fused RMS norm, for example).
 
 Shape letters: t positions that matrix products see, s positions outside them (s = t / mp under sequence parallelism),
 H hidden, F MLP width, V rows of the vocabulary.
+
+Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations
@@ -18,25 +20,25 @@ from megapar.model.cost.rank_view import RankView
 
 
 def norm_kept(view: RankView, rows: float, width: int, normalization: str) -> float:
-    """Bytes that a norm keeps beside its output."""
+    """Return the bytes that a norm keeps in addition to its output."""
     e, w = view.item_bytes, view.wide_bytes
     if normalization == "layernorm":
         return e * rows * width + 2 * w * rows
     if view.kernels == "cuda":
         return e * rows * width + 4 * rows
-    # Plain operators: x in fp32, the scale, and what the weight multiplies; in fp32 the first is x itself.
+    # Plain operators keep x in fp32, the scale, and the weight's factor. With fp32 the first one is x itself.
     return (2 * w if e == w else w + e) * rows * width + w * rows
 
 
 class Operators:
-    """The operators of a model, or of a part of it, with one hidden size on one rank.
+    """Costs of operators with one hidden size on one rank.
 
     Attributes:
         view: The rank.
         hidden_size: Features of a token (H).
         normalization: ``layernorm`` or ``rmsnorm``.
-        dropout: Hidden states pass dropout.
-        communication: What they send.
+        dropout: Hidden states have dropout.
+        communication: Communication of the operators.
     """
 
     def __init__(self, view: RankView, hidden_size: int, *, normalization: str, dropout: bool) -> None:
@@ -54,22 +56,27 @@ class Operators:
         return self.view.item_bytes * self.view.tokens * self.hidden_size
 
     def dropped(self) -> float:
-        """Bytes of a dropout's mask over hidden states, one per element."""
+        """Return the bytes of a dropout mask over hidden states, one per element; 0 without dropout."""
         return self.hidden_bytes / self.view.item_bytes if self.dropout else 0.0
 
     def embedding(self, more: float, input_bytes: float = 0.0) -> UnitCost:
-        """The embedding of words. more: Bytes that are kept for what is added to them."""
+        """Return the cost of the embedding.
+
+        Args:
+            more: Bytes kept for embeddings that are added to the word embedding.
+            input_bytes: Bytes of the unit's input.
+        """
         x = self.hidden_bytes
         kept = float(INDEX_BYTES * self.view.local_tokens) + more + self.dropped()
         operator = OpCost("embedding", kept, moved=4 * x, sent=self.from_vocabulary(), transient=2 * x)
         return UnitCost("embedding", (operator,), input_bytes)
 
     def from_vocabulary(self) -> tuple[CommCost, ...]:
-        """The communication of the word embedding's output, whose rows are split; no matrix product hides it."""
+        """Return the communication of the vocab parallel word embedding. No matrix product hides it."""
         return self.communication.row_parallel(self.gathered_bytes, hidden=False)
 
     def norm(self) -> OpCost:
-        """A norm. One after a residual sum keeps the sum, and its output is the input of what follows."""
+        """Return the cost of a norm after a residual sum. It keeps the sum; the next operator keeps its output."""
         view, H = self.view, self.hidden_size
         e, s = view.item_bytes, view.local_tokens
         return OpCost(
@@ -77,16 +84,23 @@ class Operators:
         )
 
     def norm_kept(self) -> float:
-        """Bytes that one norm over the hidden dim keeps, without its output."""
+        """Return the bytes that one norm over the hidden dim keeps, without its output."""
         return norm_kept(self.view, self.view.local_tokens, self.hidden_size, self.normalization)
 
     def mlp(self, width: int, *, gated: bool, dropped: float = 0.0, stored: bool = True) -> list[OpCost]:
-        """An MLP. dropped: Bytes of a dropout's mask on its output. stored: Its input is kept for it."""
+        """Return the operators of an MLP.
+
+        Args:
+            width: Intermediate features of the whole MLP.
+            gated: The MLP has a gate.
+            dropped: Bytes of the dropout mask on its output.
+            stored: The MLP keeps its input; False if another operator keeps the same tensor.
+        """
         view, H = self.view, self.hidden_size
         t, s, e, F = view.tokens, view.local_tokens, view.item_bytes, width / view.mp
         x, columns = e * s * H, F * (2 if gated else 1)
         kept = 0.0 if view.selective_recompute else (e * t * F if gated else 0.0) + view.stored_bytes(t * F)
-        # gelu's backward adds one tensor: the incoming gradient takes the place of the output, where that was kept.
+        # gelu's backward adds one tensor: the incoming gradient replaces the output if that was kept.
         inside = columns + 2 * F if gated else F if kept else 2 * F
         return [
             OpCost(
@@ -109,9 +123,11 @@ class Operators:
         ]
 
     def leaving(self, width: int, *, scatters: bool) -> OpCost:
-        """Gathers positions after the last layer, so that each mp rank has the whole sequence.
+        """Return the all-gather of positions over mp after the last layer.
 
-        width: Features of a position. scatters: The backward reduces and scatters the gradient.
+        Args:
+            width: Features of a position.
+            scatters: The backward runs a reduce-scatter of the gradient.
         """
         view = self.view
         if not view.splits_sequence:
@@ -123,24 +139,32 @@ class Operators:
         return OpCost("leaving", whole, sent=tuple(sent))
 
     def masked_word_head(self, features: int, rows: float, vocab_size: int) -> tuple[OpCost, ...]:
-        """A transform of so many features, gelu, a norm and the vocabulary, at ``rows`` positions."""
+        """Return the operators of a masked language model's head at ``rows`` positions of ``features`` features.
+
+        They are the transform, gelu, a norm and the vocabulary.
+        """
         view, H = self.view, self.hidden_size
-        # The transform's input, gelu's and the norm's, and its output while the vocabulary runs.
+        # Inputs of the transform, gelu and the norm, and the norm's output while the vocabulary runs.
         kept = view.item_bytes * rows * (features + 3 * H) + 2 * view.wide_bytes * rows
         transform = OpCost("transform", kept, (Product(rows, features, H),))
         return transform, *self.vocabulary(rows, vocab_size, replicated=True)
 
     def vocabulary(self, rows: float, vocab_size: int, *, replicated: bool) -> tuple[OpCost, ...]:
-        """Logits and loss. Gradients are made in the forward: of the rows, and of the weight in max(fp32, dtype).
+        """Return the operators of logits and loss, whose gradients are computed in the forward.
 
-        replicated: All mp ranks hold the rows alike, so that the gradient of the rows is summed over mp.
+        The weight's gradient is in max(fp32, dtype).
+
+        Args:
+            rows: Positions with a loss.
+            vocab_size: Tokens of the vocabulary.
+            replicated: The rows are replicated over mp, so that their gradient is all-reduced over mp.
         """
         view, H, V = self.view, self.hidden_size, -(-vocab_size // self.view.mp)
         e, w, weight = view.item_bytes, view.wide_bytes, V * H
         chunk = rows_at_a_time(ceil(rows), w * V, view.logits_bytes) * V
         widened = w * chunk if e < w else 0
         kept = e * rows * H + e * weight
-        product = e * weight if e < w and view.kernels != "cuda" else 0  # where it does not add to the sum by itself
+        product = e * weight if e < w and view.kernels != "cuda" else 0  # without a kernel that adds to the sum
         making = e * rows * H + w * weight + product + e * chunk + widened
         transient = max(making - kept, e * rows * H + e * weight)
         sent: list[CommCost] = []
@@ -148,6 +172,6 @@ class Operators:
             sent += self.communication.replicated(e * rows * H, "backward")
         if view.mp > 1:
             sent.append(self.communication.over_mp("all_reduce", 3 * w * rows, "forward"))
-        # Of the three products of the vocabulary two are made in the forward already; all three are counted as usual.
+        # The forward computes two of the vocabulary's three products; all three are counted as usual.
         operator = OpCost("head", kept, (Product(rows, H, V),), moved=4 * w * rows * V, transient=transient)
         return operator, OpCost("head messages", sent=tuple(sent))

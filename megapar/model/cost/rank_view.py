@@ -1,4 +1,7 @@
-"""One rank of a run in plain numbers, which the costs of a model are computed from. Standard library only."""
+"""Description of one rank of a run, the input of the cost formulas. Standard library only.
+
+Tested in ``tests/model/cost/test_model_cost.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """The shape of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+    """Shape of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Attributes:
         query: Rank of the compressed queries.
         shared: Rank of the compressed keys and values.
-        plain: Features of a head that no rotary embedding turns.
-        rotated: Features of a head that a rotary embedding turns.
-        value: Features of a head's values.
+        plain: Features of a head without rotary embedding.
+        rotated: Features of a head with rotary embedding.
+        value: Features of a value head.
     """
 
     query: int
@@ -26,21 +29,21 @@ class LatentAttention:
 
 
 def _no_tasks() -> Sequence[Mapping[str, float]]:
-    """One micro-batch without tasks."""
+    """Return one micro-batch without tasks."""
     return ({},)
 
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank of a pipeline stage: degrees, positions, bytes of elements, kernels and the settings that costs depend on.
+    """One rank of a pipeline stage: degrees, positions, element sizes, kernels and other settings that affect costs.
 
     Attributes:
         seq_length: Tokens of a sequence.
-        samples: Sequences of a micro-batch; a mean where only some of them pass a part of the model.
+        samples: Sequences of a micro-batch; a mean if only some of them pass a part of the model.
         item_bytes: Bytes of an element in the compute dtype.
         stored_item_bytes: Bytes of an element of the inputs that matrix products keep.
-        kernels: The forms of operators that run on the device: ``cuda``, ``npu`` or ``cpu``.
-        logits_bytes: The most that the head's logits take at a time.
+        kernels: Kernels of the device: ``cuda``, ``npu`` or ``cpu``.
+        logits_bytes: Most bytes of logits that the head computes at a time.
         mp: Tensor parallel degree.
         cp: Context parallel degree.
         ep: Expert parallel degree.
@@ -48,13 +51,14 @@ class RankView:
         sequence_parallel: Positions are split over mp outside the matrix products.
         ulysses: Context parallelism exchanges heads.
         ring: Context parallelism passes keys and values around a ring; without this and ``ulysses`` it gathers them.
-        selective_recompute: Attention's core and the activations are computed again in the backward.
-        ampipe_degree: Slices of a sequence whose communication hides under one another's attention.
+        selective_recompute: The backward recomputes attention's core and the activations.
+        ampipe_degree: Slices of a sequence, each of whose communication hides under the others' attention.
         pipe_experts: Experts run piece by piece under their all-to-alls.
         masked_share: Share of the positions that a masked language model predicts.
-        latent: Attention is planned as latent attention of this shape.
-        recomputed_operators: Operators that are planned to be computed again, with the layers; None: in all layers.
-        task_counts: Samples of each task in consecutive micro-batches, until they repeat; called by models of tasks.
+        latent: Shape of latent attention, if the plan assumes it.
+        recomputed_operators: Operators that the plan assumes to be recomputed, each with its layers; None: all layers.
+        task_counts: Returns the samples of each task in consecutive micro-batches until they repeat; only models with
+            tasks call it.
     """
 
     seq_length: int
@@ -80,7 +84,7 @@ class RankView:
 
     @classmethod
     def alone(cls, seq_length: int) -> RankView:
-        """One sequence on one rank, whose matrix products are those of the whole model."""
+        """Return the view of one sequence on a single rank, which runs all matrix products of the model."""
         return cls(seq_length, 1, item_bytes=4, stored_item_bytes=4, kernels="cpu", logits_bytes=1)
 
     @property
@@ -90,28 +94,28 @@ class RankView:
 
     @property
     def tokens(self) -> int:
-        """Positions of a micro-batch that matrix products of this rank see: those of its context parallel part."""
+        """Positions of a micro-batch in this rank's matrix products, after the split over cp."""
         return round(self.samples * self.seq_length) // self.cp
 
     @property
     def local_tokens(self) -> int:
-        """Positions on this rank outside the matrix products, which sequence parallelism splits over mp."""
+        """Positions on this rank outside the matrix products; sequence parallelism splits them over mp."""
         return self.tokens // self.mp if self.sequence_parallel else self.tokens
 
     @property
     def splits_sequence(self) -> bool:
-        """Several mp ranks share the positions."""
+        """Positions are split over several mp ranks."""
         return self.sequence_parallel and self.mp > 1
 
     @property
     def attends_blockwise(self) -> bool:
-        """Keys and values of other cp ranks arrive block by block, while heads stay where they are."""
+        """Keys and values are exchanged over cp block by block; heads are not."""
         return self.cp > 1 and not self.ulysses
 
     def stored_bytes(self, elements: float) -> float:
-        """Bytes of an input that a matrix product keeps for its backward."""
+        """Return the bytes of an input that a matrix product keeps for its backward."""
         return elements * self.stored_item_bytes
 
     def recomputed(self, layer: int | None) -> frozenset[str]:
-        """Operators that a layer computes again; None: those that all layers do."""
+        """Return the operators that layer ``layer`` recomputes; None for those that all layers recompute."""
         return frozenset(name for name, layers in self.recomputed_operators if layers is None or layer in layers)

@@ -37,7 +37,7 @@ from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.block import DecoderBlock, decoder_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
-from megapar.model.layers.loss import check_piece, linear_cross_entropy
+from megapar.model.layers.loss import check_shard, linear_cross_entropy
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import rotary_angles
 from megapar.model.layers.stack import run_layers
@@ -81,7 +81,7 @@ class LmHead(nn.Module):
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
         """[B, S(/mp), H] to the whole logits [B, S, V]; for inspection."""
         weight = self._weight(tied)
-        check_piece(weight, self.vocab_size, self.mp)
+        check_shard(weight, self.vocab_size, self.mp)
         return gather_vocabulary(F.linear(self._enter(x), weight), self.vocab_size, self.mp)
 
     def _enter(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Decoder(nn.Module):
         """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
         assert self.lm_head is not None
         logits = self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
-        return self._arrangement.back(logits)
+        return self._arrangement.restore(logits)
 
     @property
     def tied_weight(self) -> Tensor | None:
@@ -287,7 +287,7 @@ class Decoder(nn.Module):
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
         """Put data in the order in which every mp rank's chunk holds its part of every slice."""
-        return self._arrangement.there(x_BS)
+        return self._arrangement.arrange(x_BS)
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None

@@ -35,7 +35,7 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.block import ErnieBlock, HiddenDropout
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
-from megapar.model.layers.loss import check_piece, linear_cross_entropy
+from megapar.model.layers.loss import check_shard, linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
 from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.layers.stack import run_layers
@@ -105,7 +105,7 @@ class MaskedLmHead(nn.Module):
 
     def logits(self, x: Tensor, word: Tensor) -> Tensor:
         """[.., H] to the whole logits [.., V]; for inspection."""
-        check_piece(local(word), self.vocab_size, self.mp)
+        check_shard(local(word), self.vocab_size, self.mp)
         logits = F.linear(self._transformed(x), local(word), local(self.bias))
         return gather_vocabulary(logits, self.vocab_size, self.mp)
 

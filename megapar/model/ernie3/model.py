@@ -211,13 +211,13 @@ class Ernie3(Ernie):
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
         """Put data in the order in which every mp rank's chunk holds its part of every segment."""
-        return self._arrangement.there(x_BS)
+        return self._arrangement.arrange(x_BS)
 
     def _leave(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x
         x = gather(x, self.mp, SEQUENCE_DIM)
-        return self._arrangement.back(x)
+        return self._arrangement.restore(x)
 
     def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
         assert self.heads is not None

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder, read piece by piece into the part of a parameter that a rank holds."""
+"""Hugging Face folders, the reader: loads weights piece by piece into a rank's shards of the parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_BYTES = 16 << 20
 
 
 class FolderTensor(NamedTuple):
-    """Where a tensor is, and what it is."""
+    """Location and type of a stored tensor."""
 
     file: Path
     dtype: torch.dtype
@@ -33,14 +33,21 @@ class FolderTensor(NamedTuple):
 
 
 class HfFolder:
-    """The tensors of a folder: of one file, or shards with their index.
+    """Tensors of a folder: one file, or several shards with an index.
 
-    tensors: name -> Stored. Only headers are read on opening. Raises CheckpointError for a file that is missing or
-    damaged, and for an index that names what its file does not hold.
+    Opening a folder reads only the headers. Raises CheckpointError for a file that is missing or damaged, and for an
+    index that lists a tensor which its file does not contain.
+
+    Attributes:
+        folder: The folder.
+        tensors: Location and type of each tensor, by name.
+
+    Args:
+        folder: The folder.
+        single: Name of the file that contains all tensors if there is no index.
     """
 
     def __init__(self, folder: str | Path, single: str = "model.safetensors") -> None:
-        """single: the file that holds all of them where there is no index."""
         self.folder = Path(folder)
         self.tensors: dict[str, FolderTensor] = {}
         index = self.folder / INDEX
@@ -58,20 +65,25 @@ class HfFolder:
             names = set(file.names()) if wanted is None else wanted
             missing = names - set(file.names())
             if missing:
-                raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX} says it holds")
+                raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX} lists as part of it")
             for name in names:
                 code, shape = file.describe(name)
                 if code not in _DTYPES:
-                    raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not read")
-                file.check(name, _DTYPES[code], shape)  # no memory is reserved for what the file does not hold
+                    raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not supported")
+                file.check(name, _DTYPES[code], shape)  # so that a header cannot reserve memory without data
                 self.tensors[name] = FolderTensor(path, _DTYPES[code], shape)
 
     def check(
         self, table: Iterable[ParameterSpec], architecture: PublishedArchitecture, optional: Iterable[str] = ()
     ) -> list[str]:
-        """Check that every piece of the table is there in its shape; returns the names that the model has no place for.
+        """Check that the folder has all tensors of the table, with their shapes. Return names that the model lacks.
 
-        optional: parameters that may be missing as a whole. Raises CheckpointError with all that is wrong.
+        Raises CheckpointError with all problems.
+
+        Args:
+            table: Parameters of the model.
+            architecture: Class of the folder.
+            optional: Names of parameters that may be missing.
         """
         known, problems = set(architecture.tied), []
         for name, (spec, piece) in pieces_of(table, architecture).items():
@@ -94,17 +106,22 @@ class HfFolder:
         shares: int = 1,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """Check that every stored copy of a tied tensor equals it byte by byte. Raises CheckpointError.
+        """Check that each stored copy of a tied tensor equals it byte by byte. Raises CheckpointError otherwise.
 
-        own: names that the model has separate parameters for. share: of ``shares``, which blocks are compared here; a
-        block has at most ``block_bytes``.
+        Args:
+            architecture: Class of the folder.
+            own: Names for which the model has separate parameters, which are not checked.
+            share: Number of this caller among ``shares``, which divide the blocks among themselves.
+            shares: Number of callers.
+            block_bytes: Size of a block.
         """
         for copy in sorted(set(architecture.tied) & set(self.tensors) - set(own)):
             original = architecture.tied[copy]
-            there, here = self.tensors[copy], self.tensors.get(original)
-            if here is None or (here.dtype, here.shape) != (there.dtype, there.shape):
+            stored_copy, stored = self.tensors[copy], self.tensors.get(original)
+            if stored is None or (stored.dtype, stored.shape) != (stored_copy.dtype, stored_copy.shape):
                 self._refuse_copy(architecture, copy)
-            for number, block in enumerate(Box.whole(there.shape).slabs(block_bytes // there.dtype.itemsize)):
+            slab_elements = block_bytes // stored_copy.dtype.itemsize
+            for number, block in enumerate(Box.whole(stored_copy.shape).slabs(slab_elements)):
                 if number % shares != share:
                     continue
                 if not _same_bytes(self._block(copy, block), self._block(original, block)):
@@ -112,11 +129,11 @@ class HfFolder:
 
     def _refuse_copy(self, architecture: PublishedArchitecture, copy: str) -> NoReturn:
         original = architecture.tied[copy]
-        fix = "The encoders trained here tie them: give a folder whose copy is one, or without it"
+        fix = "The encoders trained here tie them. Pass a folder in which the two are equal, or without the copy"
         if architecture.sets("untie_embeddings_and_output_weights"):
-            fix = "Set tie_word_embeddings to false in config.json: transformers, too, takes the stored one"
+            fix = "Set tie_word_embeddings to false in config.json. Transformers, too, uses the stored one"
         raise CheckpointError(
-            f"{self.folder}: config.json ties {copy} to {original}, and the {copy} stored there is another one. {fix}"
+            f"{self.folder}: config.json ties {copy} to {original}, but the {copy} stored there differs. {fix}"
         )
 
     def _block(self, name: str, block: Box) -> Tensor:
@@ -128,13 +145,13 @@ class HfFolder:
         return out
 
     def holds(self, spec: ParameterSpec, architecture: PublishedArchitecture) -> bool:
-        """The folder has all the tensors that the parameter is made from."""
+        """Return True if the folder has all tensors of the parameter."""
         names = [architecture.hf_name(piece.hf_name) for piece in spec.pieces]
         return all(name is None or name in self.tensors for name in names)
 
     @torch.no_grad()
     def fill(self, target: Tensor, spec: ParameterSpec, box: Box, architecture: PublishedArchitecture) -> None:
-        """Write ``box`` of a parameter into ``target`` [box.sizes] in its dtype; what the class lacks is zero."""
+        """Write ``box`` of a parameter into ``target`` [box.sizes], in its dtype; zeros if the class lacks it."""
         for piece in spec.pieces:
             region = piece_box(spec, piece)
             part = region.meet(box)
@@ -148,10 +165,10 @@ class HfFolder:
                 out.copy_(self._part(name, region, part, rotated_dim(architecture, spec, piece)))
 
     def _part(self, name: str, region: Box, part: Box, rotated: int | None) -> Tensor:
-        """``part`` of a tensor that is ``region`` of its parameter, in the file's dtype."""
+        """Read ``part`` of a tensor that is ``region`` of its parameter, in the file's dtype."""
         stored = self.tensors[name]
         read = part
-        if rotated is not None:  # its rows are in another order: read all of them
+        if rotated is not None:  # the rows are stored in another order, so read all of them
             offsets, sizes = list(part.offsets), list(part.sizes)
             offsets[rotated], sizes[rotated] = region.offsets[rotated], region.sizes[rotated]
             read = Box(tuple(offsets), tuple(sizes))
@@ -163,27 +180,27 @@ class HfFolder:
         return to_pairs(out, rotated)[part.within(read)]
 
     def dtypes(self) -> Mapping[str, str]:
-        """The dtype of every tensor, by the codes of the files."""
+        """Return the dtype code of each tensor, as in the files."""
         return {name: CODES[stored.dtype] for name, stored in self.tensors.items()}
 
     def whole(self, name: str) -> Tensor:
-        """One tensor as it is stored."""
+        """Read one tensor as it is stored."""
         return self._block(name, Box.whole(self.tensors[name].shape))
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Of one dtype and shape; a NaN is itself."""
+    """Return True if two tensors of one dtype and shape have the same bytes, NaN included."""
     return bool((a.contiguous().view(torch.uint8) == b.contiguous().view(torch.uint8)).all())
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> plain name of its file. Raises CheckpointError."""
+    """Read the file name of each tensor. Raises CheckpointError for a damaged index."""
     try:
         places = json.loads(read_regular(index, INDEX_BYTES))["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} is damaged: {str(error)[:200]}") from error
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise CheckpointError(f"{index} is damaged: its weight_map does not say of each tensor which file holds it")
+        raise CheckpointError(f"{index} is damaged: its weight_map does not name a file for each tensor")
     if any(Path(file).name != file or file.startswith(".") for file in places.values()):
         raise CheckpointError(f"{index} names files outside of its folder")
     return places

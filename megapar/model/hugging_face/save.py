@@ -1,7 +1,7 @@
-"""Hugging Face folders, the way out: a model's tensors written one by one. ``folder.py`` is the way in.
+"""Hugging Face folders, the writer: exports a model tensor by tensor. ``folder.py`` is the reader.
 
-``PublishedForms.own`` chooses the class where none is given, and the table's pieces map each Hugging Face tensor to the
-part of a parameter that it is.
+``PublishedForms.own`` chooses the class if none is given. The pieces of the parameter table map each Hugging Face
+tensor to its part of a parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.model.architectures import own_architecture
-from megapar.model.hugging_face.tensors import outward
+from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.hugging_face.whole_folder import written_aside
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
@@ -45,13 +45,20 @@ def save_hf(
 ) -> None:
     """Write config.json and safetensors that ``transformers`` loads.
 
-    tensors: (megapar name, whole tensor), in any order, each row of the table once; they are read one after the other,
-    so at most ``shard_bytes`` are held. dtype: of the files; what the table marks fp32 stays fp32.
-    token_ids: bos_token_id, eos_token_id, pad_token_id. Other files in the folder are left alone.
-    Files are written aside and take their place together when all are on disk (see whole_folder.py).
-    beside: writes into a folder what goes with the model, as its tokenizer.
-    architecture: another class than the model's own.
-    Raises CheckpointError for models without a Hugging Face form and for missing, foreign or misshapen tensors.
+    The files are written to a temporary folder and replace the old ones together once all are on disk (see
+    whole_folder.py). Other files in the folder are kept.
+    Raises CheckpointError for models without a Hugging Face form and for missing, unknown or misshapen tensors.
+
+    Args:
+        folder: The folder to write.
+        sizes: Sizes of the model.
+        tensors: (megapar name, whole tensor), each row of the table once, in any order; they are consumed one at a
+            time, so at most ``shard_bytes`` are in memory.
+        dtype: Dtype of the files; rows that the table marks fp32 stay fp32.
+        token_ids: bos_token_id, eos_token_id, pad_token_id for config.json.
+        shard_bytes: Most bytes of a file.
+        architecture: Class to write; None for the model's default.
+        beside: Function that writes further files, for example the tokenizer, into the folder it is passed.
     """
     if (reason := not_exportable(sizes, architecture)) is not None:
         raise CheckpointError(reason)
@@ -70,13 +77,13 @@ def save_hf(
 
 
 def config_of(architecture: PublishedArchitecture, sizes: ModelSizes, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json for a model of these sizes."""
+    """Return the content of config.json for a model of these sizes."""
     settings = spec_of(sizes).published.settings(sizes)
     return architecture.config({**settings, "dtype": str(dtype).removeprefix("torch.")})
 
 
 def _is_weights(name: str) -> bool:
-    """A file of this name belongs to an export, and is not kept beside it."""
+    """Return True if a file of this name is part of an export, so that a new export removes it."""
     return name == INDEX or fnmatch(name, "model*.safetensors")
 
 
@@ -86,17 +93,17 @@ def _hf_tensors(
     dtype: torch.dtype,
     architecture: PublishedArchitecture,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The Hugging Face tensors of a stream of whole parameters; checks that each row comes exactly once."""
+    """Yield the Hugging Face tensors of a stream of whole parameters. Check that each row occurs exactly once."""
     missing = {spec.name: spec for spec in table}
     for name, tensor in tensors:
         spec = missing.pop(name, None)
         if spec is None:
-            raise CheckpointError(f"{name} came twice or is not a parameter of this model")
+            raise CheckpointError(f"{name} occurs twice or is not a parameter of this model")
         if tuple(tensor.shape) != spec.shape:
             raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model's is {spec.shape}")
         stored = torch.float32 if spec.fp32 else dtype
         for piece in spec.pieces:
-            hf_name, part = outward(architecture, spec, piece, tensor.detach())
+            hf_name, part = export_piece(architecture, spec, piece, tensor.detach())
             if hf_name is None:
                 continue
             yield hf_name, part.reshape(piece.hf_shape).to(device="cpu", dtype=stored, copy=True).contiguous()
@@ -105,7 +112,7 @@ def _hf_tensors(
 
 
 class _Shards:
-    """Collects tensors and writes a file whenever ``shard_bytes`` are together; names the files at the end."""
+    """Collects tensors and writes a file for each ``shard_bytes`` of them; renames the files at the end."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -140,6 +147,6 @@ class _Shards:
 
 
 def some(names: Iterable[Any], most: int = 5) -> str:
-    """A few names, and how many more there are."""
+    """Format the first ``most`` names and the number of the others."""
     ordered = sorted(map(str, names))
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

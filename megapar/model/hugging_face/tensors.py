@@ -1,7 +1,9 @@
-"""Tensors of a published architecture's folders against the parameter table: their names and the order of their rows.
+"""Names and row order of a published architecture's tensors, relative to the parameter table.
 
-The table's own Hugging Face names and order are those of Ernie4_5 and Ernie. A ``PublishedArchitecture`` says where a
-class differs.
+The table has the Hugging Face names and the row order of Ernie4_5 and Ernie. A ``PublishedArchitecture`` describes how
+a class differs.
+
+Tested in ``tests/model/hugging_face/test_save.py``.
 """
 
 from __future__ import annotations
@@ -23,22 +25,22 @@ _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
 def pieces_of(
     table: Iterable[ParameterSpec], architecture: PublishedArchitecture
 ) -> dict[str, tuple[ParameterSpec, HfPiece]]:
-    """Name in the class's folders -> the parameter and its piece, in the table's order."""
-    found: dict[str, tuple[ParameterSpec, HfPiece]] = {}
+    """Map each tensor name of the class to the parameter and its piece, in the table's order."""
+    pieces: dict[str, tuple[ParameterSpec, HfPiece]] = {}
     for spec in table:
         for piece in spec.pieces:
             name = architecture.hf_name(piece.hf_name)
             if name is not None:
-                found[name] = (spec, piece)
-    return found
+                pieces[name] = (spec, piece)
+    return pieces
 
 
-def outward(
+def export_piece(
     architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece, whole: Tensor
 ) -> tuple[str | None, Tensor]:
-    """Name and content of a piece of a whole parameter as the class's folders have them; None for a piece they lack.
+    """Return the class's name and content of a piece of a whole parameter; the name is None if the class lacks it.
 
-    Raises CheckpointError for content that they have no place for.
+    Raises CheckpointError if the class lacks a piece that is not zero.
     """
     part = whole[piece_box(spec, piece).slices]
     name, rotated = architecture.hf_name(piece.hf_name), rotated_dim(architecture, spec, piece)
@@ -48,17 +50,17 @@ def outward(
 
 
 def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece) -> int | None:
-    """The dim of the parameter whose rows this piece stores in another order; None where the order is the same."""
+    """Return the dim of the parameter whose rows the class stores in another order; None if the order is the same."""
     if not architecture.rotary_halves or not _ROTATED.search(architecture.hf_name(piece.hf_name) or ""):
         return None
     return 0 if len(spec.shape) == 1 else 2  # a norm [D]; qkv [G, Q + 2, D, ..]
 
 
 def to_pairs(x: Tensor, dim: int) -> Tensor:
-    """Rows in halves to rows in pairs: row i to 2i, row i + D / 2 to 2i + 1."""
+    """Reorder rows from rotary halves to rotary pairs: row i to 2i, row i + D / 2 to 2i + 1."""
     return x.index_select(dim, torch.arange(x.shape[dim]).view(2, -1).T.flatten())
 
 
 def to_halves(x: Tensor, dim: int) -> Tensor:
-    """The inverse of ``to_pairs``."""
+    """Reorder rows from rotary pairs to rotary halves, the inverse of ``to_pairs``."""
     return x.index_select(dim, torch.arange(x.shape[dim]).view(-1, 2).T.flatten())

@@ -1,4 +1,4 @@
-"""A folder whose files are written aside and take the place of those before them in one step."""
+"""Replacement of a folder's files in one step: new files are written to a temporary folder first."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from megapar.core.checkpoint.durable import put, remove, rename, sync_folder, sy
 
 @contextmanager
 def written_aside(folder: Path, replaced: Callable[[str], bool], last: str) -> Iterator[Path]:
-    """An empty folder to write into, of which ``folder`` gets the files when all are there and on disk.
+    """Yield an empty folder to write into. On exit, sync its files to disk and move them into ``folder``.
 
-    replaced: names of files in ``folder`` that end with this, should no new one have them; the others stay. last: of
-    the new files, the one without which nobody takes the folder for whole.
-    The two folders are exchanged, so that there is the old content or the new one at every moment. File by file, and
-    ``last`` last, goes what cannot be exchanged: a folder with folders in it, one that somebody works in, a mount
-    point, or one whose parent takes no folder. What fails leaves ``folder`` as it was.
+    The two folders are exchanged, so that ``folder`` has the old or the new content at every moment. Files are moved
+    one by one, ``last`` at the end, into a folder that cannot be exchanged: one that contains folders, the working
+    directory or a parent of it, a mount point, or one whose parent is not writable. On failure ``folder`` is unchanged.
+
+    Args:
+        folder: The folder to change.
+        replaced: Returns True for names of old files that are removed if no new file has the name; others are kept.
+        last: The new file without which a reader does not accept the folder as complete.
     """
     folder = Path(os.path.realpath(folder))
-    aside = None if _stays(folder) else _made(folder.with_name(f".{folder.name}.unfinished"))
+    aside = None if _must_stay(folder) else _try_to_make(folder.with_name(f".{folder.name}.unfinished"))
     inside = aside is None
     if aside is None:
         aside = folder / ".unfinished"
@@ -43,15 +46,15 @@ def written_aside(folder: Path, replaced: Callable[[str], bool], last: str) -> I
         remove(aside)
 
 
-def _stays(folder: Path) -> bool:
-    """Whether the folder itself may not become another one, or is not one."""
+def _must_stay(folder: Path) -> bool:
+    """Return True if the path exists but cannot be exchanged for another folder."""
     if not folder.is_dir():
         return os.path.lexists(folder)
     folders = any(path.is_dir() and not path.is_symlink() and path.name != ".unfinished" for path in folder.iterdir())
     return folders or os.path.ismount(folder) or Path.cwd().is_relative_to(folder)
 
 
-def _made(aside: Path) -> Path | None:
+def _try_to_make(aside: Path) -> Path | None:
     try:
         remove(aside)
         aside.mkdir(parents=True)
@@ -61,7 +64,7 @@ def _made(aside: Path) -> Path | None:
 
 
 def _link(old: Path, new: Path) -> None:
-    """The same file under another name, or where a file system has no such thing a copy."""
+    """Hard-link a file; copy it if the file system does not support hard links."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:

@@ -1,1 +1,1 @@
-"""Layers that the models share, cut over tensor, sequence and context parallel ranks."""
+"""Layers that the models share, split over tensor, sequence and context parallel ranks."""

@@ -1,21 +1,21 @@
-"""AMPipe: a layer's work from attention to experts, slice by slice of the sequence, so that the all-to-alls hide.
+"""AMPipe: pipelines a layer over slices of the sequence to hide the all-to-alls of its experts.
 
-Every slice runs attention, projection, dropout, residual, norm, router, dispatch, experts and combine by itself; only
-keys and values are shared: slice c sees those of slices 0..c. Program order of a layer, two slices (``^`` launch,
+Each slice runs attention, projection, dropout, residual, norm, router, dispatch, experts and combine on its own. Only
+keys and values are shared: slice c sees those of slices 0..c. Program order of a layer with two slices (``^`` launch,
 ``v`` wait):
 
     attn0 D0^  attn1 D1^  |  D0v exp0 C0^  D1v exp1 C1^  |  C0v C1v
 
-With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer's slices are put
-together: ``C0v attn0 D0^  C1v attn1 D1^``. What flies between two layers is passed as tokens (``async_pairs``), which
-stand bare in the output, because hooks of sharding must see what autograd sees. A recomputed unit waits for what enters
-it once, in its forward, and keeps what arrived (``IncomingSlices``).
-Under ``overlap_mp`` what attention needs of the other ranks of mp flies as well (g all-gather before the heads, r
-reduce-scatter behind the projection, q the product that makes queries, keys and values):
+With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer concatenates its
+slices: ``C0v attn0 D0^  C1v attn1 D1^``. Combines in flight between two layers are passed as tokens (``async_pairs``).
+The tokens are plain tensors of the output, because sharding's hooks must see every tensor that autograd sees. A
+recomputed unit waits for its incoming slices once, in its forward, and keeps the results (``IncomingSlices``).
+With ``overlap_mp`` the collectives of attention over mp are in flight, too (g all-gather before the heads, r
+reduce-scatter after the projection, q the product that makes queries, keys and values):
 
-    q0 g1^ attn0 proj0 r0^  g1v q1 r0v D0^ attn1 proj1 r1  D1^  |  ..            whole activations come in
-    q0 attn0  C1v g1^ proj0 r0^  g1v q1 r0v D0^ attn1 proj1 r1  D1^  |  ..       slices that still fly
-Source: AMPipe (openreview.net/forum?id=yLgr02IsXY); the backward is the mirror by itself.
+    q0 g1^ attn0 proj0 r0^  g1v q1 r0v D0^ attn1 proj1 r1  D1^  |  ..            the input is a whole tensor
+    q0 attn0  C1v g1^ proj0 r0^  g1v q1 r0v D0^ attn1 proj1 r1  D1^  |  ..       the input's slices are in flight
+Source: AMPipe (openreview.net/forum?id=yLgr02IsXY). Autograd runs the backward in the mirrored order.
 
 Shape letters: B samples, s positions of a slice on this rank, S sequence, H hidden.
 """
@@ -39,11 +39,15 @@ if TYPE_CHECKING:
 
 
 class Sliced(NamedTuple):
-    """Activations between two layers, slice by slice: residual + dropout(what arrives + shared).
+    """Activations between two layers, slice by slice: residual + dropout(combined + shared).
 
-    residuals: [B, s, H] per slice. tokens: per slice those of its combines in flight. shared: [B, s, H] per slice, or
-    nothing. arriving: the combines, and drop: the dropout of the layer that sent them; None where nothing is in flight.
-    entered: the recomputed unit whose input this is.
+    Attributes:
+        residuals: [B, s, H] per slice.
+        tokens: Tokens of the combines in flight, per slice.
+        shared: Output of the shared experts, [B, s, H] per slice; empty without shared experts.
+        arriving: The combines; None if nothing is in flight.
+        drop: Dropout of the layer that launched the combines; None if nothing is in flight.
+        entered: The recomputed unit that takes this as its input.
     """
 
     residuals: tuple[Tensor, ...]
@@ -54,7 +58,7 @@ class Sliced(NamedTuple):
     entered: Replay | None = None
 
     def take(self, number: int, context: Context) -> Tensor:
-        """[B, s, H]: wait for one slice."""
+        """Wait for one slice and return it, [B, s, H]."""
         if self.entered is None:
             return self._finish(number, context)
         return self.entered.arrival(lambda: self._finish(number, context))
@@ -71,25 +75,28 @@ class Sliced(NamedTuple):
 
 
 class IncomingSlices:
-    """Slices on their way into a recomputed unit: the unit keeps what arrives of them, not what it is made of."""
+    """Slices that enter a recomputed unit while in flight. The unit keeps the combined slices, not their inputs."""
 
     def __init__(self, sliced: Sliced, unit: Replay) -> None:
         self._sliced = sliced._replace(entered=unit)
         self._unit = unit
 
     def take(self) -> Sliced:
-        """The slices; when the unit runs again, nothing but where to ask for what arrived."""
+        """Return the slices; in the recomputation, only the unit, which has kept them."""
         sliced, self._sliced = self._sliced, Sliced((), entered=self._unit)
         return sliced
 
 
 def join(sliced: Sliced, context: Context) -> Tensor:
-    """[B, S(/mp), H]: wait for every slice and put them together."""
+    """Wait for all slices and concatenate them to [B, S(/mp), H]."""
     return torch.cat([sliced.take(number, context) for number in range(len(context.own_slices))], dim=1)
 
 
 def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
-    """``block.forward`` slice by slice; x and the result are whole or, between layers that let slices pass, not."""
+    """Run ``block.forward`` slice by slice.
+
+    x and the result are tensors, or ``Sliced`` between layers that pass slices on.
+    """
     with fp32_grad_sums(block.parameters()):
         return _run(block, x, context)
 
@@ -105,17 +112,17 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
             attention.leave(number)
             layer.finish(number)
         return layer.result()
-    # What other layers still send is waited for as late as can be, what is here travels at once.
-    here = isinstance(x, Tensor)
+    # Launch the all-gathers of a complete input early. Wait for slices in flight as late as possible.
+    complete = isinstance(x, Tensor)
     layer.enter(0)
     for number in range(last + 1):
         attention.project(number)
         if number:
             layer.finish(number - 1)
-        if here and number < last:
+        if complete and number < last:
             layer.enter(number + 1)
         attention.attend(number)
-        if not here and number < last:
+        if not complete and number < last:
             layer.enter(number + 1)
         attention.leave(number)
     layer.finish(last)
@@ -123,7 +130,7 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
 
 
 class _Layer:
-    """One layer and one micro-batch: the parts of a slice's way around attention, each slice's in order."""
+    """One layer and one micro-batch: the steps of a slice before and after attention, called in slice order."""
 
     def __init__(self, block: DecoderBlock, x: Tensor | Sliced, context: Context) -> None:
         self.block, self.context = block, context
@@ -137,13 +144,13 @@ class _Layer:
         self._passage: Passage | None = None
 
     def enter(self, number: int) -> None:
-        """The slice arrives and goes into attention."""
+        """Wait for the slice and start its attention."""
         x_BsH = self._x.take(number, self.context)
         self._residuals.append(x_BsH)
         self.attention.enter(None if self.attention.prepared else self.block.attention_norm(x_BsH))
 
     def finish(self, number: int) -> None:
-        """The slice leaves attention and goes through the MLP, or on its way to the experts."""
+        """Finish the slice's attention, then run the MLP or launch the dispatch to the experts."""
         block, context = self.block, self.context
         x_BsH = self._residuals[number] + block.drop(self.attention.finish(number), context, "attention", number)
         normed = block.mlp_norm(x_BsH)
@@ -160,7 +167,7 @@ class _Layer:
         self._residuals[number] = x_BsH
 
     def result(self) -> tuple[Tensor | Sliced, MoeStats | None]:
-        """What the block returns."""
+        """Return the output of the block and its routing statistics."""
         out, stats = Sliced(tuple(self._residuals)), None
         if self._passage is not None:
             arriving, tokens, shared = self._passage.work()

@@ -1,4 +1,4 @@
-"""The order in which data stands where sequence parallelism meets slices of the sequence.
+"""Order of the positions of a sequence when sequence parallelism is combined with slices of the sequence.
 
 Shape letters: B batch, S sequence.
 """
@@ -14,7 +14,11 @@ from megapar.moe.slicing import Slicing
 
 
 class Arrangement:
-    """Puts every mp rank's part of each slice into that rank's chunk; elsewhere nothing moves."""
+    """Reorders positions so that the chunk of each mp rank holds its part of every slice.
+
+    Attributes:
+        moves: The order differs from the sequence's; otherwise all methods return their input.
+    """
 
     def __init__(self, slicing: Slicing, mp: Axis, *, sequence_parallel: bool) -> None:
         self._slicing, self._parts = slicing, mp.size
@@ -22,15 +26,15 @@ class Arrangement:
         self._indices = Indices()
 
     def index(self, length: int, device: torch.device) -> Tensor:
-        """[length] int64: where each position comes from."""
-        return self._indices.of((length, "there"), device, lambda: self._slicing.order(length, self._parts))
+        """Return the source of each position, [length] int64."""
+        return self._indices.of((length, "arrange"), device, lambda: self._slicing.order(length, self._parts))
 
-    def there(self, x_BS: Tensor) -> Tensor:
-        """[B, S, ..] of the data in this order."""
+    def arrange(self, x_BS: Tensor) -> Tensor:
+        """Reorder [B, S, ..]."""
         return x_BS.index_select(1, self.index(x_BS.shape[1], x_BS.device)) if self.moves else x_BS
 
-    def back(self, x_BS: Tensor) -> Tensor:
-        """``there`` undone."""
+    def restore(self, x_BS: Tensor) -> Tensor:
+        """Undo ``arrange``."""
         if not self.moves:
             return x_BS
         length = x_BS.shape[1]
@@ -39,4 +43,4 @@ class Arrangement:
             chosen = self._slicing.order(length, self._parts)
             return sorted(range(length), key=chosen.__getitem__)
 
-        return x_BS.index_select(1, self._indices.of((length, "back"), x_BS.device, order))
+        return x_BS.index_select(1, self._indices.of((length, "restore"), x_BS.device, order))

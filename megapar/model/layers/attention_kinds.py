@@ -1,4 +1,7 @@
-"""The registry of attention kinds: the one place that names their classes."""
+"""Registry of attention kinds: the only module that names their classes.
+
+Tested in ``tests/model/layers/test_self_attention.py``.
+"""
 
 from __future__ import annotations
 

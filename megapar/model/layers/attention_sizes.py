@@ -1,4 +1,7 @@
-"""The numbers of a self-attention layer. Standard library only."""
+"""Sizes of a self-attention layer. Standard library only.
+
+Tested in ``tests/model/layers/test_self_attention.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The numbers that every kind of self-attention has; a kind with more of them extends this class.
+    """Sizes and options that every kind of self-attention has. A kind with more of them extends this class.
 
-    kind: a name in ``attention_kinds.ATTENTION_KINDS``.
-    hidden_size: features that come in and go out.
-    num_groups: key-value heads. queries_per_group: query heads that share one of them.
-    key_dim: features of a query or key head. value_dim: features of a value head, and of a head of the output.
-    causal: a position sees itself and what comes before it; else all positions see each other.
-    bias: the projections have biases. qk_norm: queries and keys are normed per head, with ``epsilon``.
-    dropout: probability, on the weights. flash: fused kernels where the device has them, else plain products.
+    Attributes:
+        kind: A name in ``attention_kinds.ATTENTION_KINDS``.
+        hidden_size: Features of the input and the output.
+        num_groups: Key-value heads.
+        queries_per_group: Query heads that share a key-value head.
+        key_dim: Features of a query or key head.
+        value_dim: Features of a value head and of an output head.
+        causal: A position attends to itself and earlier positions; False: all positions attend to each other.
+        bias: The projections have biases.
+        qk_norm: Queries and keys are normalised per head.
+        epsilon: Added to the variance in the norms of queries and keys.
+        dropout: Dropout probability of the attention weights.
+        flash: Use the device's fused kernels if it has them; False: plain products.
     """
 
     kind: str
@@ -33,10 +42,10 @@ class AttentionSizes:
 
     @property
     def num_heads(self) -> int:
-        """Query heads, as many as heads of the output."""
+        """Query heads; also the number of output heads."""
         return self.num_groups * self.queries_per_group
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a query or key head that rotary position embedding turns."""
+        """Features of a query or key head that rotary position embedding rotates."""
         return self.key_dim

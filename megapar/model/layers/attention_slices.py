@@ -2,6 +2,8 @@
 
 Shape letters: B samples, s positions of a slice, S sequence (each on this rank), H hidden, N query heads, G key-value
 heads, D head size of queries and keys, V of values and outputs.
+
+Tested in ``tests/model/layers/test_ampipe.py``.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ if TYPE_CHECKING:
 
 
 class CausalSlices:
-    """Attention of one layer over one micro-batch, slice after slice: enter, project, attend, leave, finish.
+    """Attention of one layer over one micro-batch. Each slice calls enter, project, attend, leave, finish in order.
 
-    prepare: heads of all slices by one product, where the whole input is there; else each slice makes its own. Where
-    ranks share slices, they exchange their keys (``core.context_parallel.slices``), or have whole slices of some heads.
-    hides: the all-gathers of mp are in flight from ``enter`` to ``project``, and the sums over it from ``leave`` to
-    ``finish``; but for the first one and the last one, which only parts of their own product can hide.
+    If the whole input is available, ``prepare`` makes the heads of all slices by one product; otherwise each slice
+    makes its own. Context parallel ranks exchange the keys of their parts of a slice
+    (``core.context_parallel.slices``), or each holds whole slices of some heads.
+
+    Attributes:
+        hides: The all-gathers over mp are in flight from ``enter`` to ``project``, and the sums over mp from ``leave``
+            to ``finish``. Exceptions are the first all-gather and the last sum, which no other slice's work can hide.
+        prepared: The heads of all slices have been made.
     """
 
     def __init__(self, attention: SelfAttention, context: Context, *, hides: bool = False) -> None:
@@ -44,41 +50,41 @@ class CausalSlices:
         self._attended: dict[int, Tensor] = {}
         self._leaving: dict[int, Started] = {}
         self._entered = 0
-        self._keys, self._values = Growing(), Growing()
+        self._keys, self._values = PrefixBuffer(), PrefixBuffer()
         self._shared: SharedSlices | None = None
         if context.slice_plans is not None:
             cp = attention.cp
             self._shared = SharedSlices(cp.axis, cp.slice_transport, context.slice_plans, flash=attention.sizes.flash)
 
     def prepare(self, x_BSH: Tensor) -> None:
-        """Make queries, keys and values of every slice."""
+        """Compute queries, keys and values of all slices."""
         self.prepared = True
         q, k, v = self._attention.project(x_BSH, self._context.angles)
         pieces = (split_slices(x, self._context.slices) for x in (q, k, v))
         self._heads = dict(enumerate(zip(*pieces, strict=True)))
         if not self._attention.cp.active:
-            self._keys, self._values = Growing(k.data), Growing(v.data)
+            self._keys, self._values = PrefixBuffer(k.data), PrefixBuffer(v.data)
 
     def enter(self, x_BsH: Tensor | None) -> None:
-        """Take [B, s, H] of the next slice; None where all are prepared."""
+        """Take the next slice, [B, s, H]; None if all are prepared."""
         number, self._entered = self._entered, self._entered + 1
         if x_BsH is not None:
             hidden = self.hides and number > 0
             self._entering[number] = self._attention.start_project(x_BsH) if hidden else Started(x_BsH)
 
     def project(self, number: int) -> None:
-        """Make queries, keys and values of slice ``number``."""
+        """Compute queries, keys and values of slice ``number``."""
         if self.prepared:
             return
         angles, place = self._context.angles, self._context.slices[number]
-        here = None if angles is None else (angles[0][:, place], angles[1][:, place])
-        self._heads[number] = self._attention.finish_project(self._entering.pop(number), here)
+        slice_angles = None if angles is None else (angles[0][:, place], angles[1][:, place])
+        self._heads[number] = self._attention.finish_project(self._entering.pop(number), slice_angles)
 
     def attend(self, number: int) -> None:
-        """Let slice ``number`` attend to all keys up to its own."""
+        """Compute attention of slice ``number`` over the keys of all slices up to its own."""
         attention, context = self._attention, self._context
         q, k, v = self._heads.pop(number)
-        if self._shared is not None:  # keys of other ranks are kept; computing again would send them again
+        if self._shared is not None:  # keys of other ranks are kept, because recomputation would send them again
             self._attended[number] = self._attend_shared(self._shared, q, k, v, number)
             return
         if attention.cp.deals_heads:
@@ -91,7 +97,7 @@ class CausalSlices:
         self._attended[number] = y
 
     def leave(self, number: int) -> None:
-        """Turn the heads of slice ``number`` into hidden features."""
+        """Project the heads of slice ``number`` to hidden features, or launch the sum over mp of their projection."""
         y, attention = self._attended.pop(number), self._attention
         if self.hides and number < len(self._context.slices) - 1:
             self._leaving[number] = attention.start_output(y)
@@ -104,7 +110,7 @@ class CausalSlices:
         return self._attended.pop(number) if started is None else self._attention.finish_output(started)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-        """q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V] to [B, s, N, V]."""
+        """Return [B, s, N, V] for q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V]."""
         context, documents = self._context, self._context.documents
         flash, heads = self._attention.sizes.flash, tuple(x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
@@ -117,48 +123,56 @@ class CausalSlices:
         return y.transpose(1, 2)
 
     def _attend_shared(self, shared: SharedSlices, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
-        """q [B, s, N, D], k [B, s, G, D], v [B, s, G, V] to [B, s, N, V]."""
+        """Return [B, s, N, V] for q [B, s, N, D], k [B, s, G, D], v [B, s, G, V]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
             return shared.attend(q, k, v, number, dropout).transpose(1, 2)
 
     def _drawing(self, q: Tensor, number: int) -> AbstractContextManager[float]:
-        """Dropout's probability on the weights of slice ``number``, and inside it the slice's random numbers."""
+        """Return a context that draws the random numbers of slice ``number`` and yields its dropout probability."""
         place = self._context.place(self._attention.place, number)
         return self._attention.drawing(self._context, place, q.device)
 
 
-class Growing:
-    """Keys, or values, to which slices are added: each slice sees its own and all before it, in one buffer.
+class PrefixBuffer:
+    """One buffer for the keys, or the values, of all slices. Slice c reads the prefix of slices 0..c.
 
-    whole: those of all slices, where they are known from the start. The gradient of a slice comes from all slices that
-    saw it; it is summed in max(fp32, dtype) and rounded once.
+    The gradient of a slice is the sum over all slices that read it, computed in max(fp32, dtype) and rounded once.
+
+    Args:
+        whole: Keys or values of all slices, if they are known from the start.
     """
 
     def __init__(self, whole: Tensor | None = None) -> None:
         self._buffer, self._filled = whole, whole is not None
         self._token: Tensor | None = None
-        self._sum = _SeenSum()
+        self._sum = _PrefixGradients()
 
     def add(self, piece: Tensor, place: slice, total: int) -> Tensor:
-        """[B, s, G, any] of the next slice to [B, end of the slice, G, any]; total: positions of all slices."""
+        """Add the next slice and return the prefix that it reads, [B, end of the slice, G, any].
+
+        Args:
+            piece: Keys or values of the slice, [B, s, G, any].
+            place: Positions of the slice.
+            total: Positions of all slices.
+        """
         if self._buffer is None:
             self._buffer = piece.new_empty((piece.shape[0], total, *piece.shape[2:]))
         if not self._filled:
             self._buffer.data[:, place] = piece.detach()
-        seen: Tensor
-        seen, self._token = _See.apply(self._token, piece, self._buffer, place, self._sum)
-        return seen
+        prefix: Tensor
+        prefix, self._token = _Prefix.apply(self._token, piece, self._buffer, place, self._sum)
+        return prefix
 
 
-class _SeenSum:
-    """The gradients of what slices saw, which come back last slice first."""
+class _PrefixGradients:
+    """Sum of the gradients of the prefixes. The backward adds them in reverse slice order."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
 
     def take(self, grad: Tensor, place: slice) -> Tensor:
-        """Add the gradient of what slice ``place`` saw; return the slice's gradient, which is complete then."""
+        """Add the gradient of the prefix that slice ``place`` read. Return the slice's gradient, now complete."""
         if self._total is None:
             self._total = grad.to(at_least_fp32(grad.dtype), copy=True)
         else:
@@ -169,15 +183,15 @@ class _SeenSum:
         return own
 
 
-class _See(torch.autograd.Function):
-    """The buffer up to the end of a piece. The token passed from slice to slice brings gradients back in order."""
+class _Prefix(torch.autograd.Function):
+    """The buffer up to the end of a slice. A token passed from slice to slice orders the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _SeenSum
+        ctx: Any, token: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _PrefixGradients
     ) -> tuple[Tensor, Tensor]:
         ctx.place, ctx.total, ctx.first = place, total, token is None
-        # ``data`` has a separate version counter, so autograd still accepts what earlier slices saved of the buffer.
+        # ``data`` has a separate version counter, so autograd still accepts the prefixes that earlier slices saved.
         return buffer.data[:, : place.stop], piece.new_zeros(1)
 
     @staticmethod
@@ -187,5 +201,5 @@ class _See(torch.autograd.Function):
 
 
 def split_slices(x: Tensor, slices: Sequence[slice]) -> tuple[Tensor, ...]:
-    """Dim 1 of ``x`` in slices, whose gradients are put together by one copy."""
+    """Split dim 1 of ``x`` into slices, whose gradients are concatenated by one copy."""
     return torch.split(x, [place.stop - place.start for place in slices], dim=1)

@@ -1,6 +1,8 @@
-"""One layer of each model: pre-norm for the decoder (dense or mixture of experts), post-norm for ERNIE.
+"""Transformer layers of the models: pre-norm for the decoder (dense or mixture of experts), post-norm for ERNIE.
 
-Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence parallelism, written S(/mp).
+Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
+
+Tested in ``tests/model/test_models.py``.
 """
 
 from __future__ import annotations
@@ -30,15 +32,29 @@ if TYPE_CHECKING:
 
 
 class HiddenDropout(nn.Module):
-    """Dropout on the output of one half of a layer. rank: this rank's positions differ from those of others."""
+    """Dropout on the output of attention or MLP.
+
+    Attributes:
+        probability: Dropout probability.
+        layer: Global number of the layer.
+        rank: Number of this rank among those that hold other positions.
+        share: Factor on the probability, for dropout that grows during training.
+    """
 
     def __init__(self, probability: float, layer: int, rank: int) -> None:
         super().__init__()
         self.probability, self.layer, self.rank = probability, layer, rank
-        self.share = 1.0  # of the probability, where it grows
+        self.share = 1.0
 
     def forward(self, x: Tensor, context: Context, half: str, number: int = 0) -> Tensor:
-        """[B, S(/mp), H] to the same; half: attention or mlp; number: of the slice, where x is one of several."""
+        """Drop elements of x [B, S(/mp), H].
+
+        Args:
+            x: Output of attention or MLP.
+            context: Context of the forward.
+            half: ``attention`` or ``mlp``.
+            number: Number of the slice, if x is one of several.
+        """
         if not self.training:
             return x
         place = context.place(f"layers.{self.layer}.{half}", number)
@@ -46,9 +62,9 @@ class HiddenDropout(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), or experts in place of the mlp.
+    """Pre-norm layer: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), where mlp may be experts.
 
-    All activations between the two halves are x [B, S(/mp), H]; the norms' gradients are partial over mp under
+    All activations between attention and mlp are [B, S(/mp), H]. The norms' gradients are partial sums over mp under
     sequence parallelism.
     """
 
@@ -102,11 +118,11 @@ class DecoderBlock(nn.Module):
             )
 
     def forward(self, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
-        """[B, S(/mp), H] to [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
+        """Return [B, S(/mp), H] for x [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
 
-        Where the context has slices, layers run as drawn in ``model.layers.ampipe``.
+        If the context has slices, the layer runs as drawn in ``model.layers.ampipe``.
         """
-        # A rank of cp holds a part of every slice: of those attention knows, not of the sequence as a whole.
+        # Under context parallelism the rank holds a part of each slice, so attention must run slice by slice.
         apart = self.moe is not None or context.cut or self.attention.cp.active
         if isinstance(x, Sliced) or (context.slices and apart):
             return run_sliced(self, x, context)
@@ -120,9 +136,12 @@ class DecoderBlock(nn.Module):
 
 
 class ErnieBlock(nn.Module):
-    """norm(x + dropout(attention(x))), then norm(x + dropout(mlp(x))): the norms stand behind the sums.
+    """Post-norm layer: norm(x + dropout(attention(x))), then norm(x + dropout(mlp(x))).
 
-    x is [B, S(/mp), H] throughout; the norms' gradients are partial over mp under sequence parallelism.
+    x is [B, S(/mp), H] throughout. The norms' gradients are partial sums over mp under sequence parallelism.
+
+    Attributes:
+        cut: This rank's activations hold only some positions (sequence parallelism).
     """
 
     def __init__(
@@ -136,7 +155,7 @@ class ErnieBlock(nn.Module):
         super().__init__()
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         mp, sequence_parallel = options["mp"], options["sequence_parallel"]
-        self.cut = sequence_parallel and mp.size > 1  # its activations have some positions only
+        self.cut = sequence_parallel and mp.size > 1
         share = cp.share(mp, sequence_parallel=sequence_parallel)
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
@@ -157,14 +176,14 @@ class ErnieBlock(nn.Module):
         self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
-        """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
+        """Return [B, S(/mp), H] for x [B, S(/mp), H], and None: the layer has no routing statistics."""
         _, x = self.attention_norm.after(x, self.drop(self.attention(x, context), context, "attention"))
         _, y = self.mlp_norm.after(x, self.drop(self.mlp(x), context, "mlp"))
         return y, None
 
 
 def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
-    """The attention of a decoder layer."""
+    """Return the sizes of a decoder layer's attention."""
     return AttentionSizes(
         kind="grouped_query",
         hidden_size=sizes.hidden_size,
@@ -182,7 +201,7 @@ def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
 
 
 def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
-    """The attention of an ERNIE layer: multi-head, so that every query head has its key-value head."""
+    """Return the sizes of an ERNIE layer's attention: multi-head, so each query head has a key-value head."""
     return AttentionSizes(
         kind="grouped_query",
         hidden_size=sizes.hidden_size,
@@ -200,7 +219,7 @@ def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
 
 
 def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:
-    """The shared experts: one MLP that every token passes; None where there are none."""
+    """Build the shared experts, one MLP that every token passes. Return None for a layer without them."""
     if not moe.shared_experts:
         return None
     return Mlp(

@@ -1,4 +1,4 @@
-"""What every layer of a model needs beside its input."""
+"""Arguments that all layers of a model take in addition to their input."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from megapar.core.recompute.replay import Replay
 
 @dataclass(frozen=True)
 class Context:
-    """Made once per forward. No pytree on purpose: hooks that copy or cast a module's arguments leave it alone.
+    """Arguments of all layers, made once per forward.
 
-    valid: [B, S] bool, False at padding, of what attention sees; None where there is none.
-    own_valid: the positions that this rank's activations have (cp and sequence parallelism cut them).
-    valid_tokens: non-padding tokens of the micro-batch, known on the host.
-    angles: (cos, sin) of rope, [B, S/cp, D / 2] each, in the order of the positions; None without rope.
-    streams: where this micro-batch's dropout draws.
-    documents: what attention stays inside of; None: the whole sample.
-    plan: what this rank computes of attention where keys come from other ranks of cp; it knows documents and padding.
-    slices: of the sequence, where layers run slice by slice, as far as this rank of cp has it; own_slices: of this
-    rank's activations; whole_slices: of the whole sequence. slice_plans: in place of ``plan`` where there are slices.
-    replay: of the recomputed unit that the layer is in; None: it is in none. closes_unit: it is the unit's last.
+    Not a pytree on purpose, so that hooks that copy or cast a module's arguments leave it unchanged.
+
+    Attributes:
+        valid: [B, S] bool, False at padding, at the positions that attention sees; None without padding.
+        own_valid: The same at the positions of this rank's activations (split by cp and sequence parallelism).
+        valid_tokens: Non-padding tokens of the micro-batch, known on the host.
+        angles: (cos, sin) of rope, [B, S/cp, D / 2] each, in the order of the positions; None without rope.
+        streams: Random streams of this micro-batch's dropout.
+        documents: Documents that attention does not cross; None if a sample is one document.
+        plan: This rank's tiles of attention if keys come from other cp ranks; it includes documents and padding.
+        slices: Slices of the sequence on this cp rank if layers run slice by slice; otherwise empty.
+        own_slices: Slices of this rank's activations.
+        whole_slices: Slices of the whole sequence.
+        slice_plans: One plan per slice, in place of ``plan``, if there are slices.
+        replay: The recomputed unit that contains the layer; None if the layer is not recomputed.
+        closes_unit: The layer is the last one of its recomputed unit.
     """
 
     valid: Tensor | None
@@ -45,14 +51,14 @@ class Context:
 
     @property
     def closing(self) -> Replay | None:
-        """The unit whose output the layer makes: what only that needs is left out when the unit runs again."""
+        """The unit whose output the layer makes. Work that only the output needs is skipped in the recomputation."""
         return self.replay if self.closes_unit else None
 
     @property
     def cut(self) -> bool:
-        """Activations are in an order of their own: each rank of mp holds its part of every slice."""
+        """Each mp rank's activations hold a part of every slice, in the order of ``Arrangement``."""
         return self.slices != self.own_slices and len(self.slices) > 1
 
     def place(self, name: str, number: int) -> str:
-        """Where slice ``number`` draws: every slice has a stream of its own, a whole sequence the plain one."""
+        """Return the name of the random stream of slice ``number``; ``name`` itself without slices."""
         return f"{name}.slices.{number}" if len(self.slices) > 1 else name

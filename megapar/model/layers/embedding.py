@@ -1,7 +1,9 @@
-"""The first layer of each model: what turns token numbers into activations.
+"""Embeddings, the first layers of the models.
 
-Shape letters: B batch, S sequence, H hidden, V vocabulary, P positions; /mp marks what is cut over the tensor parallel
-axis (S only under sequence parallelism).
+Shape letters: B batch, S sequence, H hidden, V vocabulary, P positions; /mp marks dims that are split over the tensor
+parallel axis (S only under sequence parallelism).
+
+Tested in ``tests/model/test_models.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class DecoderEmbedding(nn.Module):
-    """Words, and positions where they are learned.
+    """Vocab parallel word embedding, plus position embedding if positions are learned.
 
     tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] + position [P, H][positions] -> dropout
-    Under sequence parallelism a rank looks up its own positions only: their gradient is partial over mp.
+    Under sequence parallelism a rank looks up only its own positions, so their gradient is a partial sum over mp.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class DecoderEmbedding(nn.Module):
         self.position = Embedding(rows, H, dtype=dtype, device=device) if learned else None
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """[B, S] int64 twice to [B, S(/mp), H]."""
+        """Return [B, S(/mp), H] for tokens and positions, [B, S] int64 each."""
         x = self.word(tokens)
         if self.position is not None:
             x = x + self.position(own_sequence(positions, self.mp, self.sequence_parallel))
@@ -57,9 +59,9 @@ class DecoderEmbedding(nn.Module):
 
 
 class TiedWord(nn.Module):
-    """The word embedding on the last stage of a pipeline, where only the head uses it; the first stage has it too.
+    """Word embedding on the last stage of a pipeline, where only the head uses it. The first stage has a copy, too.
 
-    word [V/mp, H]: the same values on both; gradients are summed over the two once per step.
+    word [V/mp, H]: The same values on both stages. Their gradients are summed once per step.
     """
 
     def __init__(self, word: VocabularyEmbedding) -> None:
@@ -67,16 +69,19 @@ class TiedWord(nn.Module):
         self.word = word
 
     def forward(self, *_: Tensor) -> Tensor:
-        """Raises RuntimeError: tokens are embedded on the first stage."""
+        """Raise RuntimeError, because the first stage embeds the tokens."""
         raise RuntimeError("the last stage of a pipeline has the word embedding for its head only")
 
 
 class ErnieEmbedding(nn.Module):
-    """Words, positions, token types and task types, summed, normalised.
+    """Sum of word, position, token type and task type embeddings, then layer norm and dropout.
 
     tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] + position + token_type + task_type
       -> layer norm -> dropout
-    Under sequence parallelism the small embeddings' and the norm's gradients are partial over mp.
+    Under sequence parallelism the gradients of the norm and of all embeddings except word's are partial sums over mp.
+
+    Attributes:
+        share: Factor on the dropout probability, for dropout that grows during training.
     """
 
     def __init__(
@@ -97,10 +102,10 @@ class ErnieEmbedding(nn.Module):
         self.task_type = Embedding(sizes.task_type_vocab_size, H, dtype=dtype, device=device)
         run = options.get("execution", DEFAULT).run
         self.norm = LayerNorm(H, sizes.layernorm_epsilon, dtype=dtype, device=device, run=run)
-        self.share = 1.0  # of the dropout, where it grows
+        self.share = 1.0
 
     def forward(self, tokens: Tensor, token_types: Tensor, task_types: Tensor, positions: Tensor) -> Tensor:
-        """[B, S] int64 each to [B, S(/mp), H]."""
+        """Return [B, S(/mp), H] for arguments [B, S] int64 each."""
         indices = (own_sequence(t, self.mp, self.sequence_parallel) for t in (token_types, positions, task_types))
         token_type, position, task_type = indices
         x = self.word(tokens) + self.token_type(token_type) + self.position(position) + self.task_type(task_type)
@@ -109,10 +114,16 @@ class ErnieEmbedding(nn.Module):
 
 
 def drop(x: Tensor, probability: float, rank: int) -> Tensor:
-    """Dropout on the embedding's output [B, S(/mp), H]. rank: this one's number among those with other positions."""
+    """Apply dropout to the embedding's output [B, S(/mp), H].
+
+    Args:
+        x: The output.
+        probability: Dropout probability.
+        rank: Number of this rank among those that hold other positions.
+    """
     return Streams.current().dropout(x, probability, "embedding", rank)
 
 
 def own_sequence(x: Tensor, mp: Axis, sequence_parallel: bool) -> Tensor:
-    """The part of x [B, S] whose positions this rank's activations have: [B, S/mp] under sequence parallelism."""
+    """Return the positions of x [B, S] that this rank's activations hold: [B, S/mp] under sequence parallelism."""
     return own_piece(x, mp, SEQUENCE_DIM) if sequence_parallel else x

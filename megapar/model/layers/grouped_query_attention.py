@@ -1,7 +1,10 @@
-"""Self-attention with grouped queries, on a fused query-key-value weight with a real group axis.
+"""Grouped-query attention on a fused query-key-value weight that has a separate dim for groups.
 
-Shape letters: B batch, S sequence (under context parallelism, this rank's share of it), H hidden, G groups (key-value
-heads), Q query heads per group, N query heads, D head size; /mp marks what is cut over the tensor parallel axis.
+Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, G groups (key-value
+heads), Q query heads per group, N query heads, D head size; /mp marks dims that are split over the tensor parallel
+axis.
+
+Tested in ``tests/model/layers/test_self_attention.py``.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ if TYPE_CHECKING:
 
 
 class GroupedQueryAttention(SelfAttention):
-    """Multi-head (Q = 1), grouped-query or multi-query (G = 1) attention; heads are cut over mp by group.
+    """Multi-head (Q = 1), grouped-query or multi-query (G = 1) attention; groups are split over mp.
 
     x [B, S(/mp), H] -> qkv: column linear -> [B, S, G/mp, Q + 2, D] -> (norm, rope) -> softmax(q k^T) v
       -> [B, S, G Q D/mp] -> proj: row linear -> y [B, S(/mp), H]
-    Backward mirrors it; q_norm and k_norm [D] see only this rank's heads: their gradients are partial over mp.
+    The backward mirrors this. q_norm and k_norm [D] see only this rank's heads, so their gradients are partial sums
+    over mp.
     """
 
     def __init__(
@@ -48,8 +52,8 @@ class GroupedQueryAttention(SelfAttention):
         self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
 
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``SelfAttention.project``; k and v are views of the product where there are no norms and no rope."""
-        return self._parted(self.qkv(x), angles)
+        """See ``SelfAttention.project``. Without norms and rope, k and v are views of the product."""
+        return self._finished_heads(self.qkv(x), angles)
 
     def output(self, y: Tensor) -> Tensor:
         """See ``SelfAttention.output``."""
@@ -62,7 +66,7 @@ class GroupedQueryAttention(SelfAttention):
 
     def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """See ``SelfAttention.finish_project``."""
-        return self._parted(self.qkv.finish(started), angles)
+        return self._finished_heads(self.qkv.finish(started), angles)
 
     def start_output(self, y: Tensor) -> Started:
         """Launch the sum of the products over mp."""
@@ -73,9 +77,9 @@ class GroupedQueryAttention(SelfAttention):
         return self.proj.finish(started)
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``SelfAttention.project_memory``; without rope, and for one query head per group."""
+        """See ``SelfAttention.project_memory``. Supports neither rope nor several query heads per group."""
         qkv = self.qkv
-        # A weight's gradient that is computed later (zero-bubble) is that of the whole weight, queries' part and all.
+        # A deferred weight gradient (zero bubble) covers the whole weight, so include the queries' part.
         later = None if qkv.weight_gradients is None else qkv.weight_gradients.of(qkv.weight)
         first = 1 if later is None else 0
         weight = local(qkv.weight)[:, first:]
@@ -83,22 +87,22 @@ class GroupedQueryAttention(SelfAttention):
         both = linear(memory, weight.flatten(0, -2), bias, later).unflatten(-1, weight.shape[:-1])
         return both[..., -2, :], both[..., -1, :]
 
-    def _parted(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D], normed and turned."""
+    def _finished_heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]; normalise and rotate q and k."""
         if self.q_norm is None and angles is None:
             return split_heads(qkv)  # views
         weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
-        return self.run(turned_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
+        return self.run(rotated_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
 
 
 def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, S, G, Q + 2, D] to q [B, S, N, D], k and v [B, S, G, D]."""
+    """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]."""
     q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 @counted(2, 0, 0, 0, 2, 2)
-def turned_heads(
+def rotated_heads(
     qkv: Tensor,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
@@ -106,7 +110,7 @@ def turned_heads(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``split_heads`` with q and k normed and turned, where weights and angles are given."""
+    """Split heads as ``split_heads`` does. Normalise q and k if weights are given, rotate them if angles are given."""
     q, k, v = split_heads(qkv)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, epsilon), rms_norm(k, k_weight, epsilon)

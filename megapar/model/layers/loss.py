@@ -1,6 +1,6 @@
-"""Cross-entropy of a linear layer's output over a cut vocabulary, without ever holding all logits.
+"""Vocab parallel linear cross-entropy, computed chunk by chunk so that the full logits never exist.
 
-Shape letters: N rows (tokens), H hidden, V vocabulary; /mp marks the cut over the tensor parallel axis.
+Shape letters: N rows (tokens), H hidden, V vocabulary; /mp marks the split over the tensor parallel axis.
 """
 
 from __future__ import annotations
@@ -32,29 +32,36 @@ def linear_cross_entropy(
     mp: Axis,
     logits_bytes: int | None = None,
 ) -> Tensor:
-    """Sum over rows of cross-entropy(hidden w^T + b, label), rows labelled -100 excluded.
+    """Return the sum over rows of cross-entropy(hidden w^T + b, label), except rows labelled -100.
 
-    hidden: [N, H], the same on every mp rank. weight: [V/mp, H], bias: [V/mp] or None, this rank's pieces.
-    labels: [N] int64. logits_bytes: of the logits in max(fp32, dtype) that are held at a time; None: what the class of
-    the device takes. Returns a scalar in max(fp32, dtype), the same on every mp rank; 0 for N = 0.
-    Gradients are made in the forward, chunk of rows by chunk of rows, so no logits are kept: dw [V/mp, H] and
-    db [V/mp] are whole on their rank, dhidden [N, H] is a partial sum over mp (the caller's ``copy`` or
-    ``all_gather`` reduces it). Raises ValueError where the weight is not this rank's piece.
+    The forward computes the gradients chunk by chunk, so that no logits are kept: dw [V/mp, H] and db [V/mp] are
+    complete on their rank, dhidden [N, H] is a partial sum over mp, which the caller's ``copy`` or ``all_gather``
+    reduces. The loss is a scalar in max(fp32, dtype), the same on all mp ranks; 0 for N = 0.
+    Raises ValueError if the weight is not this rank's shard.
+
+    Args:
+        hidden: [N, H], the same on all mp ranks.
+        weight: [V/mp, H], this rank's shard.
+        bias: [V/mp], this rank's shard, or None.
+        labels: [N] int64.
+        vocab_size: V.
+        mp: The tensor parallel axis.
+        logits_bytes: Most bytes of logits, in max(fp32, dtype), that exist at a time; None for the device's default.
     """
-    start, rows = check_piece(weight, vocab_size, mp)
+    start, rows = check_shard(weight, vocab_size, mp)
     held = device_class(hidden.device.type).logits_bytes if logits_bytes is None else logits_bytes
     chunk = rows_at_a_time(hidden.shape[0], rows * at_least_fp32(hidden.dtype).itemsize, held)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
     return loss
 
 
-def check_piece(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
-    """(first token, number of tokens) of this rank's piece. Raises ValueError where ``weight`` has other rows."""
+def check_shard(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
+    """Return (first token, number of tokens) of this rank's shard. Raises ValueError if ``weight`` has other rows."""
     start, rows = vocabulary_range(vocab_size, mp)
     if weight.shape[0] != rows:
         raise ValueError(
-            f"the head got {weight.shape[0]} vocabulary rows where rank {mp.rank} of {mp.size} holds {rows}: "
-            "gather a sharded weight before the head runs"
+            f"the head got {weight.shape[0]} vocabulary rows, but rank {mp.rank} of {mp.size} holds {rows}. "
+            "Unshard the weight before the head runs."
         )
     return start, rows
 
@@ -75,7 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         exact = at_least_fp32(hidden.dtype)
         loss = hidden.new_zeros((), dtype=exact)
         d_hidden = hidden.new_empty(hidden.shape) if differentiate else None
-        # Sums over many chunks lose bits in 16-bit dtypes, so they are kept wide and rounded once.
+        # Sums over many chunks lose bits in 16-bit dtypes, so accumulate in fp32 and round once.
         d_weight = weight.new_empty(weight.shape, dtype=exact) if differentiate else None
         d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=exact)
         for first in range(0, hidden.shape[0], chunk):
@@ -101,6 +108,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias = ctx.saved_tensors
-        # A zero-dim factor does not promote: products stay in the gradients' dtypes.
+        # A zero-dim factor does not promote, so the products keep the gradients' dtypes.
         d_bias = None if d_bias is None else d_bias * grad
         return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None

@@ -1,4 +1,7 @@
-"""The dense feed-forward layer: swiglu on a fused gate-up weight, or gelu."""
+"""Dense feed-forward layer: swiglu on a fused gate-up weight, or gelu.
+
+Tested in ``tests/model/test_models.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Mlp(nn.Module):
-    """Two linear layers with an activation between them; F features, cut over mp.
+    """Column parallel layer, activation, row parallel layer; F intermediate features, split over mp.
 
     gated:     x [B, S(/mp), H] -> gate_up: column linear -> [B, S, 2, F/mp] -> silu(gate) * up
-    otherwise: x [B, S(/mp), H] -> up: column linear -> [B, S, F/mp] -> gelu (the exact one, by erf)
+    otherwise: x [B, S(/mp), H] -> up: column linear -> [B, S, F/mp] -> gelu (exact, by erf)
     then       -> down: row linear -> y [B, S(/mp), H]
     """
 
@@ -56,7 +59,12 @@ class Mlp(nn.Module):
         )
 
     def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
-        """[B, S(/mp), H] to [B, S(/mp), H]. closing: the recomputed unit whose output needs this and nothing else."""
+        """Return [B, S(/mp), H] for x [B, S(/mp), H].
+
+        Args:
+            x: The input.
+            closing: The recomputed unit whose output is made here; its recomputation skips the last product.
+        """
         activation = _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
@@ -68,13 +76,13 @@ class Mlp(nn.Module):
 
 @counted(2)
 def gelu(x: Tensor) -> Tensor:
-    """The exact one."""
+    """Apply the exact gelu, by erf."""
     return F.gelu(x)
 
 
 @counted(2)
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[.., 2, F] to [.., F]."""
+    """Return silu(gate) * up, [.., F], for gate and up in [.., 2, F]."""
     return op("swiglu", gate_up)(gate_up)
 
 

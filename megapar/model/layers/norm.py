@@ -1,4 +1,7 @@
-"""Normalisation over the last dim. Statistics are computed in max(fp32, dtype)."""
+"""Normalisation over the last dim. Statistics are computed in max(fp32, dtype).
+
+Tested in ``tests/core/device/test_compiled.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from megapar.core.tensor_parallel.layers import local, parameter
 
 
 class RmsNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] on every rank."""
+    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] whole on all ranks."""
 
     def __init__(
         self,
@@ -29,11 +32,11 @@ class RmsNorm(nn.Module):
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H] to [.., H]."""
+        """Normalise x [.., H]."""
         return self.run(rms_norm, x, local(self.weight), self.epsilon)
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + y, that normed); one function where functions are compiled."""
+        """Return (x + y, norm(x + y)), as one function if functions are compiled."""
         if self.run is plain:
             total = x + y
             return total, self(total)
@@ -41,7 +44,7 @@ class RmsNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias; x [.., H], weight and bias [H] on every rank."""
+    """Layer norm: (x - mean) / sqrt(variance + epsilon) * weight + bias; weight and bias [H] whole on all ranks."""
 
     def __init__(
         self,
@@ -59,11 +62,11 @@ class LayerNorm(nn.Module):
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., H] to [.., H]. torch's kernel keeps its statistics in fp32 for 16-bit inputs."""
+        """Normalise x [.., H]. torch's kernel computes statistics of 16-bit inputs in fp32."""
         return self.run(layer_norm, x, local(self.weight), local(self.bias), self.epsilon)
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + y, that normed); one function where functions are compiled."""
+        """Return (x + y, norm(x + y)), as one function if functions are compiled."""
         if self.run is plain:
             total = x + y
             return total, self(total)
@@ -72,26 +75,26 @@ class LayerNorm(nn.Module):
 
 @counted(2)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """See ``RmsNorm``."""
+    """Normalise x as ``RmsNorm`` does."""
     return op("rms_norm", x)(x, weight, epsilon)
 
 
 @counted(2, 2)
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(x + y, that normed)."""
+    """Return (x + y, norm(x + y))."""
     total = x + y
     return total, rms_norm(total, weight, epsilon)
 
 
 @counted(2)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """See ``LayerNorm``."""
+    """Normalise x as ``LayerNorm`` does."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 
 @counted(2, 2)
 def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(x + y, that normed)."""
+    """Return (x + y, norm(x + y))."""
     total = x + y
     return total, layer_norm(total, weight, bias, epsilon)
 
@@ -105,5 +108,5 @@ def make_norm(
     device: torch.device | str | None,
     run: FunctionRunner = plain,
 ) -> RmsNorm | LayerNorm:
-    """The norm called ``kind``: rmsnorm or layernorm."""
+    """Build the norm named ``kind``: ``rmsnorm`` or ``layernorm``."""
     return (RmsNorm if kind == "rmsnorm" else LayerNorm)(size, epsilon, dtype=dtype, device=device, run=run)

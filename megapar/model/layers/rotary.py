@@ -1,4 +1,7 @@
-"""Rotary position embedding: interleaved pairs, as Hugging Face's Ernie4_5 has it."""
+"""Rotary position embedding (rope) on interleaved pairs, as in Hugging Face's Ernie4_5.
+
+Tested in ``tests/model/layers/test_self_attention.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from megapar.core.device.ops import op
 
 
 def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of position * theta^(-2i / D), each [B, S, D / 2] in max(fp32, dtype).
+    """Return (cos, sin) of position * theta^(-2i / D), each [B, S, D / 2] in max(fp32, dtype), for positions [B, S].
 
-    positions: [B, S] int64. Computed in every forward, so that nothing has to be stored or kept in step.
+    They are computed in each forward, so that no buffer has to be stored or updated.
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device).to(at_least_fp32(dtype)) / head_dim
     angles = positions.unsqueeze(-1).to(exponents.dtype) * (1.0 / theta**exponents)
@@ -20,5 +23,5 @@ def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.d
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns every pair (x[2i], x[2i + 1]) of x [B, S, N, D] by its position's angle; result in x's dtype."""
+    """Rotate each pair (x[2i], x[2i + 1]) of x [B, S, N, D] by its position's angle. The result has x's dtype."""
     return op("rotary", x)(x, *angles)

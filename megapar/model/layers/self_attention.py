@@ -1,16 +1,16 @@
-"""Self-attention: what all kinds of it share, and the methods by which a kind is defined.
+"""Self-attention: the part that all kinds share, and the methods that define a kind.
 
     x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
 
-A kind is one subclass of ``SelfAttention``, registered in ``attention_kinds``: it owns the weights, makes queries, keys
-and values of the positions on this rank (``project``) and turns heads back into hidden features (``output``). The core
-is the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
-(``attention_slices``), over ranks that share the sequence (``core.context_parallel``), kept or computed again. A kind
-whose scores have another scale multiplies its queries by the difference.
+A kind is a subclass of ``SelfAttention``, registered in ``attention_kinds``. It owns the weights, computes queries,
+keys and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is
+the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
+(``attention_slices``), with or without context parallelism (``core.context_parallel``), kept or recomputed. A kind
+whose scores have another scale multiplies its queries by the ratio.
 
-Shape letters: B batch, S sequence (under context parallelism, this rank's share of it), H hidden, N query heads and G
-key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks what is cut over the
-tensor parallel axis.
+Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N query heads and G
+key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks dims that are split over
+the tensor parallel axis.
 """
 
 from __future__ import annotations
@@ -42,16 +42,22 @@ Angles = tuple[Tensor, Tensor]  # cos and sin of rope, [B, S, rotary_dim / 2] ea
 
 
 class SelfAttention(nn.Module, ABC):
-    """Attention over the whole sequence of each sample, heads cut over mp; the base of every kind.
+    """Attention over the whole sequence of each sample, with heads split over mp. Base class of all kinds.
 
     x [B, S(/mp), H] -> project -> q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] -> core: softmax(q k^T) v
       -> [B, S, N, V] -> output -> y [B, S(/mp), H]
-    Under context parallelism the core reaches all positions, by the method of ``cp``.
+    Under context parallelism the core attends to all positions, by the method of ``cp``.
 
-    sizes: numbers of the layer. mp, cp: the axes that share its heads and its positions.
-    stream: the number of this rank's random numbers: each rank of mp has other heads, each of cp other positions or
-    heads. place: the name of the weights' dropout. dropout: its probability, which training may change.
-    selective: compute the core again in the backward instead of keeping what it keeps. run: runs pure functions.
+    Attributes:
+        sizes: Sizes of the layer.
+        mp: Axis over which heads are split.
+        cp: Method and axis over which positions are split.
+        stream: Number of this rank's random stream; each mp rank has other heads, each cp rank other positions or
+            heads.
+        place: Name of the random stream of the weights' dropout.
+        dropout: Dropout probability of the weights; training may change it.
+        run: Runner of pure functions, which may compile them.
+        selective: Recompute the core in the backward instead of keeping its intermediate results.
     """
 
     def __init__(
@@ -67,57 +73,60 @@ class SelfAttention(nn.Module, ABC):
 
     @abstractmethod
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, S(/mp), H] to q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V]. angles: of these positions, for rope."""
+        """Return q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V] for x [B, S(/mp), H] and the positions' angles."""
 
     @abstractmethod
     def output(self, y: Tensor) -> Tensor:
-        """[B, S, N, V], heads of the output, to [B, S(/mp), H]."""
+        """Project output heads [B, S, N, V] to [B, S(/mp), H]."""
 
     def start_project(self, x: Tensor) -> Started:
-        """Launch what ``project`` needs from other ranks of mp; a kind that launches nothing leaves this as it is."""
+        """Launch the communication of ``project`` over mp. The default launches nothing."""
         return Started(x)
 
     def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of ``project`` once what ``start_project`` launched is here."""
+        """Wait for the communication that ``start_project`` launched and return the result of ``project``."""
         return self.project(started.x, angles)
 
     def start_output(self, y: Tensor) -> Started:
-        """Launch the sum over mp in ``output``; a kind that launches nothing leaves this as it is."""
+        """Launch the sum over mp of ``output``. The default runs ``output`` and launches nothing."""
         return Started(self.output(y))
 
     def finish_output(self, started: Started) -> Tensor:
-        """Return the result of ``output`` once what ``start_output`` launched is here."""
+        """Wait for the sum that ``start_output`` launched and return the result of ``output``."""
         return started.x
 
     def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [B, M, G, D] and values [B, M, G, V] of earlier positions [B, M, H] (ERNIE 3.0's recurrence).
+        """Return keys [B, M, G, D] and values [B, M, G, V] of earlier positions (ERNIE 3.0's recurrence).
 
-        memory: without gradient, whole on every rank of mp. Raises NotImplementedError for kinds without a memory.
+        Raises NotImplementedError for kinds without a memory.
+
+        Args:
+            memory: Hidden states of the earlier positions, [B, M, H], without gradient and whole on all mp ranks.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no memory of earlier segments: define project_memory")
+        raise NotImplementedError(f"{type(self).__name__} has no memory of earlier segments. Define project_memory.")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """[B, S(/mp), H] to [B, S(/mp), H]."""
+        """Return [B, S(/mp), H] for x [B, S(/mp), H]."""
         return self.output(self.core(*self.project(x, context.angles), context))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, S, N, V]."""
+        """Return [B, S, N, V] for q [B, S, N, D], k [B, S, G, D], v [B, S, G, V]."""
         if self.cp.deals_heads:
             q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.comm)
-        # Blocks of keys that other ranks send are not kept anyway; computing again would send them again.
+        # Blocks of keys from other ranks are never kept, and recomputation would send them again.
         selective = self.selective and context.plan is None
         y = again(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
         return to_positions(y, self.cp.axis, self.cp.comm) if self.cp.deals_heads else y
 
     @contextmanager
     def drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:
-        """Draw from the random numbers of ``place``; yields the weights' dropout probability, 0 outside training."""
+        """Draw from the random stream ``place``. Yields the weights' dropout probability, 0 outside training."""
         dropout = self.dropout if self.training else 0.0
         with context.streams.drawing(device, place, self.stream) if dropout else nullcontext():
             yield dropout
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """The core on this rank's heads or blocks: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, S, N, V]."""
+        """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
         flash, documents = self.sizes.flash, context.documents
         q_heads, k_heads, v_heads = heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         with self.drawing(context, self.place, q.device) as dropout:
@@ -137,6 +146,6 @@ class SelfAttention(nn.Module, ABC):
 
 @counted(2, 2, 2, 2)
 def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, flash: bool) -> Tensor:
-    """Attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V]."""
+    """Compute attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V]."""
     attention = op("attention", q) if flash else attention_reference
     return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, valid=valid)

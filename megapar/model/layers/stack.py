@@ -1,6 +1,8 @@
-"""The consecutive layers that a rank holds, run one after the other, some of them in recomputed units.
+"""Forward through the consecutive layers of a rank, with activation checkpointing of recomputed units.
 
-Shape letters: B batch, S sequence, H hidden; S is cut over mp under sequence parallelism, written S(/mp).
+Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
+
+Tested in ``tests/model/test_recompute.py``.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ from megapar.moe.stats import MoeStats
 def run_layers(
     blocks: Iterable[nn.Module], x: Tensor | Sliced, context: Context, recompute: Recompute | None
 ) -> tuple[Tensor | Sliced, list[MoeStats]]:
-    """x [B, S(/mp), H] through all blocks, and the statistics of those with experts, in order.
+    """Run x [B, S(/mp), H] through all blocks. Return the output and the routing statistics of those with experts.
 
-    Where layers pass slices on one by one, what comes out is still in slices.
-    recompute: None keeps everything. Without gradients nothing is kept anyway.
+    The output is still sliced if layers pass slices on.
+
+    Args:
+        blocks: The layers.
+        x: Input of the first one.
+        context: Context of the forward.
+        recompute: Activation checkpointing; None to keep all activations. Without gradients it has no effect.
     """
     layers = list(blocks)
     if recompute is None or not torch.is_grad_enabled():
@@ -37,10 +44,10 @@ def run_layers(
         if span.recomputed:
             replay = Replay()
             entering = IncomingSlices(x, replay) if isinstance(x, Sliced) else x
-            x, found = forward.run(unit, entering, replace(context, replay=replay), replay=replay)
+            x, unit_stats = forward.run(unit, entering, replace(context, replay=replay), replay=replay)
         else:
-            x, found = unit(x, context)
-        stats += found
+            x, unit_stats = unit(x, context)
+        stats += unit_stats
     return x, stats
 
 
@@ -50,7 +57,7 @@ def _run(
     stats = []
     x = entering.take() if isinstance(entering, IncomingSlices) else entering
     for number, layer in enumerate(layers, 1):
-        x, found = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
-        if found is not None:
-            stats.append(found)
+        x, layer_stats = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
+        if layer_stats is not None:
+            stats.append(layer_stats)
     return x, stats

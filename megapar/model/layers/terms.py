@@ -1,4 +1,7 @@
-"""What a model's forward returns: sums to be divided by denominators of the global batch, and routing statistics."""
+"""Result of a model's forward: loss sums, which the global batch's denominators divide later, and routing statistics.
+
+Tested in ``tests/training/step/test_objective.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,20 @@ ROUTING = ("aux", "z", "sequence", "orthogonal")
 
 
 class Terms(NamedTuple):
-    """The loss terms of one micro-batch on this rank; nothing here is averaged or weighted yet.
+    """Loss terms of one micro-batch on this rank, neither averaged nor weighted.
 
-    sums: scalar sums over own items in max(fp32, dtype): "lm" (predicted tokens), for ERNIE also "sop" (sequences);
-    with multi-token prediction "mtp" (its own predicted tokens).
-    aux, z, sequence, orthogonal: scalars, summed over the mixture-of-experts layers, without coefficients; zero where
-    there are none. sequence: also summed over the samples.
-    load: [mixture-of-experts layers, experts] int64, routed (token, choice) pairs before drops; [0, 0] where none.
-    dropped: int64 scalar, (token, choice) pairs dropped.
+    Routing losses are scalars without coefficients, summed over the mixture-of-experts layers; 0 without such layers.
+
+    Attributes:
+        sums: Scalar sums over this rank's items in max(fp32, dtype): "lm" (predicted tokens); for ERNIE also "sop"
+            (sequences); with multi-token prediction also "mtp" (the tokens that it predicts).
+        aux: Load balancing loss of the micro-batch.
+        z: Router z-loss.
+        sequence: Load balancing loss of each sequence, also summed over the samples.
+        orthogonal: Orthogonal loss of the routers.
+        load: [mixture-of-experts layers, experts] int64, (token, choice) pairs routed before drops; [0, 0] without
+            such layers.
+        dropped: int64 scalar, dropped (token, choice) pairs.
     """
 
     sums: dict[str, Tensor]
@@ -33,12 +42,18 @@ class Terms(NamedTuple):
     dropped: Tensor
 
     def routing(self) -> Tensor:
-        """[4], without gradients: the routing losses in the order of ROUTING."""
+        """Return the routing losses in the order of ROUTING, [4], without gradients."""
         return torch.stack([getattr(self, name).detach() for name in ROUTING])
 
 
 def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats], like: Tensor | None = None) -> Terms:
-    """Sums the layers' statistics beside the loss sums; ``like``: for zeros where there are no sums (in a pipeline)."""
+    """Combine the loss sums with the layers' statistics, summed.
+
+    Args:
+        sums: The loss sums; may be empty on a pipeline stage without a head.
+        stats: Statistics of the mixture-of-experts layers.
+        like: Tensor with the dtype and device of the zeros; None for ``sums["lm"]``.
+    """
     like = sums["lm"] if like is None else like
     if not stats:
         zero = like.new_zeros(())

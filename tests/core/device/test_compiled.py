@@ -17,7 +17,7 @@ from megapar.moe.stats import router_sums
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, batch_for, build, total
 
 # What each of them runs, by the functions' names; all are compiled with fullgraph, so that a graph break gives up.
-ATTENTION = {"turned_heads", "attend"}
+ATTENTION = {"rotated_heads", "attend"}
 CASES = {
     "dense": (replace(DENSE, qk_norm=True), {*ATTENTION, "rms_norm", "add_rms_norm", "swiglu"}),
     "moe": (MOE, {*ATTENTION, "rms_norm", "add_rms_norm", "swiglu", "score", "choose", "router_sums", "activate"}),

@@ -20,7 +20,7 @@ from megapar.core.recompute.choice import Interval
 from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
-from megapar.model.layers.attention_slices import CausalSlices, Growing
+from megapar.model.layers.attention_slices import CausalSlices, PrefixBuffer
 from megapar.model.layers.context import Context
 from megapar.model.spec import table_of
 from megapar.moe.slicing import Slicing
@@ -418,7 +418,7 @@ def test_what_slices_add_to_keys_and_values_is_rounded_once():
     """In bf16 the gradients of keys, seen by every later slice, are as good as one sum in fp32 makes them."""
     slices = Slicing(8).cut(64)
     keys = torch.randn(1, 64, 1, 4, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    for growing in (Growing(keys.data), Growing()):
+    for growing in (PrefixBuffer(keys.data), PrefixBuffer()):
         pieces, keys.grad = keys.split(8, dim=1), None
         seen = [growing.add(piece, place, 64) for piece, place in zip(pieces, slices, strict=True)]
         assert all(torch.equal(own, keys[:, : place.stop]) for own, place in zip(seen, slices, strict=True))

@@ -103,5 +103,5 @@ def test_a_frozen_weight_gets_no_gradient():
 
 def test_a_weight_that_is_not_this_ranks_piece_is_refused():
     hidden, weight, _, labels = inputs(6, bias=False)
-    with pytest.raises(ValueError, match="13 vocabulary rows where rank 0 of 1 holds 26"):
+    with pytest.raises(ValueError, match="13 vocabulary rows, but rank 0 of 1 holds 26"):
         linear_cross_entropy(hidden, weight, None, labels, vocab_size=26, mp=SINGLE)
