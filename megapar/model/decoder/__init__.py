@@ -1,1 +1,1 @@
-"""The decoder: dense, or with mixture-of-experts layers."""
+"""Decoder language model, dense or with mixture-of-experts layers."""

@@ -1,6 +1,6 @@
-"""The costs of a decoder on a rank: blocks with a dense MLP or experts, multi-token prediction, head.
+"""Costs of a decoder on a rank: blocks with a dense MLP or experts, multi-token prediction, head.
 
-Standard library only.
+Standard library only. Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megapar.model.decoder.sizes import MEGATRON_MOE, DecoderSizes, MoeSizes
 
 
 class DecoderCost(ModelCost):
-    """The units of a decoder."""
+    """Costs of a decoder's units."""
 
     sizes: DecoderSizes
     latent_attention: ClassVar[bool] = True
@@ -39,12 +39,12 @@ class DecoderCost(ModelCost):
 
     @cached_property
     def embedding(self) -> UnitCost:
-        """Words, and learned positions."""
+        """Cost of the word embedding, and of the position embedding if positions are learned."""
         learned = self.sizes.position_embedding_type == "learned"
         return self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
 
     def layer(self, number: int) -> UnitCost:
-        """Layer ``number``."""
+        """Return the cost of layer ``number``."""
         if number not in self._layers:
             key = self.sizes.moe_at(number), self.view.recomputed(number)
             if key not in self._kinds:
@@ -71,21 +71,21 @@ class DecoderCost(ModelCost):
 
     @cached_property
     def head(self) -> UnitCost:
-        """Final norm, vocabulary, losses, and multi-token prediction."""
+        """Cost of final norm, vocabulary, losses and multi-token prediction."""
         operators, view, x = self._operators, self.view, self._operators.hidden_bytes
         head = (
             OpCost("final norm", operators.norm_kept() + x),
             operators.leaving(self.sizes.hidden_size, scatters=True),
             *operators.vocabulary(view.tokens, self.sizes.vocab_size, replicated=not view.splits_sequence),
         )
-        if self.sizes.mtp_depth:  # one more block and head, after a product of two joined inputs
+        if self.sizes.mtp_depth:  # one more block and head, after a projection of two concatenated inputs
             block = self._layer(None, view.recomputed(None))
             head = (*head, self._join(), *block.operators, *head)
         return UnitCost("head", head, x)
 
     @classmethod
     def forward_flops(cls, sizes: DecoderSizes, seq_length: int) -> list[int]:
-        """See ``ModelCost``; no token is dropped."""
+        """See ``ModelCost``. No token is dropped."""
         if sizes.moe is not None:
             sizes = replace(sizes, moe=replace(sizes.moe, kind=MEGATRON_MOE))
         return super().forward_flops(sizes, seq_length)
@@ -96,17 +96,17 @@ class DecoderCost(ModelCost):
         if moe is not None:
             parts += expert_costs(self.view, moe)
             if moe.shared_experts:
-                stored = self.view.item_bytes < self.view.wide_bytes  # otherwise the router has kept the same tensor
+                stored = self.view.item_bytes < self.view.wide_bytes  # otherwise the router keeps the same tensor
                 parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored)
             parts.append(OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes))
         else:
             parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped())
-        # What is left of operators that a plan assumes to be computed again.
+        # Operators that the plan assumes to be recomputed keep nothing.
         parts = [replace(part, kept=0.0, recomputed=True) if part.name in recomputed else part for part in parts]
         return UnitCost("moe" if moe else "dense", tuple(parts), ops.hidden_bytes)
 
     def _join(self) -> OpCost:
-        """The input of the multi-token prediction block: two normalized inputs, and their product."""
+        """Return the cost of the multi-token prediction block's input: two norms and a projection."""
         ops, view, H = self._operators, self.view, self.sizes.hidden_size
         product = Product(view.local_tokens, 2 * H, H)
         kept = 2 * ops.norm_kept() + 2 * ops.hidden_bytes

@@ -1,6 +1,8 @@
-"""The cost of a layer of experts on one rank: router, dispatch, experts, combine. Standard library only.
+"""Cost of a mixture-of-experts layer on one rank: router, dispatch, experts, combine. Standard library only.
 
 Shape letters: s positions of this rank, H hidden, F MLP width, E experts, k choices.
+
+Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations
@@ -13,26 +15,28 @@ from megapar.model.decoder.sizes import MoeSizes
 
 
 def expert_costs(view: RankView, moe: MoeSizes) -> list[OpCost]:
-    """From the router to the combined output, without the norm before it and the shared experts beside it."""
+    """Return the operators from the router to the combined output, without the norm and the shared experts."""
     layer = _ExpertLayer(view, moe)
     return [*layer.dispatch(), *layer.experts()]
 
 
 def splits_evenly(view: RankView, moe: MoeSizes) -> bool:
-    """All-to-alls have even splits, padded to the capacity."""
-    alone = not view.splits_sequence or moe.capacity_scope == "rank"
+    """Return True if the all-to-alls have even splits, padded to the capacity."""
+    local_capacity = not view.splits_sequence or moe.capacity_scope == "rank"
     sliced = view.ampipe_degree > 1 or view.pipe_experts
-    found = moe.has_capacity and alone and (view.ep > 1 or (view.splits_sequence and view.emp > 1))
-    return found and not sliced
+    even = moe.has_capacity and local_capacity and (view.ep > 1 or (view.splits_sequence and view.emp > 1))
+    return even and not sliced
 
 
 class _ExpertLayer:
-    """One layer of experts.
+    """One mixture-of-experts layer.
 
     Attributes:
+        view: The rank.
+        moe: Sizes of the layer.
         even: All-to-alls have even splits.
-        gathers: The ranks that share the width of an expert gather one another's rows.
-        rows: How many rows it has.
+        gathers: The emp ranks gather each other's rows.
+        rows: Number of rows of the dispatch.
     """
 
     def __init__(self, view: RankView, moe: MoeSizes) -> None:
@@ -44,11 +48,11 @@ class _ExpertLayer:
         self._communication = Communication(view)
 
     def dispatch(self) -> list[OpCost]:
-        """The router, and the way to the experts' ranks and back."""
+        """Return the cost of the router, and of the dispatch to the experts' ranks and back."""
         view, moe, rows, inside = self.view, self.moe, self.rows.sent, self.rows.multiplied
         s, e, w, k = view.local_tokens, view.item_bytes, view.wide_bytes, moe.topk
         H, E = moe.hidden_size, moe.num_experts
-        # x in fp32, probabilities and logits, chosen weights; with fp32 x itself is what the shared experts keep.
+        # Kept: x in fp32, probabilities and logits, chosen weights. With fp32 the shared experts keep the same x.
         router = w * s * H + 2 * w * s * E + (INDEX_BYTES + 3 * w) * s * k + 3 * w * s
         travels = view.ep > 1 or inside != rows
         order = 2 * INDEX_BYTES * s * k + (2 * INDEX_BYTES * inside if travels else 0) + (INDEX_BYTES + w) * rows
@@ -58,7 +62,7 @@ class _ExpertLayer:
         ]
 
     def experts(self) -> list[OpCost]:
-        """The experts of this rank, and the sum of their outputs."""
+        """Return the cost of this rank's experts, and of the weighted sum of their outputs."""
         view, moe, rows, inside = self.view, self.moe, self.rows.sent, self.rows.multiplied
         e, H = view.item_bytes, moe.hidden_size
         F, local = moe.ffn_hidden_size / view.emp, max(1, moe.num_experts // view.ep)
@@ -86,27 +90,27 @@ class _ExpertLayer:
         ]
 
     def _sent(self) -> list[CommCost]:
-        """Rows with their weights to the experts, outputs back, and the counts that say how many."""
+        """Return the communication of rows with their weights to the experts, outputs back, and row counts."""
         view, moe = self.view, self.moe
         H, e, w, E, k = moe.hidden_size, view.item_bytes, view.wide_bytes, moe.num_experts, moe.topk
         share, row = (view.ep - 1) / view.ep, e * row_columns(H, w, e)
-        found = []
+        sent = []
         if view.ep > 1:
             for phase in ("forward", "backward"):
-                found += [CommCost("ep", "all_to_all", share * self.rows.sent * size, phase) for size in (row, H * e)]
+                sent += [CommCost("ep", "all_to_all", share * self.rows.sent * size, phase) for size in (row, H * e)]
         counted = view.ep > 1 and not self.even
         if counted:
             counts = INDEX_BYTES * E * share * (view.emp if self.gathers else 1)
-            found.append(CommCost("ep", "all_to_all", counts, "forward"))
+            sent.append(CommCost("ep", "all_to_all", counts, "forward"))
         if counted and self.gathers:
-            found.append(self._communication.over_emp("all_gather", INDEX_BYTES * E * view.emp, "forward"))
-        if view.splits_sequence:  # what the losses and the load need of the tokens of all ranks
+            sent.append(self._communication.over_emp("all_gather", INDEX_BYTES * E * view.emp, "forward"))
+        if view.splits_sequence:  # the losses and the load need sums over the tokens of all ranks
             numbers = E + 1 + k * E + (E if moe.loss_choices else 0)
-            found.append(self._communication.over_mp("all_gather", w * numbers * view.mp, "forward"))
-        return found
+            sent.append(self._communication.over_mp("all_gather", w * numbers * view.mp, "forward"))
+        return sent
 
     def _sent_over_emp(self) -> list[CommCost]:
-        """The communication between the ranks that share the width of an expert."""
+        """Return the communication over emp, the ranks that split the width of an expert."""
         view, over_emp, both = self.view, self._communication.over_emp, ("forward", "backward")
         if self.gathers:
             size = self.rows.multiplied * self.moe.hidden_size * view.item_bytes

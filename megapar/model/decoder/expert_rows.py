@@ -1,6 +1,6 @@
-"""Rows of a dispatch: how many a rank sends and its experts multiply, and how wide one is. Standard library only.
+"""Rows of a dispatch: their number and their width. Standard library only.
 
-A row is a (token, choice) pair. Plans and runs compute both here.
+A row is a (token, choice) pair. Plans and runs share these formulas.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megapar.model.decoder.sizes import MoeSizes
 
-ALIGNED_BYTES = 16  # from which NCCL copies whole vectors
+ALIGNED_BYTES = 16  # NCCL copies whole vectors of aligned rows
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class ExpertRows:
     """Rows of one layer and one micro-batch on one rank.
 
     Attributes:
-        sent: Rows that the tokens of this rank make.
-        multiplied: Rows that this rank's experts multiply where the load is even.
-        most: Rows that they multiply where all tokens of all ep ranks choose experts of this rank.
+        sent: Rows of this rank's tokens.
+        multiplied: Rows that this rank's experts multiply if the load is balanced.
+        most: Rows that they multiply in the worst case: all tokens of all ep ranks choose experts of this rank.
     """
 
     sent: int
@@ -28,19 +28,28 @@ class ExpertRows:
 
     @classmethod
     def of(cls, moe: MoeSizes, positions: int, ep: int, gathered: int, *, even: bool) -> ExpertRows:
-        """The rows of a rank that has ``positions`` of a micro-batch.
+        """Return the rows of a rank with ``positions`` positions of a micro-batch.
 
-        gathered: Ranks that share the width of an expert and gather one another's rows; 1 where each has all of them.
+        Args:
+            moe: Sizes of the layer.
+            positions: Positions on this rank.
+            ep: Expert parallel degree.
+            gathered: Number of emp ranks that gather each other's rows; 1 if each rank has all rows.
+            even: Messages have even splits, padded to the capacity.
         """
         sent = dispatched_rows(moe, positions, positions, even=even)
-        here = moe.num_experts // ep
-        return cls(sent, sent * gathered, positions * gathered * ep * min(moe.topk, here))
+        local_experts = moe.num_experts // ep
+        return cls(sent, sent * gathered, positions * gathered * ep * min(moe.topk, local_experts))
 
 
 def dispatched_rows(moe: MoeSizes, positions: int, tokens: int, *, even: bool) -> int:
-    """Rows that ``positions`` make: all pairs where nothing is dropped, else what the capacity lets through.
+    """Return the rows of ``positions`` positions: all pairs without a capacity, else at most the capacity.
 
-    tokens: Those that share a capacity. even: Messages have even splits, padded to the capacity.
+    Args:
+        moe: Sizes of the layer.
+        positions: Positions on this rank.
+        tokens: Tokens that share a capacity.
+        even: Messages have even splits, padded to the capacity.
     """
     if even:
         return moe.num_experts * moe.capacity(tokens)
@@ -49,7 +58,7 @@ def dispatched_rows(moe: MoeSizes, positions: int, tokens: int, *, even: bool) -
 
 
 def row_columns(hidden: int, weight_bytes: int, item_bytes: int) -> int:
-    """Elements of a token of ``hidden`` elements, the bits of its weight, and what fills up to 16 bytes."""
+    """Return the elements of a row: ``hidden`` elements, the bits of its weight, and padding to 16 bytes."""
     unit = max(1, ALIGNED_BYTES // item_bytes)
     wanted = hidden + weight_bytes // item_bytes
     return -(-wanted // unit) * unit

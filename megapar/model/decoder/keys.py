@@ -1,4 +1,7 @@
-"""The keys of config.json that decoders share, each with its flag. Standard library only."""
+"""Keys of config.json that decoders share, each with its flag. Standard library only.
+
+Tested in ``tests/training/checkpoints/test_convert.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ def _head_dim(config: Json) -> int:
 
 
 def _theta(config: Json) -> float:
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return float(found.get("rope_theta") or config["rope_theta"])
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return float(settings.get("rope_theta") or config["rope_theta"])
 
 
 def _rope_type(config: Json, key: str) -> str:
-    found = config.get(key) or {}
-    default = found.get("rope_type", found.get("type", "default")) == "default"
-    return "" if default else "where only the default type of rope is built"
+    settings = config.get(key) or {}
+    default = settings.get("rope_type", settings.get("type", "default")) == "default"
+    return "" if default else "but only the default type of rope is supported"
 
 
 def _old_rope_type(config: Json) -> str:
@@ -43,7 +46,7 @@ def _window(config: Json) -> str:
     window = config.get("sliding_window")
     if window is None or not config.get("use_sliding_window", True) or window >= config["max_position_embeddings"]:
         return ""
-    return "and attention here sees everything before it"
+    return "but attention here always sees all earlier positions"
 
 
 VOCABULARY = (Setting("vocab_size", SIZE, "vocab_size"), Setting("hidden_size", SIZE, "hidden_size"))
@@ -70,7 +73,7 @@ ATTENTION = (
         from_flags=lambda settings: {"rope_type": "default", "rope_theta": settings["rope_theta"]},
         refused=lambda config: _rope_type(config, "rope_parameters"),
     ),
-    Setting("rope_theta", THETA, written=False),  # the form of transformers before version 5, as is the next
+    Setting("rope_theta", THETA, written=False),  # this key and the next one are from transformers before version 5
     Setting("rope_scaling", rope, written=False, refused=_old_rope_type),
     Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_window),
     Setting("use_sliding_window", true_or_false, written=False),
@@ -82,7 +85,7 @@ ATTENTION = (
         to_flag=lambda config: config.get("attention_dropout") or 0.0,
     ),
     Setting(
-        "router_jitter_noise", OPTIONAL_PROBABILITY, written=False, ignored="the router's inputs get no noise here"
+        "router_jitter_noise", OPTIONAL_PROBABILITY, written=False, ignored="the router's inputs have no noise here"
     ),
 )
 OUTPUT = (
@@ -106,26 +109,26 @@ MTP = Setting(
     retrained=True,
     to_flag=lambda config: config.get("num_nextn_predict_layers") or 0,
     refused=lambda config: (
-        "where at most one block is built" if (config.get("num_nextn_predict_layers") or 0) > 1 else ""
+        "but at most one block is supported" if (config.get("num_nextn_predict_layers") or 0) > 1 else ""
     ),
 )
 
 
 def topk(key: str) -> Setting:
-    """The number of experts that each token is sent to."""
-    reason = "and top-1 routing of published models divides the single weight by itself, which is kept here"
+    """Return the setting for the number of experts per token."""
+    reason = "but top-1 routing of published models divides the single weight by itself, and here it is kept"
     return Setting(key, SIZE, "moe_router_topk", refused=lambda config: reason if config[key] < 2 else "")
 
 
 def _last_moe_layer(config: Json) -> str:
     last = config.get("moe_layer_end_index", -1)
-    good = last in (-1, config["num_hidden_layers"] - 1)
-    return "" if good else "where all layers to the last one must have experts"
+    supported = last in (-1, config["num_hidden_layers"] - 1)
+    return "" if supported else "but all layers up to the last one must have experts"
 
 
 def _leading(config: Json) -> str:
     dense = config.get("mlp_only_layers") or []
-    return "" if sorted(dense) == list(range(len(dense))) else "where only leading layers may be dense"
+    return "" if sorted(dense) == list(range(len(dense))) else "but only leading layers may be dense"
 
 
 ERNIE_EXPERTS = (

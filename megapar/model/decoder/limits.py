@@ -1,7 +1,9 @@
-"""Settings of a decoder that some published classes have no place for. Standard library only.
+"""Settings of a decoder that some published classes do not support. Standard library only.
 
-The rows that refuse ``--save-hf`` are made from these limits, and the export and ``megapar convert`` check them again
-against the sizes of the model at hand.
+The rules that refuse ``--save-hf`` are made from these limits. The export and ``megapar convert`` check them again
+against the sizes of the model.
+
+Tested in ``tests/model/hugging_face/test_save.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ NO_QK_NORM = Limit(
     id="hf-qk-norm",
     reads=("qk_norm",),
     within=lambda f: not f.qk_norm,
-    message="this class has no norms of queries and keys; Qwen3Moe has, which is written where there are experts",
+    message="this class has no norms of queries and keys; Qwen3Moe has them, and is written for models with experts",
     instead="Or train without --qk-norm.",
     passing="--qk-norm",
     failing="--qk-norm --num-experts 0",
@@ -57,7 +59,7 @@ NO_SHARED_EXPERTS = Limit(
     reads=("moe_shared_experts",),
     within=lambda f: f.moe_shared_experts == 0,
     message="this class has no shared experts",
-    instead="Or train without --moe-shared-experts, or without --qk-norm: Ernie4_5_Moe has them.",
+    instead="Or train without --moe-shared-experts, or without --qk-norm: Ernie4_5_Moe has shared experts.",
     passing="--moe-shared-experts 1",
     failing="--qk-norm --moe-shared-experts 1",
 )
@@ -83,7 +85,7 @@ ONE_EXPERT_SIZE = Limit(
     id="hf-moe-widths",
     reads=("moe_layer_ffn_hidden_sizes",),
     within=lambda f: not f.moe_layer_ffn_hidden_sizes,
-    message="the experts of this class are of one size in all layers",
+    message="the experts of this class have the same size in all layers",
     instead="Or train with --moe-ffn-hidden-size in place of --moe-layer-ffn-hidden-sizes.",
     failing="--num-layers 2 --moe-layer-ffn-hidden-sizes 128 64",
 )
@@ -91,7 +93,7 @@ DIVIDED_WEIGHTS = Limit(
     id="hf-moe-topk",
     reads=("moe_router_topk",),
     within=lambda f: f.moe_router_topk > 1,
-    message="this class divides the weight of a single choice by itself, and here it is the raw probability",
+    message="this class divides the weight of a single choice by itself, but here it is the raw probability",
     instead="Or train with --moe-router-topk 2.",
     passing="--moe-router-topk 2",
     failing="--moe-router-topk 1",
@@ -101,7 +103,7 @@ NO_MTP = Limit(
     reads=("mtp_depth",),
     within=lambda f: f.mtp_depth == 0,
     message="this class has no multi-token prediction block",
-    way="Without its block the model goes out: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
+    way="Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
     passing="--mtp-depth 1",
     failing="--qk-norm --mtp-depth 1",
 )
@@ -109,10 +111,10 @@ NO_CORRECTION_BIAS = Limit(
     id="hf-router-bias",
     reads=("moe_router_bias_update_rate",),
     within=lambda f: f.moe_router_bias_update_rate == 0,
-    message="this class has no place for the correction bias that --moe-router-bias-update-rate moves",
+    message="this class has no place for the correction bias that --moe-router-bias-update-rate updates",
     way=(
         "Without --qk-norm, megapar convert megapar-to-hf writes them as Ernie4_5_Moe, which has the bias; no "
-        "class known here has both."
+        "known class has both."
     ),
     passing="--moe-router-bias-update-rate 0.001",
     failing="--qk-norm --moe-router-bias-update-rate 0.001",

@@ -1,6 +1,6 @@
-"""The decoder: embedding, pre-norm blocks (dense or mixture of experts), final norm, head over the vocabulary.
+"""The decoder: embedding, pre-norm blocks (dense or mixture of experts), final norm, vocabulary head.
 
-Shape letters: B batch, S sequence, H hidden, V vocabulary, L mixture-of-experts layers, E experts; S is cut over mp
+Shape letters: B batch, S sequence, H hidden, V vocabulary, L mixture-of-experts layers, E experts; S is split over mp
 under sequence parallelism, written S(/mp).
 """
 
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 
 class LmHead(nn.Module):
-    """Cross-entropy over a vocabulary cut over mp; the weight is its own, or comes with the call where tied.
+    """Vocab parallel cross-entropy. A tied head has no weight; its caller passes the embedding's.
 
     x [B, S(/mp), H] (-> all-gather) @ w [V/mp, H]^T -> logits, in chunks of rows, never kept -> scalar sum
-    dgrad: all-reduce (reduce-scatter) over mp of the partial dx; wgrad: dw [V/mp, H], whole on its rank.
+    dgrad: all-reduce (reduce-scatter) over mp of the partial dx; wgrad: dw [V/mp, H], complete on its rank.
     """
 
     def __init__(self, sizes: DecoderSizes, **options: Unpack[LayerOptions]) -> None:
@@ -66,9 +66,9 @@ class LmHead(nn.Module):
         self.weight = None if sizes.tie_embeddings else parameter(shape, options["dtype"], options["device"])
 
     def forward(self, *inputs: tuple[Tensor, Tensor], tied: Tensor | None) -> list[Tensor]:
-        """Of each x [B, S(/mp), H] and labels [B, S] (-100: no loss) the sum of cross-entropies, max(fp32, dtype).
+        """Return the sum of cross-entropies for each (x [B, S(/mp), H], labels [B, S]), in max(fp32, dtype).
 
-        All in one call, because sharding lets the weight go behind it.
+        Label -100 means no loss. One call takes all inputs, because sharding reshards the weight after it.
         """
         weight = self._weight(tied)
         return [
@@ -79,7 +79,7 @@ class LmHead(nn.Module):
         ]
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
-        """[B, S(/mp), H] to the whole logits [B, S, V]; for inspection."""
+        """Return the whole logits [B, S, V] for x [B, S(/mp), H]; for inspection."""
         weight = self._weight(tied)
         check_shard(weight, self.vocab_size, self.mp)
         return gather_vocabulary(F.linear(self._enter(x), weight), self.vocab_size, self.mp)
@@ -90,18 +90,30 @@ class LmHead(nn.Module):
     def _weight(self, tied: Tensor | None) -> Tensor:
         weight = tied if self.weight is None else self.weight
         if weight is None:
-            raise ValueError("a head tied to the embedding needs the embedding's weight in the call")
+            raise ValueError("the head is tied to the embedding: pass the embedding's weight to the call")
         return local(weight)
 
 
 class Decoder(nn.Module):
     """A decoder language model, dense or mixture of experts.
 
-    Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``decoder_table(sizes)``. cp: how a sequence is shared by ranks, whose
-    batches then have their positions only. holding: what of the model this rank has in a pipeline; by default all.
-    slicing: layers run slice by slice, as drawn in ``model.layers.ampipe``. recompute: which layers keep only their
-    input; None: none of them. moe_layer: the class of mixture-of-experts layers. execution: how layers run.
+    ``layers`` contains the layers by their global number. Parameters are this rank's uninitialised shards; their names,
+    global shapes and splits are those of ``decoder_table(sizes)``.
+
+    Args:
+        sizes: Sizes of the model.
+        mp: Tensor parallel axis.
+        ep: Expert parallel axis.
+        emp: Axis over which the width of experts is split.
+        sequence_parallel: Split positions over mp outside the matrix products.
+        cp: Method and axis of context parallelism; batches then have this rank's positions only.
+        holding: Part of the model on this pipeline stage; None for all.
+        slicing: Slices of the sequence, run as drawn in ``model.layers.ampipe``.
+        recompute: Activation checkpointing; None to keep all activations.
+        moe_layer: Class of mixture-of-experts layers.
+        dtype: Compute dtype.
+        device: Device of the parameters.
+        execution: Options of the layers' execution, for example compilation.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
@@ -157,14 +169,20 @@ class Decoder(nn.Module):
         self.lm_head = LmHead(sizes, **options) if held.last else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
-        """The loss terms of one micro-batch.
+        """Return the loss terms of one micro-batch.
 
-        batch: tokens, labels (-100: no loss), positions [B, S] int64; valid [B, S] bool where some position is
-        padding, which must stand behind the text of its sample; ends [documents] int64 on the host where attention
-        stays inside documents: the place behind each in B * S. Under context parallelism S is this rank's positions,
-        but for ``ends``, which are those of whole samples; valid_tokens must be given, of whole samples, too, and for
-        multi-token prediction tokens_ahead and labels_ahead [B, S] (``model.decoder.mtp.following``).
-        valid_tokens: how many positions are valid; where it is not given it is counted, which waits for the device.
+        ``batch`` contains:
+            tokens, labels (-100: no loss), positions: [B, S] int64.
+            valid: [B, S] bool, if there is padding, which must come after the text of its sample.
+            ends: [documents] int64 on the host, if attention does not cross documents: the end of each in B * S.
+            tokens_ahead, labels_ahead: [B, S], for multi-token prediction under context parallelism
+                (``model.decoder.mtp.following``).
+        Under context parallelism S is this rank's positions, but ``ends`` are those of whole samples.
+
+        Args:
+            batch: The micro-batch.
+            valid_tokens: Valid positions of whole samples. None to count them, which waits for the device; required
+                under context parallelism.
         """
         x, stats, context = self._run(batch, valid_tokens)
         return collect(self._sums(x, batch, context, self.tied_weight), stats)
@@ -177,10 +195,14 @@ class Decoder(nn.Module):
         valid_tokens: int | None = None,
         tied_weight: Tensor | None = None,
     ) -> tuple[Tensor | None, Terms]:
-        """One chunk of a pipeline: (x for the next one, or None behind the last; the terms of its own layers).
+        """Run one chunk of a pipeline. Return (input of the next chunk or None after the last, terms of this chunk).
 
-        x: [B, S(/mp), H] of the chunk before, None for the first. batch, valid_tokens: as in ``forward``; every rank of
-        a pipeline reads the same. tied_weight: what the end computes with in place of the embedding's weight.
+        Args:
+            chunk: The chunk.
+            x: Output of the previous chunk, [B, S(/mp), H]; None for the first.
+            batch: As in ``forward``; all stages of a pipeline read the same batch.
+            valid_tokens: As in ``forward``.
+            tied_weight: Weight that the head uses instead of this rank's embedding weight.
         """
         context = self._context(batch, valid_tokens)
         if chunk.first:
@@ -195,34 +217,34 @@ class Decoder(nn.Module):
         return None, collect(self._sums(self.final_norm(x), batch, context, word), stats)
 
     def width_into(self, chunk: Chunk) -> int:
-        """Features of what a chunk takes from the one before it."""
+        """Return the features of a chunk's input."""
         return self.sizes.hidden_size
 
     @property
     def load_rows(self) -> list[int]:
-        """Which rows of a load [L, E] of the whole model belong to layers that are here."""
+        """Rows of the whole model's load [L, E] that belong to this rank's layers."""
         moe = self.sizes.moe_layers
         return [moe.index(int(name)) for name in sorted(self.layers, key=int) if int(name) in moe]
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
-        """The whole logits [B, S, V] of ``batch``, for inspection and comparison."""
+        """Return the whole logits [B, S, V] of ``batch``, for inspection and comparison."""
         assert self.lm_head is not None
         logits = self.lm_head.logits(self._run(batch, None)[0], self.tied_weight)
         return self._arrangement.restore(logits)
 
     @property
     def tied_weight(self) -> Tensor | None:
-        """The embedding's weight where the end of the model uses it too: the head, or multi-token prediction."""
+        """The embedding's weight if the head or multi-token prediction also uses it; otherwise None."""
         used = self.sizes.tie_embeddings or self.sizes.mtp_depth
         return self.embedding.word.weight if used and self.embedding is not None else None
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
-        """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
+        """Return the modules of each unit, by the unit's name in the table, in forward order. Each is called once."""
         units: dict[str, tuple[nn.Module, ...]] = {}
         if isinstance(self.embedding, DecoderEmbedding):
             units["embedding"] = (self.embedding,)
         elif self.embedding is not None and self.lm_head is not None:
-            # Whose calls take the copy of the weight.
+            # The modules whose calls take the copy of the weight.
             units["embedding"] = (self.lm_head,) if self.mtp is None else (self.mtp, self.lm_head)
         units |= {f"layers.{name}": (block,) for name, block in self.layers.items()}
         if self.final_norm is not None and self.lm_head is not None:
@@ -240,40 +262,51 @@ class Decoder(nn.Module):
                 block.moe.slice_by(slicing)
 
     def correction_biases(self) -> list[Tensor]:
-        """The routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
+        """Return the routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
         layers = (self.layers[name] for name in sorted(self.layers, key=int))
         experts = (block.moe for block in layers if isinstance(block, DecoderBlock))
         return [moe.router.correction_bias for moe in experts if moe is not None]
 
     def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float, keep: Tensor | None = None) -> None:
-        """Moves every correction bias towards its less loaded experts: bias += rate * sign(mean - count).
+        """Update all correction biases in favour of less loaded experts: bias += rate * sign(mean - count).
 
-        load: [E] counts of each layer over the whole global batch. keep: a scalar on the device, 0 where none moves.
         Source: auxiliary-loss-free balancing (DeepSeek-V3).
+
+        Args:
+            load: [E] counts of each layer over the global batch.
+            rate: Size of the update.
+            keep: Scalar on the device, 0 to leave the biases unchanged.
         """
         for bias, counts in zip(self.correction_biases(), load, strict=True):
             move_correction_bias(bias, counts, rate, keep)
 
     def _run(self, batch: dict[str, Tensor], valid_tokens: int | None) -> tuple[Tensor, list[MoeStats], Context]:
-        """Everything but the head: x [B, S(/mp), H] behind the final norm, and the layers' statistics."""
+        """Run everything except the head. Return x [B, S(/mp), H] after the final norm, the statistics, the context."""
         assert self.final_norm is not None
         context = self._context(batch, valid_tokens)
         x, stats = self._run_layers(self._embed(batch), context, self.layers)
         return self.final_norm(x), stats, context
 
     def _sums(self, x: Tensor, batch: dict[str, Tensor], context: Context, word: Tensor | None) -> dict[str, Tensor]:
-        """The loss sums; x: behind the final norm. word: the embedding's weight where the end of the model uses it."""
+        """Return the loss sums.
+
+        Args:
+            x: Output of the final norm.
+            batch: The micro-batch.
+            context: Context of the forward.
+            word: The embedding's weight if the head or multi-token prediction uses it.
+        """
         assert self.lm_head is not None
         labels = batch["labels"]
         if self.mtp is None:
             return {"lm": self.lm_head((x, self._arrange(labels)), tied=word)[0]}
         assert word is not None
         assert self.final_norm is not None
-        # Where ranks share a sequence what follows may be another's; then the data brings it.
+        # Under context parallelism the next token may be on another rank, so the data loader provides it.
         ahead = (batch["tokens_ahead"], batch["labels_ahead"]) if self.cp.active else following(batch["tokens"], labels)
-        tokens, asked = (self._arrange(data) for data in ahead)
-        further = self.final_norm(self.mtp(x, tokens, word, context))
-        lm, mtp = self.lm_head((x, self._arrange(labels)), (further, asked), tied=word)
+        next_tokens, next_labels = (self._arrange(data) for data in ahead)
+        mtp_hidden = self.final_norm(self.mtp(x, next_tokens, word, context))
+        lm, mtp = self.lm_head((x, self._arrange(labels)), (mtp_hidden, next_labels), tied=word)
         return {"lm": lm, "mtp": mtp}
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
@@ -286,7 +319,7 @@ class Decoder(nn.Module):
         return (join(y, context) if isinstance(y, Sliced) else y), stats
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
-        """Put data in the order in which every mp rank's chunk holds its part of every slice."""
+        """Reorder positions so that each mp rank's chunk holds its part of every slice."""
         return self._arrangement.arrange(x_BS)
 
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
@@ -298,7 +331,7 @@ class Decoder(nn.Module):
         valid = batch.get("valid")
         if valid_tokens is None:
             if self.cp.active:
-                raise ValueError("ranks that share sequences must be told how many valid tokens there are")
+                raise ValueError("valid_tokens is None: pass the number of valid tokens under context parallelism")
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
         places = batch.get("ends")

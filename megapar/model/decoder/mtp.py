@@ -1,15 +1,17 @@
-"""Multi-token prediction: one block behind the last layer that predicts the token after the next.
+"""Multi-token prediction: one block after the last layer that predicts the token after the next.
 
-At position t it sees what the model made of tokens 0..t and the embedding of token t + 1, and predicts token t + 2:
+At position t its inputs are the model's hidden state of tokens 0..t and the embedding of token t + 1. It predicts
+token t + 2:
 
     embedding of t + 1 -> norm -+
                                 +-> proj [H, 2 H] -> block (dense) -> the model's final norm and head
     hidden of t        -> norm -+
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) with the order of ERNIE 4.5: the embedding first, the hidden state
-from behind the final norm, which the block's output passes too.
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) with the order of ERNIE 4.5: the embedding comes first, and the
+hidden state is the output of the final norm, which also normalises the block's output.
 
-Shape letters: B batch, S sequence, H hidden, V vocabulary; S is cut over mp under sequence parallelism, written S(/mp).
+Shape letters: B batch, S sequence, H hidden, V vocabulary; S is split over mp under sequence parallelism, written
+S(/mp).
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Mtp(nn.Module):
-    """hidden [B, S(/mp), H], tokens t + 1 [B, S] -> [B, S(/mp), H].
+    """Multi-token prediction block: hidden [B, S(/mp), H], tokens t + 1 [B, S] -> [B, S(/mp), H].
 
-    Ledger: embedding_norm, hidden_norm [H], proj [H, 2 H], whole on every mp rank, partial gradients under sequence
-    parallelism; block.* a dense ``DecoderBlock``. The embedding's weight [V/mp, H] comes with the call.
+    Ledger: embedding_norm, hidden_norm [H], proj [H, 2 H], replicated over mp, with partial gradients under sequence
+    parallelism; block.* a dense ``DecoderBlock``. The caller passes the embedding's weight [V/mp, H].
     """
 
     def __init__(
@@ -60,11 +62,18 @@ class Mtp(nn.Module):
         self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
-        # Its number is that of a layer behind the last one: no experts, and dropout of its own.
+        # The block has the number after the last layer's, so it has no experts and a separate dropout stream.
         self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, slicing=slicing, **options)
 
     def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> Tensor:
-        """What the final norm and the head make predictions of. tokens: of ``following``."""
+        """Return the input of the final norm and the head, [B, S(/mp), H].
+
+        Args:
+            hidden: Output of the model's final norm, [B, S(/mp), H].
+            tokens: Tokens from ``following``, [B, S].
+            word: The embedding's weight, [V/mp, H].
+            context: Context of the forward.
+        """
         embedded = look_up(tokens, word, self.start, self.mp, sequence_parallel=self.sequence_parallel)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         x, _ = self.block(self.proj(both), context)
@@ -72,11 +81,11 @@ class Mtp(nn.Module):
 
 
 def following(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(token t + 1, label of t + 1) at every position t of [B, S].
+    """Return (token t + 1, label of t + 1) for each position t of [B, S].
 
-    Nothing is asked for where t or t + 1 has no label, so that nothing is predicted across a border that the labels
-    respect, and at the last position, whose next token nobody knows (nothing before it sees what stands there).
+    The label is ignored if t or t + 1 has none, so that no prediction crosses a document border. It is also ignored
+    at the last position, whose next token is unknown; the token there is arbitrary, because attention is causal.
     """
-    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
-    asked = torch.where(labels == IGNORED, IGNORED, after)
-    return torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1), asked
+    shifted = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+    next_labels = torch.where(labels == IGNORED, IGNORED, shifted)
+    return torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1), next_labels

@@ -1,4 +1,4 @@
-"""The published classes that the decoder can be: one entry in ``ARCHITECTURES`` each. Standard library only."""
+"""Published classes that the decoder implements, one entry in ``ARCHITECTURES`` each. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megapar.model.decoder.sizes import DecoderSizes
 from megapar.schema.legal_values import true_or_false
 from megapar.schema.published import PublishedArchitecture, PublishedForms, Setting, Settings
 
-# What a class has where no setting says otherwise
+# Flags of a class, unless its settings override them
 
 DENSE_FLAGS = {
     "hidden_dropout": 0.0,
@@ -150,17 +150,17 @@ ARCHITECTURES = (ERNIE4_5, ERNIE4_5_MOE, MIXTRAL, QWEN3_MOE)
 
 
 def settings_of(sizes: DecoderSizes) -> Settings:
-    """A decoder's numbers by the names of the flags; --moe-router-bias-update-rate is none of them, so it is 0."""
+    """Return a decoder's sizes by the names of the flags. --moe-router-bias-update-rate is not a size, so it is 0."""
     moe = sizes.moe if sizes.moe_layers else None
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **vars(sizes),
         "untie_embeddings_and_output_weights": not sizes.tie_embeddings,
         "moe_layer_ffn_hidden_sizes": tuple(sizes.moe_widths),
         "moe_router_bias_update_rate": 0.0,
     }
     if moe is None:
-        return found | {"num_experts": 0}
-    return found | {
+        return settings | {"num_experts": 0}
+    return settings | {
         "add_bias_linear": sizes.add_bias_linear or moe.add_bias,
         "num_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,

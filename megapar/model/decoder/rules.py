@@ -1,4 +1,7 @@
-"""Rows on the sizes of decoders and of their mixture-of-experts layers."""
+"""Rules on the sizes of decoders and of their mixture-of-experts layers.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ RULES: tuple[Rule, ...] = (
         reads=("position_embedding_type", "head_dim"),
         when=lambda f: f.position_embedding_type == "rope",
         requires=lambda f: f.head_dim % 2 == 0,
-        message="rotary positions turn pairs of features: the head dim must be even",
+        message="rotary positions rotate pairs of features: the head dim must be even",
         fix=lambda f: f"Choose --head-dim {near_multiples(2, f.head_dim)}.",
         source=SOURCE,
         passing="--head-dim 32",
@@ -42,7 +45,7 @@ RULES: tuple[Rule, ...] = (
         reads=("moe_router_topk", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.moe_router_topk <= f.num_experts,
-        message="--moe-router-topk is at most --num-experts",
+        message="--moe-router-topk must be at most --num-experts",
         fix=lambda f: f"Choose --moe-router-topk 1 to {f.num_experts}.",
         source=SOURCE,
         passing="--num-experts 4 --moe-router-topk 4",
@@ -68,7 +71,7 @@ RULES: tuple[Rule, ...] = (
         reads=("first_k_dense", "num_layers", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.first_k_dense < f.num_layers,
-        message="--first-k-dense leaves at least one layer with experts",
+        message="--first-k-dense must leave at least one layer with experts",
         fix=lambda f: f"Choose 0 to {f.num_layers - 1}, or --num-experts 0 for a dense decoder.",
         source=SOURCE,
         passing="--num-layers 4 --first-k-dense 3",
@@ -82,7 +85,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: (
             f.num_experts % f.moe_router_num_groups == 0 and f.moe_router_group_topk <= f.moe_router_num_groups
         ),
-        message="--moe-router-num-groups divides --num-experts, and --moe-router-group-topk is at most their number",
+        message="--moe-router-num-groups must divide --num-experts and be at least --moe-router-group-topk",
         fix=lambda f: f"Choose --moe-router-num-groups {near_divisors(f.num_experts, f.moe_router_num_groups)}.",
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -100,8 +103,8 @@ RULES: tuple[Rule, ...] = (
                 and f.moe_router_topk <= f.moe_router_group_topk * (f.num_experts // f.moe_router_num_groups)
             )
         ),
-        message="the choices come evenly from the groups: --moe-router-group-topk divides --moe-router-topk, and a "
-        "group has experts for its share",
+        message="the choices come evenly from the groups: --moe-router-group-topk must divide --moe-router-topk, and "
+        "each group must have enough experts for its share",
         fix=lambda f: f"Choose --moe-router-group-topk {near_divisors(f.moe_router_topk, f.moe_router_group_topk)}.",
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -113,7 +116,7 @@ RULES: tuple[Rule, ...] = (
         reads=("moe_router_num_groups", "moe_router_group_topk", "changed"),
         when=lambda f: bool(f.changed & {"moe_router_num_groups", "moe_router_group_topk"}),
         requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
-        message="choices from all groups are not limited: --moe-router-num-groups would do nothing",
+        message="--moe-router-num-groups would do nothing, because choices may come from all groups",
         fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave both out.",
         source=NO_EFFECT,
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -128,7 +131,7 @@ RULES: tuple[Rule, ...] = (
             len(f.moe_layer_ffn_hidden_sizes) == f.num_layers - f.first_k_dense
             and "moe_ffn_hidden_size" not in f.changed
         ),
-        message="--moe-layer-ffn-hidden-sizes has one size for every layer with experts, in place of "
+        message="--moe-layer-ffn-hidden-sizes takes one size for each layer with experts, in place of "
         "--moe-ffn-hidden-size",
         fix=lambda f: f"Give {f.num_layers - f.first_k_dense} sizes, and no --moe-ffn-hidden-size.",
         source=SOURCE,
@@ -152,7 +155,7 @@ RULES: tuple[Rule, ...] = (
         reads=("mtp_depth", "seq_length"),
         when=lambda f: f.mtp_depth > 0,
         requires=lambda f: f.seq_length > 1,
-        message="the token after the next is within the sample: --seq-length is at least 2",
+        message="the token after the next must be inside the sample: --seq-length must be at least 2",
         source=SOURCE,
         passing="--mtp-depth 1 --seq-length 2",
         failing="--mtp-depth 1 --seq-length 1",

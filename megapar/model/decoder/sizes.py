@@ -1,6 +1,6 @@
-"""The numbers that a decoder and its mixture-of-experts layers are built from.
+"""Sizes and options of a decoder and its mixture-of-experts layers. Standard library only, no torch.
 
-Standard library only, no torch; every size is global, whatever the layout.
+All sizes are global and independent of the parallel layout.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class MoeSizes:
-    """Sizes and routing options of one MoE layer; every size is global, whatever the layout.
+    """Sizes and routing options of one mixture-of-experts layer. All sizes are global.
 
     Attributes:
         hidden_size: Features of a token (H).
         ffn_hidden_size: Intermediate features of one expert (F).
         num_experts: Routed experts (E).
-        topk: Experts each token is sent to (k), 1 <= k <= E.
-        shared_experts: Experts every token passes; they are one MLP of width ``shared_width``. 0: none.
-        kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (a capacity, tokens dropped).
-        capacity_factor: With ``min_capacity`` and ``drop_policy``, for deepspeed_moe only; see ``capacity``.
-        min_capacity: Least capacity of an expert.
-        drop_policy: Which choices are kept when an expert is full.
-        capacity_scope: The tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
+        topk: Experts per token (k), 1 <= k <= E.
+        shared_experts: Experts that all tokens pass, built as one MLP of width ``shared_width``. 0 for none.
+        kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (has a capacity and drops tokens).
+        capacity_factor: Capacity factor, for deepspeed_moe only; see ``capacity``.
+        min_capacity: Least capacity of an expert, for deepspeed_moe only.
+        drop_policy: Choices to keep when an expert is full, for deepspeed_moe only.
+        capacity_scope: Tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
         activation: ``swiglu`` (gate and up) or ``gelu`` (up only).
         add_bias: Experts have biases.
-        score: The function that turns router logits into scores.
+        score: Function from router logits to scores: ``softmax`` or ``sigmoid``.
         groups: Equal groups of experts; a token's choices come from the best ``group_topk`` of them.
         group_topk: Groups that a token's choices come from.
         scaling: Factor on the weights of expert outputs.
-        sequence_aux: The load balancing loss of each sample by itself is computed.
-        orthogonal: The loss that keeps the router's rows orthogonal is computed.
-        biased: The correction bias may be other than 0.
+        sequence_aux: Compute the load balancing loss of each sample.
+        orthogonal: Compute the loss that keeps the router's rows orthogonal.
+        biased: The correction bias may differ from 0.
     """
 
     hidden_size: int = follows(lambda values: values["hidden_size"])
@@ -91,14 +91,14 @@ class MoeSizes:
     min_capacity: int = flag(4, "least capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
     drop_policy: str = flag(
         "token",
-        "who is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",
+        "what is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",
         name="moe_drop_policy",
         choices=DROP_POLICIES,
         value="token",
     )
     capacity_scope: str = flag(
         "micro_batch",
-        "tokens that capacity is counted over: the whole micro-batch, or each rank's own part (DeepSpeed)",
+        "tokens that share a capacity: those of the whole micro-batch, or of each rank (DeepSpeed)",
         name="moe_capacity_scope",
         choices=CAPACITY_SCOPES,
         value="micro_batch",
@@ -107,14 +107,14 @@ class MoeSizes:
     add_bias: bool = follows(lambda values: values["add_bias_linear"], value=False)
     score: str = flag(
         "softmax",
-        "what makes scores of router logits",
+        "function from router logits to scores",
         name="moe_router_score_function",
         choices=SCORES,
         value="softmax",
     )
     groups: int = flag(
         1,
-        "equal groups of experts that choices are limited to some of",
+        "equal groups of experts; a token's choices come from some of the groups",
         name="moe_router_num_groups",
         unit="groups",
         low=1,
@@ -140,7 +140,7 @@ class MoeSizes:
     )
 
     def __post_init__(self) -> None:
-        # The command line has refused wrong values with a full report; this guards direct users.
+        # The command line refuses wrong values with a full report. This check is for direct callers.
         for field, legal in (
             ("kind", KINDS),
             ("drop_policy", DROP_POLICIES),
@@ -160,14 +160,15 @@ class MoeSizes:
 
     @property
     def has_capacity(self) -> bool:
-        """Tokens may be dropped."""
+        """Experts have a capacity, so tokens may be dropped."""
         return self.kind == DEEPSPEED_MOE
 
     @property
     def loss_choices(self) -> int:
-        """Of a token's experts in order of score, those that the balance losses count; 0 where its choices are these.
+        """Number of a token's best experts by score that the load balancing losses count; 0 if they are its choices.
 
-        Biases and groups may choose others: the losses of DeepSeek-V3 (arXiv 2412.19437, equation 18) count by score.
+        With biases or groups the choices may differ from the best experts by score, which the losses of DeepSeek-V3
+        count (arXiv 2412.19437, equation 18).
         """
         if not self.biased and self.group_topk == self.groups:
             return 0
@@ -175,7 +176,7 @@ class MoeSizes:
 
     @property
     def gated(self) -> bool:
-        """The experts have a gate beside the up projection."""
+        """The experts have a gate in addition to the up projection."""
         return self.activation == "swiglu"
 
     @property
@@ -184,16 +185,16 @@ class MoeSizes:
         return self.shared_experts * self.ffn_hidden_size
 
     def capacity(self, tokens: int) -> int:
-        """(token, choice) pairs one expert may keep of ``tokens`` non-padding tokens (C).
+        """Return the capacity C: (token, choice) pairs that one expert keeps of ``tokens`` non-padding tokens.
 
-        ceil(tokens / E · factor · k), at least ``min_capacity``. Computed in fractions from the factor as it
-        was written, so that 1.1 times 10 is 11 and not 12.
+        It is ceil(tokens / E · factor · k), at least ``min_capacity``. Decimal fractions make it exact: 1.1 times 10 is
+        11, not 12.
         """
         return max(math.ceil(tokens * self.capacity_per_token), self.min_capacity)
 
     @property
     def capacity_per_token(self) -> Fraction:
-        """factor · k / E, exactly."""
+        """Exact value of factor · k / E."""
         return Fraction(self.topk, self.num_experts) * Fraction(str(self.capacity_factor))
 
 
@@ -210,10 +211,10 @@ class DecoderSizes(ModelSizes):
         add_bias_linear: Linear layers have biases.
         qk_norm: RMSNorm on queries and keys of each head.
         rope_theta: Base of the rotary angles.
-        tie_embeddings: The head reads the word embedding.
+        tie_embeddings: The head uses the word embedding's weight.
         first_k_dense: Leading layers without experts.
-        moe: The experts of a layer; None for a dense decoder.
-        moe_widths: Intermediate features of an expert, of every mixture-of-experts layer in order; empty: ``moe``'s.
+        moe: Experts of a layer; None for a dense decoder.
+        moe_widths: Intermediate features of an expert for each mixture-of-experts layer; empty to use ``moe``'s.
         mtp_depth: Multi-token prediction blocks after the last layer, 0 or 1.
     """
 
@@ -259,7 +260,7 @@ class DecoderSizes(ModelSizes):
     rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0)
     tie_embeddings: bool = flag(
         False,
-        "an output projection of its own",
+        "a separate output projection",
         name="untie_embeddings_and_output_weights",
         through=(not_, not_),
         value=True,
@@ -272,7 +273,7 @@ class DecoderSizes(ModelSizes):
     )
     moe_widths: tuple[int, ...] = flag(
         None,
-        "intermediate features of one expert, one number for every layer with experts",
+        "intermediate features of one expert, one number for each layer with experts",
         name="moe_layer_ffn_hidden_sizes",
         group="moe",
         unit="features",
@@ -295,7 +296,7 @@ class DecoderSizes(ModelSizes):
     stored_kind: ClassVar[str] = "DecoderSizes"
 
     def __post_init__(self) -> None:
-        # The command line has refused wrong values with a full report; this guards direct users.
+        # The command line refuses wrong values with a full report. This check is for direct callers.
         require_choice("normalization", self.normalization, NORMALIZATIONS)
         require_choice("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDINGS)
         require_choice("activation", self.activation, ACTIVATIONS)
@@ -305,13 +306,13 @@ class DecoderSizes(ModelSizes):
                 f"num_query_groups ({self.num_query_groups})"
             )
         if self.position_embedding_type == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rope turns pairs, so it must be even")
+            raise ValueError(f"head_dim is {self.head_dim}; rope rotates pairs, so it must be even")
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
             raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
         if self.moe_widths and len(self.moe_widths) != len(self.moe_layers):
             raise ValueError(f"{len(self.moe_widths)} moe_widths for {len(self.moe_layers)} layers with experts")
         if self.mtp_depth not in (0, 1):
-            raise ValueError(f"mtp_depth is {self.mtp_depth}; there is at most one block")
+            raise ValueError(f"mtp_depth is {self.mtp_depth}; it must be 0 or 1")
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -327,7 +328,7 @@ class DecoderSizes(ModelSizes):
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """The distinct widths of the MLPs that every token passes: dense ones, and shared experts."""
+        """Distinct widths of the MLPs that all tokens pass: dense MLPs and shared experts."""
         moes = (self.moe_at(layer) for layer in range(self.num_layers))
         return tuple(dict.fromkeys(self.ffn_hidden_size if moe is None else moe.shared_width for moe in moes))
 
@@ -338,7 +339,7 @@ class DecoderSizes(ModelSizes):
 
     @property
     def gated(self) -> bool:
-        """The MLP has a gate beside the up projection."""
+        """The MLP has a gate in addition to the up projection."""
         return self.activation == "swiglu"
 
     @property
@@ -347,7 +348,7 @@ class DecoderSizes(ModelSizes):
         return () if self.moe is None else tuple(range(self.first_k_dense, self.num_layers))
 
     def moe_at(self, layer: int) -> MoeSizes | None:
-        """The experts of layer number ``layer``; None where it is dense."""
+        """Return the experts of layer ``layer``; None for a dense layer."""
         if self.moe is None or not self.first_k_dense <= layer < self.num_layers:
             return None
         if not self.moe_widths:
@@ -356,32 +357,32 @@ class DecoderSizes(ModelSizes):
 
     @property
     def expert_widths(self) -> tuple[int, ...]:
-        """The distinct intermediate widths of routed experts, in rising order."""
+        """Distinct intermediate widths of routed experts, in ascending order."""
         return () if self.moe is None else tuple(sorted({*(self.moe_widths or (self.moe.ffn_hidden_size,))}))
 
     @property
     def routed_experts(self) -> int:
-        """Experts of a layer; 0 without mixture-of-experts layers."""
+        """Routed experts of a layer; 0 without mixture-of-experts layers."""
         return 0 if self.moe is None else self.moe.num_experts
 
     @property
     def experts_per_token(self) -> int:
-        """Routed experts that a token is sent to; 0 without mixture-of-experts layers."""
+        """Routed experts per token (top-k); 0 without mixture-of-experts layers."""
         return 0 if self.moe is None else self.moe.topk
 
     @property
     def drops_tokens(self) -> bool:
-        """Experts have a capacity; what exceeds it is dropped."""
+        """Experts have a capacity and drop the tokens that exceed it."""
         return self.moe is not None and self.moe.has_capacity
 
     @property
     def shares_embedding(self) -> bool:
-        """The head, or the block of multi-token prediction, reads the word embedding too."""
+        """The head, or the multi-token prediction block, also reads the word embedding."""
         return self.tie_embeddings or self.mtp_depth > 0
 
     @property
     def causal(self) -> bool:
-        """A token attends to earlier ones only."""
+        """Tokens attend only to themselves and earlier tokens."""
         return True
 
     def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
@@ -395,11 +396,11 @@ class DecoderSizes(ModelSizes):
         return replace(self, num_layers=dense + moe, first_k_dense=first, moe_widths=widths)
 
     def without_training_blocks(self) -> Self:
-        """The decoder without multi-token prediction."""
+        """Return the decoder without multi-token prediction."""
         return replace(self, mtp_depth=0)
 
     def facts(self) -> dict[str, Any]:
-        """See ``ModelSizes``; how experts drop tokens leaves no trace in their weights."""
+        """See ``ModelSizes``. Options on dropped tokens are left out, because weights do not depend on them."""
         facts = super().facts()
         if facts["moe"]:
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):

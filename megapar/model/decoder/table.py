@@ -1,4 +1,4 @@
-"""The parameter table of a decoder. Shape letters as in ``model.parameter``."""
+"""Parameter table of a decoder. Shape letters as in ``model.parameter``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megapar.model.parameter import (
 
 
 def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
-    """The table of a decoder, in the order of its forward; Hugging Face names are those of Ernie4_5(_Moe)."""
+    """Return the table of a decoder, in forward order. Hugging Face names are those of Ernie4_5(_Moe)."""
     V, H = sizes.vocab_size, sizes.hidden_size
     rows = [weight_row("embedding.word.weight", (V, H), "model.embed_tokens.weight", "embedding", axes=(("mp", 0),))]
     if sizes.position_embedding_type == "learned":
@@ -48,7 +48,7 @@ def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
 
 
 def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
-    """Of a block called ``name``, with both norms."""
+    """Return the rows of attention and both norms of the block ``name``."""
     H, D, bias, biased = sizes.hidden_size, sizes.head_dim, sizes.add_bias_linear, sizes.normalization == "layernorm"
     rows = norm_rows(f"{name}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
     names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
@@ -62,7 +62,7 @@ def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> li
 
 
 def _mtp(sizes: DecoderSizes) -> list[ParameterSpec]:
-    """The multi-token prediction block, part of the head; Hugging Face names are those of the ERNIE 4.5 folders."""
+    """Return the rows of the multi-token prediction block, part of the head. Names are those of ERNIE 4.5 folders."""
     H, biased, hf = sizes.hidden_size, sizes.normalization == "layernorm", "model.mtp_block.0"
     proj = weight_row("mtp.proj.weight", (H, 2 * H), "model.mtp_linear_proj.0.weight", "head", mp_partial="sp")
     return [

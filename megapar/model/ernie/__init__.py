@@ -1,1 +1,1 @@
-"""The ERNIE encoder, pre-trained by masked words and sentence order."""
+"""ERNIE encoder, pre-trained on masked words and sentence order."""

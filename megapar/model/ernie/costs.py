@@ -1,4 +1,7 @@
-"""The costs of an ERNIE encoder on a rank. Standard library only."""
+"""Costs of an ERNIE encoder on a rank. Standard library only.
+
+Tested in ``tests/model/cost/test_model_cost.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from megapar.model.ernie.sizes import ErnieSizes
 
 
 class ErnieCost(ModelCost):
-    """The units of an encoder."""
+    """Costs of an encoder's units."""
 
     sizes: ErnieSizes
 
@@ -34,7 +37,7 @@ class ErnieCost(ModelCost):
 
     @cached_property
     def embedding(self) -> UnitCost:
-        """Words, positions, sentences and tasks, and a norm."""
+        """Cost of the word, position, sentence and task embeddings, and a norm."""
         return self._operators.embedding(self._embedding_kept)
 
     @property
@@ -44,7 +47,7 @@ class ErnieCost(ModelCost):
         return self._operators.hidden_bytes + 2.0 * w * s + 3 * INDEX_BYTES * s
 
     def layer(self, number: int) -> UnitCost:
-        """Layer ``number``."""
+        """Return the cost of layer ``number``."""
         recomputed = self.view.recomputed(number)
         if recomputed not in self._layers:
             parts = [
@@ -60,50 +63,50 @@ class ErnieCost(ModelCost):
 
     @cached_property
     def head(self) -> UnitCost:
-        """The masked language model, at the masked positions only; the sentence-order head is too small to count."""
+        """Cost of the masked language model's head at the masked positions. The sentence-order head is negligible."""
         ops, sizes = self._operators, self.sizes
         words = self.masked_word_head(sizes.hidden_size, self.view.tokens * self.view.masked_share)
         return UnitCost("head", (ops.leaving(sizes.hidden_size, scatters=False), *words), ops.hidden_bytes)
 
     def masked_word_head(self, features: int, rows: float) -> tuple[OpCost, ...]:
-        """A head over the vocabulary at ``rows`` positions of so many features."""
+        """Return the operators of a vocabulary head at ``rows`` positions of ``features`` features."""
         return self._operators.masked_word_head(features, rows, self.sizes.vocab_size)
 
     def block(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:
-        """One layer. A causal one may attend to ``memory`` positions of the segment before."""
+        """Return the operators of a layer. A causal one may attend to ``memory`` positions of the previous segment."""
         ops, sizes = self._operators, self.sizes
         mlp = ops.mlp(sizes.ffn_hidden_size, gated=False, dropped=ops.dropped())
         return [*self._attention(causal=causal, segments=segments, memory=memory), ops.norm(), *mlp]
 
     @classmethod
     def forward_flops(cls, sizes: ErnieSizes, seq_length: int) -> list[int]:
-        """See ``ModelCost``; 15 % of the positions are masked."""
+        """See ``ModelCost``. 15 % of the positions are masked."""
         layers = cls.layer_flops(sizes, seq_length)
         masked = seq_length * MASKED_PERCENT // 100
         return [0, *layers, cls._pooled_flops(sizes) + masked * cls.word_flops(sizes)]
 
     @classmethod
     def step_flops(cls, sizes: ErnieSizes, sequences: int, seq_length: int, predicted: int | None = None) -> int:
-        """See ``ModelCost``; without ``predicted`` 15 % of all positions are masked."""
+        """See ``ModelCost``. Without ``predicted``, 15 % of all positions are masked."""
         masked = sequences * seq_length * MASKED_PERCENT // 100 if predicted is None else predicted
         sequence = sum(cls.layer_flops(sizes, seq_length)) + cls._pooled_flops(sizes)
         return FORWARD_AND_BACKWARD * (sequences * sequence + masked * cls.word_flops(sizes))
 
     @staticmethod
     def layer_flops(sizes: ErnieSizes, seq_length: int) -> list[int]:
-        """FLOPs of the forward of one sequence, of each layer."""
+        """Return the forward FLOPs of one sequence for each layer."""
         cost = ErnieCost(replace(sizes, seq_length=seq_length), RankView.alone(seq_length))
         return [cost.layer(number).flops for number in range(sizes.num_layers)]
 
     @staticmethod
     def word_flops(sizes: ErnieSizes) -> int:
-        """FLOPs of the forward of the masked-word head at one position."""
+        """Return the forward FLOPs of the masked-word head at one position."""
         cost = ErnieCost(sizes, RankView.alone(1))
         return round(sum(operator.flops for operator in cost.masked_word_head(sizes.hidden_size, 1)))
 
     @staticmethod
     def _pooled_flops(sizes: ErnieSizes) -> int:
-        """FLOPs of the forward of the sentence-order head: a pooler and two classes, once for each sequence."""
+        """Return the forward FLOPs of the sentence-order head for one sequence: a pooler and two classes."""
         return 2 * sizes.hidden_size * (sizes.hidden_size + 2) if sizes.sop else 0
 
     def _attention(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:

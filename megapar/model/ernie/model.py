@@ -1,6 +1,6 @@
-"""The ERNIE encoder: embeddings, post-norm blocks, pooler; heads for masked words and for sentence order.
+"""The ERNIE encoder: embeddings, post-norm blocks, pooler, and heads for masked words and for sentence order.
 
-Shape letters: B batch, S sequence, H hidden, V vocabulary, M masked positions; S is cut over mp under sequence
+Shape letters: B batch, S sequence, H hidden, V vocabulary, M masked positions; S is split over mp under sequence
 parallelism, written S(/mp).
 """
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 
 
 class Pooler(Linear):
-    """tanh(x w^T + b) of the first position: x [B, S, H] -> [B, H]. The whole weight on every mp rank."""
+    """Pooler: tanh(x w^T + b) of the first position, x [B, S, H] -> [B, H]. The weight is replicated over mp."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, H] to [B, H]."""
+        """Return [B, H] for x [B, S, H]."""
         return torch.tanh(super().forward(x[:, 0]))
 
 
 class SentenceOrderHead(nn.Module):
-    """Cross-entropy of two classes (in order, swapped): pooled [B, H] -> scalar sum. Whole on every mp rank."""
+    """Cross-entropy of two classes (in order, swapped): pooled [B, H] -> scalar sum. Replicated over mp."""
 
     def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
@@ -62,20 +62,28 @@ class SentenceOrderHead(nn.Module):
         self.bias = parameter((2,), dtype, device)
 
     def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
-        """[B, H] and labels [B] to the sum of cross-entropies in max(fp32, dtype)."""
+        """Return the sum of cross-entropies in max(fp32, dtype) for pooled [B, H] and labels [B]."""
         return F.cross_entropy(self.logits(pooled).to(at_least_fp32(pooled.dtype)), labels, reduction="sum")
 
     def logits(self, pooled: Tensor) -> Tensor:
-        """[B, H] to [B, 2]."""
+        """Return the logits [B, 2] for pooled [B, H]."""
         return F.linear(pooled, local(self.weight), local(self.bias))
 
 
 class MaskedLmHead(nn.Module):
-    """Cross-entropy of masked words; the decoder is the word embedding [V/mp, H], which comes with the call.
+    """Vocab parallel cross-entropy of masked words. The caller passes the word embedding [V/mp, H] as the output layer.
 
     rows [M, I] -> transform [H, I] -> gelu -> norm -> @ w [V/mp, H]^T + bias [V/mp] -> in chunks -> scalar sum
-    transform and norm do the same on every mp rank; dgrad: all-reduce over mp behind the norm; wgrad: dw and dbias of
-    this rank's vocabulary, whole on their rank.
+    transform and norm are replicated over mp; dgrad: all-reduce over mp after the norm; wgrad: dw and dbias of this
+    rank's vocabulary, complete on their rank.
+
+    Args:
+        sizes: Sizes of the model.
+        features: Features I of the rows; None for H.
+        mp: Tensor parallel axis.
+        dtype: Compute dtype.
+        device: Device of the parameters.
+        run: Runner of pure functions.
     """
 
     def __init__(
@@ -88,7 +96,6 @@ class MaskedLmHead(nn.Module):
         device: torch.device | str | None,
         run: FunctionRunner = plain,
     ) -> None:
-        """features: I of the rows, by default H."""
         super().__init__()
         H = sizes.hidden_size
         self.vocab_size, self.mp = sizes.vocab_size, mp
@@ -97,14 +104,20 @@ class MaskedLmHead(nn.Module):
         self.bias = parameter((vocabulary_range(sizes.vocab_size, mp)[1],), dtype, device)
 
     def forward(self, rows: Tensor, labels: Tensor, word: Tensor) -> Tensor:
-        """[M, I], labels [M] and the word embedding to the sum of cross-entropies in max(fp32, dtype)."""
+        """Return the sum of cross-entropies in max(fp32, dtype).
+
+        Args:
+            rows: [M, I].
+            labels: [M] int64.
+            word: The word embedding's weight, [V/mp, H].
+        """
         hidden = copy(self._transformed(rows), self.mp)
         return linear_cross_entropy(
             hidden, local(word), local(self.bias), labels, vocab_size=self.vocab_size, mp=self.mp
         )
 
     def logits(self, x: Tensor, word: Tensor) -> Tensor:
-        """[.., H] to the whole logits [.., V]; for inspection."""
+        """Return the whole logits [.., V] for x [.., H]; for inspection."""
         check_shard(local(word), self.vocab_size, self.mp)
         logits = F.linear(self._transformed(x), local(word), local(self.bias))
         return gather_vocabulary(logits, self.vocab_size, self.mp)
@@ -117,10 +130,19 @@ class MaskedLmHead(nn.Module):
 class Ernie(nn.Module):
     """An ERNIE encoder with its heads.
 
-    Layers live in ``layers``, keyed by their global number. Parameters hold this rank's pieces and are uninitialised;
-    names, global shapes and cuts are those of ``ernie_table(sizes)``. cp: how a sequence is shared by ranks, whose
-    batches then have their positions only. holding: what of the model this rank has in a pipeline; by default all.
-    recompute: which layers keep only their input; None: none of them. execution: how layers run.
+    ``layers`` contains the layers by their global number. Parameters are this rank's uninitialised shards; their names,
+    global shapes and splits are those of ``ernie_table(sizes)``.
+
+    Args:
+        sizes: Sizes of the model.
+        mp: Tensor parallel axis.
+        sequence_parallel: Split positions over mp outside the matrix products.
+        cp: Method and axis of context parallelism; batches then have this rank's positions only.
+        holding: Part of the model on this pipeline stage; None for all.
+        recompute: Activation checkpointing; None to keep all activations.
+        dtype: Compute dtype.
+        device: Device of the parameters.
+        execution: Options of the layers' execution, for example compilation.
     """
 
     embedding: ErnieEmbedding | TiedWord | None
@@ -173,13 +195,21 @@ class Ernie(nn.Module):
         self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
-        """The loss terms of one micro-batch.
+        """Return the loss terms of one micro-batch.
 
-        batch: tokens, token_types, task_types, positions [B, S] int64; valid [B, S] bool where some position is
-        padding; masked_index [M] (into the flattened B * S), masked_labels [M]; sop_labels [B] with ``sop``. Under
-        context parallelism S is this rank's positions; with valid come lengths [B] int64 on the host, the valid
-        positions of whole samples.
-        valid_tokens is taken for the sake of one call for all models; nothing here depends on it.
+        ``batch`` contains:
+            tokens, token_types, task_types, positions: [B, S] int64.
+            valid: [B, S] bool, if there is padding.
+            masked_index: [M] positions in the flattened B * S.
+            masked_labels: [M] int64.
+            sop_labels: [B], with ``sop``.
+            lengths: [B] int64 on the host, if there is padding under context parallelism: valid positions of whole
+                samples.
+        Under context parallelism S is this rank's positions.
+
+        Args:
+            batch: The micro-batch.
+            valid_tokens: Unused; all models have the same signature.
         """
         x = self._run(batch)
         return collect(self._sums(x, batch, self.tied_weight), (), x.new_zeros((), dtype=at_least_fp32(x.dtype)))
@@ -192,10 +222,14 @@ class Ernie(nn.Module):
         valid_tokens: int | None = None,
         tied_weight: Tensor | None = None,
     ) -> tuple[Tensor | None, Terms]:
-        """One chunk of a pipeline: (x for the next one, or None behind the last; its terms).
+        """Run one chunk of a pipeline. Return (input of the next chunk or None after the last, terms of this chunk).
 
-        x: [B, S(/mp), H] of the chunk before, None for the first. batch, valid_tokens: as in ``forward``; every rank of
-        a pipeline reads the same. tied_weight: what the head computes with in place of the embedding's weight.
+        Args:
+            chunk: The chunk.
+            x: Output of the previous chunk, [B, S(/mp), H]; None for the first.
+            batch: As in ``forward``; all stages of a pipeline read the same batch.
+            valid_tokens: As in ``forward``.
+            tied_weight: Weight that the head uses instead of this rank's embedding weight.
         """
         if chunk.first:
             x = self._embed(batch)
@@ -208,7 +242,7 @@ class Ernie(nn.Module):
         return None, collect(self._sums(self._leave(x), batch, word), (), like)
 
     def logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """(masked-word logits [B, S, V] of every position, sentence-order logits [B, 2] or None); for inspection."""
+        """Return (masked-word logits [B, S, V], sentence-order logits [B, 2] or None); for inspection."""
         assert self.lm_head is not None
         x = self._run(batch)
         order = None
@@ -217,7 +251,7 @@ class Ernie(nn.Module):
         return self.lm_head.logits(x, self.tied_weight), order
 
     def scale_dropout(self, share: float) -> None:
-        """Drop with this share of all probabilities from the next forward on."""
+        """Multiply all dropout probabilities by ``share`` from the next forward on."""
         for module in self.modules():
             if isinstance(module, HiddenDropout | ErnieEmbedding):
                 module.share = share
@@ -225,28 +259,28 @@ class Ernie(nn.Module):
                 module.dropout = module.sizes.dropout * share
 
     def width_into(self, chunk: Chunk) -> int:
-        """Features of what a chunk takes from the one before it."""
+        """Return the features of a chunk's input."""
         return self.sizes.hidden_size
 
     @property
     def tied_weight(self) -> Tensor:
-        """The word embedding, which is the masked-word head's decoder too."""
+        """The word embedding's weight, which is also the masked-word head's output layer."""
         assert self.embedding is not None
         return self.embedding.word.weight
 
     def units(self) -> dict[str, tuple[nn.Module, ...]]:
-        """Unit name (as in the table) -> its modules, each run by its own call, in forward order."""
+        """Return the modules of each unit, by the unit's name in the table, in forward order. Each is called once."""
         units: dict[str, tuple[nn.Module, ...]] = {}
         if isinstance(self.embedding, ErnieEmbedding):
             units["embedding"] = (self.embedding,)
         elif self.embedding is not None and self.lm_head is not None:
-            units["embedding"] = (self.lm_head,)  # whose call takes the copy of the weight
+            units["embedding"] = (self.lm_head,)  # the module whose call takes the copy of the weight
         units |= {f"layers.{name}": (block,) for name, block in self.layers.items()}
         head = tuple(m for m in (self.lm_head, self.pooler, self.sop_head) if m is not None)
         return {**units, "head": head} if head else units
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
-        """Everything but the heads: the whole x [B, S, H] on every mp rank."""
+        """Run everything except the heads. Return x [B, S, H], whole on all mp ranks."""
         return self._leave(self._run_layers(self._embed(batch), batch, self.layers))
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
@@ -265,19 +299,19 @@ class Ernie(nn.Module):
             valid = places < batch["lengths"].to(valid.device, non_blocking=True)[:, None]
         context = Context(valid, own_valid, batch["tokens"].numel(), plan=plan)
         y, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
-        assert isinstance(y, Tensor)  # nothing is cut into slices here
+        assert isinstance(y, Tensor)  # ERNIE does not run in slices
         return y
 
     def _leave(self, x: Tensor) -> Tensor:
         return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x
 
     def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
-        """The loss sums of the heads; word: the masked-word head's decoder."""
+        """Return the loss sums of the heads. word: Weight of the masked-word head's output layer."""
         assert self.lm_head is not None
         rows = x.flatten(0, 1).index_select(0, batch["masked_index"])
         sums = {"lm": self.lm_head(rows, batch["masked_labels"], word)}
         if self.pooler is not None and self.sop_head is not None:
             order = self.sop_head(self.pooler(x), batch["sop_labels"])
-            # The first position of a sample is on the first rank; what others make of theirs counts for nothing.
+            # The first position of a sample is on cp rank 0. The result of the other ranks is multiplied by 0.
             sums["sop"] = order if self.cp.axis.rank == 0 else 0.0 * order
         return sums

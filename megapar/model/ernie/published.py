@@ -1,4 +1,4 @@
-"""The published classes that the ERNIE encoder can be. Standard library only."""
+"""Published classes that the ERNIE encoder implements. Standard library only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PRETRAINING = PublishedArchitecture(
             id="hf-sentence-order",
             reads=("sop",),
             within=lambda f: f.sop,
-            message="this class has a sentence-order head, and the model has none",
+            message="this class has a sentence-order head, but the model has none",
         ),
     ),
     absent_without=WITHOUT_TASKS,
@@ -73,18 +73,18 @@ MASKED_LM = PublishedArchitecture(
             id="hf-no-sentence-order",
             reads=("sop",),
             within=lambda f: not f.sop,
-            message="this class has no sentence-order head, and the model has one",
+            message="this class has no sentence-order head, but the model has one",
         ),
     ),
     absent_without=WITHOUT_TASKS,
     tied=TIED,
     trained_as="ErnieForPreTraining",
-    remark="it has no sentence-order head: a run initializes one, and is written as `ErnieForPreTraining`",
+    remark="it has no sentence-order head: a run initializes one, and is exported as `ErnieForPreTraining`",
 )
 
 
 def settings_of(sizes: ErnieSizes) -> Settings:
-    """An encoder's numbers by the names of the flags, and ``sop``, which no flag sets."""
+    """Return an encoder's sizes by the names of the flags, and ``sop``, which no flag sets."""
     return vars(sizes)
 
 

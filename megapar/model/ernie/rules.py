@@ -1,4 +1,7 @@
-"""Rows on the sizes and samples of ERNIE encoders, ERNIE 3.0 included."""
+"""Rules on the sizes and samples of ERNIE encoders, including ERNIE 3.0.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ RULES: tuple[Rule, ...] = (
         id="sentence-types",
         reads=("type_vocab_size", "sop_loss_weight"),
         requires=lambda f: f.type_vocab_size >= 2,
-        message="samples are two sentences: --type-vocab-size is at least 2",
+        message="a sample has two sentences: --type-vocab-size must be at least 2",
         source=SOURCE,
         passing="--type-vocab-size 4",
         failing="--type-vocab-size 1",
@@ -22,7 +25,7 @@ RULES: tuple[Rule, ...] = (
         id="sentence-length",
         reads=("seq_length",),
         requires=lambda f: f.seq_length >= 6,
-        message="a sample is [CLS], two sentences and two [SEP]: --seq-length is at least 6",
+        message="a sample is [CLS], two sentences and two [SEP]: --seq-length must be at least 6",
         fix="Choose --seq-length 6 or more.",
         source=SOURCE,
         passing="--seq-length 6",

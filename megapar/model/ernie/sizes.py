@@ -1,4 +1,4 @@
-"""The numbers that an ERNIE encoder is built from. Standard library only, no torch; every size is global."""
+"""Sizes of an ERNIE encoder. Standard library only, no torch. All sizes are global."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megapar.schema.flag import flag
 
 @dataclass(frozen=True, kw_only=True)
 class ErnieSizes(ModelSizes):
-    """An ERNIE encoder with its two heads: masked language model, and (``sop``) sentence order.
+    """Sizes of an ERNIE encoder with a masked language model head and, with ``sop``, a sentence-order head.
 
     Attributes:
         type_vocab_size: Rows of the token-type (sentence) embedding.
         task_type_vocab_size: Rows of the task-type embedding.
-        sop: There is a sentence-order head.
+        sop: The model has a sentence-order head.
     """
 
     type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, value=4)

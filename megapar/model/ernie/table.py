@@ -1,4 +1,4 @@
-"""The parameter table of an ERNIE encoder, and the rows that it shares with ERNIE 3.0."""
+"""Parameter table of an ERNIE encoder, and the rows that it shares with ERNIE 3.0."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megapar.model.parameter import (
 )
 
 SOP = ("pooler.", "sop_head.")
-"""Prefixes of the parameters of the sentence-order head, which a masked language model does not have."""
+"""Prefixes of the sentence-order head's parameters, which a masked language model does not have."""
 
 
 def ernie_table(sizes: ErnieSizes) -> tuple[ParameterSpec, ...]:
-    """The table of an ERNIE encoder; Hugging Face names are those of ErnieForPreTraining."""
+    """Return the table of an ERNIE encoder. Hugging Face names are those of ErnieForPreTraining."""
     rows = embedding_rows(sizes)
     for layer in range(sizes.num_layers):
         rows += layer_rows(sizes, f"layers.{layer}", f"ernie.encoder.layer.{layer}", f"layers.{layer}")
@@ -29,6 +29,7 @@ def ernie_table(sizes: ErnieSizes) -> tuple[ParameterSpec, ...]:
 
 
 def embedding_rows(sizes: ErnieSizes) -> list[ParameterSpec]:
+    """Return the rows of the embedding."""
     V, H, hf = sizes.vocab_size, sizes.hidden_size, "ernie.embeddings"
     rows = [weight_row("embedding.word.weight", (V, H), f"{hf}.word_embeddings.weight", "embedding", axes=(("mp", 0),))]
     for name, count in (
@@ -42,6 +43,7 @@ def embedding_rows(sizes: ErnieSizes) -> list[ParameterSpec]:
 
 
 def layer_rows(sizes: ErnieSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
+    """Return the rows of the layer ``name``, which has the Hugging Face name ``hf``."""
     H, D, F, heads = sizes.hidden_size, sizes.head_dim, sizes.ffn_hidden_size, sizes.num_attention_heads
     names = tuple(f"{hf}.attention.self.{kind}" for kind in ("query", "key", "value"))
     return [
@@ -55,7 +57,7 @@ def layer_rows(sizes: ErnieSizes, name: str, hf: str, unit: str) -> list[Paramet
 
 
 def _ernie_head(sizes: ErnieSizes) -> list[ParameterSpec]:
-    # The heads see the whole sequence on every mp rank, so their gradients are whole too.
+    # The heads see the whole sequence on each mp rank, so their gradients are complete.
     H, rows, hf = sizes.hidden_size, [], "cls.predictions"
     if sizes.sop:
         rows += linear_rows("pooler", (H, H), "ernie.pooler.dense")
@@ -66,7 +68,10 @@ def _ernie_head(sizes: ErnieSizes) -> list[ParameterSpec]:
 
 
 def word_head_rows(name: str, shape: tuple[int, int], vocab_size: int, hf: str) -> list[ParameterSpec]:
-    """A transform of shape [H, features], a norm and the vocabulary's bias; the decoder is the word embedding."""
+    """Return the rows of a masked-word head: a transform [H, features], a norm and the vocabulary's bias.
+
+    The word embedding is the output layer.
+    """
     rows = linear_rows(f"{name}.transform", shape, f"{hf}.transform.dense")
     norm = norm_rows(f"{name}.norm", shape[0], f"{hf}.transform.LayerNorm", "head")
     rows += [replace(row, mp_partial="never") for row in norm]

@@ -1,1 +1,1 @@
-"""ERNIE 3.0: universal layers, and a branch of layers for each kind of task."""
+"""ERNIE 3.0: universal layers, and a branch of layers for each of two kinds of tasks."""

@@ -1,9 +1,12 @@
-"""The costs of ERNIE 3.0 on a rank: a sample passes the universal layers with its task's attention, then its branch.
+"""Costs of ERNIE 3.0 on a rank: a sample passes the universal layers with its task's attention, then its branch.
 
-The samples of a micro-batch follow from their numbers: what is sent and time are those of the mean micro-batch, memory
-that of the micro-batch that generates most, whose next-word head runs at all positions.
+The tasks of a micro-batch's samples are determined by its number. Time and communication are those of the mean
+micro-batch. Memory is that of the micro-batch with the most generation samples, whose next-word head runs at all
+positions.
 
 Shape letters: H hidden of the universal module, h of the branches. Standard library only.
+
+Tested in ``tests/planning/test_ernie3.py``.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ class Mix:
 
     Attributes:
         by_task: Samples of each task.
-        idle_understanding: Samples that pass the understanding branch though none belongs to it, so that all ranks
+        idle_understanding: Samples that pass the understanding branch although none belongs to it, so that all ranks
             reduce all parameters.
-        idle_generation: The same of the generation branch.
+        idle_generation: The same for the generation branch.
     """
 
     by_task: Mapping[str, float]
@@ -38,24 +41,28 @@ class Mix:
 
     @property
     def generation(self) -> float:
-        """Samples with the attention of generation."""
+        """Number of samples with the attention of generation."""
         return sum(count for task, count in self.by_task.items() if task in GENERATION)
 
     @property
     def understanding(self) -> float:
-        """The others."""
+        """Number of the other samples."""
         return sum(self.by_task.values()) - self.generation
 
 
 def mixes(counts: Sequence[Mapping[str, float]]) -> tuple[Mix, Mix]:
-    """The mean of micro-batches, and the one that generates most. counts: Samples by task of each."""
-    found = [_mix(by_task) for by_task in counts]
+    """Return the mean of micro-batches, and the one with the most generation samples.
+
+    Args:
+        counts: Samples of each task, for each micro-batch.
+    """
+    batches = [_mix(by_task) for by_task in counts]
     mean = Mix(
-        {task: sum(mix.by_task[task] for mix in found) / len(found) for task in found[0].by_task},
-        sum(mix.idle_understanding for mix in found) / len(found),
-        sum(mix.idle_generation for mix in found) / len(found),
+        {task: sum(mix.by_task[task] for mix in batches) / len(batches) for task in batches[0].by_task},
+        sum(mix.idle_understanding for mix in batches) / len(batches),
+        sum(mix.idle_generation for mix in batches) / len(batches),
     )
-    return mean, max(found, key=lambda mix: mix.generation)
+    return mean, max(batches, key=lambda mix: mix.generation)
 
 
 def _mix(by_task: Mapping[str, float]) -> Mix:
@@ -64,23 +71,23 @@ def _mix(by_task: Mapping[str, float]) -> Mix:
 
 
 def universal_sizes(sizes: Ernie3Sizes) -> ErnieSizes:
-    """The universal module as an encoder."""
+    """Return the sizes of the universal module as those of an encoder."""
     return ErnieSizes(**{item.name: getattr(sizes, item.name) for item in fields(ErnieSizes)})
 
 
 class Ernie3Cost(ErnieCost):
-    """The units of ERNIE 3.0 for one mix of samples; by default the mean one."""
+    """Costs of ERNIE 3.0's units for one mix of samples; by default the mean mix."""
 
     sizes: Ernie3Sizes
 
     def __init__(self, sizes: Ernie3Sizes, view: RankView, mix: Mix | None = None) -> None:
         super().__init__(sizes, view)
-        self._given = mix
+        self._mix = mix
 
     @cached_property
     def mix(self) -> Mix:
-        """The samples of the micro-batch."""
-        return self._given or mixes(self.view.task_counts())[0]
+        """Samples of the micro-batch."""
+        return self._mix or mixes(self.view.task_counts())[0]
 
     @property
     def largest(self) -> Ernie3Cost:
@@ -89,18 +96,18 @@ class Ernie3Cost(ErnieCost):
 
     @cached_property
     def embedding(self) -> UnitCost:
-        """See ``ErnieCost``; hidden states count as its input, too."""
+        """See ``ErnieCost``. Hidden states also count as its input."""
         return self._operators.embedding(self._embedding_kept, self._hidden_bytes(self.sizes.hidden_size))
 
     def layer(self, number: int) -> UnitCost:
-        """Layer ``number``: a universal one, or one of both branches."""
+        """Return the cost of layer ``number``: a universal layer, or a layer of both branches."""
         if number < self.sizes.num_layers:
             return self._universal
         return self._first_branches if number == self.sizes.num_layers else self._branches
 
     @cached_property
     def head(self) -> UnitCost:
-        """The heads of all tasks, one after the other."""
+        """Cost of the heads of all tasks."""
         view, h, length = self.view, self.sizes.task_hidden_size, self.sizes.seq_length
         operators = [self._operators.leaving(h, scatters=False)]
         for task, samples in self.mix.by_task.items():
@@ -114,7 +121,7 @@ class Ernie3Cost(ErnieCost):
 
     @classmethod
     def forward_flops(cls, sizes: Any, seq_length: int) -> list[int]:
-        """See ``ModelCost``: a sample passes one branch, and 15 % of its positions are masked."""
+        """See ``ModelCost``. A sample passes one branch, and 15 % of its positions are masked."""
         whole = sizes.seq_length
         encoders = universal_sizes(sizes), sizes.branch
         universal, branch = (ErnieCost.layer_flops(replace(of, num_layers=1), whole)[0] for of in encoders)
@@ -125,11 +132,11 @@ class Ernie3Cost(ErnieCost):
 
     @classmethod
     def step_flops(cls, sizes: Any, sequences: int, seq_length: int, predicted: int | None = None) -> int:
-        """See ``ModelCost``; ``predicted`` is not used, as tasks differ in what they predict."""
+        """See ``ModelCost``. ``predicted`` is unused, because tasks predict different things."""
         return FORWARD_AND_BACKWARD * sequences * sum(cls.forward_flops(sizes, seq_length))
 
     def _hidden_bytes(self, width: int) -> float:
-        """Bytes of hidden states [s, width] of a micro-batch."""
+        """Return the bytes of a micro-batch's hidden states [s, width]."""
         return self.view.item_bytes * self.view.local_tokens * width
 
     @cached_property
@@ -148,7 +155,7 @@ class Ernie3Cost(ErnieCost):
 
     @cached_property
     def _first_branches(self) -> UnitCost:
-        """With the products that lead into the branches, whose weights are whole on each rank."""
+        """First layer of the branches, including the projections into them, which are replicated over mp."""
         view, H, h = self.view, self.sizes.hidden_size, self.sizes.task_hidden_size
         more = (self.mix.idle_understanding + self.mix.idle_generation) / view.samples
         rows = view.local_tokens * (1 + more)
@@ -162,7 +169,7 @@ class Ernie3Cost(ErnieCost):
         return UnitCost("branches", (into, *self._branches.operators), self._hidden_bytes(H))
 
     def _block_for(self, sizes: ErnieSizes, samples: float, *, generates: bool) -> list[OpCost]:
-        """A layer of these sizes for so many samples."""
+        """Return the operators of a layer of these sizes for ``samples`` samples."""
         if not samples:
             return []
         view = replace(self.view, samples=samples)
@@ -172,7 +179,7 @@ class Ernie3Cost(ErnieCost):
         segments = self.sizes.segments
         operators = layer.block(causal=True, segments=segments, memory=self.sizes.memory)
         remembered = 1 - 1 / segments
-        if view.splits_sequence and remembered:  # every rank of mp needs the whole segment that is remembered
+        if view.splits_sequence and remembered:  # each mp rank needs the whole previous segment
             size = view.item_bytes * view.tokens * sizes.hidden_size * remembered
             gathered = self._operators.communication.over_mp("all_gather", size, "forward")
             operators.append(OpCost("memory", sent=(gathered,)))

@@ -1,14 +1,14 @@
-"""ERNIE 3.0: a universal module that two task branches share, understanding and generation.
+"""ERNIE 3.0: a universal module shared by two task branches, understanding and generation.
 
     embedding -> universal layers -> understanding layers -> masked words, classes
                                   \\> generation layers    -> next words
 
-A sample belongs to one task: it runs the universal layers with that task's attention, then its branch only. A layer of
-the branches is one of both: ``layers.N`` with N behind the universal ones.
+A sample belongs to one task. It runs the universal layers with that task's attention, then only the task's branch. The
+layers of both branches at the same depth form one module, ``layers.N``, numbered after the universal layers.
 Source: ERNIE 3.0 (arXiv 2107.02137), sections 3.1 and 3.2.
 
 Shape letters: B samples, S sequence, H hidden of the universal module, h of the branches, V vocabulary, M positions;
-S is cut over mp under sequence parallelism, written S(/mp).
+S is split over mp under sequence parallelism, written S(/mp).
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ if TYPE_CHECKING:
 
 
 class UniversalBlock(ErnieBlock):
-    """A layer of the universal module: each sample with the attention of its task. x [B, S(/mp), H] throughout."""
+    """Layer of the universal module. Each sample has the attention of its task. x is [B, S(/mp), H] throughout."""
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
-        """[B, S(/mp), H] to [B, S(/mp), H]; no statistics."""
+        """Return [B, S(/mp), H] for x [B, S(/mp), H], and None: the layer has no routing statistics."""
         assert isinstance(context, BranchContext)
-        done = []
+        outputs = []
         for rows, run in ((context.understanding, understand), (context.generation, generate)):
             if rows is not None and len(rows):
-                done.append(run(self, x.index_select(0, rows), rows, context))
-        return _together(done, context), None
+                outputs.append(run(self, x.index_select(0, rows), rows, context))
+        return _merge(outputs, context), None
 
 
 class BranchLayer(nn.Module):
-    """A layer of both branches: each sample through its own. x [B, S(/mp), h], of the first one [B, S(/mp), H].
+    """One layer of each branch. Each sample passes its own. x is [B, S(/mp), h], for the first layer [B, S(/mp), H].
 
-    Ledger: understanding.*, generation.* as in ``ErnieBlock``; of the first layer understanding_proj, generation_proj
-    [h, H], whole on every mp rank, partial gradients under sequence parallelism.
+    Ledger: understanding.*, generation.* as in ``ErnieBlock``; in the first layer also understanding_proj,
+    generation_proj [h, H], replicated over mp, with partial gradients under sequence parallelism.
     """
 
     def __init__(self, sizes: Ernie3Sizes, layer: int, *, cp: ContextParallel, **options: Unpack[LayerOptions]) -> None:
@@ -76,9 +76,9 @@ class BranchLayer(nn.Module):
         self.generation_proj = make() if first else None
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
-        """[B, S(/mp), H or h] to [B, S(/mp), h]; no statistics."""
+        """Return [B, S(/mp), h] for x [B, S(/mp), H or h], and None: the layer has no routing statistics."""
         assert isinstance(context, BranchContext)
-        done: list[Tensor] = []
+        outputs: list[Tensor] = []
         idle: list[Tensor] = []
         branches = (
             (context.understanding, understand, self.understanding, self.understanding_proj),
@@ -86,19 +86,20 @@ class BranchLayer(nn.Module):
         )
         for rows, run, block, proj in branches:
             assert rows is not None
-            # A branch without samples runs the first one for nothing: every rank gathers and reduces every parameter.
-            here = rows if len(rows) else rows.new_zeros(1)
-            own = x.index_select(0, here)
-            y = run(block, own if proj is None else proj(own), here, context)
-            (done if len(rows) else idle).append(y)
-        out = _together(done, context)
+            # A branch without samples runs sample 0 and multiplies the result by 0, because sharding requires that all
+            # ranks gather and reduce all parameters.
+            samples = rows if len(rows) else rows.new_zeros(1)
+            selected = x.index_select(0, samples)
+            y = run(block, selected if proj is None else proj(selected), samples, context)
+            (outputs if len(rows) else idle).append(y)
+        out = _merge(outputs, context)
         for y in idle:
             out = out + 0.0 * y.sum()
         return out, None
 
 
 class ClassHead(nn.Module):
-    """Cross-entropy and right answers of one class per sample: pooled [M, h] -> two sums. Whole on every rank."""
+    """Cross-entropy and correct predictions of one class per sample: pooled [M, h] -> two sums. Replicated over mp."""
 
     def __init__(self, features: int, classes: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
         super().__init__()
@@ -106,14 +107,14 @@ class ClassHead(nn.Module):
         self.bias = parameter((classes,), dtype, device)
 
     def forward(self, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """[M, h] and labels [M] to the sum of cross-entropies and the right answers, max(fp32, dtype)."""
+        """Return (sum of cross-entropies, correct predictions) in max(fp32, dtype) for pooled [M, h] and labels [M]."""
         logits = F.linear(pooled, local(self.weight), local(self.bias)).to(at_least_fp32(pooled.dtype))
         right = (logits.detach().argmax(1) == labels).sum().to(logits.dtype)
         return F.cross_entropy(logits, labels, reduction="sum"), right
 
 
 class TaskHeads(nn.Module):
-    """The heads of all tasks of the run; their vocabulary is the word embedding, which comes with the call."""
+    """Heads of all tasks of the run. The caller passes the word embedding as the output layer."""
 
     def __init__(self, sizes: Ernie3Sizes, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
@@ -128,7 +129,13 @@ class TaskHeads(nn.Module):
                 self.add_module(task, ClassHead(h, sizes.classes(task), dtype=dtype, device=device))
 
     def forward(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
-        """[B, S, h], whole on every mp rank, and a micro-batch to the sums of all tasks and their right answers."""
+        """Return the loss sums of all tasks, and the correct predictions of classification tasks.
+
+        Args:
+            x: [B, S, h], whole on all mp ranks.
+            batch: The micro-batch.
+            word: The word embedding's weight, [V/mp, H].
+        """
         rows, sums = x.flatten(0, 1), {}
         for task in self.tasks:
             index, labels = batch[f"{task}_index"], batch[f"{task}_labels"]
@@ -145,8 +152,14 @@ class TaskHeads(nn.Module):
 class Ernie3(Ernie):
     """ERNIE 3.0 with the heads of its tasks.
 
-    Layers live in ``layers``, keyed by their number: universal ones, then those of the branches. Names, global shapes
-    and cuts are those of ``ernie3_table(sizes)``. holding, recompute: as for ``Ernie``.
+    ``layers`` contains the layers by their number: universal layers, then those of the branches. Names, global shapes
+    and splits are those of ``ernie3_table(sizes)``.
+
+    Args:
+        sizes: Sizes of the model.
+        mp: Tensor parallel axis.
+        holding: Part of the model on this pipeline stage; None for all.
+        common: The other arguments of ``Ernie``.
     """
 
     sizes: Ernie3Sizes
@@ -172,12 +185,12 @@ class Ernie3(Ernie):
         if isinstance(self.embedding, ErnieEmbedding):
             units["embedding"] = (self.embedding,)
         elif self.embedding is not None and self.heads is not None:
-            units["embedding"] = (self.heads,)  # whose call takes the copy of the weight
+            units["embedding"] = (self.heads,)  # the module whose call takes the copy of the weight
         units |= {f"layers.{name}": (layer,) for name, layer in self.layers.items()}
         return units if self.heads is None else {**units, "head": (self.heads,)}
 
     def width_into(self, chunk: Chunk) -> int:
-        """Features of what a chunk takes from the one before it."""
+        """Return the features of a chunk's input."""
         return self.sizes.hidden_size if chunk.layers.start <= self.sizes.num_layers else self.sizes.task_hidden_size
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
@@ -210,7 +223,7 @@ class Ernie3(Ernie):
         )
 
     def _arrange(self, x_BS: Tensor) -> Tensor:
-        """Put data in the order in which every mp rank's chunk holds its part of every segment."""
+        """Reorder positions so that each mp rank's chunk holds its part of every segment."""
         return self._arrangement.arrange(x_BS)
 
     def _leave(self, x: Tensor) -> Tensor:
@@ -225,7 +238,7 @@ class Ernie3(Ernie):
         return sums
 
 
-def _together(done: list[Tensor], context: BranchContext) -> Tensor:
-    """What both kinds of samples became, in the order of the samples."""
+def _merge(outputs: list[Tensor], context: BranchContext) -> Tensor:
+    """Concatenate the outputs of both kinds of samples and restore the order of the samples."""
     assert context.back is not None
-    return torch.cat(done).index_select(0, context.back)
+    return torch.cat(outputs).index_select(0, context.back)

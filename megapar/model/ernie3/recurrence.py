@@ -1,13 +1,16 @@
-"""Rows of a micro-batch through one block: whole and bidirectional, or segment by segment with a memory, left to right.
+"""Attention of ERNIE 3.0's two branches: bidirectional over the sample, or causal over segments with a memory.
 
-Segment n sees itself, causally, and the last M positions of what *the same layer* made of segment n - 1, detached:
+Segment n attends to itself, causally, and to the last M positions of *the same layer's* output for segment n - 1,
+detached:
 
     layer l      y0 = f(x0)    y1 = f(x1 | memory y0[-M:])    y2 = f(x2 | memory y1[-M:])  ..
 
 Source: the enhanced recurrence of ERNIE-Doc (arXiv 2012.15688, section 3.3), as ERNIE 3.0's generation uses it.
 
-Shape letters: B rows, S positions, s of a segment, M of the memory, H hidden, N heads, D head size; /mp marks what
-is cut over the tensor parallel axis (positions only under sequence parallelism).
+Shape letters: B rows, S positions, s of a segment, M of the memory, H hidden, N heads, D head size; /mp marks dims that
+are split over the tensor parallel axis (positions only under sequence parallelism).
+
+Tested in ``tests/model/ernie3/test_model.py``.
 """
 
 from __future__ import annotations
@@ -29,11 +32,16 @@ from megapar.model.layers.context import Context
 
 @dataclass(frozen=True)
 class BranchContext(Context):
-    """The context of a micro-batch whose samples run through two branches.
+    """Context of a micro-batch whose samples run through two branches.
 
-    understanding, generation: [rows] int64 which samples; back: [B] places in the two put together.
-    text: ``valid`` in the order of the positions. memory: M.
-    The slices are the segments; positions are ordered so that each rank of mp has its part of every one.
+    The slices are the segments. Positions are ordered so that each mp rank holds its part of every segment.
+
+    Attributes:
+        understanding: Samples of the understanding branch, [rows] int64.
+        generation: Samples of the generation branch, [rows] int64.
+        back: Place of each sample in the concatenation of the two, [B] int64.
+        text: ``valid`` in the order of the positions.
+        memory: Positions M of the memory.
     """
 
     understanding: Tensor | None = None
@@ -44,30 +52,40 @@ class BranchContext(Context):
 
 
 def understand(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext) -> Tensor:
-    """[B, S(/mp), H] of the rows, every position seeing all that is not padding."""
+    """Run the block with bidirectional attention on x [B, S(/mp), H], the samples ``rows``."""
     valid = _of(context.valid, rows)
     return _run(block, x, context, "understanding", lambda q, k, v, p: _plain(block, q, k, v, p, valid))
 
 
 def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext) -> Tensor:
-    """[B, S(/mp), H] of the rows, segment after segment."""
-    valid, before = _of(context.text, rows), None
-    done: list[Tensor] = []
+    """Run the block on x [B, S(/mp), H], the samples ``rows``, segment by segment with a memory."""
+    valid, memory = _of(context.text, rows), None
+    outputs: list[Tensor] = []
     for number, (own, place) in enumerate(zip(context.own_slices, context.slices, strict=True)):
-        seen = None
-        if before is not None:
-            seen = _mask(before.shape[1], place, valid, x.device)
-        done.append(_segment(block, x[:, own], before, seen, context, number))
+        mask = None
+        if memory is not None:
+            mask = _mask(memory.shape[1], place, valid, x.device)
+        outputs.append(_segment(block, x[:, own], memory, mask, context, number))
         if number + 1 < len(context.slices):
-            whole = gather(done[-1].detach(), block.attention.mp, SEQUENCE_DIM) if block.cut else done[-1].detach()
-            before = whole[:, -context.memory :]
-    return torch.cat(done, dim=1)
+            detached = outputs[-1].detach()
+            whole = gather(detached, block.attention.mp, SEQUENCE_DIM) if block.cut else detached
+            memory = whole[:, -context.memory :]
+    return torch.cat(outputs, dim=1)
 
 
 def _segment(
-    block: ErnieBlock, x: Tensor, memory: Tensor | None, seen: Tensor | None, context: BranchContext, number: int
+    block: ErnieBlock, x: Tensor, memory: Tensor | None, mask: Tensor | None, context: BranchContext, number: int
 ) -> Tensor:
-    """[B, s(/mp), H]; memory: [B, M, H], seen: [B or 1, 1, s, M + s] bool, both of segments after the first."""
+    """Run the block on segment ``number``, x [B, s(/mp), H].
+
+    Args:
+        block: The block.
+        x: The segment.
+        memory: Output for the previous segment, [B, M, H]; None for the first segment.
+        mask: Keys that each position attends to, [B or 1, 1, s, M + s] bool; None for the first segment.
+        context: Context of the forward.
+        number: Number of the segment.
+    """
     attention = block.attention
 
     def core(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -75,7 +93,7 @@ def _segment(
             return _plain(block, q, k, v, dropout, None, causal=True)
         k_memory, v_memory = (t.transpose(1, 2) for t in attention.project_memory(memory))
         k, v = torch.cat((k_memory, k), dim=2), torch.cat((v_memory, v), dim=2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
     return _run(block, x, context, f"generation.{number}", core)
 
@@ -87,7 +105,7 @@ def _run(
     place: str,
     core: Callable[[Tensor, Tensor, Tensor, float], Tensor],
 ) -> Tensor:
-    """Run the block with another core in its attention. place: names the random numbers of its dropouts."""
+    """Run the block with ``core`` as the core of its attention. place: Suffix of the dropouts' random streams."""
     attention = block.attention
 
     def attend(*heads: Tensor) -> Tensor:
@@ -103,7 +121,7 @@ def _run(
 
 
 def _of(valid: Tensor | None, rows: Tensor) -> Tensor | None:
-    """``valid`` of some samples."""
+    """Return ``valid`` of the samples ``rows``."""
     return None if valid is None else valid.index_select(0, rows)
 
 
@@ -115,12 +133,15 @@ def _plain(
 
 
 def _mask(memory: int, place: slice, valid: Tensor | None, device: torch.device) -> Tensor:
-    """[B or 1, 1, s, M + s] bool: which keys a position of a segment sees; itself always."""
+    """Return the mask of the keys that each position of a segment attends to, [B or 1, 1, s, M + s] bool.
+
+    A position always attends to itself.
+    """
     length = place.stop - place.start
     own = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     seen = torch.cat((own.new_ones(length, memory), own), dim=1)[None, None]
     if valid is None:
         return seen
-    # Padding comes after the text, so in its segment a position of the text sees text only.
+    # Padding comes after the text, so under the causal mask text attends only to text within its segment.
     before = valid[:, place.start - memory : place.start]
     return seen & torch.cat((before, before.new_ones(len(before), length)), dim=1)[:, None, None, :]

@@ -1,4 +1,7 @@
-"""Rows on ERNIE 3.0: its tasks, its branches, and what has not been proven with it."""
+"""Rules on ERNIE 3.0: its tasks, its branches, and unproven combinations.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _ONLY = (
 
 
 def ernie3(f: Facts) -> bool:
-    """The model has task branches."""
+    """Return True if the model is ERNIE 3.0."""
     return bool(f.ernie_model == "ernie3")
 
 
 def _tasks(f: Facts) -> frozenset[str]:
-    """Names of the tasks; none where the text is wrong, of which another row speaks."""
+    """Return the names of the tasks; none if ``--ernie-tasks`` is malformed, which another rule reports."""
     try:
         return frozenset(tasks_of(f.ernie_tasks))
     except ValueError:
@@ -42,7 +45,7 @@ def _heads(f: Facts) -> str:
 
 
 def _row(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
-    """A row that applies to ERNIE 3.0. failing, passing: behind BASE."""
+    """Return a rule that applies to ERNIE 3.0. failing, passing: Flags in addition to BASE."""
     when = more.pop("when", lambda f: True)
     return Rule(
         id=id,
@@ -100,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         "--ernie-tasks document_lm:1.0,poetry:2",
         "--ernie-tasks document_lm:1.0,sentence_reorder:0.5",
         requires=_readable,
-        message=f"--ernie-tasks is NAME:WEIGHT,.. of {', '.join(TASKS)}, weights at least 0 and one above",
+        message=f"--ernie-tasks must be NAME:WEIGHT,.. of {', '.join(TASKS)}, with weights of at least 0 and one above",
         fix="Write --ernie-tasks knowledge_mlm:1.0,document_lm:1.0.",
     ),
     Rule(
@@ -108,7 +111,7 @@ RULES: tuple[Rule, ...] = (
         reads=("ernie_model", "task_type_vocab_size"),
         when=ernie3,
         requires=lambda f: f.task_type_vocab_size >= len(TASKS),
-        message=f"every task has a task type: --task-type-vocab-size is at least {len(TASKS)}",
+        message=f"each task has a task type: --task-type-vocab-size must be at least {len(TASKS)}",
         fix=f"Choose --task-type-vocab-size {len(TASKS)}.",
         source=SOURCE,
         passing=BASE,
@@ -121,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         "--seq-length 8",
         "--seq-length 9",
         requires=lambda f: f.seq_length >= 9,
-        message="pieces are cut in three, and none may be empty: --seq-length is at least 9",
+        message="a sample is split into three pieces, and none may be empty: --seq-length must be at least 9",
         fix="Choose --seq-length 9 or more.",
     ),
     _row(
@@ -161,7 +164,7 @@ RULES: tuple[Rule, ...] = (
         "--seq-length 128 --generation-segments 3",
         "--seq-length 128 --generation-segments 2 --memory-length 64",
         requires=lambda f: f.seq_length % (f.generation_segments * (f.mp_degree if f.sequence_parallel else 1)) == 0,
-        message="--generation-segments divides --seq-length, and so do they times mp under sequence parallelism",
+        message="--generation-segments, under sequence parallelism times mp, must divide --seq-length",
         fix=lambda f: f"Choose --generation-segments {either(n for n in (1, 2, 4, 8) if f.seq_length % n == 0)}.",
     ),
     _row(
@@ -171,7 +174,7 @@ RULES: tuple[Rule, ...] = (
         "--seq-length 128 --generation-segments 2 --memory-length 64",
         when=lambda f: f.generation_segments > 1,
         requires=lambda f: f.memory_length <= f.seq_length // f.generation_segments,
-        message="a memory is positions of one segment: --memory-length is at most --seq-length / --generation-segments",
+        message="a memory is part of one segment: --memory-length must be at most --seq-length / --generation-segments",
         fix=lambda f: f"Choose --memory-length {f.seq_length // f.generation_segments} or less.",
     ),
     _row(
@@ -194,8 +197,8 @@ RULES: tuple[Rule, ...] = (
             and f.task_num_attention_heads % f.mp_degree == 0
             and f.task_ffn_hidden_size % f.mp_degree == 0
         ),
-        message="--task-num-attention-heads divides --task-hidden-size, and mp divides both the branches' heads and "
-        "their MLPs",
+        message="--task-num-attention-heads must divide --task-hidden-size, and mp must divide both the heads and the "
+        "MLP width of the branches",
         fix=_heads,
     ),
     _row(

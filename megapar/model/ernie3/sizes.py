@@ -1,4 +1,4 @@
-"""The numbers that ERNIE 3.0 is built from. Standard library only, no torch; every size is global."""
+"""Sizes of ERNIE 3.0. Standard library only, no torch. All sizes are global."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BRANCHES = ("understanding", "generation")
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie3Sizes(ErnieSizes):
-    """ERNIE 3.0: ``num_layers`` universal layers, then ``task_layers`` in each of two branches.
+    """Sizes of ERNIE 3.0: ``num_layers`` universal layers, then ``task_layers`` in each of two branches.
 
     Attributes:
         task_layers: Layers of each branch.
         task_hidden_size: Features of a token in the branches.
         task_heads: Attention heads of the branches.
         task_ffn_hidden_size: Intermediate features of the branches' MLPs.
-        segments: Segments that a generation sample is cut into.
+        segments: Segments per generation sample.
         memory: Positions of the previous segment that a segment attends to.
         tasks: Names of the tasks that are trained.
         reorder_pieces: Most pieces of sentence reordering.
@@ -58,7 +58,7 @@ class Ernie3Sizes(ErnieSizes):
     )
     segments: int = flag(
         1,
-        "segments of a generation sample, each with a memory of the one before",
+        "segments of a generation sample, each with a memory of the previous one",
         name="generation_segments",
         unit="segments",
         low=1,
@@ -66,7 +66,7 @@ class Ernie3Sizes(ErnieSizes):
     )
     memory: int = flag(
         128,
-        "positions of the segment before that a segment sees",
+        "positions of the previous segment that a segment attends to",
         name="memory_length",
         unit="tokens",
         low=1,
@@ -91,7 +91,7 @@ class Ernie3Sizes(ErnieSizes):
 
     @property
     def num_blocks(self) -> int:
-        """Layers in a row; a branch layer is one of both branches together."""
+        """Number of consecutive layers; the layers of both branches at the same depth count as one."""
         return self.num_layers + self.task_layers
 
     @property
@@ -102,22 +102,22 @@ class Ernie3Sizes(ErnieSizes):
 
     @property
     def mixes_tasks(self) -> bool:
-        """A branch layer runs for the samples of its branch only."""
+        """True, because a branch layer runs only for the samples of its branch."""
         return True
 
     def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """The weight of each task, and 0 for its right answers, which are counted and not learned from."""
-        # Every task has its own denominator, so its share of the samples alone would not weigh it.
+        """Return the weight of each task, and 0 for its correct predictions, which are only counted."""
+        # Each task has its own denominator, so its share of the samples does not weight its loss.
         weights = {name: float(weight) for name, weight in tasks_of(values["ernie_tasks"]).items()}
         return {**weights, **{accuracy_of(name): 0.0 for name in weights if name in CLASSES}}
 
     def with_layers(self, dense: int, moe: int) -> Self:
-        """See ``ModelSizes``; the branches keep at most one layer."""
+        """See ``ModelSizes``. The branches keep at most one layer."""
         return replace(super().with_layers(dense, moe), task_layers=min(self.task_layers, 1))
 
     @property
     def branch(self) -> ErnieSizes:
-        """The numbers of a layer in a branch."""
+        """Sizes of a layer in a branch."""
         return ErnieSizes(
             num_layers=self.task_layers,
             hidden_size=self.task_hidden_size,
@@ -136,11 +136,11 @@ class Ernie3Sizes(ErnieSizes):
 
     @property
     def word_branches(self) -> tuple[str, ...]:
-        """Branches with a head over the vocabulary."""
+        """Branches with a vocabulary head."""
         generates = set(GENERATION) & set(self.tasks)
         understands = set(self.tasks) - set(CLASSES) - set(GENERATION)
         return ("understanding",) * bool(understands) + ("generation",) * bool(generates)
 
     def classes(self, task: str) -> int:
-        """Classes of a task that is a classification."""
+        """Return the number of classes of a classification task."""
         return reorder_classes(self.reorder_pieces) if task == REORDER else DISTANCES

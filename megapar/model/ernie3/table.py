@@ -1,4 +1,4 @@
-"""The parameter table of ERNIE 3.0."""
+"""Parameter table of ERNIE 3.0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megapar.model.parameter import ParameterSpec, bias_row, linear_rows, weight
 
 
 def ernie3_table(sizes: Ernie3Sizes) -> tuple[ParameterSpec, ...]:
-    """The table of ERNIE 3.0, which has no Hugging Face form."""
+    """Return the table of ERNIE 3.0, which has no Hugging Face form."""
     H, h, rows = sizes.hidden_size, sizes.task_hidden_size, embedding_rows(sizes)
     for layer in range(sizes.num_blocks):
         unit = f"layers.{layer}"
@@ -24,9 +24,9 @@ def ernie3_table(sizes: Ernie3Sizes) -> tuple[ParameterSpec, ...]:
             rows += layer_rows(sizes.branch, f"{unit}.{branch}", f"{unit}.{branch}", unit)
     for branch in sizes.word_branches:
         rows += word_head_rows(f"heads.{branch}", (H, h), sizes.vocab_size, f"heads.{branch}")
-    asked = [task for task in CLASSES if task in sizes.tasks]
-    if asked:
+    classifications = [task for task in CLASSES if task in sizes.tasks]
+    if classifications:
         rows += linear_rows("heads.pooler", (h, h), "heads.pooler")
-    for task in asked:
+    for task in classifications:
         rows += linear_rows(f"heads.{task}", (sizes.classes(task), h), f"heads.{task}")
     return tuple(rows)

@@ -44,7 +44,7 @@ class HfFolder:
 
     Args:
         folder: The folder.
-        single: Name of the file that contains all tensors if there is no index.
+        single: Name of the file that contains all tensors if the folder has no index.
     """
 
     def __init__(self, folder: str | Path, single: str = "model.safetensors") -> None:
