@@ -113,7 +113,7 @@ def test_config_has_a_plan(path: Path) -> None:
     said, config = about([str(path)]), load(path)
     plan = Plan(config, device_kind(said.device_kind or "h100-80g"), assumed(said.assume))
     assert plan.fullest.peak > plan.fullest.parameters > 0
-    assert plan.fits or plan.run.assumed.said, plan.advice()
+    assert plan.fits or plan.run.assumed.words, plan.advice()
     assert 0 < plan.speed.mfu < 1
 
 

@@ -63,7 +63,7 @@ def rows() -> list[Row]:
         flags = entry.get("flags", "")
         plan = plan_of(entry["config"], *flags.split())
         predicted = mfu(plan, entry["basis"])
-        unstated, techniques = entry.get("unstated", ""), bool(plan.run.assumed.said)
+        unstated, techniques = entry.get("unstated", ""), bool(plan.run.assumed.words)
         name = f"{entry['config']} {flags}".strip()
         found.append(Row(name, entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
     return found

@@ -1,1 +1,1 @@
-"""Plans: the memory, traffic and time of a configuration, from its flags alone; no torch, no accelerator."""
+"""Plans: memory, traffic and time of a configuration, computed from its flags without torch or an accelerator."""

@@ -1,16 +1,17 @@
-"""Techniques of published runs that megapar does not run: a plan may assume them, and says so.
+"""Techniques of published runs that megapar does not implement. A plan may assume them, and marks them in its output.
 
-    fp8                       products of all linear layers in fp8
-    fp8-mlp                   those of the feed-forward layers and experts only
-    fp8-activations           the inputs that products keep are stored in one byte
-    latent-attention:Q,C,N,R,V  queries and keys-values through ranks Q and C; head sizes: N plain, R rotated, V values
-    operator-recompute:A+B    what these operators give is computed again instead of kept (norm, qkv, up, activation,
-                              core; combine: rows are weighted before they travel back, so that none are kept);
-                              A@4-8,10: in these layers only
-    dualpipe                  two directions through the pipeline: all-to-alls under the other direction's computation,
-                              two copies of the parameters
+    fp8                       matrix products of all linear layers in fp8
+    fp8-mlp                   matrix products of feed-forward layers and experts in fp8
+    fp8-activations           inputs that matrix products keep are stored in one byte per element
+    latent-attention:Q,C,N,R,V  low ranks Q of queries and C of keys and values; head sizes: N plain, R rotated,
+                              V values
+    operator-recompute:A+B    recompute the outputs of these operators instead of keeping them: norm, qkv, up,
+                              activation, core; or combine (rows are weighted before the all-to-all back, so that none
+                              are kept). A@4-8,10 applies to these layers only
+    dualpipe                  run the pipeline in both directions: all-to-alls hide under the other direction's
+                              computation, and each rank has two copies of the parameters
 
-Standard library only.
+Standard library only. Tested in ``tests/planning/test_plan.py``.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Assumed:
     """Techniques that a plan assumes; none by default.
 
     Attributes:
-        fp8: The matrix products that run in fp8: all, those of mlp, or none.
-        fp8_activations: The inputs that products keep are stored in one byte.
-        latent: The shape of latent attention.
-        operators: Operators that are computed again, with the layers; None: in all layers.
+        fp8: Matrix products in fp8: ``all``, ``mlp``, or "" for none.
+        fp8_activations: Inputs that matrix products keep are stored in one byte per element.
+        latent: Shape of latent attention.
+        operators: Operators that are recomputed, each with its layers; None for all layers.
         dualpipe: Micro-batches pass the pipeline in both directions.
-        said: The words of ``--assume``.
+        words: The values of ``--assume``.
     """
 
     fp8: str = ""
@@ -46,61 +47,61 @@ class Assumed:
     latent: LatentAttention | None = None
     operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     dualpipe: bool = False
-    said: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
 
 
 def assumed(words: Sequence[str]) -> Assumed:
-    """Parse ``--assume``. Raises ConfigError for unknown techniques."""
-    found, complaints = Assumed(said=tuple(words)), []
+    """Parse the values of ``--assume``. Raises ConfigError for unknown techniques."""
+    result, complaints = Assumed(words=tuple(words)), []
     for word in words:
         name, _, value = word.partition(":")
         try:
-            found = _with(found, name, value)
+            result = _with(result, name, value)
         except ValueError as error:
             near = get_close_matches(name, NAMES, 2, 0.4)
             hint = f"Did you mean {' or '.join(near)}?" if near and name not in NAMES else ""
             complaints.append(Complaint("assume", f"--assume {word}: {error}.", hint))
     if complaints:
         raise ConfigError(complaints)
-    return found
+    return result
 
 
-def _with(found: Assumed, name: str, value: str) -> Assumed:
+def _with(assumption: Assumed, name: str, value: str) -> Assumed:
     if name in ("fp8", "fp8-mlp") and not value:
-        return replace(found, fp8="mlp" if name == "fp8-mlp" else "all")
+        return replace(assumption, fp8="mlp" if name == "fp8-mlp" else "all")
     if name == "fp8-activations" and not value:
-        return replace(found, fp8_activations=True)
+        return replace(assumption, fp8_activations=True)
     if name == "dualpipe" and not value:
-        return replace(found, dualpipe=True)
+        return replace(assumption, dualpipe=True)
     if name == "latent-attention":
         numbers = [int(word) for word in value.split(",")]
         if len(numbers) != 5 or min(numbers) < 1:
             raise ValueError("it takes five sizes, as in latent-attention:1536,512,128,64,128")
-        return replace(found, latent=LatentAttention(*numbers))
+        return replace(assumption, latent=LatentAttention(*numbers))
     if name == "operator-recompute":
         parts = [word.partition("@") for word in value.split("+")]
         wrong = [operator for operator, _, _ in parts if operator not in OPERATORS]
         if wrong:
-            raise ValueError(f"{', '.join(wrong) or 'nothing'} is none of {', '.join(OPERATORS)}")
-        return replace(found, operators=tuple((name, _layers(text) if at else None) for name, at, text in parts))
-    raise ValueError(f"known are {', '.join(NAMES)}")
+            raise ValueError(f"{', '.join(wrong) or 'nothing'} is not one of {', '.join(OPERATORS)}")
+        return replace(assumption, operators=tuple((name, _layers(text) if at else None) for name, at, text in parts))
+    raise ValueError(f"choose one of {', '.join(NAMES)}")
 
 
 def _layers(text: str) -> frozenset[int]:
-    """``4-8,10`` as numbers. Raises ValueError for what is none."""
-    found: set[int] = set()
+    """Parse ``4-8,10`` to layer numbers. Raises ValueError for malformed text."""
+    numbers: set[int] = set()
     for word in text.split(","):
         first, _, last = word.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
             raise ValueError("layers are numbers and ranges, as in up@4-8,10")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 def with_latent_attention(
     table: Sequence[ParameterSpec], sizes: ModelSizes, latent: LatentAttention
 ) -> tuple[ParameterSpec, ...]:
-    """The parameter table of a model whose attention is latent."""
+    """Return ``table`` with latent attention in place of the model's attention."""
     rows = []
     for row in table:
         if row.name.endswith(".attention.qkv.weight"):

@@ -1,4 +1,7 @@
-"""Other configurations near a given one, resolved and checked by the same rules, without writing a command line."""
+"""Variations of a configuration, resolved and checked by the same rules as a command line.
+
+Tested in ``tests/planning/test_search.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,16 @@ LAYOUT = (
 
 
 def flags_of(config: Config, without: tuple[str, ...] = LAYOUT) -> dict[str, Any]:
-    """What was asked for, by field name: values from the file and from the line, without those of the layout."""
-    found, values = {}, config.values()
+    """Return the values that the file and the command line set, by field name, except those in ``without``."""
+    given, values = {}, config.values()
     for flag in FLAGS.values():
         if is_given(config.origins.get(flag.name)) and flag.name not in without and not flag.meta:
-            found[flag.name] = values[flag.name]
-    return found
+            given[flag.name] = values[flag.name]
+    return given
 
 
 def line_of(values: Mapping[str, Any]) -> list[str]:
-    """A command line that says these values."""
+    """Return the command line that sets these values."""
     line: list[str] = []
     for name, value in values.items():
         flag = FLAGS[name]
@@ -47,7 +50,13 @@ def line_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def attempt(config: Config, values: Mapping[str, Any], world_size: int | None = None) -> Config | list[Complaint]:
-    """The configuration with other values, everything that follows from them derived anew; or why it is refused."""
+    """Resolve ``values``. Return the configuration, or the complaints if the rules refuse it.
+
+    Args:
+        config: The configuration to vary.
+        values: All values that are not derived, by field name.
+        world_size: Number of ranks; None for that of ``config``.
+    """
     world = world_size or config.grid.world_size
     line = [*line_of(values), "--rules-only", "--world-size", str(world)]
     try:
@@ -57,7 +66,7 @@ def attempt(config: Config, values: Mapping[str, Any], world_size: int | None = 
 
 
 def changed(config: Config, flags: Mapping[str, Any]) -> Config | None:
-    """The same layout with other settings, or None where the rules refuse it or nothing changes."""
+    """Return the same layout with other settings; None if the rules refuse it or nothing changes."""
     kept = tuple(name for name in LAYOUT if name not in flags)
     values = {
         **flags_of(config, ()),
@@ -66,19 +75,19 @@ def changed(config: Config, flags: Mapping[str, Any]) -> Config | None:
     }
     if not differing(config, flags):
         return None
-    found = attempt(config, values)
-    return replace(found, warnings=()) if isinstance(found, Config) else None
+    result = attempt(config, values)
+    return replace(result, warnings=()) if isinstance(result, Config) else None
 
 
 def widened(config: Config, flags: Mapping[str, Any], world_size: int) -> Config | None:
-    """The same model and axes on more ranks, which sharding takes, with other settings; None where it is refused."""
+    """Return the same model and axes on more ranks, used for sharding, with other settings; None if it is refused."""
     axes = {name: _value(config, name) for name in AXES if _explicit(config, name)}
-    found = attempt(config, {**flags_of(config), **axes, **flags}, world_size)
-    return found if isinstance(found, Config) else None
+    result = attempt(config, {**flags_of(config), **axes, **flags}, world_size)
+    return result if isinstance(result, Config) else None
 
 
 def differing(config: Config, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the settings that the configuration does not have already."""
+    """Return the settings that differ from those of the configuration."""
     return {name: value for name, value in flags.items() if _value(config, name) != value}
 
 

@@ -1,4 +1,7 @@
-"""Kinds of devices as they are asked for on a line; the rows are in ``megapar/core/device/kinds.yaml``."""
+"""Parser of ``--device-kind``. The rows are in ``megapar/core/device/kinds.yaml``.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 
 
 def device_kind(name: str) -> DeviceKind:
-    """The row called ``name``. Raises ConfigError with the nearest names."""
+    """Return the kind called ``name``. Raises ConfigError with the nearest names if there is none."""
     rows = kinds()
-    asked = name.lower().replace("_", "-")
-    asked = ALIASES.get(asked, asked)
-    if asked not in rows:
-        near = get_close_matches(asked, list(rows), 3, 0.4)
+    key = name.lower().replace("_", "-")
+    key = ALIASES.get(key, key)
+    if key not in rows:
+        near = get_close_matches(key, list(rows), 3, 0.4)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         message = f"--device-kind {name} is not in the table."
-        raise ConfigError([Complaint("device-kind", message, f"{hint}Known are {', '.join(rows)}.")])
-    return rows[asked]
+        raise ConfigError([Complaint("device-kind", message, f"{hint}Choose one of {', '.join(rows)}.")])
+    return rows[key]

@@ -1,4 +1,7 @@
-"""The plan's figures of a device's memory, for the report of a run that is out of memory."""
+"""Memory figures of the plan, for the error report of a run that is out of memory.
+
+Tested in ``tests/training/building/test_memory.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,20 @@ from megapar.planning.plan import Plan
 
 
 def planned_memory(config: Config, device: str) -> str:
-    """The plan's figures for the fullest stage, and what would need less. device: the name that its driver gives."""
+    """Describe the plan's figures for the fullest stage, and settings that need less memory.
+
+    Args:
+        config: The configuration.
+        device: Name of the device, as the driver reports it.
+    """
     kind = kind_called(device)
     if kind is None:
-        return f"megapar plan knows no device like {device!r}"
+        return f"megapar plan has no figures for the device {device!r}"
     try:
         plan = Plan(config, kind)
         stage = plan.fullest
     except (ConfigError, NotImplementedError) as error:
-        return f"megapar plan cannot say: {error}"
+        return f"megapar plan has no figures: {error}"
     advice = plan.advice()
     return f"megapar plan ({kind.name}): {_parts(stage)}" + (f"; {advice}" if advice else "")
 

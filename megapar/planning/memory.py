@@ -1,15 +1,15 @@
 """Peak memory of a rank of each pipeline stage, in closed form.
 
-A step has few moments at which memory can be highest, and each is a sum:
+Memory can peak at only a few moments of a step, and each is a sum:
 
-    head        everything kept, and the head makes its gradients          last stage
-    layer l     kept up to l, gradients above l, and what l's backward needs
-    end         nothing kept, all gradients and what their reduction needs
-    publish     the optimizer is done, new parameters are gathered
+    head        all kept activations, and the head's gradients             last stage
+    layer l     activations up to l, gradients above l, and the tensors of l's backward
+    end         no activations, all gradients and the buffers of their reduction
+    publish     after the optimizer: new parameters are gathered
 
-Main gradients are kept in flat buffers of the master's dtype over the micro-batches (stage 1), or pass through buffers
-of the dtype that is sent (stage 2). torch has no caching allocator for a CPU: communication buffers are kept for the
-next step (``core/comm/buffers.py``), and a reduce-scatter needs room for what arrives.
+Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
+buffers of the reduction's dtype (stage 2). torch has no caching allocator on a CPU, so communication buffers are kept
+for the next step (``core/comm/buffers.py``), and a reduce-scatter needs a buffer for its result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megapar.planning.planned_run import PlannedRun, input_of, units_of
 from megapar.planning.pool import pool_bytes
 from megapar.planning.traffic import link
 
-# Beside tensors and communicators: the driver's context, and what the caching allocator cannot use again.
+# In addition to tensors and communicators: the driver's context, and fragmentation of the caching allocator.
 RESERVED_BYTES = round(0.75 * 2**30)
 RESERVED_SHARE = 0.02
 
@@ -35,15 +35,15 @@ class StageMemory:
     """Bytes on a rank of one stage.
 
     Attributes:
-        stage: The stage.
+        stage: Number of the stage.
         parameters: Parameters in the compute dtype.
         gradients: Main gradients before and after their reduction.
-        optimizer: Masters and moments.
-        activations: Activations that wait for their backward at the worst moment.
-        buffers: Tensors of a moment: communication buffers, gathered parameters, gradients of activations.
+        optimizer: Optimizer state: master weights and moments.
+        activations: Activations kept for their backward at the worst moment.
+        buffers: Temporary tensors: communication buffers, gathered parameters, gradients of activations.
         peak: The highest sum of live bytes.
         groups: Buffers of communicators.
-        reserved: The peak with them and what the device keeps for itself.
+        reserved: Peak, groups, fragmentation and the driver's context.
         host: Offloaded bytes.
         moment: The moment of the peak.
     """
@@ -63,21 +63,21 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes that a stage holds for its parameters.
+    """Bytes of a stage's parameters, gradients and optimizer state.
 
     Attributes:
-        parameters: In the compute dtype.
-        optimizer: Masters and moments on the device.
-        host: Masters and moments on the host.
+        parameters: Parameters in the compute dtype.
+        optimizer: Master weights and moments on the device.
+        host: Master weights and moments on the host.
         whole: Main gradients before their reduction.
-        row: Main gradients after it.
-        scratch: Scratch of the reduction.
-        gathered: Gathered parameters after the optimizer's step, or at stage 3 while the head runs.
-        ahead: At stage 3 in a unit's backward: its parameters and those that are gathered ahead.
-        regathered: At stage 3 after that backward, with the unit's gradients before and after their cast.
-        sent: At stage 3: the last unit's gradients, which stay until others are reduced.
-        pool: Buffers that a CPU keeps beside these for the next step.
-        tied: The head's gradient of a tied embedding, which waits for the embedding's.
+        row: Main gradients after their reduction.
+        scratch: Scratch buffers of the reduction.
+        gathered: Gathered parameters after the optimizer's step; at stage 3 while the head runs.
+        ahead: Parameters of a unit and of prefetched units during the unit's backward (stage 3).
+        regathered: The same after the backward, plus the unit's gradients before and after their cast (stage 3).
+        sent: Gradients of the last unit, which are live until other gradients are reduced (stage 3).
+        pool: Communication buffers that a CPU keeps for the next step.
+        tied: The head's gradient of a tied embedding, kept until the embedding's is added.
     """
 
     parameters: float
@@ -95,13 +95,13 @@ class _State:
 
 
 def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
-    """The memory of the first rank of a stage."""
+    """Return the memory of the first rank of a stage."""
     state = _state(run, stage)
     pooled = run.kind.kernels == "cpu"
     steady = state.parameters + state.optimizer
     full = run.config.sharding.sharding_stage == 3
     kept, in_flight = _kept(run, stage)
-    # Gradients that are there while everything is kept: those of earlier micro-batches.
+    # Gradients of earlier micro-batches are live while all activations are kept.
     later = run.micro_batches > max(in_flight)
     stage_one = run.config.sharding.gradient_merge_mode == "step"
     whole = state.pool if pooled else state.whole + state.scratch + state.row
@@ -140,7 +140,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
 
 
 def group_bytes(run: PlannedRun, stage: int) -> int:
-    """Bytes that the communicators of a rank of a stage keep."""
+    """Return the bytes that the communicators of a rank of a stage keep."""
     grid, kept = run.config.grid, COMMUNICATORS[run.kind.kernels]
     if grid.world_size == 1:
         return 0
@@ -149,7 +149,7 @@ def group_bytes(run: PlannedRun, stage: int) -> int:
 
 
 def num_queues(run: PlannedRun, stage: int) -> int:
-    """The number of queues that a stage has an end of."""
+    """Return the number of pipeline queues that start or end at a stage."""
     rounds = queue_rounds(run.config.grid.pp, closed=run.stages.goes_round)
     return sum(len(group) == 2 and stage in group for groups in rounds for group in groups)
 
@@ -160,7 +160,7 @@ def _state(run: PlannedRun, stage: int) -> _State:
     stage_three = sharding.sharding_stage == 3
     parameters = masters = moments = whole = row_bytes = scratch = 0.0
     units: dict[str, float] = {}
-    left = False  # experts that are whole on their ranks, which stage 3 leaves to stage 2
+    left = False  # stage 3 treats experts that are whole on their ranks like stage 2
     for spec in run.held(stage):
         item = w if spec.fp32 else e
         local = run.local_numel(spec)
@@ -200,12 +200,12 @@ def _state(run: PlannedRun, stage: int) -> _State:
 
 
 def _stages_held(run: PlannedRun, stage: int) -> tuple[int, ...]:
-    """Stages whose layers a rank runs: in DualPipe also the one at the other end, for the other direction."""
+    """Return the stages whose layers a rank runs; with DualPipe also the mirrored stage, for the other direction."""
     return (stage, run.config.grid.pp - 1 - stage) if run.assumed.dualpipe else (stage,)
 
 
 def _gathered(run: PlannedRun, units: dict[str, float]) -> tuple[float, float, float, float]:
-    """(published, or at stage 3 while the head runs; at stage 3: ahead, regathered, sent of ``_State``)."""
+    """Return ``gathered``, ``ahead``, ``regathered`` and ``sent`` of ``_State``."""
     sharding, sizes = run.config.sharding, sorted(units.values(), reverse=True)
     if sharding.sharding_stage < 3:
         return sum(sizes[: sharding.sharding_prefetch_segments + 1]), 0.0, 0.0, 0.0
@@ -214,23 +214,23 @@ def _gathered(run: PlannedRun, units: dict[str, float]) -> tuple[float, float, f
     largest = max((size for name, size in units.items() if name not in names), default=0.0)
     ahead = stays + largest * (1 + sharding.sharding_prefetch_segments)
     cast = run.view.wide_bytes / run.view.item_bytes
-    # The last unit that was gathered leaves its buffer.
+    # The buffer of the last gathered unit is still allocated.
     return stays + largest, ahead, ahead + largest * (1 + cast), units.get("embedding", 0.0) * cast
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """Bytes of activations at the moments of a step, and what lives beside them then.
+    """Bytes of activations at the moments of a step, and of temporary tensors at the same moments.
 
     Attributes:
-        forward: When the last forward is done.
-        forward_transient: Beside that.
-        backward: When a backward begins.
-        backward_transient: Beside that.
-        reduction: When the backward of the newest layer is done.
-        end: When the last backward is nearly done.
-        end_transient: Beside that.
-        host: Offloaded.
+        forward: Activations after the last forward.
+        forward_transient: Temporary tensors at that moment.
+        backward: Activations when a backward starts.
+        backward_transient: Temporary tensors at that moment.
+        reduction: Activations after the backward of the newest layer.
+        end: Activations when the last backward is nearly done.
+        end_transient: Temporary tensors at that moment.
+        host: Offloaded activations.
     """
 
     forward: float
@@ -244,7 +244,7 @@ class _Kept:
 
 
 def _kept(run: PlannedRun, stage: int) -> tuple[_Kept, list[int]]:
-    """(Activations at all moments, the micro-batches in flight of each chunk)."""
+    """Return (activations at all moments, micro-batches in flight of each chunk)."""
     costs = run.largest_costs
     chunks = [chunk for held in _stages_held(run, stage) for chunk in run.stages.on(held)]
     flights = in_flight(run, stage)
@@ -265,7 +265,7 @@ def _kept(run: PlannedRun, stage: int) -> tuple[_Kept, list[int]]:
             last = costs.head.kept
         if chunk.first:
             first_transient = max(first_transient, units[0].transient)
-    # Sent messages are waited for when so many wait (``core/pipeline/runner.py``).
+    # The runner waits for sends once this many are in flight (``core/pipeline/runner.py``).
     sends = SENDS_PER_CHUNK * len(run.stages.chunks) if stage > 0 else 0
     forward = total + x * min(sends, run.micro_batches - 1)
     backward = total + x * min(sends, run.micro_batches) - last
@@ -278,7 +278,7 @@ def _kept(run: PlannedRun, stage: int) -> tuple[_Kept, list[int]]:
 
 
 def _unit_bytes(run: PlannedRun, units: Sequence[UnitCost]) -> tuple[float, float, float]:
-    """(kept on the device, kept on the host, needed beside it while a unit's backward runs) of one micro-batch."""
+    """Return one micro-batch's bytes (kept on the device, kept on the host, temporary during a unit's backward)."""
     recompute = run.config.recompute
     layers = [unit for unit in units if unit.is_layer]
     ends = sum(unit.kept for unit in units if not unit.is_layer)
@@ -301,7 +301,7 @@ def _unit_bytes(run: PlannedRun, units: Sequence[UnitCost]) -> tuple[float, floa
             host += x * share
             share = 0.0
         kept += x * share
-        # Everything inside is there when the backward of the last operator begins.
+        # All activations of the unit are live when the backward of its last operator starts.
         first = span[-1].operators[-1].transient + x
         worst = max(worst, first + inside + (x if share < 1 else 0.0))
     if len(stored) < len(spans) and stored:
@@ -310,11 +310,11 @@ def _unit_bytes(run: PlannedRun, units: Sequence[UnitCost]) -> tuple[float, floa
 
 
 def in_flight(run: PlannedRun, stage: int) -> list[int]:
-    """Micro-batches that wait for their backward at once, of every chunk of a stage, at the worst moment.
+    """Return the micro-batches in flight for each chunk of a stage, at the worst moment.
 
-    1F1B: as many as stages follow, and one (arXiv 2104.04473, 2.2). Interleaved: Megatron's warm-up of
-    2 (p - rank - 1) + (v - 1) p chunks and one, shared out from the first chunk on; zero-bubble warms up with
-    (p - rank - 1) + (v - 1) p. GPipe keeps all. DualPipe: those of 1F1B in either direction, for the chunks of both.
+    1F1B: the number of following stages plus one (arXiv 2104.04473, 2.2). Interleaved: Megatron's warmup of
+    2 (p - rank - 1) + (v - 1) p chunks plus one, distributed from the first chunk on. Zero bubble: a warmup of
+    (p - rank - 1) + (v - 1) p. GPipe: all. DualPipe: those of 1F1B in each direction, for the chunks of both.
     """
     p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
     name = run.schedule
@@ -332,7 +332,7 @@ def in_flight(run: PlannedRun, stage: int) -> list[int]:
     warm = (p - stage - 1) * (1 if name == ZERO_BUBBLE else 2) + (v - 1) * p + 1
     warm = min(warm, m * v)
     flights = []
-    for chunk in range(v):  # groups of p micro-batches go through chunk after chunk
+    for chunk in range(v):  # groups of p micro-batches pass the chunks in turn
         rounds, rest = divmod(warm, p * v)
         flights.append(min(m, rounds * p + min(p, max(0, rest - chunk * p))))
     return flights

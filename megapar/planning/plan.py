@@ -1,4 +1,4 @@
-"""The plan of a configuration on a kind of device: memory, traffic, time."""
+"""Plan of a configuration on a kind of device: memory, traffic, time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ class Plan:
 
     Attributes:
         config: The configuration.
-        kind: The devices.
-        run: What the formulas read.
+        kind: Kind of the devices.
+        run: Input of the formulas.
+
+    Args:
+        config: The configuration.
+        kind: Kind of the devices.
+        assumed: Techniques that the plan assumes.
+        token_budget: Tokens of the whole run; None for those of ``--train-iters``.
     """
 
     def __init__(
         self, config: Config, kind: DeviceKind, assumed: Assumed | None = None, token_budget: float | None = None
     ) -> None:
-        """token_budget: Tokens of the whole run; by default those of ``--train-iters``."""
         self.config = config
         self.kind = kind
         self.run = PlannedRun(config, kind, assumed or Assumed())
@@ -41,32 +46,32 @@ class Plan:
 
     @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
-        """The memory of each pipeline stage."""
+        """Memory of each pipeline stage."""
         return tuple(stage_memory(self.run, stage) for stage in range(self.config.grid.pp))
 
     @cached_property
     def traffic(self) -> tuple[dict[str, float], ...]:
-        """The traffic of each pipeline stage: "axis/kind" -> bytes that a rank sends in a step."""
+        """Traffic of each pipeline stage: bytes that a rank sends in a step, by "axis/kind"."""
         return tuple(stage_traffic(self.run, stage) for stage in range(self.config.grid.pp))
 
     @cached_property
     def speed(self) -> Speed:
-        """The time of a step."""
+        """Time of a step."""
         return predict(self.run)
 
     @cached_property
     def fullest(self) -> StageMemory:
-        """The stage that needs most."""
+        """Memory of the stage that needs most."""
         return max(self.memory, key=lambda stage: stage.reserved)
 
     @property
     def fits(self) -> bool:
-        """The fullest stage fits into a device."""
+        """True if the fullest stage fits into a device's memory."""
         return self.fullest.reserved <= self.kind.memory_bytes
 
     @cached_property
     def counts(self) -> ParameterCounts:
-        """Parameters of the model; those of assumed techniques are counted as they are assumed."""
+        """Number of parameters of the model, including assumed techniques."""
         return self.run.parameter_counts
 
     @property
@@ -85,12 +90,12 @@ class Plan:
         return self.token_budget / self.speed.tokens_per_second / SECONDS_PER_DAY
 
     def link(self, axis: str) -> Link:
-        """The ranks of a group on the nodes."""
+        """Return the placement of a group's ranks on nodes."""
         return link(self.config.grid, axis, self.kind.node)
 
     @cached_property
     def crossing(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(inside a node, between nodes) "axis/kind" -> bytes of the rank that sends most, per step."""
+        """Bytes per step of the rank that sends most, by "axis/kind": (inside a node, between nodes)."""
         inside: dict[str, float] = {}
         between: dict[str, float] = {}
         for stage in self.traffic:
@@ -102,25 +107,25 @@ class Plan:
         return inside, between
 
     def advice(self) -> str:
-        """Say by how much it does not fit, and what would make it fit; empty where it does."""
+        """Describe how much memory is missing, and settings that would fit; "" if the plan fits."""
         if self.fits:
             return ""
         over = self.fullest.reserved - self.kind.memory_bytes
-        said = (
+        text = (
             f"stage {self.fullest.stage} needs {_gib(self.fullest.reserved)}, {_gib(over)} more than the "
             f"{_gib(self.kind.memory_bytes)} of {self.kind.name}"
         )
-        options = [f"{text}: {_gib(plan.fullest.reserved)}" for text, plan in self._ways() if plan.fits]
+        options = [f"{setting}: {_gib(plan.fullest.reserved)}" for setting, plan in self._ways() if plan.fits]
         if options:
-            return f"{said}; it would fit with {', or '.join(options[:4])}"
+            return f"{text}; it would fit with {', or '.join(options[:4])}"
         wider = self._wider()
-        said += "; full recompute, sharded parameters and offloaded optimizer state are not enough on so many ranks: "
-        said += f"it would fit on {wider}, or " if wider else "take more ranks, or "
-        return said + "split more (--mp-degree, --pp-degree, --ep-degree); --search looks for layouts"
+        text += "; full recompute, sharded parameters and offloaded optimizer state are not enough on this many ranks: "
+        text += f"it would fit on {wider}, or " if wider else "use more ranks, or "
+        return text + "split more (--mp-degree, --pp-degree, --ep-degree); --search finds layouts"
 
     def _wider(self) -> str:
-        """Say how many ranks, doubled and doubled again, hold this model, and with which flags; empty where none do."""
-        found = []
+        """Describe the least doubled number of ranks on which the model fits, and the flags; "" if it fits on none."""
+        options = []
         saving = {"recompute_interval": 1, "recompute_granularity": "full"}
         whole = {**saving, "sharding_stage": 3, "gradient_merge_mode": "micro_batch"}
         for text, flags in (
@@ -134,8 +139,8 @@ class Plan:
             worlds = [self.config.grid.world_size << doubled for doubled in range(1, MOST_DOUBLED + 1)]
             held = bisect_left(worlds, True, key=partial(self._held_by, flags))
             if held < len(worlds):
-                found.append((worlds[held], text))
-        return "{} ranks with {}".format(*min(found)) if found else ""
+                options.append((worlds[held], text))
+        return "{} ranks with {}".format(*min(options)) if options else ""
 
     def _held_by(self, flags: dict[str, Any], ranks: int) -> bool:
         from megapar.planning.change import widened
@@ -144,10 +149,10 @@ class Plan:
         return config is not None and Plan(config, self.kind, self.run.assumed, self._token_budget).fits
 
     def _ways(self) -> list[tuple[str, Plan]]:
-        """The same run with less memory, as far as the rules allow it."""
+        """Return legal variations of the run that need less memory."""
         from megapar.planning.change import changed, differing
 
-        found, seen = [], []
+        plans, seen = [], []
         for text, flags in (
             ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
             ("--recompute-interval 1", {"recompute_interval": 1, "recompute_granularity": "full"}),
@@ -162,18 +167,18 @@ class Plan:
             config, new = changed(self.config, flags), differing(self.config, flags)
             if config is not None and new not in seen:
                 seen.append(new)
-                found.append((text, Plan(config, self.kind, self.run.assumed, self._token_budget)))
-        return found
+                plans.append((text, Plan(config, self.kind, self.run.assumed, self._token_budget)))
+        return plans
 
     def to_dict(self) -> dict[str, Any]:
-        """The object that --json prints: bytes, seconds, shares."""
+        """Return the object that ``--json`` prints, in bytes, seconds and shares."""
         inside, between = self.crossing
         world = self.config.grid.world_size
         return {
             "device_kind": self.kind.name,
             "world_size": world,
             "layout": {axis: self.config.grid.size(axis) for axis in _AXES},
-            "assumed": list(self.run.assumed.said),
+            "assumed": list(self.run.assumed.words),
             "fits": self.fits,
             "advice": self.advice(),
             "memory_limit_bytes": self.kind.memory_bytes,

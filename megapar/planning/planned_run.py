@@ -1,4 +1,7 @@
-"""A configuration as the formulas read it: its model, its stages, and one rank of each stage in numbers."""
+"""Input of the plan's formulas: the model, the stages, and one rank of each stage.
+
+Tested in ``tests/planning/test_plan.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from megapar.training.building.segments import ITEM_BYTES
 from megapar.training.building.stages import effective_schedule, make_stages
 from megapar.training.building.tensor_overlap import hiding
 
-MOST_COUNTED = 1024  # micro-batches; tasks come round again long before
+MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before
 
 
 @lru_cache(maxsize=4)
 def _table(sizes: ModelSizes, latent: LatentAttention | None) -> tuple[ParameterSpec, ...]:
-    """A search plans hundreds of layouts of one model."""
+    """Return the parameter table. It is cached, because a search plans hundreds of layouts of one model."""
     table = table_of(sizes)
     return table if latent is None else with_latent_attention(table, sizes, latent)
 
@@ -41,9 +44,9 @@ class PlannedRun:
     """A configuration on a kind of device.
 
     Attributes:
-        config: The run.
-        kind: The devices that it runs on.
-        assumed: Techniques that only the plan knows.
+        config: The configuration.
+        kind: Kind of the devices.
+        assumed: Techniques that the plan assumes.
     """
 
     config: Config
@@ -54,12 +57,12 @@ class PlannedRun:
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """The numbers of the model."""
+        """Sizes of the model."""
         return self.config.model
 
     @cached_property
     def view(self) -> RankView:
-        """A rank in the numbers that the costs of a model depend on."""
+        """Description of a rank for the cost formulas."""
         config, grid = self.config, self.config.grid
         item = ITEM_BYTES[self.dtype]
         return RankView(
@@ -87,79 +90,79 @@ class PlannedRun:
 
     @cached_property
     def costs(self) -> ModelCost:
-        """The costs of a micro-batch on a rank, in the mean."""
+        """Costs of the mean micro-batch on a rank."""
         return spec_of(self.sizes).costs(self.sizes, self.view)
 
     @cached_property
     def largest_costs(self) -> ModelCost:
-        """The costs of the micro-batch that needs the most memory."""
+        """Costs of the micro-batch that needs the most memory."""
         return self.costs.largest
 
     @cached_property
     def stages(self) -> Stages:
-        """The layers of each stage."""
+        """Layers of each stage."""
         return make_stages(self.config, self.sizes)
 
     @cached_property
     def table(self) -> tuple[ParameterSpec, ...]:
-        """All parameters."""
+        """Parameter table of the model, including assumed techniques."""
         return _table(self.sizes, self._latent)
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """Parameters of the model, without blocks that only training runs."""
+        """Number of parameters of the model, without blocks that only training runs."""
         return parameter_counts(self.sizes, _table(self.sizes.without_training_blocks(), self._latent))
 
     @property
     def _latent(self) -> LatentAttention | None:
-        """Latent attention, where it is assumed and the model may have it."""
+        """Shape of latent attention if it is assumed and the model supports it; otherwise None."""
         return self.assumed.latent if spec_of(self.sizes).costs.latent_attention else None
 
     @cached_property
     def dtype(self) -> str:
-        """The compute dtype; ``auto`` as this device would choose it."""
+        """Compute dtype; for ``auto``, the device's default."""
         given = self.config.training.dtype
         dtype = self.kind.default_dtype if given == "auto" else given
         if dtype == "fp16" and self.config.sharding.grad_reduce_dtype == "bf16":
             message = (
-                f"--grad-reduce-dtype bf16 rounds the gradients of an fp16 run away; {self.kind.name} has no bf16."
+                f"--grad-reduce-dtype bf16 would round the gradients of an fp16 run; {self.kind.name} has no bf16."
             )
-            raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave it out.")])
+            raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave out --grad-reduce-dtype.")])
         return dtype
 
     @cached_property
     def hiding(self) -> str:
-        """The way that the collectives of layers split over mp take: off, on or fused."""
+        """Overlap of the tensor parallel layers' collectives: ``off``, ``on`` or ``fused``."""
         return hiding(self.config, self.kind, self.dtype, self.sizes)
 
     @cached_property
     def reduce_bytes(self) -> int:
-        """Bytes of an element of the gradients that travel."""
+        """Bytes of an element of gradients in reductions."""
         wide = self.view.wide_bytes
         return wide if wide > 4 else ITEM_BYTES[self.config.sharding.grad_reduce_dtype]
 
     @cached_property
     def recompute(self) -> RecomputeChoice | None:
-        """The layers that are computed again; adaptive recompute, which measures, is planned as without it."""
+        """Layers that are recomputed. Adaptive recompute is ignored, because it depends on measurements."""
         flags = self.config.recompute
         return recompute_choice(flags.recompute_interval, flags.recompute_method, flags.recompute_num_layers)
 
     def recompute_spans(self, num_layers: int) -> Sequence[LayerSpan]:
-        """Layers of a chunk that run together, and whether they are computed again."""
+        """Return the spans of a chunk's layers, recomputed or not."""
         return (self.recompute or FirstLayers(0)).spans(num_layers)
 
     @property
     def schedule(self) -> str:
-        """The schedule of the pipeline."""
+        """Schedule of the pipeline."""
         return effective_schedule(self.config)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one data rank in an optimizer step."""
+        """Micro-batches per optimizer step of one data parallel rank."""
         return self.config.sharding.gradient_merge_acc_step
 
     def held(self, stage: int) -> list[ParameterSpec]:
-        """Rows of the table that a stage holds: its own and, on the last stage, the second copy of a tied embedding."""
+        """Return the rows of the table on a stage; on the last one this includes the copy of a tied embedding."""
         return self._held.get(stage, [])
 
     @cached_property
@@ -175,18 +178,18 @@ class PlannedRun:
         return held
 
     def local_numel(self, row: ParameterSpec) -> int:
-        """Elements of a parameter on the first rank of its stage."""
+        """Return the elements of a parameter on the first rank of its stage."""
         return prod(self._local_shape(row))
 
     def _local_shape(self, row: ParameterSpec) -> tuple[int, ...]:
-        """The shape on the first rank of a stage, where none is smaller."""
+        """Return the shape on the first rank of a stage; no other rank has a larger one."""
         key = row.shape, row.axes
         if key not in self._cuts:
             self._cuts[key] = box_at(row, {axis: (self.config.grid.size(axis), 0) for axis, _ in row.axes}).sizes
         return self._cuts[key]
 
     def row_numel(self, row: ParameterSpec) -> int:
-        """Elements of one rank's padded shard of a parameter."""
+        """Return the elements of one rank's padded shard of a parameter."""
         key = row.shape, row.axes, row.expert
         if key in self._rows:
             return self._rows[key]
@@ -196,39 +199,39 @@ class PlannedRun:
         return self._rows[key]
 
     def shards(self, row: ParameterSpec) -> int:
-        """Ranks that share a parameter's optimizer state."""
+        """Return the number of ranks over which a parameter's optimizer state is sharded."""
         return self.config.grid.expert_shards if row.expert else self.config.grid.shards
 
     def replicas(self, row: ParameterSpec) -> int:
-        """Ranks that repeat it."""
+        """Return the number of replicas of each shard of a parameter."""
         grid = self.config.grid
         return grid.edp // grid.expert_shards if row.expert else grid.dp
 
 
 def units_of(costs: ModelCost, chunk: Chunk) -> list[UnitCost]:
-    """The units that a chunk runs, in forward order."""
+    """Return the units of a chunk, in forward order."""
     units = [costs.embedding] if chunk.first else []
     units += [costs.layer(number) for number in chunk.layers]
     return units + ([costs.head] if chunk.last else [])
 
 
 def input_of(costs: ModelCost, chunk: Chunk) -> float:
-    """Bytes of what a chunk takes from the one before it, in one micro-batch."""
+    """Return the bytes of a chunk's input for one micro-batch."""
     return units_of(costs, chunk)[0].input
 
 
 def task_counts(config: Config) -> Sequence[Mapping[str, float]]:
-    """Samples of each task in consecutive micro-batches, until they repeat."""
-    # Plans of models without tasks do without the packages that read data.
+    """Return the samples of each task in consecutive micro-batches, until they repeat."""
+    # Imported here, because plans of models without tasks do not need the packages that read data.
     from megapar.data.sampling.mixture import Shares
 
     weights = tasks_of(config.data.ernie_tasks)
     shares, size = Shares(list(weights.values())), config.training.micro_batch_size
     whole = sum(weights.values())
     period = min(MOST_COUNTED, int(whole * max(weight.denominator for weight in weights.values())) * 2)
-    found = []
+    batches = []
     for number in range(period):
         starts = number * size, (number + 1) * size
         counts = ((shares.count(place, start) for start in starts) for place in range(len(weights)))
-        found.append({task: float(after - before) for task, (before, after) in zip(weights, counts, strict=True)})
-    return found
+        batches.append({task: float(after - before) for task, (before, after) in zip(weights, counts, strict=True)})
+    return batches

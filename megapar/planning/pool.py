@@ -1,8 +1,9 @@
-"""The communication buffers that a CPU keeps under sharding's stages 1 and 2, replayed by size.
+"""Communication buffers that a CPU keeps under sharding stages 1 and 2, found by replaying their sizes.
 
-On a CPU they are not freed but reused (``core/comm/buffers.py``), so that the number of buffers after a step or two
-counts.
-The order in which segments are sent (``core/sharding/zero.py``) decides which buffer serves again for what.
+On a CPU, buffers are reused instead of freed (``core/comm/buffers.py``), so memory depends on the buffers that exist
+after a few steps. The order in which buckets are sent (``core/sharding/zero.py``) determines which buffers are reused.
+
+Tested in ``tests/tools/tracing/test_trace.py``.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from dataclasses import dataclass
 from megapar.planning.planned_run import PlannedRun
 from megapar.training.building.segments import make_segments
 
-STEPS = 3  # until nothing is added
+STEPS = 3  # after which no step adds a buffer
 
 
 @dataclass(frozen=True)
-class Traveling:
-    """A segment.
+class PoolBucket:
+    """A bucket of parameters.
 
     Attributes:
         row: Elements of one shard.
-        shards: Ranks that share it.
+        shards: Number of shards.
         item: Bytes of an element of its parameters.
-        replicated: Replicas over dp repeat it.
+        replicated: The bucket has replicas over dp (hybrid sharding).
     """
 
     row: int
@@ -34,7 +35,7 @@ class Traveling:
 
 
 class _Pool:
-    """Takes and gives as ``BufferPool`` does, in bytes."""
+    """Reuses buffers as ``BufferPool`` does, but records only their bytes."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -53,11 +54,17 @@ class _Pool:
 
 
 def pool_bytes(run: PlannedRun, stage: int, *, experts_only: bool = False) -> int:
-    """Bytes of all buffers of a stage's first rank. experts_only: those that stage 3 leaves to stage 2."""
-    segments, sharding = segments_of(run, stage, experts_only=experts_only), run.config.sharding
+    """Return the bytes of all buffers of a stage's first rank.
+
+    Args:
+        run: The planned run.
+        stage: Number of the stage.
+        experts_only: Only experts, which stage 3 treats like stage 2 if they are whole on their ranks.
+    """
+    buckets, sharding = buckets_of(run, stage, experts_only=experts_only), run.config.sharding
     each = sharding.gradient_merge_mode == "micro_batch"
     ahead = sharding.sharding_prefetch_segments if sharding.overlap_param_gather != "off" else 0
-    replay = _Replay(segments, run.view.wide_bytes, run.reduce_bytes)
+    replay = _Replay(buckets, run.view.wide_bytes, run.reduce_bytes)
     for _ in range(STEPS):
         replay.gather(ahead)
         for _ in range(run.micro_batches if each else 1):
@@ -66,69 +73,69 @@ def pool_bytes(run: PlannedRun, stage: int, *, experts_only: bool = False) -> in
     return replay.pool.total
 
 
-def segments_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> list[Traveling]:
-    """The segments of a stage in forward order, as the run makes them."""
+def buckets_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> list[PoolBucket]:
+    """Return the buckets of a stage in forward order, as in the run."""
     plan = make_segments(run.config, run.sizes)
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     rows: dict[tuple[int, bool, bool], int] = {}
-    found: dict[tuple[int, bool, bool], Traveling] = {}
+    buckets: dict[tuple[int, bool, bool], PoolBucket] = {}
     held = [spec for spec in run.held(stage) if spec.trainable and (spec.expert or not experts_only)]
     for spec in sorted(held, key=lambda spec: place[spec.name]):
         key = place[spec.name], spec.fp32, spec.expert
         rows[key] = rows.get(key, 0) + run.row_numel(spec)
         item = run.view.wide_bytes if spec.fp32 else run.view.item_bytes
-        found[key] = Traveling(rows[key], run.shards(spec), item, run.replicas(spec) > 1)
-    return list(found.values())
+        buckets[key] = PoolBucket(rows[key], run.shards(spec), item, run.replicas(spec) > 1)
+    return list(buckets.values())
 
 
 class _Replay:
-    """The steps of a run, as far as they take and give buffers."""
+    """Steps of a run, reduced to the buffers that they take from the pool and give back."""
 
-    def __init__(self, segments: Sequence[Traveling], wide: int, reduce: int) -> None:
+    def __init__(self, buckets: Sequence[PoolBucket], wide: int, reduce: int) -> None:
         self.pool = _Pool()
-        self._segments, self._wide, self._reduce = segments, wide, reduce
+        self._buckets, self._wide, self._reduce = buckets, wide, reduce
         self._gradients: dict[int, int] = {}
 
     def begin_step(self) -> None:
-        """Give back the gradients of the last step."""
-        for number in range(len(self._segments)):
+        """Give back the gradients of the previous step."""
+        for number in range(len(self._buckets)):
             if number in self._gradients:
                 self.pool.give(self._gradients.pop(number))
 
     def gather(self, ahead: int) -> None:
-        """Gather new parameters, ``ahead`` segments before the one that is received."""
-        flying: list[list[int]] = []
-        for segment in self._segments:
+        """Gather new parameters, with ``ahead`` buckets prefetched."""
+        in_flight: list[list[int]] = []
+        for bucket in self._buckets:
             taken = []
-            if segment.shards > 1 or segment.item != self._wide:
-                taken.append(self.pool.take(segment.row * segment.item))
-            if segment.shards > 1:
-                taken.append(self.pool.take(segment.row * segment.shards * segment.item))
-            flying.append(taken[::-1])
-            if len(flying) > ahead:
-                self._land(flying.pop(0))
-        for taken in flying:
-            self._land(taken)
+            if bucket.shards > 1 or bucket.item != self._wide:
+                taken.append(self.pool.take(bucket.row * bucket.item))
+            if bucket.shards > 1:
+                taken.append(self.pool.take(bucket.row * bucket.shards * bucket.item))
+            in_flight.append(taken[::-1])
+            if len(in_flight) > ahead:
+                self._give_back(in_flight.pop(0))
+        for taken in in_flight:
+            self._give_back(taken)
 
-    def _land(self, taken: Sequence[int]) -> None:
+    def _give_back(self, taken: Sequence[int]) -> None:
         for size in taken:
             self.pool.give(size)
 
     def reduce(self, *, whole: bool) -> None:
-        """Reduce gradients, the last segment first; but for replicas all are in flight before one is waited for."""
-        flying: list[tuple[int, list[int], int, int]] = []
-        for number in reversed(range(len(self._segments))):
-            flying.append(self._launch(number, whole=whole))
-            if len(flying) > 1 and self._segments[number + 1].replicated:
-                self._settle(*flying.pop(0))
-        for one in flying:
-            self._settle(*one)
+        """Reduce gradients, the last bucket first. Without replicas, all are in flight before the first wait."""
+        in_flight: list[tuple[int, list[int], int, int]] = []
+        for number in reversed(range(len(self._buckets))):
+            in_flight.append(self._launch(number, whole=whole))
+            if len(in_flight) > 1 and self._buckets[number + 1].replicated:
+                self._finish(*in_flight.pop(0))
+        for one in in_flight:
+            self._finish(*one)
 
     def _launch(self, number: int, *, whole: bool) -> tuple[int, list[int], int, int]:
-        """Start a reduction: (segment, lent buffers, the flat gradients, the buffer of the result)."""
-        segment = self._segments[number]
-        elements = segment.row * segment.shards
-        alone = segment.shards == 1
+        """Start a reduction. Return (bucket, temporary buffers, flat gradients, buffer of the result)."""
+        bucket = self._buckets[number]
+        elements = bucket.row * bucket.shards
+        alone = bucket.shards == 1
         main = self._wide if whole or alone else self._reduce
         if alone and number in self._gradients:
             flat = self._gradients.pop(number)
@@ -136,19 +143,19 @@ class _Replay:
             flat = self.pool.take(elements * main)
         if alone:
             return number, [], flat, 0
-        lent = [self.pool.take(elements * self._reduce) for _ in range(1 if main == self._reduce else 2)]
-        return number, lent, flat, self.pool.take(segment.row * self._reduce)
+        temporary = [self.pool.take(elements * self._reduce) for _ in range(1 if main == self._reduce else 2)]
+        return number, temporary, flat, self.pool.take(bucket.row * self._reduce)
 
-    def _settle(self, number: int, lent: Sequence[int], flat: int, arrived: int) -> None:
-        segment = self._segments[number]
-        self._land(lent)
-        if segment.shards == 1:
+    def _finish(self, number: int, temporary: Sequence[int], flat: int, result: int) -> None:
+        bucket = self._buckets[number]
+        self._give_back(temporary)
+        if bucket.shards == 1:
             self._gradients[number] = flat
             return
         self.pool.give(flat)
         if number not in self._gradients and self._reduce == self._wide:
-            self._gradients[number] = arrived
+            self._gradients[number] = result
             return
         if number not in self._gradients:
-            self._gradients[number] = self.pool.take(segment.row * self._wide)
-        self.pool.give(arrived)
+            self._gradients[number] = self.pool.take(bucket.row * self._wide)
+        self.pool.give(result)

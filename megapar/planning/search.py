@@ -1,9 +1,9 @@
 """``megapar plan --search``: the best legal layouts of a model on a cluster, and why their neighbours are not better.
 
-Every candidate goes through the same door as a run: the command line's parser and the rules. What they accept is held
-against the memory formulas, and what fits is timed. Candidates vary mp, pp, cp and its algorithm, ep, chunks per stage,
-the micro-batch and recompute; sharding takes the ranks that are left. Sequences are shared by cp where each rank keeps
-a long piece of them, and in micro-batches of one: two ranks with a sequence each need no messages.
+Each candidate passes the command line's parser and the rules, like a run. The memory formulas filter the legal ones,
+and those that fit are timed. Candidates vary mp, pp, cp and its algorithm, ep, chunks per stage, the micro-batch and
+recompute; sharding uses the remaining ranks. cp is tried only if each rank keeps a long part of a sequence, and with
+micro-batches of one: two ranks with a sequence each would not need to communicate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,18 @@ SEARCHED = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout: degrees, chunks per stage, micro-batch, recompute; algorithm: of cp."""
+    """One layout.
+
+    Attributes:
+        mp: Tensor parallel degree.
+        pp: Pipeline parallel degree.
+        ep: Expert parallel degree.
+        vpp: Chunks per stage.
+        micro_batch: Sequences per micro-batch.
+        recompute: A key of RECOMPUTE.
+        cp: Context parallel degree.
+        algorithm: Algorithm of context parallelism.
+    """
 
     mp: int
     pp: int
@@ -55,17 +66,17 @@ class Candidate:
     algorithm: str = RING
 
     def flags(self) -> dict[str, Any]:
-        """As field names and values."""
-        found: dict[str, Any] = {"mp_degree": self.mp, "pp_degree": self.pp, "micro_batch_size": self.micro_batch}
+        """Return the flags of the layout, by field name."""
+        flags: dict[str, Any] = {"mp_degree": self.mp, "pp_degree": self.pp, "micro_batch_size": self.micro_batch}
         if self.mp > 1:
-            found["sequence_parallel"] = True
+            flags["sequence_parallel"] = True
         if self.cp > 1:
-            found |= {"cp_degree": self.cp, "context_parallel_algo": self.algorithm}
+            flags |= {"cp_degree": self.cp, "context_parallel_algo": self.algorithm}
         if self.ep > 1:
-            found["ep_degree"] = self.ep
+            flags["ep_degree"] = self.ep
         if self.vpp > 1:
-            found |= {"vpp_degree": self.vpp, "pp_schedule": "interleaved"}
-        return found | RECOMPUTE[self.recompute]
+            flags |= {"vpp_degree": self.vpp, "pp_schedule": "interleaved"}
+        return flags | RECOMPUTE[self.recompute]
 
     def __str__(self) -> str:
         parts = [f"mp {self.mp}", f"pp {self.pp}"]
@@ -76,7 +87,13 @@ class Candidate:
 
 @dataclass
 class Result:
-    """The result of a candidate. plan: None where the rules refuse it. why: The reason against it."""
+    """Result of a candidate.
+
+    Attributes:
+        candidate: The layout.
+        plan: Its plan; None if the rules refuse it.
+        why: Reason against it; "" if it fits.
+    """
 
     candidate: Candidate
     plan: Plan | None
@@ -85,57 +102,61 @@ class Result:
 
 @dataclass
 class Search:
-    """results: of every candidate that was looked at. best: those that fit, fastest first."""
+    """State of a search.
+
+    Attributes:
+        results: Results of all candidates so far.
+    """
 
     results: dict[Candidate, Result] = field(default_factory=dict)
 
     @property
     def best(self) -> list[Result]:
-        """Fastest first; of equally fast ones those with less memory."""
+        """Results that fit, fastest first; of equally fast ones, the one with less memory first."""
         fitting = [result for result in self.results.values() if not result.why and result.plan is not None]
         return sorted(fitting, key=lambda r: (r.plan.speed.step_seconds, r.plan.fullest.reserved))  # type: ignore[union-attr]
 
 
 def search(config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> Search:
-    """Look through the layouts of ``world_size`` ranks for the model and the batch of ``config``."""
-    found = Search()
+    """Search the layouts of ``world_size`` ranks for the model and the global batch of ``config``."""
+    state = Search()
     base = flags_of(config, (*SEARCHED, "sequence_parallel"))
     base["global_batch_size"] = config.training.global_batch_size
     for group in _shapes(config, kind, world_size):
         least: dict[tuple[int, str], bool] = {}
         for candidate in group:
-            # A larger micro-batch, or less recompute, than one that did not fit does not fit either.
+            # If a candidate does not fit, a larger micro-batch or less recompute does not fit either.
             key = candidate.micro_batch, candidate.recompute
             if any(not fits and _needs_more(key, other) for other, fits in least.items()):
                 continue
-            result = _look(config, base, candidate, kind, assumed, world_size)
-            found.results[candidate] = result
+            result = _evaluate(config, base, candidate, kind, assumed, world_size)
+            state.results[candidate] = result
             if result.plan is not None:
                 least[key] = not result.why
-    return found
+    return state
 
 
-def neighbours(found: Search, config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> list[Result]:
-    """Layouts one step away from the best one, each with the reason why it is not taken.
+def neighbours(state: Search, config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> list[Result]:
+    """Return the layouts one step away from the best one, each with the reason against it.
 
-    Steps may leave what was searched (more chunks); where that finds something better, it becomes the best one.
+    A step may leave the searched space (more chunks). If it finds a better layout, that one becomes the best.
     """
-    if not found.best:
+    if not state.best:
         return []
     base = flags_of(config, (*SEARCHED, "sequence_parallel"))
     base["global_batch_size"] = config.training.global_batch_size
-    best = found.best[0]
+    best = state.best[0]
     while True:
         for candidate in _steps(best.candidate):
-            if candidate not in found.results:
-                found.results[candidate] = _look(config, base, candidate, kind, assumed, world_size)
-        if found.best[0].candidate == best.candidate:
+            if candidate not in state.results:
+                state.results[candidate] = _evaluate(config, base, candidate, kind, assumed, world_size)
+        if state.best[0].candidate == best.candidate:
             break
-        best = found.best[0]
+        best = state.best[0]
     assert best.plan is not None
     results = []
     for candidate in _steps(best.candidate):
-        result = found.results[candidate]
+        result = state.results[candidate]
         if not result.why and result.plan is not None:
             slower = result.plan.speed.step_seconds / best.plan.speed.step_seconds - 1
             result = Result(candidate, result.plan, f"{slower:.1%} slower: {_slower(result.plan, best.plan)}")
@@ -143,40 +164,40 @@ def neighbours(found: Search, config: Config, kind: DeviceKind, assumed: Assumed
     return results
 
 
-def describe(found: Search, near: list[Result], kind: DeviceKind, count: int = 10) -> str:
-    """Two tables: the best layouts, and the neighbours of the first."""
-    legal = [result for result in found.results.values() if result.plan is not None]
-    lines = [f"{len(found.results)} layouts looked at, {len(legal)} legal, {len(found.best)} fit into {kind.name}", ""]
-    if not found.best:
+def describe(state: Search, near: list[Result], kind: DeviceKind, count: int = 10) -> str:
+    """Format two tables: the best layouts, and the neighbours of the first."""
+    legal = [result for result in state.results.values() if result.plan is not None]
+    lines = [f"{len(state.results)} layouts tried, {len(legal)} legal, {len(state.best)} fit into {kind.name}", ""]
+    if not state.best:
         closest = min((r.plan for r in legal if r.plan is not None), key=lambda p: p.fullest.reserved, default=None)
         if closest is None:
-            first = next(iter(found.results.values()))
+            first = next(iter(state.results.values()))
             return "\n".join([*lines, f"no layout is legal: {first.why}", ""])
-        return "\n".join([*lines, f"no layout fits; the nearest: {closest.advice()}", ""])
+        return "\n".join([*lines, f"no layout fits; the closest: {closest.advice()}", ""])
     lines.append(f"{'step s':>9} {'MFU':>6} {'bubble':>7} {'GiB':>6}  layout")
-    for result in found.best[:count]:
+    for result in state.best[:count]:
         assert result.plan is not None
         speed, memory = result.plan.speed, result.plan.fullest.reserved / GIBIBYTE
         lines.append(
             f"{speed.step_seconds:9.3f} {speed.mfu:6.1%} {speed.bubble_share:7.1%} {memory:6.1f}  {result.candidate}"
         )
-    lines += ["", "neighbours of the first, and why not"]
+    lines += ["", "neighbours of the first, and why they are not better"]
     lines += [f"  {result.candidate}: {result.why}" for result in near]
     return "\n".join([*lines, ""])
 
 
-def to_dict(found: Search, near: list[Result], count: int = 10) -> dict[str, Any]:
-    """For --json: the best plans with their flags, and the neighbours."""
+def to_dict(state: Search, near: list[Result], count: int = 10) -> dict[str, Any]:
+    """Return the object that ``--json`` prints: the best plans with their flags, and the neighbours."""
     best = [
         {"flags": result.candidate.flags(), **result.plan.to_dict()}
-        for result in found.best[:count]
+        for result in state.best[:count]
         if result.plan is not None
     ]
-    return {"looked_at": len(found.results), "best": best, "neighbours": {str(r.candidate): r.why for r in near}}
+    return {"looked_at": len(state.results), "best": best, "neighbours": {str(r.candidate): r.why for r in near}}
 
 
 def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[Candidate]]:
-    """Candidates that differ in micro-batch and recompute only, the leanest first, by shape."""
+    """Yield groups of candidates that differ only in micro-batch and recompute, least memory first."""
     sizes, batch = config.model, config.training.global_batch_size
     experts = config.model.routed_experts
     for mp, pp, cp, algorithm, data in _splits(config, kind, world_size):
@@ -197,7 +218,7 @@ def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[
 
 
 def _splits(config: Config, kind: DeviceKind, world_size: int) -> Iterator[tuple[int, int, int, str, int]]:
-    """mp, pp, cp, its algorithm, and how many data ranks that leaves, as far as the model allows."""
+    """Yield (mp, pp, cp, its algorithm, remaining data parallel ranks) for degrees that the model allows."""
     sizes, degrees = config.model, divisors(world_size)
     for mp, pp, (cp, algorithm) in product(
         [d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers], _shared(config, degrees)
@@ -207,18 +228,18 @@ def _splits(config: Config, kind: DeviceKind, world_size: int) -> Iterator[tuple
 
 
 def why_none(config: Config, kind: DeviceKind, world_size: int) -> str:
-    """Explain why ``search`` found no candidate: the batch is too small, or cannot be shared."""
+    """Explain why ``search`` has no candidates: the global batch is too small or not divisible."""
     batch = config.training.global_batch_size
     least = min(pp * data for _, pp, _, _, data in _splits(config, kind, world_size))
     return (
-        f"no layout of {world_size:,} ranks can share a global batch of {batch:,}: with all the mp and cp the model "
-        f"allows, {least:,} samples are one for each stage of each data rank. Give --global-batch-size as a multiple "
-        f"of {least:,}, or fewer ranks.\n"
+        f"no layout of {world_size:,} ranks can share a global batch of {batch:,}: with the highest mp and cp that the "
+        f"model allows, one sample for each stage of each data parallel rank is {least:,} samples. Set "
+        f"--global-batch-size to a multiple of {least:,}, or use fewer ranks.\n"
     )
 
 
 def _shared(config: Config, degrees: Sequence[int]) -> list[tuple[int, str]]:
-    """Degrees of cp with their algorithms."""
+    """Return the degrees of cp, each with its algorithm."""
     longest = config.model.seq_length // SHORTEST_PIECE
     more = [degree for degree in degrees if 1 < degree <= longest and config.model.seq_length % degree == 0]
     return [(1, RING), *product(more, ALGORITHMS)]
@@ -229,7 +250,7 @@ def _needs_more(key: tuple[int, str], other: tuple[int, str]) -> bool:
     return key[0] >= other[0] and order.index(key[1]) >= order.index(other[1])
 
 
-def _look(
+def _evaluate(
     config: Config,
     base: Mapping[str, Any],
     candidate: Candidate,
@@ -237,18 +258,18 @@ def _look(
     assumed: Assumed,
     world_size: int,
 ) -> Result:
-    asked = attempt(config, {**base, **candidate.flags()}, world_size)
-    if isinstance(asked, list):
-        return Result(candidate, None, str(asked[0]))
-    plan = Plan(asked, kind, assumed)
+    resolved = attempt(config, {**base, **candidate.flags()}, world_size)
+    if isinstance(resolved, list):
+        return Result(candidate, None, str(resolved[0]))
+    plan = Plan(resolved, kind, assumed)
     if not plan.fits:
         over = (plan.fullest.reserved - kind.memory_bytes) / GIBIBYTE
-        return Result(candidate, plan, f"needs {over:.1f} GiB more than there are, on stage {plan.fullest.stage}")
+        return Result(candidate, plan, f"needs {over:.1f} GiB more than a device has, on stage {plan.fullest.stage}")
     return Result(candidate, plan)
 
 
 def _steps(candidate: Candidate) -> Iterator[Candidate]:
-    """One axis doubled or halved, the next micro-batch, the other algorithms of cp and kinds of recompute."""
+    """Yield neighbours: one degree or the micro-batch doubled or halved, another algorithm of cp or recompute."""
     for name in ("mp", "pp", "cp", "ep", "vpp", "micro_batch"):
         value = getattr(candidate, name)
         for changed in (value // 2, value * 2):
@@ -263,7 +284,7 @@ def _steps(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _slower(plan: Plan, best: Plan) -> str:
-    """Name the part of the time that grew most."""
+    """Describe the part of the time that grew most."""
     bubble = plan.speed.bubble_share - best.speed.bubble_share
     exposed = (
         plan.speed.exposed_seconds / plan.speed.step_seconds - best.speed.exposed_seconds / best.speed.step_seconds
@@ -271,5 +292,5 @@ def _slower(plan: Plan, best: Plan) -> str:
     if bubble > max(exposed, 0.005):
         return f"the bubble is {plan.speed.bubble_share:.1%}"
     if exposed > 0.005:
-        return f"{plan.speed.exposed_seconds:.3f} s of communication show"
-    return "its products are smaller, or more is computed"
+        return f"{plan.speed.exposed_seconds:.3f} s of communication are exposed"
+    return "its matrix products are smaller, or it recomputes more"

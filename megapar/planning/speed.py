@@ -1,6 +1,8 @@
-"""The time of a step: matrix products, attention, memory-bound operators and exposed communication, stage by stage.
+"""Time of a step: matrix products, attention, memory-bound operators and exposed communication, stage by stage.
 
-One calibration for all models, devices and layouts; ``benchmarks/prediction`` holds it against published runs.
+All models, devices and layouts have one calibration, which ``benchmarks/prediction`` compares with published runs.
+
+Tested in ``tests/planning/test_queues.py``.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from megapar.planning.traffic import Link, link, stage_traffic
 
 @dataclass(frozen=True)
 class Calibration:
-    """The share of their data sheets that devices reach.
+    """Shares of the data sheets' figures that devices reach.
 
     Attributes:
-        product: Of the peak, by a large matrix product.
-        small: A matrix product whose least dim is this long reaches half of that.
-        fp8: Of the fp8 peak, by a product that casts its inputs.
-        scores: Of the peak, by attention's core.
-        memory: Of the memory bandwidth.
-        inside: Of the links inside a node.
-        between: Of the links between nodes.
-        shown: The part of a collective that even a long enough matrix product does not hide.
-        jitter: Share of the time that each doubling of the ranks loses to stragglers.
+        product: Share of peak FLOP/s of a large matrix product.
+        small: Smallest dim at which a matrix product reaches half of that.
+        fp8: Share of peak fp8 FLOP/s of a matrix product that casts its inputs.
+        scores: Share of peak FLOP/s of attention's core.
+        memory: Share of the memory bandwidth.
+        inside: Share of the bandwidth inside a node.
+        between: Share of the bandwidth between nodes.
+        shown: Share of a collective that even a long enough matrix product does not hide.
+        jitter: Share of the time lost to stragglers for each doubling of the ranks.
     """
 
     product: float = 0.76
@@ -49,12 +51,12 @@ CALIBRATION = Calibration()
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of one micro-batch on a stage.
+    """Time of one micro-batch on a stage, in seconds.
 
     Attributes:
-        forward: Of the forward.
-        backward: Of the backward, with what is recomputed.
-        exposed: Of exposed communication in both.
+        forward: Time of the forward.
+        backward: Time of the backward, including recomputation.
+        exposed: Time of exposed communication in both.
     """
 
     forward: float
@@ -63,22 +65,22 @@ class StageTime:
 
     @property
     def both(self) -> float:
-        """Forward and backward."""
+        """Time of forward and backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The time of one optimizer step.
+    """Time of one optimizer step.
 
     Attributes:
-        step_seconds: All of it.
-        bubble_share: Share of the ranks' time in the pipeline that they wait.
-        exposed_seconds: Communication that nothing hides, on the slowest stage.
-        optimizer_seconds: The optimizer's part.
-        flops: Model FLOPs over all ranks.
-        mfu: Their share of the peak.
-        tokens_per_second: Over all ranks.
+        step_seconds: Time of the whole step.
+        bubble_share: Pipeline bubble: share of the pipeline's time in which ranks wait.
+        exposed_seconds: Time of exposed communication on the slowest stage.
+        optimizer_seconds: Time of the optimizer.
+        flops: Model FLOPs of all ranks.
+        mfu: Model FLOPs utilization, a share of the peak.
+        tokens_per_second: Tokens per second of all ranks.
     """
 
     step_seconds: float
@@ -91,7 +93,7 @@ class Speed:
 
 
 def predict(run: PlannedRun, calibration: Calibration = CALIBRATION) -> Speed:
-    """The speed of a run."""
+    """Predict the speed of a run."""
     grid, m = run.config.grid, run.micro_batches
     clock = Clock(run, calibration)
     times = [clock.stage(stage) for stage in range(grid.pp)]
@@ -117,7 +119,7 @@ def predict(run: PlannedRun, calibration: Calibration = CALIBRATION) -> Speed:
 
 
 def model_flops(run: PlannedRun) -> float:
-    """FLOPs of a step as utilization is counted (``model/flops.py``); assumed attention is counted as it is."""
+    """Return the model FLOPs of a step (``model/flops.py``), with latent attention if it is assumed."""
     sequences, length = run.config.training.global_batch_size, run.sizes.seq_length
     flops = float(step_flops(run.sizes, sequences, length))
     if run.view.latent is None:
@@ -133,7 +135,7 @@ def model_flops(run: PlannedRun) -> float:
 
 
 def attention_flops(run: PlannedRun) -> float:
-    """FLOPs of attention's core in a step, forward and backward, the causal half only."""
+    """Return the FLOPs of attention's core in a step, forward and backward; of causal attention only the lower half."""
     grid = run.config.grid
     scores = sum(operator.scores for operator in run.costs.attention) * grid.mp * grid.cp / run.view.samples
     return 3 * scores * run.sizes.num_layers * run.config.training.global_batch_size
@@ -144,18 +146,18 @@ def _ends(pp: int) -> list[int]:
 
 
 def _fill(run: PlannedRun) -> float:
-    """The share of the time in which a plain pipeline fills and drains."""
+    """Return the fill and drain time, relative to that of a plain pipeline."""
     if run.assumed.dualpipe:
         return 0.3
     return {ZERO_BUBBLE: 1 / 3, GPIPE: 1.0}.get(run.schedule, 1.0)
 
 
 def hops(run: PlannedRun) -> int:
-    """Messages between stages that nothing hides, one after the other, in a step.
+    """Return the number of consecutive messages between stages in a step that nothing hides.
 
-    What drawn schedules take longer when messages take time, on the queues that the runner has (``simulate``), as long
-    as a message is short beside a forward: where the last stages wait for each other in turn (1F1B) some of every
-    micro-batch, else those of filling and draining.
+    The formulas are fitted to simulated schedules (``simulate``) with the runner's queues and messages that are short
+    relative to a forward. In 1F1B the last stages wait for each other, so some messages of each micro-batch are
+    exposed; in the other schedules only those of filling and draining.
     """
     p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
     if p == 1:
@@ -170,7 +172,7 @@ def hops(run: PlannedRun) -> int:
 
 
 class Clock:
-    """Seconds of operators and communication of one run."""
+    """Times of the operators and the communication of one run, in seconds."""
 
     def __init__(self, run: PlannedRun, calibration: Calibration) -> None:
         self._run = run
@@ -180,7 +182,7 @@ class Clock:
         self._link = cache(lambda axis: link(run.config.grid, axis, run.kind.node))
 
     def stage(self, stage: int) -> StageTime:
-        """The time of one micro-batch on one stage."""
+        """Return the time of one micro-batch on one stage."""
         forward = backward = exposed = 0.0
         for chunk in self._run.stages.on(stage):
             units = units_of(self._run.costs, chunk)
@@ -193,7 +195,7 @@ class Clock:
         return StageTime(forward, backward, exposed)
 
     def unit(self, unit: UnitCost) -> tuple[float, float, float]:
-        """(forward, backward, exposed communication in both) of a layer."""
+        """Return the times (forward, backward, exposed communication in both) of a unit."""
         if id(unit) not in self._units:
             forward = backward = exposed = 0.0
             selective = self._run.view.selective_recompute
@@ -203,7 +205,7 @@ class Clock:
                 forward += products + others + operator.scores / self._rate(self._c.scores) + shown["forward"]
                 backward += 2 * products + 2 * others + 2.5 * operator.scores / self._rate(self._c.scores)
                 backward += shown["backward"]
-                if selective and operator.name in ("core", "activation"):  # computed again
+                if selective and operator.name in ("core", "activation"):  # recomputed
                     backward += others + operator.scores / self._rate(self._c.scores)
                 if operator.recomputed:
                     backward += products + others + operator.scores / self._rate(self._c.scores)
@@ -212,7 +214,7 @@ class Clock:
         return self._units[id(unit)]
 
     def hop(self) -> float:
-        """The time of one message between two stages."""
+        """Return the time of one message between two stages."""
         run = self._run
         if run.config.grid.pp == 1:
             return 0.0
@@ -220,7 +222,7 @@ class Clock:
         return self.seconds(CommCost("pp", "send", size, "forward"))
 
     def step_end(self, stage: int, time: StageTime) -> tuple[float, float]:
-        """(reduction and gathers that nothing hides, the optimizer) of a stage."""
+        """Return the times (exposed reductions and gathers, optimizer) at the end of a step on a stage."""
         run = self._run
         sent = stage_traffic(run, stage)
         reduce = gather = 0.0
@@ -232,7 +234,7 @@ class Clock:
             gather += seconds if kind == "all_gather" else 0.0
             reduce += 0.0 if kind == "all_gather" else seconds
         sharding, m = run.config.sharding, run.micro_batches
-        # Under the last micro-batch's backward, or every one's, and under the forwards.
+        # Reductions hide under the backward of the last micro-batch or of all; gathers hide under forwards.
         often = m if sharding.gradient_merge_mode == "micro_batch" else 1
         window = time.backward * often if sharding.overlap_grad_reduce != "off" else 0.0
         ahead = time.forward * (m if sharding.sharding_stage == 3 else 1)
@@ -243,19 +245,19 @@ class Clock:
         return shown, rows * 7 * run.view.wide_bytes / (self._kind.memory_bandwidth * self._c.memory)
 
     def seconds(self, message: CommCost) -> float:
-        """The time of a collective by itself."""
-        found: Link = self._link(message.axis)
-        if found.ranks == 1 or not message.bytes:
+        """Return the time of a collective without overlap."""
+        group: Link = self._link(message.axis)
+        if group.ranks == 1 or not message.bytes:
             return 0.0
-        outside = found.outside(message.kind)
+        outside = group.outside(message.kind)
         inside, between = self._kind.inside * self._c.inside, self._kind.between * self._c.between
         latency = self._kind.device_class.latency_seconds
-        if found.nodes == 1:
+        if group.nodes == 1:
             return message.bytes / inside + latency
         return max(message.bytes * (1 - outside) / inside, message.bytes * outside / between) + 2 * latency
 
     def _recomputed(self, units: list[UnitCost]) -> set[int]:
-        """Places of the units whose forward runs again."""
+        """Return the indices of the units that are recomputed."""
         layers = [place for place, unit in enumerate(units) if unit.is_layer]
         spans = self._run.recompute_spans(len(layers))
         return {place for span in spans if span.recomputed for place in layers[span.start : span.stop]}
@@ -264,7 +266,7 @@ class Clock:
         return self._kind.peak(self._run.dtype) * share
 
     def _products(self, operator: OpCost) -> float:
-        """Seconds of the forward's products."""
+        """Return the time of an operator's matrix products in the forward."""
         total = 0.0
         for product in operator.products:
             least = min(product.rows / product.groups, product.inner, product.columns)
@@ -278,7 +280,7 @@ class Clock:
         return operator.moved / (self._kind.memory_bandwidth * self._c.memory)
 
     def _shown(self, operator: OpCost, phase: str, products: float) -> float:
-        """Seconds of an operator's communication that is not hidden."""
+        """Return the time of an operator's exposed communication."""
         run = self._run
         total = 0.0
         cover = products * (1 if phase == "forward" else 2)

@@ -1,4 +1,7 @@
-"""A plan for people."""
+"""Text form of a plan, the page that ``megapar plan`` prints.
+
+Tested in ``tests/planning/test_plan.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ SHOWN_STAGES = 16
 
 
 def describe(plan: Plan) -> str:
-    """The page that ``megapar plan`` prints."""
+    """Format the page that ``megapar plan`` prints."""
     return "\n".join([*_head(plan), *_ranks(plan), *_memory(plan), *_traffic(plan), *_speed(plan), ""])
 
 
 def _head(plan: Plan) -> Iterator[str]:
     counts, grid = plan.counts, plan.config.grid
-    active = f", {billions(counts.active)} pass a token" if counts.active != counts.total else ""
+    active = f", {billions(counts.active)} active per token" if counts.active != counts.total else ""
     yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
-    for word in plan.run.assumed.said:
+    for word in plan.run.assumed.words:
         yield f"ASSUMED, megapar does not run this: {word}"
     for note in plan.config.notes:
         yield f"note: {note}"
@@ -71,7 +74,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 def _speed(plan: Plan) -> Iterator[str]:
     speed, world = plan.speed, plan.config.grid.world_size
     yield ""
-    yield "time (predicted; benchmarks/prediction shows how well)"
+    yield "time (predicted; see benchmarks/prediction for the accuracy)"
     yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
@@ -86,12 +89,12 @@ def _gib(size: float) -> str:
 
 
 def _teraflops(rate: float) -> str:
-    """FLOP/s of a device; a CPU has a fraction of a TFLOP/s."""
+    """Format the FLOP/s of a device; a CPU may have less than 1 TFLOP/s."""
     return f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e12:.2g} TFLOP/s"
 
 
 def _time(days: float) -> str:
-    """Days, or what is easier to read of less than two of them."""
+    """Format a duration in days, or in a smaller unit below two days."""
     if days >= 2:
         return f"{days:.2f} days"
     minutes = days * 24 * 60

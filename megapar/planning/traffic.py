@@ -1,7 +1,7 @@
-"""The bytes that a rank of each stage sends in one optimizer step, by group and kind of collective, and their links.
+"""Bytes that a rank of each stage sends in one optimizer step, by group and kind of collective, and the groups' links.
 
-Names and counts are those of a run, which counts what one rank sends when nothing is sent twice, without what a
-recomputation sends again. A few numbers per step that are summed over all ranks are not in here.
+Names and counts are those of a run's counters, which leave out communication that a recomputation repeats. A few
+scalars per step that are summed over all ranks are not included.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _INNER_FIRST = ("mp", "cp", "sharding", "dp")
 
 @dataclass(frozen=True)
 class Link:
-    """A group as the network sees it.
+    """Placement of a group on the nodes.
 
     Attributes:
-        axis: Its name.
-        ranks: Members.
-        local: The most members on one node.
-        nodes: Nodes that it touches.
+        axis: Name of the group.
+        ranks: Number of ranks.
+        local: Most ranks on one node.
+        nodes: Number of nodes.
     """
 
     axis: str
@@ -36,26 +36,26 @@ class Link:
     nodes: int
 
     def outside(self, kind: str) -> float:
-        """The share of a rank's bytes that leaves its node."""
+        """Return the share of a rank's bytes that leaves its node."""
         if self.nodes <= 1:
             return 0.0
         if kind == "all_to_all":
             return (self.ranks - self.local) / max(1, self.ranks - 1)
-        return 1.0 if kind == "send" else 1.0 / self.local  # of a ring, one of the node's ranks sends outside
+        return 1.0 if kind == "send" else 1.0 / self.local  # in a ring, one rank of each node sends to another node
 
 
 def link(grid: Grid, axis: str, node: int) -> Link:
-    """The group of rank 0 along an axis, named as in ``CommBytes``, on nodes of ``node`` ranks.
+    """Return the placement of rank 0's group along an axis, named as in ``CommBytes``, on nodes of ``node`` ranks.
 
-    It is computed by arithmetic where the ranks of the group form a grid, so that large worlds cost no more.
+    If the ranks of the group form a grid, the time does not depend on the world size.
     """
     if axis == "world":
-        return _reached(axis, [(grid.world_size, 1)], node)
+        return _link_over(axis, [(grid.world_size, 1)], node)
     dense = {"shard": ("sharding", "cp"), "replica": ("dp",)}.get(axis, (axis,))
     if set(dense) <= set(grid.order):
-        return _reached(axis, [(grid.size(name), _stride(grid, name)) for name in dense], node)
+        return _link_over(axis, [(grid.size(name), _stride(grid, name)) for name in dense], node)
     shards, inner = grid.expert_shards, grid.ep * grid.emp
-    # The step between the group's ranks as the expert view counts a stage, and how many there are.
+    # Step between the group's ranks in the expert view of a stage, and number of ranks.
     step, count = {
         "emp": (1, grid.emp),
         "ep": (grid.emp, grid.ep),
@@ -63,9 +63,9 @@ def link(grid: Grid, axis: str, node: int) -> Link:
         "expert_shard": (inner, shards),
         "expert_replica": (inner * shards, -(-grid.edp // shards)),
     }[axis]
-    dims = _unfolded(grid, step, count)
+    dims = _dense_dims(grid, step, count)
     if dims is not None:
-        return _reached(axis, dims, node)
+        return _link_over(axis, dims, node)
     nodes = Counter(_rank(grid, place * step) // node for place in range(count))
     return Link(axis, count, max(nodes.values()), len(nodes))
 
@@ -75,39 +75,46 @@ def _stride(grid: Grid, axis: str) -> int:
 
 
 def _rank(grid: Grid, place: int) -> int:
-    """The rank at a place of the first stage, as the expert view counts them."""
+    """Return the rank at a place of the first stage in the expert view."""
     dense = {}
     for axis in _INNER_FIRST:
         place, dense[axis] = divmod(place, grid.size(axis))
     return grid.rank(**dense)
 
 
-def _unfolded(grid: Grid, step: int, count: int) -> list[tuple[int, int]] | None:
-    """Every ``step``-th place of a stage, ``count`` of them, as (how many, stride) on the dense axes; None where they
-    end inside an axis."""
-    found, weight = [], 1
+def _dense_dims(grid: Grid, step: int, count: int) -> list[tuple[int, int]] | None:
+    """Return ``count`` places of a stage, ``step`` apart, as (number, stride) on the dense axes.
+
+    Returns None if they end inside an axis.
+    """
+    dims, weight = [], 1
     for axis in _INNER_FIRST:
         size = grid.size(axis)
         if count > 1 and step < weight * size:
-            here = min(count, weight * size // step)
+            on_axis = min(count, weight * size // step)
             if (
-                count % here
+                count % on_axis
                 or (weight * size) % step
                 or step % weight
-                or (here < count and here * step != weight * size)
+                or (on_axis < count and on_axis * step != weight * size)
             ):
                 return None
-            found.append((here, step // weight * _stride(grid, axis)))
-            count, step = count // here, step * here
+            dims.append((on_axis, step // weight * _stride(grid, axis)))
+            count, step = count // on_axis, step * on_axis
         weight *= size
-    return found
+    return dims
 
 
-def _reached(axis: str, dims: Sequence[tuple[int, int]], node: int) -> Link:
-    """A group whose ranks are the sums of a multiple of each stride, given as (how many multiples, stride).
+def _link_over(axis: str, dims: Sequence[tuple[int, int]], node: int) -> Link:
+    """Return the placement of a group whose ranks are the sums of one multiple of each stride.
 
-    Strides divide one another, as digits of a number do: a multiple of ``node`` leads to another node every time, and
-    what the smaller ones reach lies between two of those.
+    Strides divide each other like the digits of a number: each step of a stride that is a multiple of ``node`` leads to
+    another node, and the sums of the smaller strides stay between two such steps.
+
+    Args:
+        axis: Name of the group.
+        dims: (number of multiples, stride) pairs.
+        node: Ranks per node.
     """
     merged: list[tuple[int, int]] = []
     for count, stride in sorted(dims, key=lambda dim: dim[1]):
@@ -129,7 +136,7 @@ def _reached(axis: str, dims: Sequence[tuple[int, int]], node: int) -> Link:
 
 
 def stage_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
-    """ "axis/kind" -> bytes that the first rank of a stage sends in a step."""
+    """Return the bytes that the first rank of a stage sends in a step, by "axis/kind"."""
     sent: defaultdict[str, float] = defaultdict(float)
     for chunk in run.stages.on(stage):
         for unit in units_of(run.costs, chunk):
@@ -142,7 +149,7 @@ def stage_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
 
 
 def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
-    """Add gradients and parameters over the shards, and gradients over the replicas."""
+    """Add the reduce-scatters and all-gathers over shards, and the all-reduces over replicas."""
     sharding, e, w = run.config.sharding, run.view.item_bytes, run.view.wide_bytes
     reduce = run.reduce_bytes
     reductions = run.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
@@ -171,7 +178,7 @@ def _number(unit: str) -> int:
 
 
 def _add_pipeline(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
-    """Add activations forward, gradients backward, and the gradient of a tied embedding once."""
+    """Add the sends of activations and of their gradients, and one of a tied embedding's gradient."""
     pp = run.config.grid.pp
     if pp == 1:
         return
@@ -188,7 +195,7 @@ def _add_pipeline(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
 
 
 def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
-    """Add the all-reduce of gradients that are partial sums on each mp rank, as shards."""
+    """Add the all-reduce over mp of gradients that are partial sums on each mp rank, already sharded."""
     mp = run.config.grid.mp
     if mp == 1:
         return

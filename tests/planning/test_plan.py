@@ -141,8 +141,8 @@ def test_parameters_are_counted_as_validate_only_and_papers_count_them(
     ranks = re.search(r"megapar plan: ([\d,]+) x", first)
     config = parse("moe", [*line, "--world-size", ranks[1].replace(",", "")], {}, planning=True)  # type: ignore[index]
     counted, passed = (count / 1e9 for count in parameter_counts(config.model))
-    assert f"{counted:.4g} B parameters, {passed:.4g} B pass a token" in first
-    assert total is None or f"{total} B parameters, {active} B pass a token" in first
+    assert f"{counted:.4g} B parameters, {passed:.4g} B active per token" in first
+    assert total is None or f"{total} B parameters, {active} B active per token" in first
 
 
 def test_the_norms_of_latent_attention_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

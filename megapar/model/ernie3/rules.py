@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         "--seq-length 8",
         "--seq-length 9",
         requires=lambda f: f.seq_length >= 9,
-        message="a sample is split into three pieces, and none may be empty: --seq-length must be at least 9",
+        message="texts are split into thirds, and none may be empty: --seq-length must be at least 9",
         fix="Choose --seq-length 9 or more.",
     ),
     _row(

@@ -21,7 +21,7 @@ SMALL = ("--num-layers", "2", "--num-attention-heads", "4", "--hidden-size", "32
 @pytest.mark.parametrize(
     ("flags", "asked", "ranks", "changes"),
     [
-        ((), 4, 4, "as asked"),
+        ((), 4, 4, "as requested"),
         ((), 4, 2, "sharding 4 -> 2"),
         (("--mp-degree", "2"), 8, 4, "sharding 4 -> 2"),
         (("--mp-degree", "2", "--sharding-degree", "2", "--hybrid-dp"), 8, 4, "dp 2 -> 1"),
