@@ -61,11 +61,11 @@ def generate(block: ErnieBlock, x: Tensor, rows: Tensor, context: BranchContext)
     """Run the block on x [B, S(/mp), H], the samples ``rows``, segment by segment with a memory."""
     valid, memory = _of(context.text, rows), None
     outputs: list[Tensor] = []
-    for number, (own, place) in enumerate(zip(context.own_slices, context.slices, strict=True)):
+    for number, (local_slice, place) in enumerate(zip(context.own_slices, context.slices, strict=True)):
         mask = None
         if memory is not None:
             mask = _mask(memory.shape[1], place, valid, x.device)
-        outputs.append(_segment(block, x[:, own], memory, mask, context, number))
+        outputs.append(_segment(block, x[:, local_slice], memory, mask, context, number))
         if number + 1 < len(context.slices):
             detached = outputs[-1].detach()
             whole = gather(detached, block.attention.mp, SEQUENCE_DIM) if block.cut else detached
@@ -138,10 +138,10 @@ def _mask(memory: int, place: slice, valid: Tensor | None, device: torch.device)
     A position always attends to itself.
     """
     length = place.stop - place.start
-    own = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    seen = torch.cat((own.new_ones(length, memory), own), dim=1)[None, None]
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    mask = torch.cat((causal.new_ones(length, memory), causal), dim=1)[None, None]
     if valid is None:
-        return seen
+        return mask
     # Padding comes after the text, so under the causal mask text attends only to text within its segment.
     before = valid[:, place.start - memory : place.start]
-    return seen & torch.cat((before, before.new_ones(len(before), length)), dim=1)[:, None, None, :]
+    return mask & torch.cat((before, before.new_ones(len(before), length)), dim=1)[:, None, None, :]

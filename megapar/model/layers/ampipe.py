@@ -158,12 +158,12 @@ class _Layer:
             assert block.mlp is not None
             x_BsH = x_BsH + block.drop(block.mlp(normed, context.closing), context, "mlp", number)
         else:
-            valid, own = context.own_valid, context.own_slices
+            valid, slices = context.own_valid, context.own_slices
             if self._passage is None:
                 self._passage = block.moe.passage(
-                    own[-1].stop, context.valid_tokens, valid, x_BsH.shape[0], context.replay, context.closing
+                    slices[-1].stop, context.valid_tokens, valid, x_BsH.shape[0], context.replay, context.closing
                 )
-            self._passage.send(normed, None if valid is None else valid[:, own[number]])
+            self._passage.send(normed, None if valid is None else valid[:, slices[number]])
         self._residuals[number] = x_BsH
 
     def result(self) -> tuple[Tensor | Sliced, MoeStats | None]:

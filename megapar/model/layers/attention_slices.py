@@ -37,7 +37,7 @@ class CausalSlices:
 
     Attributes:
         hides: The all-gathers over mp are in flight from ``enter`` to ``project``, and the sums over mp from ``leave``
-            to ``finish``. Exceptions are the first all-gather and the last sum, which no other slice's work can hide.
+            to ``finish``. The first all-gather and the last sum overlap only with parts of their own products.
         prepared: The heads of all slices have been made.
     """
 
@@ -177,10 +177,10 @@ class _PrefixGradients:
             self._total = grad.to(at_least_fp32(grad.dtype), copy=True)
         else:
             self._total[:, : place.stop] += grad
-        own = self._total[:, place].to(grad.dtype)
+        gradient = self._total[:, place].to(grad.dtype)
         if place.start == 0:
             self._total = None
-        return own
+        return gradient
 
 
 class _Prefix(torch.autograd.Function):
