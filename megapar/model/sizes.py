@@ -41,16 +41,18 @@ class ModelSizes:
         "intermediate features of the dense MLP",
         unit="features",
         low=1,
-        derived="4 x hidden-size; with swiglu 2/3 of it in whole 64s",
+        derived="4 x hidden-size; with swiglu 2/3 of it, rounded down to a multiple of 64",
     )
     seq_length: int = flag(256, "tokens of a sample", unit="tokens", low=1, ernie=128)
-    max_position_embeddings: int = flag(None, "positions the model knows", unit="tokens", low=1, derived="seq-length")
+    max_position_embeddings: int = flag(
+        None, "positions that the model supports", unit="tokens", low=1, derived="seq-length"
+    )
     vocab_size: int = flag(
         None,
         "rows of the embedding; a trained tokenizer gets as many ids",
         unit="tokens",
         low=8,
-        derived="the tokenizer's size, or the checkpoint's rows; 4096 where one is trained",
+        derived="the tokenizer's size, or the checkpoint's rows; 4096 for a tokenizer that is trained",
     )
     layernorm_epsilon: float = flag(
         1e-5, "added to the variance in norms", ernie=1e-12, above=0, aliases=("norm-epsilon",), value=1e-5

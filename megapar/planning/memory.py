@@ -2,10 +2,11 @@
 
 Memory can peak at only a few moments of a step, and each is a sum:
 
-    head        all kept activations, and the head's gradients             last stage
-    layer l     activations up to l, gradients above l, and the tensors of l's backward
-    end         no activations, all gradients and the buffers of their reduction
-    publish     after the optimizer: new parameters are gathered
+    forward     the last forward is done: all activations, and the head's gradients on the last stage
+    backward    a backward starts: activations, gradients of earlier micro-batches, temporary tensors of the backward
+    reduction   the backward of the newest layer is done: the other activations, and gradients that are reduced
+    end         the last backward is nearly done: all gradients, and the buffers of their reduction
+    publish     the optimizer is done: new parameters are gathered
 
 Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
 buffers of the reduction's dtype (stage 2). torch has no caching allocator on a CPU, so communication buffers are kept

@@ -124,7 +124,7 @@ class Plan:
         return text + "split more (--mp-degree, --pp-degree, --ep-degree); --search finds layouts"
 
     def _wider(self) -> str:
-        """Describe the least doubled number of ranks on which the model fits, and the flags; "" if it fits on none."""
+        """Describe the smallest doubling of the ranks on which the model fits, with the flags; "" if there is none."""
         options = []
         saving = {"recompute_interval": 1, "recompute_granularity": "full"}
         whole = {**saving, "sharding_stage": 3, "gradient_merge_mode": "micro_batch"}

@@ -155,9 +155,9 @@ def _fill(run: PlannedRun) -> float:
 def hops(run: PlannedRun) -> int:
     """Return the number of consecutive messages between stages in a step that nothing hides.
 
-    The formulas are fitted to simulated schedules (``simulate``) with the runner's queues and messages that are short
-    relative to a forward. In 1F1B the last stages wait for each other, so some messages of each micro-batch are
-    exposed; in the other schedules only those of filling and draining.
+    The formulas equal the delay of simulated schedules (``simulate``) in messages, with the runner's queues, for
+    messages that are short relative to a forward. In 1F1B the last stages wait for each other, so some messages of
+    each micro-batch are exposed; in the other schedules only those of filling and draining.
     """
     p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
     if p == 1:

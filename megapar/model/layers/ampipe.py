@@ -2,9 +2,10 @@
 
 Each slice runs attention, projection, dropout, residual, norm, router, dispatch, experts and combine on its own. Only
 keys and values are shared: slice c sees those of slices 0..c. Program order of a layer with two slices (``^`` launch,
-``v`` wait):
+``v`` wait; D dispatch, C combine; the numbers are at the lines that do the steps):
 
     attn0 D0^  attn1 D1^  |  D0v exp0 C0^  D1v exp1 C1^  |  C0v C1v
+    [1]   [2]                [3]                            [4]
 
 With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer concatenates its
 slices: ``C0v attn0 D0^  C1v attn1 D1^``. Combines in flight between two layers are passed as tokens (``async_pairs``).
@@ -67,7 +68,7 @@ class Sliced(NamedTuple):
         x = self.residuals[number]
         if self.arriving is None or self.drop is None:
             return x
-        y = self.arriving.finish(number, self.tokens[number]).view_as(x)
+        y = self.arriving.finish(number, self.tokens[number]).view_as(x)  # [4]
         if self.shared:
             y = y + self.shared[number]
         out: Tensor = x + self.drop(y, context, "mlp", number)
@@ -107,10 +108,10 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
     if not attention.hides:
         for number in range(last + 1):
             layer.enter(number)
-            attention.project(number)
+            attention.project(number)  # [1]
             attention.attend(number)
             attention.leave(number)
-            layer.finish(number)
+            layer.finish(number)  # [2]
         return layer.result()
     # Launch the all-gathers of a complete input early. Wait for slices in flight as late as possible.
     complete = isinstance(x, Tensor)
@@ -163,14 +164,14 @@ class _Layer:
                 self._passage = block.moe.passage(
                     slices[-1].stop, context.valid_tokens, valid, x_BsH.shape[0], context.replay, context.closing
                 )
-            self._passage.send(normed, None if valid is None else valid[:, slices[number]])
+            self._passage.send(normed, None if valid is None else valid[:, slices[number]])  # [2]
         self._residuals[number] = x_BsH
 
     def result(self) -> tuple[Tensor | Sliced, MoeStats | None]:
         """Return the output of the block and its routing statistics."""
         out, stats = Sliced(tuple(self._residuals)), None
         if self._passage is not None:
-            arriving, tokens, shared = self._passage.work()
+            arriving, tokens, shared = self._passage.work()  # [3]
             stats = self._passage.stats()
             added = tuple(y for y in shared if y is not None)
             out = Sliced(tuple(self._residuals), tuple(tokens), added, arriving, self.block.drop)
