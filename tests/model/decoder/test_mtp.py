@@ -66,5 +66,5 @@ def test_its_gradients_reach_the_embedding_the_layers_and_the_head() -> None:
 
 
 def test_at_most_one_block() -> None:
-    with pytest.raises(ValueError, match="at most one block"):
+    with pytest.raises(ValueError, match="it must be 0 or 1"):
         replace(DENSE, mtp_depth=2)

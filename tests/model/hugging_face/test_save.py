@@ -256,7 +256,7 @@ def test_an_incomplete_export_leaves_nothing(tmp_path):
     tensors = list(whole_tensors(build(DENSE)))
     for wrong, message in (
         (tensors[:-1], "lacks final_norm.weight"),
-        ([*tensors, tensors[0]], "came twice"),
+        ([*tensors, tensors[0]], "occurs twice"),
         ([(tensors[0][0], tensors[1][1])], "the model's is"),
     ):
         with pytest.raises(CheckpointError, match=message):
