@@ -1,4 +1,4 @@
-"""Documents in, micro-batches out: tokenizers, samples as pure functions of (seed, number), masking."""
+"""The data pipeline, from documents to micro-batches: tokenizers, samples as functions of (seed, number), masking."""
 
 from megapar.data.corpus import Corpus, build
 

@@ -1,4 +1,4 @@
-"""Micro-batches: samples as torch tensors with what the host has to know of them, and the loader that makes them."""
+"""Micro-batches (samples as torch tensors, with the counts that the host needs) and the loader that makes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# What the host reads stays there.
+# The host reads these tensors, so they are never copied to the device.
 ENDS, LENGTHS = "ends", "lengths"
 
 
@@ -22,18 +22,23 @@ ENDS, LENGTHS = "ends", "lengths"
 class MicroBatch:
     """One micro-batch of B samples of S positions on this rank.
 
-    tensors: what the model's forward takes, int64 unless said.
-        Decoder: tokens, labels (NO_LOSS: none), positions [B, S]; ends [documents], only where attention stays inside
-        documents: the place after each, flat into B * S, ascending, a sample's last one at its end.
-        ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
-        masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
-        Both: valid [B, S] bool, only where some position is padding.
-        For a rank of cp S is its positions (``data.own``), but for ``ends``; beside valid there is lengths [B], the
-        valid positions of whole samples, and for a decoder tokens_ahead, labels_ahead [B, S], those of the
-        position after each, which a rank cannot know from its own. What follows is always that of whole samples.
-    counts: items of each loss term in it: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
-        token is predicted and the one after it, too), {"lm": M, "sop": B} for ERNIE.
-    valid_tokens: positions that are not padding. tokens: all positions, B * S.
+    With context parallelism, S in ``tensors`` is the number of positions of this rank (see ``data.own``), except in
+    ``ends``. The other attributes always describe whole samples.
+
+    Attributes:
+        tensors: inputs of the model's forward pass, int64 except ``valid``.
+            Decoder: tokens, labels (NO_LOSS: not predicted), positions [B, S]; ends [documents], only with attention
+            inside documents: the index after each document, flat into B * S, ascending, the last one of a sample at
+            its end.
+            ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
+            masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
+            Both: valid [B, S] bool, only if some position is padding.
+            Context parallelism adds lengths [B], the valid positions of whole samples, next to valid, and for a
+            decoder tokens_ahead, labels_ahead [B, S]: those of the next position, which may be on another rank.
+        counts: items of each loss term: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
+            token and next token are both predicted), {"lm": M, "sop": B} for ERNIE.
+        valid_tokens: number of positions that are not padding.
+        tokens: number of all positions, B * S.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -42,7 +47,7 @@ class MicroBatch:
     tokens: int
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """A copy with its tensors on ``device``, except those that the host reads."""
+        """Return a copy with its tensors on ``device``, except those that the host reads."""
         moved = {
             name: tensor if name in (ENDS, LENGTHS) else tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self.tensors.items()
@@ -54,7 +59,7 @@ Collate = Callable[[Sequence[Sample]], MicroBatch]
 
 
 def pinned(collate: Collate, pin: Callable[[torch.Tensor], torch.Tensor]) -> Collate:
-    """``collate``, and its tensors as ``pin`` gives them: copies to the device then do not block."""
+    """Return ``collate`` with each tensor passed through ``pin``, so that copies to the device do not block."""
 
     def made(samples: Sequence[Sample]) -> MicroBatch:
         batch = collate(samples)
@@ -64,7 +69,7 @@ def pinned(collate: Collate, pin: Callable[[torch.Tensor], torch.Tensor]) -> Col
 
 
 def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
-    """DecoderSamples' samples as one micro-batch."""
+    """Collate the samples of DecoderSamples into one micro-batch."""
     import numpy as np
 
     tokens = np.stack([sample["tokens"] for sample in samples])
@@ -75,13 +80,13 @@ def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
         arrays["positions"] = np.stack([sample["positions"] for sample in samples])
     if "ends" in samples[0]:
         arrays[ENDS] = np.concatenate([sample["ends"] + i * tokens.shape[1] for i, sample in enumerate(samples)])
-    asked = labels != NO_LOSS
-    twice = asked[:, :-1] & asked[:, 1:]
-    return micro_batch(arrays, valid, {"lm": int(asked.sum()), "mtp": int(twice.sum()), "sequences": len(samples)})
+    predicted = labels != NO_LOSS
+    both = predicted[:, :-1] & predicted[:, 1:]
+    return micro_batch(arrays, valid, {"lm": int(predicted.sum()), "mtp": int(both.sum()), "sequences": len(samples)})
 
 
 def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
-    """ErnieSamples' samples as one micro-batch."""
+    """Collate the samples of ErnieSamples into one micro-batch."""
     import numpy as np
 
     stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -99,7 +104,7 @@ def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
 
 
 def micro_batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, int]) -> MicroBatch:
-    """Arrays as tensors; ``valid`` [B, S] is one of them only where some position is padding."""
+    """Return a micro-batch of these arrays; it contains ``valid`` [B, S] only if some position is padding."""
     import numpy as np
     import torch
 
@@ -119,20 +124,22 @@ class _Request(NamedTuple):
 
 
 class Loader:
-    """Micro-batches for one rank. It has no position: what a step reads follows from the samples consumed before.
+    """Loads the micro-batches of one rank.
 
-    A step whose K micro-batches per rank start after ``consumed_samples`` cuts the global batch of
-    K * R * mbs samples in micro-batches j = 0, 1, .. of mbs consecutive samples; of those, data rank r of R
+    It keeps no position: the samples of a step follow from the number of samples consumed before it.
+
+    A step of K micro-batches per rank that starts after ``consumed_samples`` splits its global batch of
+    K * R * mbs samples into micro-batches j = 0, 1, .. of mbs consecutive samples. Data rank r of R
     takes j = r, R + r, 2 R + r, ..
 
         R = 2, K = 2:   j     0   1   2   3
                         rank  0   1   0   1
 
-    so that its k-th is j = k R + r. K may change from step to step (batch ramp-up).
+    so that its k-th is j = k R + r. K may change from step to step (batch size ramp-up).
 
-    While a step is being trained on, a thread makes the batches that come next if all goes on alike; a step
-    that needs others gets those. The thread holds one step at most. An error in it is raised by the step
-    that needs what it was making.
+    During a step, a thread prefetches the next one, assuming the same K and sequence length. If the next step differs,
+    its micro-batches are made when they are requested. The thread holds at most one step. Its errors are raised by the
+    step that needs the prefetched micro-batches.
     """
 
     def __init__(
@@ -145,7 +152,16 @@ class Loader:
         *,
         prefetch: bool = True,
     ) -> None:
-        """micro_batch_size: samples, mbs. data_rank, data_ranks: r and R over all axes that read their own data."""
+        """Start the prefetch thread when the first step is requested.
+
+        Args:
+            samples: samples by number.
+            collate: makes a micro-batch of mbs samples.
+            micro_batch_size: mbs, in samples.
+            data_rank: r, this rank's index over all axes whose ranks read different data.
+            data_ranks: R, the size of these axes.
+            prefetch: False makes every step when it is requested.
+        """
         if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
             raise ValueError(f"micro-batch size {micro_batch_size}, data rank {data_rank} of {data_ranks}")
         self._samples = samples
@@ -157,9 +173,10 @@ class Loader:
         self._ahead: tuple[_Request, Future[list[MicroBatch]]] | None = None
 
     def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
-        """This rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples.
+        """Return this rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples.
 
-        length: samples are drawn independently of it, and cropped to it; None leaves them whole.
+        ``length`` crops each sample to its first positions and does not change which samples are drawn; None keeps
+        them whole.
         """
         request = _Request(consumed_samples, num_micro_batches, length)
         ahead, self._ahead = self._ahead, None
@@ -176,11 +193,11 @@ class Loader:
         return batches
 
     def first_of(self, data_rank: int, consumed_samples: int, length: int | None = None) -> MicroBatch:
-        """The first micro-batch of another data rank in the step after ``consumed_samples``."""
+        """Return the first micro-batch of another data rank in the step after ``consumed_samples``."""
         request = _Request(consumed_samples, 1, length)
         if self._worker is None:
             return self._made(request, data_rank)[0]
-        return self._worker.submit(self._made, request, data_rank).result()[0]  # where all samples are read
+        return self._worker.submit(self._made, request, data_rank).result()[0]  # only one thread reads samples
 
     def _made(self, request: _Request, data_rank: int | None = None) -> list[MicroBatch]:
         rank = self._rank if data_rank is None else data_rank
@@ -193,14 +210,14 @@ class Loader:
         ]
 
     def close(self) -> None:
-        """End the thread; what it was making is dropped. Later steps are made without it."""
+        """End the prefetch thread and drop its work. Later steps are made without prefetching."""
         worker, self._worker, self._ahead = self._worker, None, None
         if worker is not None:
             worker.shutdown(wait=True, cancel_futures=True)
 
 
 def _cropped(sample: Sample, length: int | None) -> Sample:
-    """The first ``length`` positions of everything that has positions."""
+    """Return the sample with each array cropped to its first ``length`` positions; scalars stay as they are."""
     if length is None:
         return sample
     return {name: array[:length] if array.ndim else array for name, array in sample.items()}

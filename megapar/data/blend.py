@@ -1,4 +1,7 @@
-"""The corpora that ``--data-path`` names: text is opened through the token cache, indexed files as they are."""
+"""The corpora that ``--data-path`` names: text is opened through the token cache, indexed files directly.
+
+Tested in ``tests/data/test_corpus.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,13 @@ from megapar.rules.data import blend_of
 
 
 class Group(NamedTuple):
-    """One corpus before it is opened. paths: of text, or the prefix of an ``indexed`` file."""
+    """One corpus before it is opened.
+
+    Attributes:
+        weight: weight in the blend; None if no weights are given.
+        paths: paths of text, or the prefix of one indexed file.
+        indexed: True if ``paths`` is the prefix of an indexed file.
+    """
 
     weight: Fraction | None
     paths: tuple[str, ...]
@@ -27,7 +36,7 @@ class Group(NamedTuple):
 
 
 def groups_of(paths: Sequence[str]) -> tuple[Group, ...]:
-    """The corpora that ``paths`` names; texts without weights that follow each other are one."""
+    """Return the corpora that ``paths`` names; consecutive texts without weights are one corpus."""
     found: list[Group] = []
     for weight, path in blend_of(paths):
         indexed = is_indexed(path)
@@ -42,7 +51,10 @@ def groups_of(paths: Sequence[str]) -> tuple[Group, ...]:
 class BlendSource:
     """One corpus of a blend.
 
-    weight: None where no weights are given. sources: of text. indexed: a file of tokens, in place of text.
+    Attributes:
+        weight: weight in the blend; None if no weights are given.
+        sources: sources of text; empty for an indexed file.
+        indexed: the file of tokens, in place of text.
     """
 
     weight: Fraction | None
@@ -51,21 +63,21 @@ class BlendSource:
 
     @property
     def name(self) -> str:
-        """The name that the user gave it."""
+        """The corpus as ``--data-path`` names it."""
         return self.indexed.prefix if self.indexed else ", ".join(source.name for source in self.sources)
 
 
 def open_blend(
-    paths: Sequence[str], field: str = FIELD, say: Callable[[str], object] = lambda text: None
+    paths: Sequence[str], field: str = FIELD, report: Callable[[str], object] = lambda text: None
 ) -> tuple[BlendSource, ...]:
-    """The corpora that ``paths`` names; texts without weights that follow each other are one. Raises DataError.
+    """Open the corpora that ``paths`` names; consecutive texts without weights are one corpus.
 
-    field, say: see source.open_sources.
+    ``field`` and ``report`` are those of ``source.open_sources``. Raises DataError if a path cannot be read.
     """
     found = [
         BlendSource(group.weight, (), _opened(group.paths[0]))
         if group.indexed
-        else BlendSource(group.weight, open_sources(group.paths, field, say))
+        else BlendSource(group.weight, open_sources(group.paths, field, report))
         for group in groups_of(paths)
     ]
     if not found:
@@ -83,10 +95,15 @@ def _opened(path: str) -> IndexedDataset:
 def open_stores(
     data: TrainHeldout[tuple[BlendSource, ...]], split: Split, cache: TokenCache, num_ids: int
 ) -> TrainHeldout[StoreBlend]:
-    """The token stores of a corpus.
+    """Open the token stores of a corpus.
 
-    data: without held-out sources, documents of every source are held out by ``split``. cache: opens text. num_ids: ids
-    of indexed files must be below it. Raises DataError.
+    Raises DataError if a corpus is broken, or if the split leaves one of its two sides empty.
+
+    Args:
+        data: the sources; without held-out ones, ``split`` holds documents of every source out.
+        split: the shares of training and held-out documents.
+        cache: encodes text, once.
+        num_ids: all ids of indexed files must be below it.
     """
     for source in (*data.train, *(data.heldout or ())):
         if source.indexed is not None:
@@ -112,11 +129,11 @@ def _split(source: BlendSource, split: Split, cache: TokenCache) -> TrainHeldout
     tokens, notes = _tokens(source, cache)
     stores = split_stores(tokens, split, notes)
     if len(stores.train.tokens) == 0 or (stores.heldout is not None and len(stores.heldout.tokens) == 0):
-        aside = 0 if stores.heldout is None else stores.heldout.documents
+        heldout = 0 if stores.heldout is None else stores.heldout.documents
         raise DataError(
-            f"{source.name}: of {tokens.documents} documents {stores.train.documents} are to train on and {aside} held "
-            "out, and both need at least one; give more documents, --eval-data-path, another --split, or --split 100,0 "
-            "with --eval-interval 0"
+            f"{source.name}: of {tokens.documents} documents {stores.train.documents} are for training and {heldout} "
+            "held out, and both need at least one; give more documents, --eval-data-path, another --split, or "
+            "--split 100,0 with --eval-interval 0"
         )
     return stores
 

@@ -1,4 +1,7 @@
-"""The counts of a corpus that the log shows: its stores know them, nothing is read for them."""
+"""Counts of a corpus for the log. The token stores provide them, so no data is read.
+
+Tested in ``tests/training/reports/test_opening.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megapar.data.blend import BlendSource
 from megapar.data.text.source import BUILTIN
 from megapar.data.tokens.store import StoreBlend
 
-MOST_NAMES = 3  # of one corpus' files
+MOST_NAMES = 3  # file names of one corpus that are shown
 
 
 class _Sized(Protocol):
@@ -20,9 +23,14 @@ class _Sized(Protocol):
 
 @dataclass(frozen=True)
 class Content:
-    """The training or the held-out documents of one corpus. name: its files. documents, tokens: None if not counted.
+    """The training or the held-out documents of one corpus.
 
-    samples: of one epoch, where samples are pieces of this corpus. weight: of a mixture.
+    Attributes:
+        name: its files.
+        documents: number of documents; None if not counted.
+        tokens: number of tokens; None if not counted.
+        samples: samples of one epoch; None if not counted.
+        weight: weight in a mixture.
     """
 
     name: str
@@ -42,7 +50,7 @@ class Content:
 
 
 def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Sequence[_Sized]) -> tuple[Content, ...]:
-    """The counts of every store of a blend. sources, pieces: of the stores, in their order."""
+    """Return the counts of every store of a blend. ``sources`` and ``pieces`` are in the order of the stores."""
     rows = zip(sources, blend.stores, pieces, strict=True)
     return tuple(
         Content(_name(source), store.documents, len(store.tokens), len(piece), source.weight)

@@ -1,4 +1,4 @@
-"""A corpus, ready to train on: training and held-out samples, and the tokenizer."""
+"""A corpus that is ready for training: training and held-out samples, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -42,8 +42,12 @@ DEFAULT_SPLIT = "95,5"
 class Packing:
     """Options for the samples of a decoder.
 
-    packed: documents are joined to full samples; off: a sample holds (a piece of) one document and is padded.
-    The others: see samples.Boundaries.
+    Attributes:
+        packed: True joins documents into full samples; False makes each sample of one document or a piece of it, and
+            pads it.
+        reset_positions: see ``samples.Boundaries``, also for the next two.
+        reset_attention: keep attention inside documents.
+        mask_loss: no loss across the end of a document.
     """
 
     packed: bool = True
@@ -52,7 +56,7 @@ class Packing:
     mask_loss: bool = False
 
     def boundaries(self, tokenizer: Tokenizer) -> Boundaries | None:
-        """The meaning of the ends of documents; None where they have none. Raises DataError without an end token."""
+        """Return the effects of document ends; None if they have none. Raises DataError without an end token."""
         if not (self.reset_positions or self.reset_attention or self.mask_loss):
             return None
         end = tokenizer.special.need("eos")
@@ -63,11 +67,16 @@ class Packing:
 class Corpus:
     """The data of a trainer.
 
-    train, heldout: samples by number; held-out ones in a fixed order that no seed changes, None where the split holds
-    nothing out.
-    collate: makes a micro-batch of such samples. vocab_size: rows of the embedding, at least tokenizer.size.
-    stores: the tokens that samples are cut from; None of random tokens and of a streamed dataset.
-    notes: messages for the log, such as records that were skipped. contents: counts of each corpus.
+    Attributes:
+        train: training samples by number.
+        heldout: held-out samples by number, in an order that does not depend on the seed; None if there are none.
+        tokenizer: the tokenizer that made the tokens.
+        vocab_size: rows of the embedding, at least tokenizer.size.
+        collate: makes a micro-batch of samples.
+        stores: the tokens that samples are cut from; None for random tokens and for a streamed dataset.
+        notes: messages for the log, such as records that were skipped.
+        contents: counts of each training corpus.
+        heldout_contents: counts of each held-out corpus.
     """
 
     train: Samples
@@ -82,7 +91,7 @@ class Corpus:
     _on_course: Callable[[Course], Samples] | None = None
 
     def on_course(self, course: Course) -> Corpus:
-        """The same with the training samples of a run whose data changed on the way."""
+        """Return this corpus with the training samples of a run whose data changed on the way."""
         assert self._on_course is not None
         return replace(self, train=self._on_course(course))
 
@@ -104,26 +113,34 @@ def build(
     tasks: TaskData | None = None,
     text_field: str = FIELD,
 ) -> Corpus:
-    """Open, check, tokenise and cut a corpus; the slow parts are made once and kept in the cache folder.
+    """Open, check, tokenise and cut a corpus. Slow work is done once and kept in the cache folder.
 
-    kind: ``moe`` (a decoder) or ``ernie``. data_path: builtin, mock, or files, folders and prefixes of indexed files,
-    one after the other, or weights and paths in turn.
-    eval_data_path: held-out data; without it documents are held out by ``split`` (default DEFAULT_SPLIT), none where
-        its second share is 0.
-    tokenizer_model: a sentencepiece model, a tokenizer.json or a Hugging Face folder; without it one of
-    vocab_size ids is trained on the training documents. seq_length: S. seed: of order and masks.
-    packing: of a decoder's documents. skip_bad: broken records are passed over, and counted in ``notes``.
-    tasks: the objectives of ERNIE 3.0 in place of masked words and sentence order.
-    hf_dataset: a ``datasets`` source in place of data_path, streamed.
-    text_field: of JSONL records and columns of parquet files and datasets, the one that holds the document.
-    Any number of processes may call this at once. Raises DataError for what is wrong with the data and
-    ConfigError where the tokenizer has more ids than ``vocab_size``.
+    Any number of processes may call this at once. Raises DataError if the data is broken, and ConfigError if the
+    tokenizer has more ids than ``vocab_size``.
+
+    Args:
+        kind: ``moe`` (a decoder) or ``ernie``.
+        data_path: builtin, mock, or a list of files, folders and prefixes of indexed files, each optionally preceded
+            by its weight.
+        eval_data_path: held-out data; without it, ``split`` holds documents out.
+        split: shares of training and held-out documents (default DEFAULT_SPLIT); a second share of 0 holds none out.
+        tokenizer_model: a sentencepiece model, a tokenizer.json or a Hugging Face folder; without it, a tokenizer of
+            ``vocab_size`` ids is trained on the training documents.
+        vocab_size: rows of the embedding.
+        seq_length: S, the positions of a sample.
+        seed: seed of the order of samples and of masks.
+        mlm_probability: share of the words that ERNIE masks.
+        packing: options for a decoder's samples.
+        skip_bad: skip broken records and count them in ``notes``.
+        hf_dataset: a ``datasets`` source that is streamed, in place of data_path.
+        tasks: the objectives of ERNIE 3.0, in place of masked words and sentence order.
+        text_field: the JSONL field or the column that contains the document.
     """
     packing = packing or Packing()
     if kind not in KINDS:
         raise ValueError(f"the kind is {kind!r}, not one of {KINDS}")
     if kind == ERNIE and packing != Packing():
-        raise ValueError("packing is a decoder's")
+        raise ValueError("packing applies only to a decoder")
     if kind == ERNIE and seq_length < SHORTEST_SEQUENCE:
         raise DataError(f"sentence pairs need a --seq-length of at least {SHORTEST_SEQUENCE}, not {seq_length}")
     halves = Split.parse(split or DEFAULT_SPLIT)
@@ -146,7 +163,7 @@ def build(
         else _own_tokenizer(data, halves, vocab_size, skip_bad)
     )
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    ids = tokenizer.size if tokenizer_model else vocab_size  # one trained here knows nothing of indexed files
+    ids = tokenizer.size if tokenizer_model else vocab_size  # indexed files were not made by a tokenizer trained here
     stores = open_stores(data, halves, TokenCache(tokenizer, path, skip_bad), ids)
     train, contents = maker.pieces(stores.train, data.train, held_out=False)
     heldout, heldout_contents = None, tuple[Content, ...]()
@@ -154,8 +171,8 @@ def build(
         heldout, heldout_contents = maker.pieces(stores.heldout, data.heldout or data.train, held_out=True)
     made = maker.corpus(TrainHeldout(train, heldout), tokenizer, vocab_size)
     notes = (*skipped, *stores.train.notes, *(stores.heldout.notes if stores.heldout else ()))
-    every = tuple(dict.fromkeys(notes))
-    return replace(made, stores=stores, notes=every, contents=contents, heldout_contents=heldout_contents)
+    unique = tuple(dict.fromkeys(notes))
+    return replace(made, stores=stores, notes=unique, contents=contents, heldout_contents=heldout_contents)
 
 
 def _streamed(
@@ -187,15 +204,15 @@ def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> 
 def _own_tokenizer(
     data: TrainHeldout[tuple[BlendSource, ...]], split: Split, vocab_size: int, skip_bad: bool
 ) -> tuple[Tokenizer, Path | None]:
-    """A tokenizer of ``vocab_size`` ids trained on the training documents, once, and its file.
+    """Train a tokenizer of ``vocab_size`` ids on the training documents, once; return it and its file.
 
-    Without text there is none to train, and no file. Raises DataError for text beside indexed files.
+    Without text, returns NoTokenizer and None. Raises DataError if text is mixed with indexed files.
     """
     everything = (*data.train, *(data.heldout or ()))
     indexed = [source.name for source in everything if source.indexed]
     if indexed and any(source.sources for source in everything):
         raise DataError(
-            f"{indexed[0]} holds tokens of a tokenizer that was chosen before, and text beside it must be "
+            f"{indexed[0]} contains the tokens of an earlier tokenizer, and text that is mixed with it must be "
             "tokenised by the same one; give --tokenizer-model"
         )
     if indexed:
@@ -210,7 +227,7 @@ def _own_tokenizer(
 
 
 def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -> tuple[Tokenizer, Path]:
-    """The tokenizer trained on these documents, from the cache where it is there, and its file."""
+    """Return the tokenizer trained on these documents, from the cache if it is there, and its file."""
     import sentencepiece
 
     from megapar.data.tokenizers.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
@@ -235,7 +252,7 @@ def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None
 
 @dataclass(frozen=True)
 class _SampleMaker:
-    """Makes samples from token stores; see ``build`` for the fields."""
+    """Makes samples from token stores; its attributes are the arguments of ``build``."""
 
     kind: str
     seq_length: int
@@ -248,7 +265,10 @@ class _SampleMaker:
     def pieces(
         self, blend: StoreBlend, sources: Sequence[BlendSource], *, held_out: bool
     ) -> tuple[TokenPieces, tuple[Content, ...]]:
-        """The pieces that samples are made from, and the counts of each store. sources: of the stores, in order."""
+        """Return the pieces that samples are made from, and the counts of each store.
+
+        ``sources`` are in the order of the stores.
+        """
         pieces = [self._of_store(store, held_out) for store in blend.stores]
         contents = contents_of(sources, blend, pieces)
         return (pieces[0] if len(pieces) == 1 else Blend(pieces, blend.weights)), contents
@@ -261,7 +281,7 @@ class _SampleMaker:
         return Windows(store, self.seq_length, shortest=2 if held_out else None)
 
     def streamed(self, name: str, field: str, split: Split, tokenizer: Tokenizer) -> TrainHeldout[TokenPieces]:
-        """Pieces of a streamed dataset."""
+        """Return the pieces of a streamed dataset."""
         length = self.seq_length
 
         def make(rows: Any, first: int, last: int) -> TokenPieces:
@@ -272,7 +292,7 @@ class _SampleMaker:
         return split_rows(name, field, split, make)
 
     def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> TokenPieces:
-        """Random pieces; of a decoder that knows documents, with end tokens in them."""
+        """Return random pieces, with end tokens in them if the decoder's samples depend on document ends."""
         longest = self.seq_length + 1
         shortest, ids, end = longest, tokenizer.ordinary_ids, None
         if self.kind == ERNIE:
@@ -286,7 +306,7 @@ class _SampleMaker:
         return RandomPieces(ids, shortest, longest, seed, stream, end=end)
 
     def corpus(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-        """The samples of these pieces, and all around them."""
+        """Return the corpus whose samples are made from these pieces."""
         samples = self._samples(pieces, tokenizer)
         collate = collate_ernie if self.kind == ERNIE else collate_decoder
         if self.tasks is not None:

@@ -1,4 +1,4 @@
-"""A micro-batch cut down to the positions that one rank of cp holds; all ranks of cp read the same samples."""
+"""Micro-batches reduced to the positions of one context parallel rank; all ranks of cp read the same samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BY_POSITION = ("tokens", "labels", "positions", "token_types", "task_types", "v
 
 
 def own_positions(collate: Collate, layout: SequenceLayout, rank: int) -> Collate:
-    """``collate``, and of its tensors the positions of ``rank``; what the host knows stays that of the whole."""
+    """Return ``collate`` with its tensors reduced to the positions of ``rank``; counts stay those of whole samples."""
     return collate if layout.size == 1 else lambda samples: _cut(collate(samples), layout, rank)
 
 
@@ -43,9 +43,9 @@ def _cut(batch: MicroBatch, layout: SequenceLayout, rank: int) -> MicroBatch:
 
 
 def ahead(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(token t + 1, label of t + 1) at every position t of [B, S]: what multi-token prediction reads and predicts.
+    """Return (token t + 1, label of t + 1) for every position t of [B, S], for multi-token prediction.
 
-    Nothing is predicted where t has no label. (The model does the same where it has whole sequences.)
+    The label is NO_LOSS if t has no label. The model does the same itself when it has whole sequences.
     """
     import numpy as np
 

@@ -1,4 +1,7 @@
-"""``megapar data``: makes and checks files of tokens, and trains tokenizers."""
+"""``megapar data``: prepares and checks files of tokens, and trains tokenizers.
+
+Tested in ``tests/data/tokens/test_prepare.py`` and ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from megapar.tools.parser import Parser, count
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of prepare, check, train-tokenizer; the exit status: 0 done, 1 failed, 130 interrupted."""
-    parser = Parser(prog="megapar data", description="Files of tokens, and tokenizers.")
+    """Run prepare, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
+    parser = Parser(prog="megapar data", description="Prepare and check files of tokens, and train tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _prepare_flags(commands.add_parser("prepare", help="tokenise documents to PREFIX.bin and PREFIX.idx"))
-    _check_flags(commands.add_parser("check", help="check every entry and every token of indexed files"))
+    _prepare_flags(commands.add_parser("prepare", help="tokenise documents into PREFIX.bin and PREFIX.idx"))
+    _check_flags(commands.add_parser("check", help="check every index entry and every token of indexed files"))
     _train_flags(commands.add_parser("train-tokenizer", help="train a sentencepiece model on documents"))
     args = parser.parse_args(argv)
     try:
@@ -32,27 +35,30 @@ def main(argv: Sequence[str]) -> int:
         print(f"megapar data: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("megapar data: interrupted; the same command resumes from what is finished", file=sys.stderr)
+        print("megapar data: interrupted; the same command resumes from the finished parts", file=sys.stderr)
         return 130
 
 
 def _inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", nargs="+", default=[], metavar="PATH", help="text, JSONL, parquet files or folders")
     parser.add_argument("--hf-dataset", metavar="PATH", help="a datasets source on this machine")
-    parser.add_argument("--hf-split", default="train", help="its part (default train)")
-    parser.add_argument("--field", default="text", help="JSONL field or column of the document (default text)")
+    parser.add_argument("--hf-split", default="train", help="split of the datasets source (default: train)")
+    parser.add_argument("--field", default="text", help="JSONL field or column of the document (default: text)")
     parser.add_argument(
-        "--on-bad-record", choices=("stop", "skip"), default="stop", help="what a broken record does (default stop)"
+        "--on-bad-record",
+        choices=("stop", "skip"),
+        default="stop",
+        help="stop at the first broken record, or skip and count broken records (default: stop)",
     )
 
 
 def _prepare_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="writes PREFIX.bin, .idx and .hashes")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and .hashes")
     parser.add_argument("--tokenizer-model", required=True, help="sentencepiece model or Hugging Face tokenizer")
-    parser.add_argument("--workers", type=count, default=cores(), help="processes (default: all cores)")
-    parser.add_argument("--no-append-eod", action="store_true", help="no end token after each document")
-    parser.add_argument("--overwrite", action="store_true", help="replace PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--workers", type=count, default=cores(), help="number of processes (default: all cores)")
+    parser.add_argument("--no-append-eod", action="store_true", help="do not append the end token to each document")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     parser.set_defaults(run=_prepare)
 
 
@@ -76,7 +82,7 @@ def _prepare(args: argparse.Namespace) -> int:
         field=args.field,
         append_end=not args.no_append_eod,
         skip_bad=args.on_bad_record == "skip",
-        say=_say_aside,
+        report=_report,
         overwrite=args.overwrite,
         progress=lambda finished, chunks, result: shown.show(finished, chunks, result.tokens),
     )
@@ -91,12 +97,12 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say_aside(text: str) -> None:
+def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 class _Progress:
-    """A bar on a terminal, a line every ten seconds elsewhere."""
+    """Progress on standard error: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
         self._start = self._shown = time.monotonic()
@@ -128,7 +134,7 @@ class _Progress:
 def _check_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--vocab-size", type=count, help="refuse ids at or above it")
+    known.add_argument("--vocab-size", type=count, help="refuse ids at or above this number")
     known.add_argument("--tokenizer-model", help="refuse ids that this tokenizer does not have")
     parser.set_defaults(run=_check)
 
@@ -150,7 +156,7 @@ def _check(args: argparse.Namespace) -> int:
             status = error.exit_status
             continue
         print(
-            f"{prefix}: good; {summary.documents:,} documents, {summary.sequences:,} sequences, "
+            f"{prefix}: valid; {summary.documents:,} documents, {summary.sequences:,} sequences, "
             f"{summary.tokens:,} tokens of {dataset.dtype.name}, largest id {summary.largest}"
         )
     return status
@@ -158,10 +164,10 @@ def _check(args: argparse.Namespace) -> int:
 
 def _train_flags(parser: argparse.ArgumentParser) -> None:
     _inputs(parser)
-    parser.add_argument("--output", required=True, metavar="FILE", help="sentencepiece model to write")
-    parser.add_argument("--vocab-size", type=count, required=True, help="ids, the seven special ones among them")
-    parser.add_argument("--hf", metavar="FOLDER", help="write it in Hugging Face's form too")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model of this name")
+    parser.add_argument("--output", required=True, metavar="FILE", help="write the sentencepiece model to this file")
+    parser.add_argument("--vocab-size", type=count, required=True, help="number of ids, including seven special ones")
+    parser.add_argument("--hf", metavar="FOLDER", help="also write the tokenizer in Hugging Face's form to this folder")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing model")
     parser.set_defaults(run=_train)
 
 
@@ -176,13 +182,13 @@ def _train(args: argparse.Namespace) -> int:
         return 2
     output = Path(args.output)
     if output.is_dir():
-        raise DataError(f"--output {output} is a folder: give a file, {output / 'tokenizer.model'}")
+        raise DataError(f"--output {output} is a folder; give a file, such as {output / 'tokenizer.model'}")
     if output.exists() and (
         not args.overwrite or any(output.samefile(one) for one in args.input if Path(one).exists())
     ):
-        raise DataError(f"--output {output} is there already; give another one, or --overwrite for a model of before")
+        raise DataError(f"--output {output} already exists; give another file, or --overwrite to replace an old model")
     bad, numbers = BadRecords(stops=args.on_bad_record == "stop"), LineNumbers()
-    chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _say_aside)
+    chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _report)
     model = train((text for chunk in chunks for text in chunk.documents(bad, numbers)), args.vocab_size)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_file(output, model)
@@ -191,7 +197,7 @@ def _train(args: argparse.Namespace) -> int:
         tokenizer.save_hf(args.hf)
     print(f"{args.output}: {tokenizer.size} ids" + (f"; {args.hf}: the same for transformers" if args.hf else ""))
     if tokenizer.size < args.vocab_size:
-        print(f"--vocab-size is {args.vocab_size:,}: the text has no more")
+        print(f"the model has fewer ids than --vocab-size {args.vocab_size:,}, because the text gives no more")
     if bad.count:
         print(str(bad), file=sys.stderr)
     return 0

@@ -140,7 +140,7 @@ TOOLS = [
     (["convert", "hf-to-megapar", "run", "out"], "run holds no config.json"),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "corpus.jsonl"],
-        "--output corpus.jsonl is there already",
+        "--output corpus.jsonl already exists",
     ),
     (
         [
@@ -154,11 +154,11 @@ TOOLS = [
             "--output",
             "corpus.jsonl",
         ],
-        "--output corpus.jsonl is there already",
+        "--output corpus.jsonl already exists",
     ),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "run"],
-        "--output run is a folder: give a file, run/tokenizer.model",
+        "--output run is a folder; give a file, such as run/tokenizer.model",
     ),
     (
         ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output", "run/"],

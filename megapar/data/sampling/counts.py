@@ -1,4 +1,7 @@
-"""Counts of the pieces that documents give, and the document of each piece, by sparse prefix sums."""
+"""Counts of the pieces of documents, and the document of each piece, by sparse prefix sums.
+
+Tested in ``tests/data/sampling/test_mixture.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,23 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-STRIDE = 1024  # documents between two kept sums
+STRIDE = 1024  # documents between two stored sums
 _BLOCK = STRIDE << 10  # documents read at a time
 
 
 class PieceCounts:
-    """Sums of the pieces of all documents before every 1,024th one; the sums between are made when they are needed.
+    """The number of pieces before every 1,024th document; sums between them are computed when they are needed.
 
-    Takes one pass over the lengths of all documents, and 8 bytes per 1,024 of them.
+    Takes one pass over the lengths of all documents, and 8 bytes per 1,024 documents.
     """
 
     def __init__(self, offsets: Any, pieces_of: Callable[[np.ndarray], np.ndarray]) -> None:
-        """offsets: [D + 1], where documents begin, read in slices. pieces_of: lengths [n] int64 to counts [n]."""
+        """Count the pieces of all documents.
+
+        Args:
+            offsets: [D + 1], the index where each document begins, read in slices.
+            pieces_of: maps lengths [n] int64 of documents to counts [n] of pieces.
+        """
         import numpy as np
 
         self._offsets = offsets
@@ -36,11 +44,11 @@ class PieceCounts:
 
     @property
     def total(self) -> int:
-        """Pieces of all documents."""
+        """Number of pieces of all documents."""
         return int(self._sums[-1])
 
     def find(self, number: int) -> tuple[int, int, int]:
-        """(document, which of its pieces, how many it has) of piece ``number``, 0 <= number < total."""
+        """Return (document, index among its pieces, number of its pieces) of piece ``number``, 0 <= number < total."""
         import numpy as np
 
         stretch = int(np.searchsorted(self._sums, number, side="right")) - 1
@@ -60,6 +68,6 @@ class PieceCounts:
             document = first + int(np.argmax(lengths < 0))
             raise DataError(
                 f"document {document} of the corpus ends {-int(lengths[document - first])} tokens before it begins: "
-                "its index is damaged, and megapar data check PREFIX says where"
+                "its index is damaged; run megapar data check PREFIX to find the place"
             )
         return self._pieces_of(lengths)

@@ -1,9 +1,9 @@
-"""A run whose data changes on the way: sources that stay resume where they were, new ones begin at their start.
+"""The order of samples in a run whose data changes: sources that stay resume where they were, new ones start at 0.
 
     phase 0, from sample 0       1/2 A  1/2 B      A 0  B 0  A 1  B 1
     phase 1, from sample 4       3/4 A  1/4 C                          A 2  A 3  C 0  A 4  ..
 
-Each source has its own order, named by its lane; the phases tell in closed form how far it was read.
+Each source has its own order, named by its lane. The samples taken from a source follow from the phases in closed form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from megapar.data.sampling.mixture import Blend, Shares
-from megapar.data.sampling.samples import PieceOrder, TokenPieces, beside, order_of
+from megapar.data.sampling.samples import PieceOrder, TokenPieces, nearby, order_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run with one mixture. start: its first sample. weights: None of a single source.
+    """A range of a run's samples with one mixture.
 
-    lanes: what the order of each source is called; of two phases one lane is one source, read on.
+    Attributes:
+        start: number of its first sample.
+        weights: weight of each source; None for a single source.
+        lanes: name of each source's order; a lane of two phases is the same source, which is read on.
     """
 
     start: int
@@ -33,26 +36,26 @@ class Phase:
     lanes: tuple[str, ...]
 
     def taken(self, lane: str, count: int) -> int:
-        """The number of samples from a lane among the phase's first ``count``."""
+        """Return the number of samples from a lane among the phase's first ``count``."""
         if lane not in self.lanes:
             return 0
         return count if self.weights is None else Shares(self.weights).count(self.lanes.index(lane), count)
 
 
 Course = tuple[Phase, ...]
-"""The phases of a run, the one that it is in last."""
+"""The phases of a run, the current one last."""
 
 
 def first_lanes(weights: Sequence[Fraction] | None) -> tuple[str, ...]:
-    """The lanes of a run that begins: the orders that ``Blend`` gives."""
+    """Return the lanes of a run's first phase, which name the orders of ``Blend``."""
     return ("",) if weights is None else tuple(f"mixture/{number}/" for number in range(len(weights)))
 
 
 class Coursed:
-    """Pieces, in the order of the last phase of a course; ``order`` knows no sample before that."""
+    """Pieces in the order of the last phase of a course; ``order`` has no samples before it."""
 
     def __init__(self, pieces: TokenPieces, course: Course) -> None:
-        """pieces: of the last phase, with as many parts as it has lanes."""
+        """Take the pieces of the last phase, with as many parts as it has lanes."""
         self._pieces = pieces
         self._course = course
         mixed = isinstance(pieces, Blend) and pieces.weights is not None
@@ -67,30 +70,38 @@ class Coursed:
         return self._pieces[number]
 
     def document(self, number: int) -> int:
-        """The document that a piece is from, where the pieces know."""
-        own: int = self._pieces.document(number)  # type: ignore[attr-defined]
-        return own
+        """Return the document that a piece is from, if the pieces have documents."""
+        document: int = self._pieces.document(number)  # type: ignore[attr-defined]
+        return document
 
-    def beside(self, number: int) -> range:
-        """See samples.Beside."""
-        return beside(self._pieces, number)
+    def nearby(self, number: int) -> range:
+        """See samples.Nearby."""
+        return nearby(self._pieces, number)
 
-    def order(self, seed: int | None, stream: str, own: Callable[[int], int] = lambda number: number) -> PieceOrder:
-        """See samples.Ordered. own: how many of the run's first samples the numbers of this order count."""
+    def order(self, seed: int | None, stream: str, count: Callable[[int], int] = lambda number: number) -> PieceOrder:
+        """See samples.Ordered. ``count`` maps n to the number of samples of this order among the run's first n."""
         if seed is None:
             return order_of(self._pieces, None, stream)
-        *before, now = self._course
-        starts = [own(phase.start) for phase in self._course]
+        *before, last = self._course
+        starts = [count(phase.start) for phase in self._course]
         counts = [end - start for start, end in pairwise(starts)]
-        orders = [order_of(part, seed, lane + stream) for part, lane in zip(self._parts, now.lanes, strict=True)]
-        taken = [sum(phase.taken(lane, n) for phase, n in zip(before, counts, strict=True)) for lane in now.lanes]
+        orders = [order_of(part, seed, lane + stream) for part, lane in zip(self._parts, last.lanes, strict=True)]
+        taken = [sum(phase.taken(lane, n) for phase, n in zip(before, counts, strict=True)) for lane in last.lanes]
         firsts = [0, *accumulate(len(part) for part in self._parts)]
-        return _PhaseOrder(starts[-1], None if now.weights is None else Shares(now.weights), orders, taken, firsts)
+        return _PhaseOrder(starts[-1], None if last.weights is None else Shares(last.weights), orders, taken, firsts)
 
 
 @dataclass(frozen=True)
 class _PhaseOrder:
-    """start: number of the first sample. taken: of each part before it. firsts: number of each part's first piece."""
+    """The order of pieces in one phase.
+
+    Attributes:
+        start: number of the phase's first sample.
+        shares: part of each sample; None for a single part.
+        orders: order of each part's pieces.
+        taken: samples of each part before the phase.
+        firsts: number of each part's first piece.
+    """
 
     start: int
     shares: Shares | None
@@ -100,6 +111,6 @@ class _PhaseOrder:
 
     def __getitem__(self, number: int) -> int:
         if number < self.start:
-            raise IndexError(f"sample {number} is before {self.start}, where this data began")
-        part, own = (0, number - self.start) if self.shares is None else self.shares.find(number - self.start)
-        return self.firsts[part] + self.orders[part][self.taken[part] + own]
+            raise IndexError(f"sample {number} is before {self.start}, the first sample of this data")
+        part, index = (0, number - self.start) if self.shares is None else self.shares.find(number - self.start)
+        return self.firsts[part] + self.orders[part][self.taken[part] + index]

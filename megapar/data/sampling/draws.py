@@ -1,4 +1,7 @@
-"""Random numbers that are pure functions of (seed, number): the same on every rank, machine and library version."""
+"""Random numbers that are pure functions of (seed, number): the same on every rank, machine and library version.
+
+Tested in ``tests/data/sampling/test_samples.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,42 @@ if TYPE_CHECKING:
 
 
 class Draws:
-    """The random numbers of one thing, for example of one sample.
+    """The random numbers for one purpose, for example for one sample.
 
-    Counter-based (Philox): making one costs nothing that depends on its number. Only raw words are taken from
-    numpy, because it keeps those the same for ever and its distributions not.
+    The generator is counter-based (Philox), so its cost does not depend on the sample's number. Only raw words are
+    taken from numpy, which guarantees these across versions, but not its distributions.
     """
 
     def __init__(self, seed: int, stream: str, number: int) -> None:
-        """seed: of the run. stream: what the numbers are for. number: of the sample, below 2^64."""
+        """Seed the generator.
+
+        Args:
+            seed: seed of the run.
+            stream: purpose of the numbers.
+            number: number of the sample, below 2^64.
+        """
         from numpy.random import Philox
 
         self._words = Philox(key=key_of(seed, stream) << 64 | number)
 
     def uniform(self, count: int) -> np.ndarray:
-        """[count] float64 in [0, 1)."""
+        """Return [count] float64 in [0, 1)."""
         import numpy as np
 
         numbers: np.ndarray = (self._words.random_raw(count) >> np.uint64(11)) * 2.0**-53
         return numbers
 
     def integers(self, count: int, below: int) -> np.ndarray:
-        """[count] int64 in [0, below)."""
+        """Return [count] int64 in [0, below)."""
         import numpy as np
 
         return (self.uniform(count) * below).astype(np.int64)
 
     def integer(self, below: int) -> int:
-        """One number in [0, below)."""
+        """Return one number in [0, below)."""
         return int(self.uniform(1)[0] * below)
 
 
 def key_of(seed: int, stream: str) -> int:
-    """64 bits for a seed and a purpose."""
+    """Return a 64-bit key for a seed and a purpose."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{stream}".encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""ERNIE's samples: two consecutive pieces of a document, whole words masked, sentence order to be predicted."""
+"""ERNIE's samples: two consecutive pieces of a document, with whole-word masking and sentence order prediction."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-SHORTEST_SEQUENCE = PAIR_MARKS + 3  # positions; then no span is shorter than the two ids that a pair needs
-SHORTEST_SPAN = 8  # ids; shorter ones have no two sentences worth telling apart
-MASKED, RANDOM = 0.8, 0.1  # shares of the chosen words that become [MASK], or random ids; the others stay
+SHORTEST_SEQUENCE = PAIR_MARKS + 3  # positions; for this length every span has the two ids that a pair needs
+SHORTEST_SPAN = 8  # ids; shorter spans do not contain two meaningful sentences
+MASKED, RANDOM = 0.8, 0.1  # shares of the chosen words that become [MASK], or random ids; the rest stays
 
 
 class Spans:
-    """The documents of a store, each cut in as few spans of at most ``longest`` ids as it takes, near equal.
+    """The documents of a store, each cut into the fewest spans of at most ``longest`` ids, of nearly equal length.
 
-    Spans never reach across documents. Of documents with fewer than SHORTEST_SPAN ids nothing is used.
-    Raises DataError where nothing is left.
+    Spans never cross documents. Documents with fewer than SHORTEST_SPAN ids are not used. Raises DataError if no span
+    remains.
     """
 
     def __init__(self, store: TokenStore, longest: int) -> None:
         self._store = store
         self._counts = PieceCounts(store.offsets, lambda lengths: span_counts(lengths - 1, longest))  # no end token
         if len(self) == 0:
-            raise DataError(f"no document of the corpus has the {SHORTEST_SPAN} tokens a sentence pair needs")
+            raise DataError(f"no document of the corpus has the {SHORTEST_SPAN} tokens that a sentence pair needs")
 
     def __len__(self) -> int:
         return self._counts.total
 
     def document(self, number: int) -> int:
-        """The number of the document that a span is from."""
+        """Return the number of the document that a span is from."""
         return self._counts.find(number)[0]
 
     def __getitem__(self, number: int) -> np.ndarray:
@@ -53,7 +53,7 @@ class Spans:
 
 
 def span_counts(lengths: np.ndarray, longest: int) -> np.ndarray:
-    """[n] ids per document to spans per document."""
+    """Return [n] spans per document for ``lengths`` [n], ids per document."""
     import numpy as np
 
     return np.where(lengths >= SHORTEST_SPAN, -(-lengths // longest), 0)
@@ -66,16 +66,21 @@ class ErnieSamples:
           0   0 .. 0   0   1 .. 1   1    0  ..  0     token_types
         with A before B in the document (order 0) or the same two swapped (order 1)
 
-    A ``Frame``'s samples; their label is the order.
-    Sample ``number`` depends on (seed, number) and nothing else.
+    The samples have the form of ``Frame``, and their label is the order.
+    Sample ``number`` depends only on (seed, number).
     """
 
     def __init__(
         self, pieces: TokenPieces, seq_length: int, tokenizer: Tokenizer, mlm_probability: float, seed: int | None
     ) -> None:
-        """pieces: of 2 to S - 3 ids. seed: of the order, the cuts and the masks; None: the fixed held-out ones.
+        """Make samples from pieces. Raises DataError if the tokenizer lacks one of [CLS], [SEP], [MASK], [PAD].
 
-        Raises DataError where the tokenizer lacks one of [CLS], [SEP], [MASK], [PAD].
+        Args:
+            pieces: pieces of 2 to S - 3 ids.
+            seq_length: S, the positions of a sample.
+            tokenizer: provides special ids and word boundaries.
+            mlm_probability: probability that a word is masked.
+            seed: seed of the order, the cuts and the masks; None for the fixed held-out samples.
         """
         self._frame = Frame.of(tokenizer, seq_length)
         self._pieces = pieces
@@ -100,9 +105,11 @@ class ErnieSamples:
 
 
 def cut_at(starts: np.ndarray, where: float) -> int:
-    """A place in [1, T) to cut T ids in two, a word start in the middle half where there is one.
+    """Return the index in [1, T) at which T ids are cut in two: a word start in the middle half if it has one.
 
-    starts: [T] bool, T >= 2. where: in [0, 1), which of the places it is.
+    Args:
+        starts: [T] bool, True at the first id of each word, T >= 2.
+        where: selects one of the candidates, in [0, 1).
     """
     import numpy as np
 
@@ -117,11 +124,18 @@ def cut_at(starts: np.ndarray, where: float) -> int:
 def mask_words(
     ids: np.ndarray, starts: np.ndarray, probability: float, mask: int, ordinary: np.ndarray, draws: Draws
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whole-word masking: (what the model is shown [T], labels [T] with NO_LOSS where nothing is predicted).
+    """Mask whole words; return the input ids [T] and the labels [T], which are NO_LOSS for words that are not chosen.
 
-    Every word is chosen with ``probability``, at least one always. Of the chosen words 80 % become [MASK],
-    10 % random ordinary ids, 10 % stay as they are; a word shares one fate, as in ERNIE's knowledge masking.
-    ids: [T]. starts: [T] bool, the first of them true. ordinary: ids a random replacement may be.
+    Every word is chosen with ``probability``, and always at least one. Of the chosen words 80 % become [MASK], 10 %
+    random ordinary ids, and 10 % stay unchanged. All ids of a word are treated alike, as in ERNIE's knowledge masking.
+
+    Args:
+        ids: [T], the ids of a piece.
+        starts: [T] bool, True at the first id of each word; the first one is True.
+        probability: probability that a word is chosen.
+        mask: id of [MASK].
+        ordinary: ids for random replacements.
+        draws: random numbers of the sample.
     """
     import numpy as np
 
@@ -129,9 +143,9 @@ def mask_words(
     chosen = draws.uniform(words) < probability
     chosen[draws.integer(words)] |= not chosen.any()
     fate = draws.uniform(words)
-    word = np.cumsum(starts) - 1  # [T]: which word each id belongs to
-    asked, fate = chosen[word], fate[word]
+    word = np.cumsum(starts) - 1  # [T]: the word of each id
+    predicted, fate = chosen[word], fate[word]
     random = ordinary[draws.integers(len(ids), len(ordinary))]
-    shown = np.where(asked & (fate < MASKED), mask, ids)
-    shown = np.where(asked & (fate >= MASKED) & (fate < MASKED + RANDOM), random, shown)
-    return shown, np.where(asked, ids, NO_LOSS)
+    shown = np.where(predicted & (fate < MASKED), mask, ids)
+    shown = np.where(predicted & (fate >= MASKED) & (fate < MASKED + RANDOM), random, shown)
+    return shown, np.where(predicted, ids, NO_LOSS)

@@ -1,6 +1,8 @@
 """The form of ERNIE's samples, common to all objectives.
 
 [CLS] part .. [SEP] part .. [SEP] pad ..        token types 0, 1, 1, ..; positions from 0
+
+Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,17 @@ PAIR_MARKS = 3  # [CLS], [SEP], [SEP]
 
 @dataclass(frozen=True)
 class Frame:
-    """Makes samples of ``seq_length`` positions from ids. ordinary: ids that a random replacement may be."""
+    """Makes samples of S positions from ids.
+
+    Attributes:
+        seq_length: S.
+        cls: id of [CLS].
+        sep: id of [SEP].
+        pad: id of [PAD].
+        mask: id of [MASK].
+        ordinary: ids for random replacements.
+        marks: word boundaries of the tokenizer.
+    """
 
     seq_length: int
     cls: int
@@ -31,20 +43,22 @@ class Frame:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, seq_length: int) -> Frame:
-        """Raises DataError where the tokenizer lacks one of [CLS], [SEP], [MASK], [PAD]."""
+        """Return the frame of a tokenizer. Raises DataError if it lacks one of [CLS], [SEP], [MASK], [PAD]."""
         need = tokenizer.special.need
         ids = (need("cls"), need("sep"), need("pad"), need("mask"))
         return cls(seq_length, *ids, tokenizer.ordinary_ids, tokenizer.word_marks)
 
     @property
     def pair_room(self) -> int:
-        """Ids that two parts may have together."""
+        """Maximum number of ids of two parts together."""
         return self.seq_length - PAIR_MARKS
 
     def sample(self, *parts: tuple[np.ndarray, np.ndarray | None], label: int = NO_LOSS) -> Sample:
-        """Each part: (ids as shown, labels or None where nothing is predicted). label: the sample's class, or None.
+        """Return a sample: tokens, token_types, labels [S] int64, valid [S] bool, label [] int64.
 
-        tokens, token_types, labels [S] int64, valid [S] bool, label [] int64.
+        Args:
+            parts: (input ids, labels) of each part; labels are None if no id of the part is predicted.
+            label: class of the sample; NO_LOSS if it has none.
         """
         import numpy as np
 
@@ -52,11 +66,11 @@ class Frame:
         labels = np.full(self.seq_length, NO_LOSS, dtype=np.int64)
         types = np.zeros(self.seq_length, dtype=np.int64)
         tokens[0], end = self.cls, 1
-        for kind, (shown, asked) in enumerate(parts):
+        for kind, (shown, part_labels) in enumerate(parts):
             start, end = end, end + len(shown)
             tokens[start:end], tokens[end] = shown, self.sep
-            if asked is not None:
-                labels[start:end] = asked
+            if part_labels is not None:
+                labels[start:end] = part_labels
             end += 1
             types[start:end] = min(kind, 1)
         valid = np.arange(self.seq_length) < end

@@ -1,4 +1,4 @@
-"""Corpora put together: one after the other, or by weight, with counts in closed form. Nothing is built or stored."""
+"""Mixtures of corpora, concatenated or weighted, with counts in closed form; no index is built or stored."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The part that each number 0, 1, 2, .. belongs to, so that part p gets its share of every beginning.
+    """Assigns each number 0, 1, 2, .. to a part, so that each part has its share of the first n numbers for every n.
 
-    The parts are halved again and again. At a node whose left half has the share L of T, of the first n numbers
-    floor(n L / T) go left, and number n does where that floor rises: an even spread, known without looking at the
-    numbers before. Of the first n numbers a part has its exact share, but for less than one per level:
+    The parts form a binary tree. At a node whose left half has the weight L of T, floor(n L / T) of the first n
+    numbers go left, and number n goes left if this floor increases. The spread is even, and the part of a number is
+    known without the numbers before it. A part's count differs from its exact share by less than one per level:
     |count - n w| < ceil(log2(parts)).
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
-        """weights: above 0; they need not add up to 1."""
+        """Take weights above 0; their sum need not be 1."""
         if not weights or min(weights) <= 0:
-            raise ValueError(f"weights {', '.join(map(str, weights))}: there must be some, all above 0")
+            raise ValueError(f"weights {', '.join(map(str, weights))}: give at least one, all above 0")
         scale = lcm(*(weight.denominator for weight in weights))
         self._until = [0, *accumulate(int(weight * scale) for weight in weights)]
 
     def find(self, number: int) -> tuple[int, int]:
-        """(part, how many numbers of that part come before)."""
+        """Return (part of ``number``, count of smaller numbers of that part)."""
         low, high = 0, len(self._until) - 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -45,7 +45,7 @@ class Shares:
         return low, number
 
     def count(self, part: int, number: int) -> int:
-        """The count of numbers below ``number`` that belong to the part."""
+        """Return the count of numbers below ``number`` that belong to the part."""
         low, high = 0, len(self._until) - 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -59,10 +59,10 @@ class Shares:
 
 
 class Blend:
-    """The pieces of several corpora under one numbering: those of the first, then those of the second, ..
+    """The pieces of several corpora in one sequence: those of the first, then those of the second, ..
 
-    With weights a sample's corpus follows from its number by Shares, and each corpus goes through its own epochs;
-    without, all pieces together are one epoch.
+    With weights, ``Shares`` assigns each sample to a corpus, and each corpus has its own epochs. Without weights, all
+    pieces together are one epoch.
     """
 
     def __init__(self, parts: Sequence[TokenPieces], weights: Sequence[Fraction] | None = None) -> None:
@@ -78,10 +78,10 @@ class Blend:
         return self.parts[part][number - self._starts[part]]
 
     def document(self, number: int) -> int:
-        """The document that a piece is from, where the parts know; numbered by part first."""
+        """Return the document that a piece is from, if the parts have documents; numbered by part first."""
         part = bisect_right(self._starts, number) - 1
-        own: int = self.parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
-        return part << 48 | own
+        document: int = self.parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
+        return part << 48 | document
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """See samples.Ordered."""
@@ -101,5 +101,5 @@ class _MixedOrder:
         self._starts = starts
 
     def __getitem__(self, number: int) -> int:
-        part, own = self._shares.find(number)
-        return self._starts[part] + self._orders[part][own]
+        part, index = self._shares.find(number)
+        return self._starts[part] + self._orders[part][index]

@@ -1,4 +1,7 @@
-"""Random tokens instead of a corpus: for benchmarks, and for tests without text."""
+"""Random tokens instead of a corpus, for benchmarks and for tests without text.
+
+Tested in ``tests/data/sampling/test_ernie.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,20 @@ _NAMES = ("[PAD]", "[UNK]", "<s>", "</s>", "[CLS]", "[SEP]", "[MASK]")
 
 
 class RandomPieces:
-    """Pieces of random ids, uniform over ``ids``; their lengths uniform too."""
+    """Pieces of random ids; both ids and lengths are distributed uniformly."""
 
     def __init__(
         self, ids: np.ndarray, shortest: int, longest: int, seed: int, stream: str, *, end: int | None = None
     ) -> None:
-        """ids: [..] int64 to draw from. shortest, longest: ids per piece, longest included.
+        """Take the distribution of the pieces.
 
-        end: an end token that every place has with one probability: four per piece, one in four at most.
+        Args:
+            ids: [..] int64, the ids to draw from.
+            shortest: minimum length of a piece, in ids.
+            longest: maximum length of a piece, in ids.
+            seed: seed of the ids.
+            stream: separates training from held-out pieces.
+            end: an end token, with which each position is replaced with probability min(1/4, 4 / length).
         """
         self._ids = ids
         self._shortest = shortest
@@ -39,7 +48,7 @@ class RandomPieces:
         return PIECES
 
     def document(self, number: int) -> int:
-        """Every piece is a document."""
+        """Return the piece's number, because every piece is a document."""
         return number
 
     def __getitem__(self, number: int) -> np.ndarray:
@@ -57,9 +66,9 @@ class MockTokenizer:
     special = SpecialTokens(pad=0, unk=1, bos=2, eos=3, cls=4, sep=5, mask=6)
 
     def __init__(self, size: int) -> None:
-        """size: number of ids; raises DataError where the special tokens leave none."""
+        """Take the number of ids. Raises DataError if the special tokens leave none for words."""
         if size <= len(_NAMES):
-            raise DataError(f"a vocabulary of {size} has no place beside {len(_NAMES)} special tokens")
+            raise DataError(f"a vocabulary of {size} ids has no room for words after {len(_NAMES)} special tokens")
         self.size = size
 
     @cached_property

@@ -1,4 +1,7 @@
-"""A random order of n things that is computed, not stored. Standard library only."""
+"""A random permutation of n items that is computed, not stored. Standard library only.
+
+Tested in ``tests/data/sampling/test_samples.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,15 @@ _MASK = (1 << 64) - 1
 
 
 class Permutation:
-    """A bijection of range(n) chosen by a key: a Feistel network on the next power of four, walked back into range.
+    """A bijection of range(n) chosen by a key: a Feistel network on the next power of four, repeated until in range.
 
-    ``permutation[i]`` takes a few microseconds for any n; nothing of size n is ever held.
+    ``permutation[i]`` takes a few microseconds for any n, and no memory in proportion to n.
     """
 
     def __init__(self, n: int, seed: int, stream: str) -> None:
-        """n: number of things, at least 1. seed, stream: what the order depends on."""
+        """Choose the permutation of ``n`` >= 1 items by ``seed`` and ``stream``."""
         if n < 1:
-            raise ValueError(f"a permutation of {n} things")
+            raise ValueError(f"a permutation of {n} items")
         self._n = n
         self._half = max(1, ((n - 1).bit_length() + 1) // 2)
         self._keys = tuple(key_of(seed, f"{stream}/{r}") for r in range(_ROUNDS))
@@ -29,7 +32,7 @@ class Permutation:
         if not 0 <= i < self._n:
             raise IndexError(f"{i} is not in range({self._n})")
         i = self._network(i)
-        while i >= self._n:  # the network's range is at most 4 n: about 4 steps at worst
+        while i >= self._n:  # the network's range is at most 4 n, so this takes 4 steps on average at worst
             i = self._network(i)
         return i
 
@@ -42,7 +45,7 @@ class Permutation:
 
 
 def _mixed(x: int) -> int:
-    """The finaliser of SplitMix64: every bit of the result depends on every bit of ``x``."""
+    """Apply the finaliser of SplitMix64, so that every bit of the result depends on every bit of ``x``."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -1,4 +1,4 @@
-"""Samples as pure functions of (seed, number): what is cut from a token store, in which order, and the decoder's."""
+"""Samples as pure functions of (seed, number): pieces of a token store, their order, and a decoder's samples."""
 
 from __future__ import annotations
 
@@ -17,41 +17,45 @@ if TYPE_CHECKING:
 Sample = dict[str, "np.ndarray"]
 
 NO_LOSS = -100
-"""The label of a position that enters no loss."""
+"""The label of a position that does not contribute to any loss."""
 
 
 class Samples(Protocol):
-    """Samples by number. Training goes on for ever, epoch after epoch; held-out samples start again at the end."""
+    """Samples by number. Training samples continue for ever, epoch after epoch; held-out samples repeat."""
 
     def __len__(self) -> int:
-        """Number of different samples: those of one epoch."""
+        """Return the number of samples of one epoch."""
 
     def __getitem__(self, number: int) -> Sample:
-        """Sample ``number`` of the run, any number from 0 on."""
+        """Return sample ``number`` of the run, any number >= 0."""
 
 
 class TokenPieces(Protocol):
     """Pieces of a token store by number; a sample is made from one of them."""
 
     def __len__(self) -> int:
-        """Number of pieces."""
+        """Return the number of pieces."""
 
     def __getitem__(self, number: int) -> np.ndarray:
-        """[T] int64: the ids of a piece, 0 <= number < len."""
+        """Return [T] int64, the ids of a piece, 0 <= number < len."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The documents joined by their end tokens, cut in windows of ``length`` + 1 ids; neighbours share one id.
+    """The documents joined by their end tokens and cut into windows of ``length`` + 1 ids; neighbours share one id.
 
         store    a b c E d e f E g h i E ...      (E: end token)
         length 4 a b c E d
                          d e f E g
                                  g h i E ...
 
-    What is left over at the end is not used, so that every window is full. shortest: where the whole store
-    is shorter than a window, it is one window by itself if it has this many ids.
-    Raises DataError where there is not even one window.
+    Every window is full, so the last ids of the store may not be used. Raises DataError if the store is too short.
+
+    Attributes:
+        store: the documents.
+        length: S.
+        shortest: a store shorter than one window is a window by itself if it has at least this many ids; None refuses
+            it.
     """
 
     store: TokenStore
@@ -77,9 +81,9 @@ class Windows:
 
 
 class DocumentWindows:
-    """Documents apart: each cut in windows of at most ``length`` + 1 ids that share one id, the last one shorter.
+    """Each document by itself, cut into windows of at most ``length`` + 1 ids; neighbours share one id.
 
-    Of documents with fewer than two ids nothing is used. Raises DataError where nothing is left.
+    Documents with fewer than two ids are not used. Raises DataError if no window remains.
     """
 
     def __init__(self, store: TokenStore, length: int) -> None:
@@ -87,7 +91,7 @@ class DocumentWindows:
         self._length = length
         self._counts = PieceCounts(store.offsets, lambda lengths: (lengths + length - 2).clip(0) // length)
         if self._counts.total == 0:
-            raise DataError("no document of the corpus has two tokens, so that one could be predicted")
+            raise DataError("no document of the corpus has two tokens, the minimum for one prediction")
 
     def __len__(self) -> int:
         return self._counts.total
@@ -103,8 +107,8 @@ class DocumentWindows:
         if len(ids) != until - begin or len(ids) < 2:
             have = len(self._store.tokens)
             raise DataError(
-                f"document {document} of the corpus is tokens {start} to {end}, where there are {have}: its index is "
-                "damaged, and megapar data check PREFIX says where"
+                f"document {document} of the corpus is tokens {start} to {end}, but there are {have}: its index is "
+                "damaged; run megapar data check PREFIX to find the place"
             )
         return ids
 
@@ -117,27 +121,27 @@ class PieceOrder(Protocol):
 
 @runtime_checkable
 class Ordered(Protocol):
-    """Pieces that bring an order."""
+    """Pieces that define their order."""
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
-        """The order of a run; of held-out pieces, which no seed changes, where there is none."""
+        """Return the order of a run; without a seed, the fixed order of held-out pieces."""
 
 
 @runtime_checkable
-class Beside(Protocol):
+class Nearby(Protocol):
     """Pieces that are cheap to read after one near them was read."""
 
-    def beside(self, number: int) -> range:
-        """Pieces that cost nothing more where piece ``number`` has been read."""
+    def nearby(self, number: int) -> range:
+        """Return the pieces that cost nothing more after piece ``number`` has been read."""
 
 
-def beside(pieces: TokenPieces, number: int) -> range:
-    """The pieces that may be read beside one of them: all, unless they say otherwise."""
-    return pieces.beside(number) if isinstance(pieces, Beside) else range(len(pieces))
+def nearby(pieces: TokenPieces, number: int) -> range:
+    """Return the pieces that are cheap to read after one of them: all, unless the pieces define fewer."""
+    return pieces.nearby(number) if isinstance(pieces, Nearby) else range(len(pieces))
 
 
 class Order:
-    """Every piece once per epoch, each epoch in a new order."""
+    """A random order: every piece once per epoch, each epoch in a new order."""
 
     def __init__(self, pieces: int, seed: int, stream: str) -> None:
         self._pieces = pieces
@@ -149,7 +153,7 @@ class Order:
 
 
 class InOrder:
-    """The pieces in the order of their numbers, again and again."""
+    """The order of the pieces' numbers, repeated."""
 
     def __init__(self, pieces: int) -> None:
         self._pieces = pieces
@@ -159,7 +163,10 @@ class InOrder:
 
 
 def order_of(pieces: TokenPieces, seed: int | None, stream: str) -> PieceOrder:
-    """The order in which a run takes these pieces. seed: None keeps the pieces' own. stream: what the order is for."""
+    """Return the order in which a run reads these pieces.
+
+    Without a seed it is the order of their numbers. ``stream`` is the purpose of the order.
+    """
     if isinstance(pieces, Ordered):
         return pieces.order(seed, stream)
     return InOrder(len(pieces)) if seed is None else Order(len(pieces), seed, stream)
@@ -167,10 +174,13 @@ def order_of(pieces: TokenPieces, seed: int | None, stream: str) -> PieceOrder:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """The meaning of the end of a document inside a packed sample. A document ends with its end token.
+    """The effects of a document's end inside a packed sample.
 
-    end: the end token. reset_positions: positions count from 0 in every document. reset_attention: no position sees
-    another document. mask_loss: nothing is predicted at an end token, whose label begins another document.
+    Attributes:
+        end: the end token, the last token of each document.
+        reset_positions: positions start at 0 in every document.
+        reset_attention: positions attend only to their own document.
+        mask_loss: no loss at end tokens, whose labels belong to the next document.
     """
 
     end: int
@@ -182,15 +192,22 @@ class Boundaries:
 class DecoderSamples:
     """Samples for a causal model: ``tokens`` [S] and ``labels`` [S] int64, the labels one position ahead.
 
-    A piece shorter than S + 1 is padded: its tokens with id 0, its labels with NO_LOSS, and only then there is
-    ``valid`` [S] bool. Where boundaries need them there are ``positions`` [S] and ``ends`` [documents], both int64:
-    the position after each document of the sample, the last one S.
+    A piece shorter than S + 1 is padded, its tokens with id 0 and its labels with NO_LOSS, and only then has the sample
+    ``valid`` [S] bool. ``boundaries`` may add int64 ``positions`` [S] and ``ends`` [documents], the position after each
+    document of the sample; the last one is S.
     """
 
     def __init__(
         self, pieces: TokenPieces, seq_length: int, seed: int | None, boundaries: Boundaries | None = None
     ) -> None:
-        """pieces: of S + 1 ids. seq_length: S. seed: of the order; None keeps the pieces' own (held-out)."""
+        """Make samples from pieces.
+
+        Args:
+            pieces: pieces of at most S + 1 ids.
+            seq_length: S, the positions of a sample.
+            seed: seed of the order; None for the fixed order of held-out pieces.
+            boundaries: effects of document ends; None for no effects.
+        """
         self._pieces = pieces
         self._seq_length = seq_length
         self._order = order_of(pieces, seed, "windows")
@@ -218,7 +235,7 @@ class DecoderSamples:
 
         tokens = sample["tokens"]
         at_end = tokens == boundaries.end
-        starts = np.flatnonzero(at_end) + 1  # of the documents after the first one
+        starts = np.flatnonzero(at_end) + 1  # start of each document after the first one
         starts = starts[starts < len(tokens)]
         if boundaries.mask_loss:
             sample["labels"] = np.where(at_end, NO_LOSS, sample["labels"])

@@ -1,4 +1,7 @@
-"""Samples without some of them: what a run steps over because it poisons the training."""
+"""Samples without the ranges that a run skips because they harm training.
+
+Tested in ``tests/training/step/test_bad_steps.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Range = tuple[int, int]
 
 
 def parse_range(text: str) -> Range:
-    """``A-B``, both included, as (A, B). Raises ValueError."""
+    """Parse ``A-B``, both included, as (A, B). Raises ValueError if the text is not a range."""
     match = re.fullmatch(r"([0-9]{1,18})-([0-9]{1,18})", text)
     if match is None or int(match[1]) > int(match[2]):
         raise ValueError(f"{text!r} is not a range A-B of sample numbers with A <= B")
@@ -20,18 +23,18 @@ def parse_range(text: str) -> Range:
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Ranges of the same numbers, rising and not touching."""
-    found: list[Range] = []
+    """Return ranges of the same numbers, sorted, without overlapping or adjacent ones."""
+    result: list[Range] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], last)
+        if result and first <= result[-1][1] + 1:
+            result[-1] = result[-1][0], max(result[-1][1], last)
         else:
-            found.append((first, last))
-    return found
+            result.append((first, last))
+    return result
 
 
 def sample_at(position: int, ranges: Sequence[Range]) -> int:
-    """The number of the ``position``-th sample that no (merged) range holds.
+    """Return the number of the ``position``-th sample outside the (merged) ranges.
 
     ranges 2-3     position  0 1 2 3
                    sample    0 1 4 5
@@ -44,9 +47,9 @@ def sample_at(position: int, ranges: Sequence[Range]) -> int:
 
 
 def effective(wanted: Sequence[Range], before: Sequence[Range], position: int) -> list[Range]:
-    """The ranges of a run that resumes at a position: those ``before`` it as they were, those ``wanted`` after it.
+    """Return the ranges of a run that resumes at a position: ``before`` up to the position, ``wanted`` after it.
 
-    What was read already stays where it is, so that the next sample is the one that the run would have read.
+    Samples that were already read keep their positions, so that the run continues with the sample that was next.
     """
     next_sample = sample_at(position, before)
     past = [(first, min(last, next_sample - 1)) for first, last in before if first < next_sample]
@@ -62,9 +65,9 @@ class Skipping:
     ranges: Sequence[Range]
 
     def __len__(self) -> int:
-        """Number of different samples, skipped ones included: epochs keep their length."""
+        """Return the number of samples of one epoch, including skipped ones, so that epochs keep their length."""
         return len(self.samples)
 
     def __getitem__(self, position: int) -> Sample:
-        """The sample at a position of the run."""
+        """Return the sample at a position of the run."""
         return self.samples[sample_at(position, self.ranges)]

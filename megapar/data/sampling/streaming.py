@@ -1,4 +1,4 @@
-"""Training straight from a ``datasets`` source: rows are tokenised when a sample needs them."""
+"""Streaming from a ``datasets`` source: rows are tokenised when a sample needs them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-ROWS = 4096  # of a block, about
-_PROBES = 256  # rows that are tokenised to learn how long they are
-_TASKS = 6  # blocks that are kept: one for each of ERNIE 3.0's tasks, and the next
+ROWS = 4096  # approximate number of rows of a block
+_PROBES = 256  # rows that are tokenised to estimate their length
+_TASKS = 6  # blocks in the cache: one for each of ERNIE 3.0's five tasks, and one more
 
 
 def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
-    """The rows of a dataset on this machine: a folder of ``save_to_disk``, a folder or file ``datasets`` can read,
-    or a name whose data is in its cache already. Code of a dataset is never run, and nothing is downloaded.
+    """Open the rows of a dataset on this machine.
 
-    Raises DataError.
+    ``name`` is a folder of ``save_to_disk``, a folder or file that ``datasets`` can read, or a name whose data is
+    already in its cache. Code of a dataset is never run, and nothing is downloaded. Raises DataError if the dataset
+    cannot be read, has no such part or field, or has no rows.
     """
     try:
         import datasets
@@ -37,24 +38,24 @@ def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:
         raise DataError(f"{name}: reading it needs the package datasets (pip install datasets)") from error
     try:
         with _offline(datasets):
-            found = _found(datasets, name)
-        if isinstance(found, dict):
-            if part not in found:
-                raise DataError(f"{name}: the dataset has no part {part!r} but {', '.join(map(repr, found))}")
-            found = found[part]
+            rows = _loaded(datasets, name)
+        if isinstance(rows, dict):
+            if part not in rows:
+                raise DataError(f"{name}: the dataset has no part {part!r}; it has {', '.join(map(repr, rows))}")
+            rows = rows[part]
     except DataError:
         raise
-    except Exception as error:  # datasets raises many kinds for what it cannot read
+    except Exception as error:  # datasets raises many types for a source that it cannot read
         raise DataError(f"{name}: datasets cannot read it here ({type(error).__name__}: {error})") from error
-    if field not in found.column_names:
-        columns = ", ".join(map(repr, found.column_names))
+    if field not in rows.column_names:
+        columns = ", ".join(map(repr, rows.column_names))
         raise DataError(f"{name}: no column {field!r}; the dataset has {columns}")
-    if len(found) == 0:
-        raise DataError(f"{name}: the dataset holds no rows")
-    return found
+    if len(rows) == 0:
+        raise DataError(f"{name}: the dataset has no rows")
+    return rows
 
 
-def _found(datasets: Any, name: str) -> Any:
+def _loaded(datasets: Any, name: str) -> Any:
     path = Path(name)
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         return datasets.load_from_disk(name)
@@ -66,33 +67,37 @@ def _found(datasets: Any, name: str) -> Any:
 
 @contextmanager
 def _offline(datasets: Any) -> Iterator[None]:
-    """Keeps the libraries off the network, where they would retry for long before they report a missing name."""
+    """Keep the libraries off the network, where they would retry for a long time before reporting a missing name."""
     from huggingface_hub import constants
 
     modules: tuple[Any, ...] = (constants, datasets.config)
-    kept = [(module, module.HF_HUB_OFFLINE) for module in modules]
+    saved = [(module, module.HF_HUB_OFFLINE) for module in modules]
     try:
-        for module, _ in kept:
+        for module, _ in saved:
             module.HF_HUB_OFFLINE = True
         yield
     finally:
-        for module, value in kept:
+        for module, value in saved:
             module.HF_HUB_OFFLINE = value
 
 
 class _RowPieces:
     """Pieces from the rows of a dataset, tokenised block by block.
 
-    Some 4,096 neighbouring rows are a block. Every block gives the same number of pieces, learned from rows spread over
-    the data, so that a piece's block follows from its number. A block that has more leaves some out, one that has less
-    begins again. The last blocks that were read are kept. Pieces of one block follow each other in the order, blocks
-    are permuted.
+    A block is about 4,096 consecutive rows. Every block gives the same number of pieces, estimated from rows spread
+    over the data, so that a piece's block follows from its number. A block with more pieces omits some, a block with
+    fewer repeats some. The most recent blocks are cached. The order permutes blocks, and reads all pieces of a block
+    before the next block.
+
+    Attributes:
+        blocks: number of blocks.
+        per_block: pieces of each block.
     """
 
     def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> None:
-        """rows: a dataset with a column ``field``; rows first .. last - 1 are used. name: for messages."""
+        """Use rows first .. last - 1 of a dataset with a column ``field``; ``name`` is for messages."""
         if last <= first:
-            raise DataError(f"{name}: no rows are left for one of the two sides; give another --split")
+            raise DataError(f"{name}: the split leaves no rows for training or for evaluation; give another --split")
         self._rows = rows
         self._first, self._count = first, last - first
         self._tokenizer = tokenizer
@@ -108,8 +113,8 @@ class _RowPieces:
         """See samples.Ordered."""
         return _BlockOrder(self.blocks, self.per_block, seed, stream)
 
-    def beside(self, number: int) -> range:
-        """See samples.Beside: the pieces of its block, whose rows are tokenised already."""
+    def nearby(self, number: int) -> range:
+        """See samples.Nearby: the pieces of the same block, whose rows are already tokenised."""
         block = number // self.per_block
         return range(block * self.per_block, (block + 1) * self.per_block)
 
@@ -118,7 +123,7 @@ class _RowPieces:
         return range(*ends)
 
     def _probed(self) -> list[list[int]]:
-        """The ids of some rows spread over the data."""
+        """Return the ids of some rows spread over the data."""
         count = min(_PROBES, self._count)
         numbers = sorted({self._first + i * self._count // count for i in range(count)})
         return self._tokenizer.encode_batch(self._texts(numbers))
@@ -130,8 +135,9 @@ class _RowPieces:
 
 
 class RowWindows(_RowPieces):
-    """A decoder's pieces: the documents of a block, joined by the end token, cut in windows of ``length`` + 1 ids that
-    share one.
+    """Pieces for a decoder: a block's documents, joined by the end token and cut into windows of ``length`` + 1 ids.
+
+    Neighbouring windows share one id.
     """
 
     def __init__(
@@ -162,7 +168,13 @@ class RowWindows(_RowPieces):
 
 
 class _Spanned(NamedTuple):
-    """The spans of a block. tokens: [T] int32. edges: [n, 2], where each begins and ends. rows: [n], whose it is."""
+    """The spans of a block.
+
+    Attributes:
+        tokens: [T] int32, the ids of the block.
+        edges: [n, 2], begin and end of each span in ``tokens``.
+        rows: [n], the row of each span.
+    """
 
     tokens: np.ndarray
     edges: np.ndarray
@@ -170,10 +182,10 @@ class _Spanned(NamedTuple):
 
 
 class RowSpans(_RowPieces):
-    """ERNIE's pieces: every row cut in spans as ``ernie.Spans`` cuts the documents of a store.
+    """Pieces for ERNIE: every row is cut into spans as ``ernie.Spans`` cuts the documents of a store.
 
-    Several tasks go through the blocks in different orders, so a block for each is kept.
-    Raises DataError where rows are too short for a span.
+    Tasks read the blocks in different orders, so the cache has a block for each task. Raises DataError if all rows are
+    too short for a span.
     """
 
     def __init__(
@@ -182,14 +194,14 @@ class RowSpans(_RowPieces):
         super().__init__(rows, first, last, tokenizer, name, field)
         self._longest = longest
         probed = self._probed()
-        found = int(spans_of(probed, longest).sum())
-        if not found:
-            raise DataError(f"{name}: no row has the {SHORTEST_SPAN} tokens a sentence pair needs")
-        self.per_block = max(1, int(found * self._count / len(probed) / self.blocks))
+        spans = int(spans_of(probed, longest).sum())
+        if not spans:
+            raise DataError(f"{name}: no row has the {SHORTEST_SPAN} tokens that a sentence pair needs")
+        self.per_block = max(1, int(spans * self._count / len(probed) / self.blocks))
         self._block = lru_cache(maxsize=_TASKS)(self._cut)
 
     def document(self, number: int) -> int:
-        """The row that a span is from; of spans that begin again, another number."""
+        """Return the row that a span is from; repeated spans have other numbers."""
         block, span = divmod(number, self.per_block)
         rows = self._block(block).rows
         return int(rows[span % len(rows)]) + span // len(rows) * (self._first + self._count)
@@ -216,15 +228,15 @@ class RowSpans(_RowPieces):
         ]
         if not edges:
             raise DataError(
-                f"{self._name}: of rows {numbers[0]} to {numbers[-1]} none has the {SHORTEST_SPAN} tokens a sentence "
-                "pair needs"
+                f"{self._name}: none of rows {numbers[0]} to {numbers[-1]} has the {SHORTEST_SPAN} tokens that a "
+                "sentence pair needs"
             )
         tokens = np.fromiter((one for row in ids for one in row), dtype=np.int32, count=int(begins[-1]))
         return _Spanned(tokens, np.array(edges), np.repeat(np.array(numbers), parts))
 
 
 def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
-    """[n]: how many spans each document is cut in."""
+    """Return [n], the number of spans of each document."""
     import numpy as np
 
     return span_counts(np.array([len(one) for one in ids], dtype=np.int64), longest)
@@ -232,7 +244,7 @@ def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _BlockOrder:
-    """Blocks in a random order, the windows of each in a random order; without a seed in the order of their numbers."""
+    """A random order of blocks, and of the windows of each block; without a seed, the order of their numbers."""
 
     blocks: int
     windows: int
@@ -258,9 +270,9 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
 def split_rows(
     name: str, field: str, split: Split, make: Callable[[Any, int, int], TokenPieces]
 ) -> TrainHeldout[TokenPieces]:
-    """Pieces of a dataset: its first rows are trained on, those after them held out.
+    """Return the pieces of a dataset, whose first rows are for training and the next ones held out.
 
-    make: pieces of the rows between two numbers. Raises DataError.
+    ``make`` returns the pieces of the rows between two numbers. Raises DataError if the dataset cannot be read.
     """
     rows = open_dataset(name, field=field)
     first, last = split.cuts(len(rows))

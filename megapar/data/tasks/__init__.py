@@ -1,1 +1,1 @@
-"""The objectives of ERNIE 3.0: each makes samples from pieces of documents, or from triples."""
+"""The pre-training objectives of ERNIE 3.0, each of which makes samples from pieces of documents or from triples."""

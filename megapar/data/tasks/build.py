@@ -25,9 +25,15 @@ from megapar.model.ernie3.tasks import DISTANCE, DOCUMENT_LM, KNOWLEDGE_MLM, KNO
 
 @dataclass(frozen=True)
 class TaskData:
-    """The values of ``--ernie-tasks`` and of the flags of its files.
+    """The values of ``--ernie-tasks`` and of the flags that name its files.
 
-    mixture: as ``model.ernie3.tasks.tasks_of`` reads it.
+    Attributes:
+        mixture: tasks and weights, in the form that ``model.ernie3.tasks.tasks_of`` reads.
+        phrase_file: phrases that are masked whole, one per line.
+        entity_file: named entities that are masked whole, one per line.
+        triples_file: triples and sentences of the task knowledge_text; None uses random ones.
+        reorder_pieces: maximum number of parts that sentence_reorder permutes.
+        mlm_probability: share of the masked units.
     """
 
     mixture: str | None = None
@@ -45,14 +51,14 @@ class TaskData:
     def samples(
         self, pieces: TrainHeldout[DocumentPieces], tokenizer: Tokenizer, seq_length: int, seed: int, split: Split
     ) -> TrainHeldout[Samples]:
-        """Samples of the tasks. Raises DataError."""
+        """Return the samples of the tasks. Raises DataError if a file of theirs cannot be read or has too few lines."""
         lexicon = Lexicon.read([path for path in (self.phrase_file, self.entity_file) if path], tokenizer)
         frame, triples = Frame.of(tokenizer, seq_length), self._triples(tokenizer, seq_length, seed, split)
         train = _Side(self, pieces.train, frame, lexicon, triples.train if triples else None, seed)
         if pieces.heldout is None:
             return TrainHeldout(train.samples(), None)
         if triples and not (triples.heldout and len(triples.heldout)):
-            raise DataError(f"{self.triples_file}: no triple is held out; give more of them, or another --split")
+            raise DataError(f"{self.triples_file}: no triple is held out; give more triples, or another --split")
         heldout = replace(train, pieces=pieces.heldout, triples=triples.heldout if triples else None, seed=None)
         return TrainHeldout(train.samples(), heldout.samples())
 
@@ -67,7 +73,7 @@ class TaskData:
 
 @dataclass(frozen=True)
 class _Side:
-    """The training or the held-out documents, as the tasks read them. seed: None of held-out ones."""
+    """The training or the held-out documents, as the tasks read them. ``seed`` is None for held-out ones."""
 
     data: TaskData
     pieces: DocumentPieces
@@ -89,7 +95,7 @@ class _Side:
         return order_of(pieces, self.seed, f"tasks/{task.name}")  # type: ignore[arg-type]
 
     def _count_of(self, task: Task) -> Callable[[int], int]:
-        """A function of n: how many of the run's first n samples belong to a task."""
+        """Return a function of n that counts the samples of a task among the run's first n samples."""
         weights = tasks_of(self.data.mixture)
         shares, number = Shares([weights[name] for name in self.data.names]), self.data.names.index(task.name)
         return lambda samples: shares.count(number, samples)

@@ -1,6 +1,7 @@
 """Document language model: every next token of a piece, left to right, in the generation branch.
 
 Items: predicted tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
+Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from megapar.model.ernie3.tasks import DOCUMENT_LM
 
 @dataclass(frozen=True)
 class DocumentLm:
-    """pieces: of at most S - 2 ids."""
+    """Samples of the document language model.
+
+    Attributes:
+        pieces: pieces of at most S - 2 ids.
+        frame: the form of the samples.
+        name: name of the task.
+    """
 
     pieces: TokenPieces
     frame: Frame
     name: str = DOCUMENT_LM
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """[CLS] a b c [SEP], predicting a b c [SEP] and nothing."""
+        """Return [CLS] a b c [SEP] with the labels a b c [SEP] and, at the last position, NO_LOSS."""
         ids = self.pieces[number]
         sample = self.frame.sample((ids, None))
         sample["labels"][: len(ids) + 1] = sample["tokens"][1 : len(ids) + 2]

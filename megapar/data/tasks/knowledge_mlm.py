@@ -1,6 +1,7 @@
 """Knowledge-masked language model: words, phrases and named entities are masked whole and predicted.
 
 Items: masked tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
+Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from megapar.model.ernie3.tasks import KNOWLEDGE_MLM
 
 @dataclass(frozen=True)
 class KnowledgeMlm:
-    """pieces: of at most S - 2 ids. lexicon: what is a unit beside words. probability: of a unit to be masked."""
+    """Samples of the knowledge-masked language model.
+
+    Attributes:
+        pieces: pieces of at most S - 2 ids.
+        frame: the form of the samples.
+        lexicon: phrases and entities that are units in addition to words.
+        probability: probability that a unit is masked.
+        name: name of the task.
+    """
 
     pieces: TokenPieces
     frame: Frame
@@ -26,7 +35,7 @@ class KnowledgeMlm:
     name: str = KNOWLEDGE_MLM
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """A piece with units masked, replaced or kept (80 / 10 / 10)."""
+        """Return a piece whose chosen units are masked, replaced or kept (80 / 10 / 10)."""
         ids, frame = self.pieces[number], self.frame
         units = self.lexicon.unit_starts(ids, frame.marks.word_starts(ids))
         return frame.sample(mask_words(ids, units, self.probability, frame.mask, frame.ordinary, draws))

@@ -1,8 +1,9 @@
-"""Universal knowledge-text prediction: a triple and a sentence that says it; one is predicted from the other.
+"""Universal knowledge-text prediction: a triple and a sentence that expresses it; one is predicted from the other.
 
     [CLS] head relation tail [SEP] sentence [SEP]     the relation is masked whole, or words of the sentence are
 
 Items: masked tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.3.
+Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Triple(NamedTuple):
-    """Ids of a triple's three members, and of a sentence that says it."""
+    """The ids of a triple's three members and of a sentence that expresses it."""
 
     head: np.ndarray
     relation: np.ndarray
@@ -43,7 +44,14 @@ class Triples(Protocol):
 
 @dataclass(frozen=True)
 class KnowledgeText:
-    """triples: in the order of the run. probability: of a word of the sentence to be masked."""
+    """Samples of knowledge-text prediction.
+
+    Attributes:
+        triples: triples, in the order of the run.
+        frame: the form of the samples.
+        probability: probability that a word of the sentence is masked.
+        name: name of the task.
+    """
 
     triples: Triples
     frame: Frame
@@ -51,7 +59,7 @@ class KnowledgeText:
     name: str = KNOWLEDGE_TEXT
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """Masks the relation, or words of the sentence, one as often as the other."""
+        """Return a sample whose relation or words of the sentence are masked, each with probability 1/2."""
         import numpy as np
 
         frame, triple = self.frame, self.triples[number]
@@ -62,18 +70,18 @@ class KnowledgeText:
             starts = frame.marks.word_starts(sentence)
             masked = mask_words(sentence, starts, self.probability, frame.mask, frame.ordinary, draws)
             return frame.sample((known, None), masked)
-        asked, start = np.full(len(known), NO_LOSS, dtype=np.int64), len(triple.head)
+        labels, start = np.full(len(known), NO_LOSS, dtype=np.int64), len(triple.head)
         hidden = slice(start, start + len(triple.relation))
-        asked[hidden] = known[hidden]
+        labels[hidden] = known[hidden]
         shown = known.copy()
         shown[hidden] = frame.mask
-        return frame.sample((shown, asked), (sentence, None))
+        return frame.sample((shown, labels), (sentence, None))
 
 
 def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainHeldout[Triples]:
-    """Reads lines HEAD, RELATION, TAIL, SENTENCE with tabs between them.
+    """Read lines of tab-separated HEAD, RELATION, TAIL, SENTENCE.
 
-    Lines are split by their hash, as documents are. Raises DataError, naming the line.
+    Lines are split by their hash, as documents are. Raises DataError with the number of the first broken line.
     """
     import numpy as np
 
@@ -85,7 +93,7 @@ def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainH
     for number, line in enumerate(lines, 1):
         cells = [cell.strip() for cell in line.split("\t")]
         if line.strip() and (len(cells) != 4 or not all(cells)):
-            raise DataError(f"{path}, line {number}: {len(cells)} cells, where HEAD, RELATION, TAIL, SENTENCE belong")
+            raise DataError(f"{path}, line {number}: {len(cells)} cells instead of HEAD, RELATION, TAIL, SENTENCE")
         if line.strip():
             rows.append(cells)
     ids = tokenizer.encode_batch([cell for cells in rows for cell in cells])
@@ -96,13 +104,20 @@ def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainH
             four = (np.array(cell, dtype=np.int64) for cell in ids[4 * number : 4 * number + 4])
             sides[side].append(Triple(*four))
     if not sides[0]:
-        raise DataError(f"{path}: of {len(rows)} triples none is to train on")
+        raise DataError(f"{path}: none of its {len(rows)} triples is for training; give more triples")
     return TrainHeldout[Triples](*sides)
 
 
 @dataclass(frozen=True)
 class RandomTriples:
-    """Random ids instead of knowledge, for benchmarks and tests. ids: to draw from."""
+    """Triples of random ids instead of knowledge, for benchmarks and tests.
+
+    Attributes:
+        ids: ids to draw from.
+        seed: seed of the ids.
+        stream: separates training from held-out triples.
+        longest: maximum length of a sentence, in ids.
+    """
 
     ids: np.ndarray
     seed: int
@@ -115,8 +130,8 @@ class RandomTriples:
     def __getitem__(self, number: int) -> Triple:
         draws = Draws(self.seed, f"triples/{self.stream}", number)
 
-        def some(most: int) -> np.ndarray:
-            drawn: np.ndarray = self.ids[draws.integers(1 + draws.integer(most), len(self.ids))]
+        def random_ids(longest: int) -> np.ndarray:
+            drawn: np.ndarray = self.ids[draws.integers(1 + draws.integer(longest), len(self.ids))]
             return drawn
 
-        return Triple(some(2), some(2), some(2), some(self.longest))
+        return Triple(random_ids(2), random_ids(2), random_ids(2), random_ids(self.longest))

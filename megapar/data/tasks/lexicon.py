@@ -1,4 +1,7 @@
-"""Phrases and named entities that are masked whole, found in ids by an automaton, longest first."""
+"""Phrases and named entities that are masked whole, matched in ids by an automaton, longest first.
+
+Tested in ``tests/data/tasks/test_tasks.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Lexicon:
-    """Entries as sequences of ids. Matching takes one pass over a piece, for any number of entries.
+    """Phrases and entities as sequences of ids. Matching takes one pass over a piece, for any number of entries.
 
-    Source: Aho and Corasick 1975, by pyahocorasick.
+    Source: Aho and Corasick 1975, as implemented by pyahocorasick.
     """
 
     def __init__(self, entries: Iterable[tuple[int, ...]]) -> None:
-        """entries: of at least two ids each count; a single id is a word already."""
+        """Add the entries of at least two ids; a single id is already a word."""
         import ahocorasick
 
         self._automaton: Any = ahocorasick.Automaton(ahocorasick.STORE_LENGTH, ahocorasick.KEY_SEQUENCE)
@@ -32,7 +35,7 @@ class Lexicon:
 
     @classmethod
     def read(cls, paths: Iterable[str | Path], tokenizer: Tokenizer) -> Lexicon:
-        """Read files with one entry per line. Raises DataError for files that cannot be read or are empty."""
+        """Read files with one entry per line. Raises DataError if a file cannot be read or is empty."""
         texts: list[str] = []
         for path in paths:
             try:
@@ -45,18 +48,19 @@ class Lexicon:
         return cls(map(tuple, tokenizer.encode_batch(texts)))
 
     def __len__(self) -> int:
-        """Entries of at least two ids."""
+        """Return the number of entries of at least two ids."""
         return len(self._automaton)
 
     def spans(self, ids: np.ndarray, starts: np.ndarray) -> list[tuple[int, int]]:
-        """[start, end) of entries in ids [T], apart from each other, in order.
+        """Return [start, end) of the entries in ids [T], in order and without overlap.
 
-        Longer ones go first, of equal ones the leftmost. They begin and end where words do. starts: [T] bool.
+        Entries begin and end at word boundaries. Among overlapping ones the longest wins, then the leftmost.
+        ``starts`` [T] bool is True at the first id of each word.
         """
         if not len(self._automaton):
             return []
-        found = [(end + 1 - length, end + 1) for end, length in self._automaton.iter(tuple(ids.tolist()))]
-        whole = [(a, b) for a, b in found if starts[a] and (b == len(ids) or starts[b])]
+        matches = [(end + 1 - length, end + 1) for end, length in self._automaton.iter(tuple(ids.tolist()))]
+        whole = [(a, b) for a, b in matches if starts[a] and (b == len(ids) or starts[b])]
         taken: list[tuple[int, int]] = []
         for a, b in sorted(whole, key=lambda span: (span[0] - span[1], span[0])):
             if all(b <= other[0] or a >= other[1] for other in taken):
@@ -64,7 +68,7 @@ class Lexicon:
         return sorted(taken)
 
     def unit_starts(self, ids: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """[T] bool: the first id of every unit: of each entry, and of each word outside entries."""
+        """Return [T] bool, True at the first id of every unit: of each entry, and of each word outside entries."""
         units: np.ndarray = starts.copy()
         for a, b in self.spans(ids, starts):
             units[a + 1 : b] = False

@@ -1,4 +1,4 @@
-"""Samples of several tasks under one numbering; each belongs to one task."""
+"""Samples of several tasks in one sequence; each sample belongs to one task."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megapar.model.ernie3.tasks import CLASSES, GENERATION, TASKS, accuracy_of
 
 
 class TaskSamples:
-    """Sample ``number`` depends on (seed, number) and nothing else.
+    """Samples of several tasks; sample ``number`` depends only on (seed, number).
 
-    Of the first n numbers every task has its share, evenly spread (mixture.Shares); a task takes its own pieces in its
-    own order. To what its task makes, a sample adds ``task``, the number of its task in TASKS.
+    Every task has its share of the first n samples, evenly spread (``mixture.Shares``), and reads its own pieces in its
+    own order. Each sample has an additional array ``task``, the index of its task in TASKS.
     """
 
     def __init__(
@@ -28,7 +28,15 @@ class TaskSamples:
         seed: int | None,
         length: int,
     ) -> None:
-        """orders: of each task's pieces. seed: None for the fixed held-out ones. length: samples of one epoch."""
+        """Mix the tasks by their weights.
+
+        Args:
+            tasks: the tasks of the run.
+            weights: weight of each task, by name.
+            orders: order of each task's pieces.
+            seed: seed of the samples; None for the fixed held-out ones.
+            length: number of samples of one epoch.
+        """
         self._tasks, self._orders, self._seed, self._length = tuple(tasks), tuple(orders), seed, length
         self._shares = Shares([weights[task.name] for task in tasks])
 
@@ -46,10 +54,12 @@ class TaskSamples:
 
 
 def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
-    """Samples as one micro-batch. names: the tasks of the run; those that no sample has get items of length 0.
+    """Collate samples into one micro-batch. ``names`` are the tasks of the run, with or without a sample here.
 
-    Beside what every ERNIE batch has: understanding, generation [rows]: which samples run through which branch; of
-    each task NAME: NAME_index (positions flat in B * S, or samples where it predicts a class) and NAME_labels.
+    In addition to the tensors of every ERNIE micro-batch, it contains:
+        understanding, generation: [rows], the samples that run through each branch.
+        NAME_index: [items] of each task, positions flat into B * S, or samples for a task that predicts a class.
+        NAME_labels: [items] of each task.
     """
     import numpy as np
 
@@ -66,9 +76,9 @@ def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch
     }
     counts = {}
     for name in names:
-        mine = kinds == TASKS.index(name)
-        asked = stacked["label"] != NO_LOSS if name in CLASSES else labels != NO_LOSS
-        index = np.flatnonzero(asked & (mine if name in CLASSES else mine[:, None]))
+        of_task = kinds == TASKS.index(name)
+        predicted = stacked["label"] != NO_LOSS if name in CLASSES else labels != NO_LOSS
+        index = np.flatnonzero(predicted & (of_task if name in CLASSES else of_task[:, None]))
         arrays[f"{name}_index"] = index
         arrays[f"{name}_labels"] = (stacked["label"] if name in CLASSES else labels.reshape(-1))[index]
         counts[name] = len(index)

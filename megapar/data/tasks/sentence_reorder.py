@@ -1,8 +1,9 @@
-"""Sentence reordering: a piece in 1 to m parts, permuted; which permutation it was is one class.
+"""Sentence reordering: a piece is cut into 1 to m parts and permuted; its class is the permutation.
 
     class   0 | 1 2 | 3 4 5 6 7 8 | ..        permutations of 1, of 2, of 3 parts, in lexicographic order
 
 Items: samples. Metric: accuracy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2.
+Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from megapar.model.ernie3.tasks import REORDER, reorder_classes
 
 @dataclass(frozen=True)
 class SentenceReorder:
-    """pieces: of at most S - 2 ids. most: parts, m."""
+    """Samples of sentence reordering.
+
+    Attributes:
+        pieces: pieces of at most S - 2 ids.
+        frame: the form of the samples.
+        most: m, the maximum number of parts.
+        name: name of the task.
+    """
 
     pieces: TokenPieces
     frame: Frame
@@ -28,7 +36,7 @@ class SentenceReorder:
     name: str = REORDER
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """The permuted piece and its class."""
+        """Return a sample of the permuted piece, with its class."""
         import numpy as np
 
         ids = self.pieces[number]
@@ -40,16 +48,16 @@ class SentenceReorder:
 
 
 def permutation(rank: int, count: int) -> tuple[int, ...]:
-    """The permutation of 0 .. count - 1 with this place in lexicographic order."""
-    left, found = list(range(count)), []
+    """Return the permutation of 0 .. count - 1 with this rank in lexicographic order."""
+    left, order = list(range(count)), []
     for size in range(count, 0, -1):
         place, rank = divmod(rank, factorial(size - 1))
-        found.append(left.pop(place))
-    return tuple(found)
+        order.append(left.pop(place))
+    return tuple(order)
 
 
 def class_of(order: Sequence[int]) -> int:
-    """The class of a permutation: those of fewer parts come first."""
+    """Return the class of a permutation; those of fewer parts are first."""
     left, rank = sorted(order), 0
     for place in order:
         rank = rank * len(left) + left.index(place)

@@ -1,4 +1,7 @@
-"""An objective, and what several of them share."""
+"""The protocol of an objective, and functions that several objectives share.
+
+Tested in ``tests/data/tasks/test_tasks.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,32 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """One objective."""
+    """One pre-training objective."""
 
     @property
     def name(self) -> str:
-        """Its name in ``model.ernie3.tasks``."""
+        """Name of the task in ``model.ernie3.tasks``."""
 
     def make(self, number: int, draws: Draws) -> Sample:
-        """Sample ``number`` of this task; depends on it and on ``draws`` only."""
+        """Return sample ``number`` of this task; it depends only on the number and on ``draws``."""
 
 
 class DocumentPieces(Protocol):
-    """Token pieces that know which document they are from."""
+    """Token pieces with the number of their document."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> np.ndarray: ...
 
     def document(self, number: int) -> int:
-        """The document that piece ``number`` is from; equal numbers, equal documents."""
+        """Return the number of the document that piece ``number`` is from; each document has its own number."""
 
 
 def cut_evenly(starts: np.ndarray, parts: int) -> list[slice]:
-    """T ids in ``parts`` near-equal pieces, cut at the word start nearest to where an equal cut would be.
+    """Cut T ids into ``parts`` pieces of nearly equal length, each at the word start nearest to the equal cut.
 
-    starts: [T] bool. Every piece has at least one id; T must be at least ``parts``.
+    ``starts`` [T] bool is True at the first id of each word. Every piece has at least one id, so T must be at least
+    ``parts``.
     """
     import numpy as np
 

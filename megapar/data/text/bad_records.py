@@ -1,4 +1,7 @@
-"""Broken records: what a reader does when it meets one."""
+"""Broken records: a reader raises the first one, or skips and counts them.
+
+Tested in ``tests/data/text/test_source.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,23 @@ from megapar.errors import DataError
 
 
 class BadRecords:
-    """Counts the records that a reader skips, and keeps what was wrong with the first few.
+    """Counts the records that a reader skips, and keeps the messages of the first few.
 
-    count: records skipped. first: the messages of the first ``KEPT``.
+    Attributes:
+        count: number of records skipped.
+        first: the messages of the first ``KEPT``.
     """
 
     KEPT = 5
 
     def __init__(self, *, stops: bool = False) -> None:
-        """stops: raise the first broken record instead of skipping it."""
+        """Raise the first broken record if ``stops``, instead of skipping it."""
         self.count = 0
         self.first: list[str] = []
         self._stops = stops
 
     def take(self, error: DataError) -> None:
-        """Skip one broken record, or raise ``error``."""
+        """Count one skipped record, or raise ``error``."""
         if self._stops:
             raise error
         self.count += 1
@@ -32,6 +37,6 @@ class BadRecords:
 
 
 def skipped_text(count: int, first: list[str]) -> str:
-    """The sentence that reports ``count`` skipped records, of which ``first`` are described."""
+    """Return the sentence that reports ``count`` skipped records and describes the ``first`` of them."""
     more = f"; and {count - len(first)} more" if count > len(first) else ""
-    return f"{count} broken records were passed over: {'; '.join(first)}{more}"
+    return f"{count} broken records were skipped: {'; '.join(first)}{more}"

@@ -17,13 +17,13 @@ from pathlib import Path
 from megapar.errors import DataError
 
 VERSION = 1
-"""Raised whenever the documents made here change, so that no cache of older ones is used."""
+"""Increased whenever the documents made here change, so that no cache of older ones is used."""
 
 ABOUT_BYTES = 2_000_000
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idlelib", "idle_test", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 )
-SHORTEST_DOCUMENT = 120  # characters; below that a docstring says little more than its name
+SHORTEST_DOCUMENT = 120  # characters; a shorter docstring adds little to its name
 SHORTEST_WRAPPED_LINE = 50  # characters; a line this long that stops before its paragraph does was wrapped
 SMALLEST_CORPUS = 500_000  # characters; less means an installation without its source files
 
@@ -32,9 +32,9 @@ _HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 def documents() -> Iterator[str]:
-    """Every document of the built-in text, topics first, then modules in path order.
+    """Yield every document of the built-in text: topics first, then modules in path order.
 
-    Raises DataError where this Python has been stripped of its documentation.
+    Raises DataError if this Python has been stripped of its documentation.
     """
     characters = 0
     for text in _all_documents():
@@ -57,7 +57,7 @@ def _all_documents() -> Iterator[str]:
 def _topics() -> Iterator[str]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions package it apart; the docstrings may still be enough
+    except ImportError:  # some distributions package it separately; the docstrings may still be enough
         return
     for name in sorted(topics):
         yield topics[name]
@@ -72,7 +72,7 @@ def _modules(root: Path) -> Iterator[str]:
 
 
 def module_documents(path: Path) -> Iterator[str]:
-    """The docstrings of one source file: the module with its functions, then each class with its methods."""
+    """Yield the docstrings of one source file: the module with its functions, then each class with its methods."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):  # files kept broken on purpose, such as bad encodings
@@ -84,7 +84,7 @@ def module_documents(path: Path) -> Iterator[str]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """As ``ast.walk`` has them, level by level, but without expressions, which hold no class and are most of a tree."""
+    """Yield nodes level by level like ``ast.walk``, without expressions: most of a tree, they contain no class."""
     level: list[ast.AST] = [tree]
     while level:
         yield from level
@@ -93,7 +93,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _described(heading: str, owner: ast.Module | ast.ClassDef) -> str:
-    """The owner's docstring and those of the functions directly in it, each under its name."""
+    """Return the owner's docstring and those of its direct functions, each under its name."""
     own = ast.get_docstring(owner)
     parts = [part for part in (heading if own else "", own) if part]
     for node in owner.body:
@@ -103,7 +103,7 @@ def _described(heading: str, owner: ast.Module | ast.ClassDef) -> str:
 
 
 def unwrap(text: str) -> str:
-    """The text with wrapped paragraphs as single lines, one space between sentences; code keeps its lines."""
+    """Join the lines of wrapped paragraphs, with one space between sentences; code keeps its lines."""
     lines: list[str] = []
     previous = ""
     for raw in text.strip().splitlines():
@@ -117,7 +117,7 @@ def unwrap(text: str) -> str:
 
 
 def _continues(previous: str, line: str) -> bool:
-    """Decides if ``line`` continues the sentence that ``previous`` had no room for."""
+    """Return True if ``line`` continues a sentence that was wrapped after ``previous``."""
     body = line.lstrip()
     same_indent = len(line) - len(body) == len(previous) - len(previous.lstrip())
     prose = body[:1].isalpha() or body[:1] in "(\"'`*"

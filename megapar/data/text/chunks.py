@@ -1,9 +1,11 @@
-"""The one reader of text: inputs cut in chunks, which give the same documents to every reader.
+"""Chunks of inputs, the only way in which text is read; they yield the same documents to every reader.
 
-Text and JSONL files are cut every 16 MiB, files below 4 GiB in 256 chunks of at least 1 MiB, and the end of a file four
-times as finely, so that workers finish together: a chunk holds the documents that begin in its bytes. A compressed
-file is one chunk, because it can be read from its beginning only. Parquet files are cut by row groups, ``datasets``
-sources by 8,192 rows.
+Text and JSONL files are cut every 16 MiB, files below 4 GiB into 256 chunks of at least 1 MiB, and the end of a file
+four times as finely, so that workers finish together. A chunk contains the documents that begin in its bytes. A
+compressed file is one chunk, because it can only be read from its beginning. Parquet files are cut by row groups,
+``datasets`` sources every 8,192 rows.
+
+Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
 from __future__ import annotations
@@ -28,19 +30,22 @@ from megapar.errors import DataError
 
 CHUNK_BYTES = 16 << 20
 LEAST_CHUNK_BYTES = 1 << 20
-CHUNKS = 256  # chunks of a file, unless that makes them larger or smaller than the limits above
-LAST = 4  # chunks at the end of a file that are cut again,
-LAST_BYTES = 1 << 18  # in pieces of at least this size
+CHUNKS = 256  # chunks of a file, unless they would be larger or smaller than the limits above
+LAST = 4  # chunks at the end of a file that are cut again
+LAST_BYTES = 1 << 18  # minimum size of the pieces of these last chunks
 CHUNK_ROWS = 8192
-_END = 1 << 62  # stands for the unknown length of a compressed file
-_WHITE_SPACE = " \t\n\r\v\f"  # what bytes.strip() takes for white space
+_END = 1 << 62  # in place of the unknown length of a compressed file
+_WHITE_SPACE = " \t\n\r\v\f"  # white space according to bytes.strip()
 _BLOCK_BYTES = 1 << 18  # read and decoded at once, plus the rest of the last line
 
 
 class LineNumbers:
-    """Counts the lines before a place in a file, which only messages need.
+    """Counts the lines before an offset in a file, which only messages need.
 
-    A reader that goes through the chunks of a file in order reads each of its bytes once. bytes_read: so far.
+    If the chunks of a file are read in order, each byte is counted once.
+
+    Attributes:
+        bytes_read: bytes read for counting so far.
     """
 
     def __init__(self) -> None:
@@ -48,7 +53,7 @@ class LineNumbers:
         self._path, self._end, self._lines = "", 0, 0
 
     def before(self, path: str, end: int) -> int:
-        """The number of line ends in the first ``end`` bytes of a file."""
+        """Return the number of line ends in the first ``end`` bytes of a file."""
         if path != self._path or end < self._end:
             self._path, self._end, self._lines = path, 0, 0
         with open(path, "rb") as file:
@@ -62,12 +67,14 @@ class LineNumbers:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """A stretch of one input.
+    """A range of one input.
 
-    kind: jsonl, lines, blank (documents between blank lines), parquet, rows (of a ``datasets`` source).
-    path: the file; of a ``datasets`` source, its name and split with a zero character between them.
-    first, last: bytes of a file, row groups of a parquet file, or rows; ``last`` is excluded.
-    field: the field or column that holds the document.
+    Attributes:
+        kind: jsonl, lines, blank (documents between blank lines), parquet, or rows (of a ``datasets`` source).
+        path: the file; for a ``datasets`` source, its name and split with a zero character between them.
+        first: the first byte of a file, row group of a parquet file, or row.
+        last: the end of the range, excluded.
+        field: the field or column that contains the document.
     """
 
     kind: str
@@ -77,10 +84,11 @@ class TextChunk:
     field: str = FIELD
 
     def documents(self, bad: BadRecords, numbers: LineNumbers | None = None) -> Iterator[str]:
-        """The documents that begin in the chunk; documents of white space only are left out.
+        """Yield the documents that begin in the chunk, except those of only white space.
 
-        bad: takes broken records, with their line or row in the whole input. numbers: shared by the chunks that one
-        reader goes through.
+        Args:
+            bad: receives broken records, with their line or row in the whole input.
+            numbers: shared by all chunks of one reader.
         """
         if self.kind in _ROW_READERS:
             return _ROW_READERS[self.kind](self, bad)
@@ -88,24 +96,27 @@ class TextChunk:
 
 
 def file_chunks(kind: str, path: Path, field: str = FIELD) -> list[TextChunk]:
-    """The chunks of a text or JSONL file."""
+    """Return the chunks of a text or JSONL file."""
     if is_compressed(path):
         return [TextChunk(kind, str(path), 0, _END, field)]
     return [TextChunk(kind, str(path), *stretch, field) for stretch in _stretches(path.stat().st_size)]
 
 
 def parquet_chunks(path: Path, field: str = FIELD) -> list[TextChunk]:
-    """The row groups of a parquet file. Raises DataError where it cannot be read or has no such column."""
+    """Return one chunk per row group of a parquet file.
+
+    Raises DataError if it cannot be read or has no such column.
+    """
     return _steps("parquet", str(path), _parquet_file(str(path), field).num_row_groups, 1, field)
 
 
 def dataset_chunks(name: str, split: str, field: str = FIELD) -> list[TextChunk]:
-    """The chunks of one split of a ``datasets`` source. Raises DataError where it cannot be read."""
+    """Return the chunks of one split of a ``datasets`` source. Raises DataError if it cannot be read."""
     return _steps("rows", f"{name}\0{split}", len(_dataset(name, split, field)), CHUNK_ROWS, field)
 
 
 def _stretches(size: int) -> Iterator[tuple[int, int]]:
-    """First and last byte of the chunks of a file of ``size`` bytes."""
+    """Yield [first, last) bytes of the chunks of a file of ``size`` bytes."""
     step = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, size // CHUNKS))
     edge = max(0, size // step - LAST) * step
     last = min(step, max(LAST_BYTES, step // 4))
@@ -118,9 +129,9 @@ def _steps(kind: str, path: str, size: int, step: int, field: str) -> list[TextC
 
 
 class _Lines:
-    """The lines of a file that begin in a chunk; ``places`` also gives those after it.
+    """The lines of a file that begin in a chunk; ``places`` also yields those after it.
 
-    ``refuse`` names the line that was given last. The lines before the chunk are counted for the first such message.
+    ``refuse`` names the last line yielded. The lines before the chunk are counted only for the first such message.
     """
 
     def __init__(self, chunk: TextChunk, numbers: LineNumbers) -> None:
@@ -131,10 +142,10 @@ class _Lines:
         self._before: int | None = None
 
     def texts(self) -> Iterator[str | bytes | None]:
-        """The lines that begin in the chunk, decoded; the lines of a block that is not UTF-8 are given as bytes.
+        """Yield the lines that begin in the chunk, decoded; the lines of a block that is not UTF-8 are bytes.
 
-        None stands for a line of more than LONGEST_LINE bytes, which is not held in memory. A block is decoded as a
-        whole and then cut, which takes half the time of decoding line by line.
+        A line of more than LONGEST_LINE bytes is yielded as None and never held in memory. A block is decoded as a
+        whole and then split, which takes half the time of decoding line by line.
         """
         with opened(Path(self._path)) as file:
             place = self._seek(file)
@@ -152,7 +163,7 @@ class _Lines:
                     yield None
 
     def places(self) -> Iterator[tuple[int, bytes | None]]:
-        """(place of the first byte, line) to the end of the file; None for a line that is too long."""
+        """Yield (offset of the first byte, line) up to the end of the file; None for a line that is too long."""
         with opened(Path(self._path)) as file:
             place = self._seek(file)
             while True:
@@ -164,7 +175,7 @@ class _Lines:
                 place += size
 
     def _seek(self, file: IO[bytes]) -> int:
-        """Go to the first line that begins at the chunk's first byte or after it; returns its place."""
+        """Seek to the first line that begins at or after the chunk's first byte; return its offset."""
         if self._first:
             file.seek(self._first - 1)
             rest_of_line(file)
@@ -172,7 +183,7 @@ class _Lines:
         return self._first
 
     def refuse(self, error: DataError) -> DataError:
-        """The same error with file and line before it."""
+        """Return the error with the file and the line in front of its message."""
         if self._before is None:
             self._before = self._numbers.before(self._path, self._first)
         return DataError(f"{self._path}, line {self._before + self._given}{error}")
@@ -217,9 +228,9 @@ def _lines(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
 
 
 def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
-    """The documents from the first blank line in the chunk (or the file's beginning) to the first one after it.
+    """Yield the documents from the first blank line in the chunk (or the file's beginning) to the first one after it.
 
-    A line is blank where it holds nothing but white space of Unicode.
+    A line is blank if it contains only Unicode white space.
     """
     document: list[str] = []
     held, inside = 0, chunk.first == 0
@@ -249,7 +260,7 @@ def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
 
 
 def _stripped(line: bytes | None) -> tuple[str | None, DataError | None]:
-    """(A line's text, "" of a blank line, None where it is not UTF-8 or too long; the error where it is not UTF-8)."""
+    """Return (text, error): the text is "" for a blank line, and None if it is too long or not UTF-8 (an error)."""
     try:
         return (None if line is None else decoded(line, "").rstrip()), None
     except DataError as error:
@@ -263,7 +274,7 @@ def _parquet_file(path: str, field: str) -> Any:
         raise DataError(f"{path}: parquet files need the package pyarrow (pip install pyarrow)") from error
     try:
         file = parquet.ParquetFile(path)
-    except Exception as error:  # pyarrow raises many kinds for a file that it cannot read
+    except Exception as error:  # pyarrow raises many types for a file that it cannot read
         raise DataError(f"{path}: not a readable parquet file ({error})") from error
     if field not in file.schema_arrow.names:
         columns = ", ".join(map(repr, file.schema_arrow.names))
@@ -301,12 +312,12 @@ def _rows(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
 
 def _text(text: Any, place: str, field: str, bad: BadRecords) -> Iterator[str]:
     try:
-        good = checked_text(text, {field: text}, place, field)
+        document = checked_text(text, {field: text}, place, field)
     except DataError as error:
         bad.take(error)
         return
-    if good.strip():
-        yield good
+    if document.strip():
+        yield document
 
 
 _LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]]] = {
@@ -318,7 +329,7 @@ _ROW_READERS: dict[str, Callable[[TextChunk, BadRecords], Iterator[str]]] = {"pa
 
 
 def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:
-    """All that decides the content of the chunks: paths, stretches, and size and time of change of each file."""
+    """Return everything that decides the content of the chunks: paths, ranges, and size and mtime of each file."""
     found = []
     for chunk in chunks:
         path = Path(chunk.path.split("\0")[0])

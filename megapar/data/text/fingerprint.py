@@ -1,10 +1,10 @@
-"""Fingerprints of the data of ``--data-path`` and ``--hf-dataset``: the same for the same data in any place.
+"""Fingerprints of the data of ``--data-path`` and ``--hf-dataset``; they do not depend on where the data is.
 
-    text, JSONL, parquet    SHA-256 of all bytes, and how they are read
+    text, JSONL, parquet    SHA-256 of all bytes, and the reader
     PREFIX.bin, PREFIX.idx  SHA-256 of the index; the length of the tokens and 64 blocks of 1 MiB spread over them
-    a datasets source       its revision where the cache of the Hub has it, and the names and lengths of its files
+    a datasets source       its revision if the Hub's cache has it, and the names and lengths of its files
 
-Standard library only. What whole files had to be read for is remembered in the cache.
+Standard library only. Hashes that need whole files to be read are remembered in the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
 
-BLOCKS = 64  # of a file of tokens that are looked at, of
+BLOCKS = 64  # blocks of a file of tokens that are hashed
 BLOCK_BYTES = 1 << 20
 _NAMES = 3  # paths of one corpus that are shown
 BY_TEXT, BY_POSITION = "text", "position"
@@ -35,10 +35,14 @@ BY_TEXT, BY_POSITION = "text", "position"
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One source of a mixture; paths without weights are one source together.
+    """The fingerprint of one source of a mixture; all paths without weights are one source.
 
-    name: for people. value: None where it is not known without reading ``unread`` bytes. cut: how its documents are
-    split where it is.
+    Attributes:
+        name: the name in messages.
+        value: the hash; None if it is not known without reading ``unread`` bytes.
+        weight: weight in the mixture; None if no weights are given.
+        cut: BY_TEXT or BY_POSITION, the way its documents are split; "" if they are not.
+        unread: bytes to read before ``value`` is known.
     """
 
     name: str
@@ -49,9 +53,10 @@ class Fingerprint:
 
 
 def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool = True) -> tuple[Fingerprint, ...]:
-    """Fingerprints of the sources that ``--data-path`` names, in order. field: see source.open_sources.
+    """Return the fingerprints of the sources that ``--data-path`` names, in order.
 
-    may_read: False takes from the cache only. Raises DataError.
+    ``field`` is that of ``source.open_sources``; without ``may_read``, only the cache is used. Raises DataError if a
+    source cannot be read.
     """
     if list(paths) == [MOCK]:
         return (Fingerprint("mock", "mock", None, ""),)
@@ -85,25 +90,25 @@ def _names(paths: Sequence[str]) -> str:
 
 
 def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
-    """As ``source.sources_hash``, which names the tokens of the same text in the cache."""
+    """Return the hash of ``source.sources_hash``, which also names the tokens of the same text in the cache."""
     try:
         return digest(*(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read)))
-    except Unread:  # the first one only
+    except Unread:  # it counts only the first unread file
         raise Unread(unread_bytes(paths, field)) from None
 
 
 def _indexed(path: str, may_read: bool) -> str:
     prefix = without_suffix(path)
     tokens, values, unread = Path(f"{prefix}.bin"), list[str](), 0
-    looks: tuple[Callable[[], str], ...] = (
+    parts: tuple[Callable[[], str], ...] = (
         lambda: index_hash(prefix, may_read=may_read),
         lambda: remembered(tokens, lambda: _blocks(tokens), "blocks", may_read=may_read),
     )
-    for look, most in zip(looks, (None, BLOCKS * BLOCK_BYTES), strict=True):
+    for value_of, maximum in zip(parts, (None, BLOCKS * BLOCK_BYTES), strict=True):
         try:
-            values.append(look())
-        except Unread as one:
-            unread += one.bytes if most is None else min(most, one.bytes)
+            values.append(value_of())
+        except Unread as error:
+            unread += error.bytes if maximum is None else min(maximum, error.bytes)
     if unread:
         raise Unread(unread)
     return digest(*values)
@@ -124,7 +129,10 @@ def _blocks(tokens: Path) -> str:
 
 
 def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fingerprint:
-    """The fingerprint of a file that is not a corpus, by its bytes. name: for messages. Raises DataError."""
+    """Return the fingerprint of the bytes of a file that is not a corpus.
+
+    ``name`` is for messages. Raises DataError if the file cannot be read.
+    """
     try:
         value = remembered(path, lambda: _bytes(path), "bytes", may_read=may_read)
     except Unread as unread:
@@ -143,9 +151,9 @@ def _bytes(path: Path) -> str:
 
 
 def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
-    """The fingerprint of a ``datasets`` source, from names and lengths of files only. Rows are split by their numbers.
+    """Return the fingerprint of a ``datasets`` source, from names and lengths of files only.
 
-    Raises DataError.
+    Its rows are split by their numbers. Raises DataError if it cannot be read.
     """
     path = Path(name)
     try:
@@ -161,7 +169,7 @@ def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
 
 
 def _listed(folder: Path) -> Iterator[str]:
-    """Names and lengths of the files in a folder, but for hidden ones and what ``datasets`` itself puts there."""
+    """Yield names and lengths of the files in a folder, except hidden ones and those that ``datasets`` creates."""
     for place, folders, files in os.walk(folder):
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         for file in sorted(files):
@@ -171,16 +179,16 @@ def _listed(folder: Path) -> Iterator[str]:
 
 
 def _cached(name: str) -> Iterator[str]:
-    """Revision and files of a name in the caches of the Hub's library and of ``datasets``."""
+    """Yield revision and files of a name in the caches of the Hub's library and of ``datasets``."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
     try:
         revision = (hub / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
-        kept = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+        cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
         wanted = _letters(name)
-        there = sorted(kept.iterdir()) if kept.is_dir() else []
-        yield from (line for one in there if _letters(one.name) == wanted for line in _listed(one))
+        folders = sorted(cache.iterdir()) if cache.is_dir() else []
+        yield from (line for folder in folders if _letters(folder.name) == wanted for line in _listed(folder))
         return
     yield revision
     if (hub / "snapshots" / revision).is_dir():

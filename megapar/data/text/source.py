@@ -1,4 +1,4 @@
-"""Sources of documents: the built-in text, text files, JSONL files, parquet files; each is read chunk by chunk."""
+"""Sources of documents: the built-in text, text files, JSONL files and parquet files, each read in chunks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from megapar.errors import DataError
 
 BUILTIN = "builtin"
 MOCK = "mock"
-_UNPACKED = 4  # a compressed file holds about four times its size
-_LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to its reader
+_UNPACKED = 4  # estimated ratio of text to the size of a compressed file
+_LONGEST_FIRST_LINE = 1 << 20  # bytes; a longer first line is not checked in advance
 
 
 class TextSource(Protocol):
@@ -41,28 +41,28 @@ class TextSource(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that the user gave it."""
+        """The source as ``--data-path`` names it."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of text, estimated where the file is compressed."""
+        """Bytes of text, estimated if the file is compressed."""
 
     def chunks(self) -> list[TextChunk]:
-        """The chunks in which it is read, in order; together they give its documents. Raises DataError."""
+        """Return the chunks that together contain its documents, in order. Raises DataError if it cannot be read."""
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """A hash of the content, independent of the file's name. may_read: see ``remembered``."""
+        """Return a hash of the content, independent of the file's name. For ``may_read``, see ``remembered``."""
 
 
 @dataclass(frozen=True)
 class BuiltinSource:
-    """The text that every CPython carries, kept in the cache after it has been collected once."""
+    """The documentation that every CPython carries, collected once and kept in the cache."""
 
     name: str = BUILTIN
     bytes: int = builtin.ABOUT_BYTES
 
     def file(self) -> JsonlFile:
-        """The JSONL file in the cache that holds it."""
+        """Return its JSONL file in the cache, after making it if it is missing."""
         return JsonlFile(made_once(self._entry(), _write_builtin))
 
     @staticmethod
@@ -93,11 +93,11 @@ def _write_builtin(path: Path) -> None:
 class _File:
     path: Path
 
-    read_as: ClassVar[str]  # part of content hashes, which checkpoints record: never changed
+    read_as: ClassVar[str]  # part of content hashes, which checkpoints record, so it must never change
 
     @property
     def name(self) -> str:
-        """The path."""
+        """See TextSource. The path of the file."""
         return str(self.path)
 
     @property
@@ -106,7 +106,7 @@ class _File:
         return self.path.stat().st_size * (_UNPACKED if is_compressed(self.path) else 1)
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """SHA-256 of the file's bytes, unpacked, and how it is read; remembered by path, size and time of change."""
+        """Return a hash of the uncompressed bytes and the reader; remembered by the file's path, size and mtime."""
         packed = is_compressed(self.path)
         unpacked = ("unpacked",) if packed else ()
         try:
@@ -122,13 +122,13 @@ class _File:
         return state.hexdigest()
 
     def _reading(self) -> tuple[str, ...]:
-        """All that can make other documents of the same bytes."""
+        """Return everything that can make other documents of the same bytes."""
         return (self.read_as,)
 
 
 @dataclass(frozen=True)
 class _Records(_File):
-    """A file of records. field: the one that holds the document."""
+    """A file of records, each with the document in ``field``."""
 
     field: str = FIELD
 
@@ -140,7 +140,7 @@ class _Records(_File):
 class TextFile(_File):
     """A text file: blank lines separate documents, as in BERT's pre-training data.
 
-    A file without any blank line holds one document per line.
+    In a file without blank lines, each line is a document.
     """
 
     read_as = "TextFile"
@@ -150,7 +150,7 @@ class TextFile(_File):
         return file_chunks("blank" if self._has_blank_line() else "lines", self.path)
 
     def _has_blank_line(self) -> bool:
-        """Looks for a blank line between two others."""
+        """Return True if the file has a blank line between two other lines."""
         seen = blank = False
         with opened(self.path) as file:
             for _, line in numbered_lines(file):
@@ -194,22 +194,26 @@ _FORMATS: tuple[tuple[tuple[str, ...], type[JsonlFile] | type[ParquetFile]], ...
 def open_sources(
     paths: Sequence[str],
     field: str = FIELD,
-    say: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = lambda text: None,
     *,
     may_read: bool = True,
 ) -> tuple[TextSource, ...]:
-    """The sources that ``--data-path`` names, in order; a folder stands for its files, sorted by name.
+    """Open the sources that ``--data-path`` names, in order; a folder means its files, sorted by name.
 
-    field: of records, the one that holds the document. say: called with what is skipped of a folder. may_read: if not,
-    Unread is raised where whole files would have to be read to find copies.
-    Raises DataError where a path is missing, empty, or of a kind that is read otherwise.
+    Raises DataError if a path is missing, empty, or of a kind that is not read here.
+
+    Args:
+        paths: files, folders, or ``builtin``.
+        field: the field or column of records that contains the document.
+        report: called with a message about the files of a folder that are skipped.
+        may_read: False raises Unread if whole files would have to be read to find copies.
     """
     sources: list[TextSource] = []
     for path in paths:
         if path == BUILTIN:
             sources.append(BuiltinSource())
         elif Path(path).is_dir():
-            sources += _of_folder(Path(path), field, say, may_read)
+            sources += _of_folder(Path(path), field, report, may_read)
         else:
             sources.append(_file_source(Path(path), field))
     if not sources:
@@ -218,9 +222,9 @@ def open_sources(
 
 
 def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
-    """The bytes to read before all hashes of what ``open_sources`` finds are known, and its copies found.
+    """Return the number of bytes to read before all content hashes of ``open_sources`` are known.
 
-    Raises DataError as that does.
+    Raises the same DataErrors.
     """
     total = 0
     for path in paths:
@@ -233,30 +237,30 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     return total
 
 
-def _of_folder(folder: Path, field: str, say: Callable[[str], object], may_read: bool) -> list[TextSource]:
-    """The files of a folder, each content once: a second copy is more often a mistake than intended."""
-    found, skipped = listing(folder)
-    if not found:
+def _of_folder(folder: Path, field: str, report: Callable[[str], object], may_read: bool) -> list[TextSource]:
+    """Return the files of a folder, each content once, because a second copy is usually a mistake."""
+    files, not_read = listing(folder)
+    if not files:
         raise DataError(f"{folder}: {nothing_read(folder)}")
     sources: list[TextSource] = []
-    told = [f"{name} ({reason})" for name, reason in skipped]
-    twins, seen = _may_be_copies(found), dict[str, Path]()
-    for file in found:
+    skipped = [f"{name} ({reason})" for name, reason in not_read]
+    twins, seen = _may_be_copies(files), dict[str, Path]()
+    for file in files:
         source = _file_source(file, field)
         first = seen.setdefault(source.content_hash(may_read=may_read), file) if file in twins else file
         if first is file:
             sources.append(source)
         else:
-            told.append(f"{file.name} (the same content as {first.name})")
-    if told:
-        more = f" and {len(told) - MOST_TOLD} more" if len(told) > MOST_TOLD else ""
-        entries = f"{len(sources)} of {len(sources) + len(told)} entries"
-        say(f"{folder}: {entries} are read, skipped: {', '.join(told[:MOST_TOLD])}{more}")
+            skipped.append(f"{file.name} (the same content as {first.name})")
+    if skipped:
+        more = f" and {len(skipped) - MOST_TOLD} more" if len(skipped) > MOST_TOLD else ""
+        entries = f"{len(sources)} of {len(sources) + len(skipped)} entries"
+        report(f"{folder}: {entries} are read, skipped: {', '.join(skipped[:MOST_TOLD])}{more}")
     return sources
 
 
 def _may_be_copies(files: Sequence[Path]) -> set[Path]:
-    """The files that have the size of another one, or its name but for compression: only these are read twice."""
+    """Return the files that have another file's size, or its name except for compression; only these are hashed."""
     alike: dict[object, list[Path]] = {}
     for file in files:
         for mark in (file.stat().st_size, file.stem if is_compressed(file) else file.name):
@@ -268,13 +272,13 @@ def _file_source(path: Path, field: str) -> TextSource:
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; give --data-path mock alone")
     if not path.is_file():
-        raise DataError(f"{path}: no such file. {near_path(str(path))} What is read: text, JSONL and parquet files")
+        raise DataError(f"{path}: no such file. {near_path(str(path))} Text, JSONL and parquet files can be read")
     if not os.access(path, os.R_OK):
-        raise DataError(f"{path}: the file may not be read; change its permissions")
+        raise DataError(f"{path}: no permission to read the file; change its permissions")
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty; give one with text in it")
+        raise DataError(f"{path}: the file is empty; give a file with text in it")
     if path.suffix in INDEXED:
-        raise DataError(f"{path}: holds tokens, where text is needed; give the text, JSONL or parquet file")
+        raise DataError(f"{path}: contains tokens, but text is needed; give the text, JSONL or parquet file")
     if reason := refusal_of(path):
         raise DataError(f"{path}: {reason}")
     for suffixes, kind in _FORMATS:
@@ -284,7 +288,7 @@ def _file_source(path: Path, field: str) -> TextSource:
 
 
 def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) -> Iterator[str]:
-    """The documents of all sources, one source after the other. bad: takes broken records; None: they are raised."""
+    """Yield the documents of all sources in order; ``bad`` receives broken records, None raises the first one."""
     bad, numbers = bad or BadRecords(stops=True), LineNumbers()
     for source in sources:
         for chunk in source.chunks():
@@ -292,17 +296,17 @@ def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) 
 
 
 def check_first_records(sources: Iterable[TextSource]) -> None:
-    """Refuse a wrong field by the first line of each JSONL file.
+    """Raise DataError if the first line of a JSONL file does not have the field.
 
-    Workers that read in parallel would otherwise report whichever of their lines came first. Raises DataError.
+    Workers that read in parallel would otherwise report any of their lines.
     """
     for source in sources:
         if isinstance(source, JsonlFile):
-            number, line = first_line(source.path, _LONGEST_LOOK)
-            if 0 < len(line) < _LONGEST_LOOK:
+            number, line = first_line(source.path, _LONGEST_FIRST_LINE)
+            if 0 < len(line) < _LONGEST_FIRST_LINE:
                 text_of_line(line, f"{source.path}, line {number}", source.field)
 
 
 def sources_hash(sources: Sequence[TextSource]) -> str:
-    """One hash over the content of all sources, in order."""
+    """Return one hash of the content of all sources, in order."""
     return digest(*(source.content_hash() for source in sources))

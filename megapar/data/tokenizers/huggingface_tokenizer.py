@@ -1,4 +1,7 @@
-"""Hugging Face tokenizers, from a folder or a ``tokenizer.json``; code that a folder carries is never run."""
+"""Hugging Face tokenizers, from a folder or a ``tokenizer.json``; code in a folder is never run.
+
+Tested in ``tests/data/tokenizers/test_tokenizer.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ _USUAL_NAMES = {
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of ``transformers``, wrapped."""
+    """A wrapper for a tokenizer of ``transformers``."""
 
     def __init__(self, path: str | Path) -> None:
-        """path: a folder with a tokenizer, or a ``tokenizer.json``. Raises DataError where it cannot be used."""
+        """Load a folder with a tokenizer, or a ``tokenizer.json``. Raises DataError if it cannot be used."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         self._path = Path(path)
@@ -42,10 +45,10 @@ class HuggingFaceTokenizer:
                 )
             else:
                 self._inner = PreTrainedTokenizerFast(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
-        except Exception as error:  # the loaders raise many kinds of errors
+        except Exception as error:  # the loaders raise many types of errors
             raise DataError(f"{path}: not a usable Hugging Face tokenizer ({error})") from error
-        self._inner.model_max_length = int(1e30)  # documents longer than a model's context are cut later, here
-        # Calls the library below, where there is one: transformers' call costs as much as a short document.
+        self._inner.model_max_length = int(1e30)  # no warning: long documents are cut into samples later
+        # Call the underlying library directly: the call of transformers costs as much as a short document.
         self._fast = getattr(self._inner, "backend_tokenizer", None)
         if self._fast is not None:
             self._fast.no_truncation()
@@ -63,16 +66,16 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special(self) -> SpecialTokens:
-        """See Tokenizer. Roles without a token fall back: end to separator, class to begin, and so on."""
-        found: dict[str, int | None] = {}
+        """See Tokenizer. A role without a token falls back to another: eos to sep, cls to bos, and so on."""
+        ids: dict[str, int | None] = {}
         for role in _ROLES:
-            own = getattr(self._inner, f"{role}_token_id", None)
+            declared = getattr(self._inner, f"{role}_token_id", None)
             usual = (self.vocabulary.get(name) for name in _USUAL_NAMES[role])
-            found[role] = own if own is not None else next((i for i in usual if i is not None), None)
+            ids[role] = declared if declared is not None else next((i for i in usual if i is not None), None)
         for role, other in (("eos", "sep"), ("sep", "eos"), ("bos", "cls"), ("cls", "bos"), ("pad", "eos")):
-            if found[role] is None:
-                found[role] = found[other]
-        return SpecialTokens(**found)
+            if ids[role] is None:
+                ids[role] = ids[other]
+        return SpecialTokens(**ids)
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
@@ -86,7 +89,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def word_marks(self) -> WordMarks:
-        """See Tokenizer. Knows the marks of sentencepiece (▁), byte-level (Ġ, Ċ) and WordPiece (##) tokens."""
+        """See Tokenizer. Supports the marks of sentencepiece (▁), byte-level (Ġ, Ċ) and WordPiece (##) tokens."""
         import numpy as np
 
         tokens = [""] * self.size
@@ -96,9 +99,9 @@ class HuggingFaceTokenizer:
 
     @property
     def joins(self) -> list[list[Any]] | None:
-        """The facts that decide the ids of a text beside those of the tokens: merges in order, or each token's score.
+        """The merges in order, or each token's score: besides the vocabulary, these decide the ids of a text.
 
-        None where the tokenizer has neither, or does not say. Older libraries write a merge as one text.
+        None if the tokenizer has neither, or does not expose them. Older libraries write a merge as one string.
         """
         if self._fast is None:
             return None
@@ -142,7 +145,7 @@ class HuggingFaceTokenizer:
 
 
 def _marks(tokens: Sequence[str]) -> list[tuple[bool, bool]]:
-    """Per token whether it begins a word and whether what follows it does, by the marks this vocabulary uses."""
+    """Return (begins a word, the next token begins a word) for each token, by the marks that this vocabulary uses."""
     wordpiece = sum(token.startswith("##") for token in tokens) > len(tokens) // 100
     byte_level = not wordpiece and sum(token.startswith("Ġ") for token in tokens) > len(tokens) // 100
     if wordpiece:

@@ -1,4 +1,4 @@
-"""The ids that a tokenizer makes of text, as facts that a checkpoint keeps and another tokenizer is compared with."""
+"""Facts about the ids of a tokenizer, which a checkpoint records and compares with those of another tokenizer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.data.tokens.cache import digest, known, made_once
 
-_VERSION = "2"  # of the facts
+_VERSION = "2"  # version of the facts
 _LARGE_BYTES = 16 << 20
 _OF_A_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|.*\.(model|tiktoken|spm)$")
-"""Files of such names are read at any size, others up to _LARGE_BYTES."""
+"""Files with such names are read at any size, other files up to _LARGE_BYTES."""
 
 Facts = dict[str, Any]
-"""fingerprint: of the files. ids: of every token's id and of some texts' (None: the fingerprint says it). size.
+"""Facts about a tokenizer:
 
-joins: of what makes tokens of pieces, merges or scores, where the library says it. Older facts do not have it.
+fingerprint: hash of its files.
+ids: hash of every token's id and of the ids of some texts; None if the fingerprint determines them.
+size: number of ids.
+joins: hash of the merges or scores that join pieces into tokens, if the library exposes them; missing in older facts.
 """
 
 _PROBES = (
@@ -31,10 +34,10 @@ _PROBES = (
 
 
 def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
-    """None where a run has no text, and so no tokenizer that its weights could depend on.
+    """Return the facts of a tokenizer; None for a run without text, whose weights do not depend on a tokenizer.
 
-    path: what it was loaded from, to be remembered for ``known_facts``. A library's own form of a tokenizer, of which
-    the fingerprint is made, may change with its version: so there are ids, too.
+    ``path`` is the file or folder that it was loaded from; with it, the facts are remembered for ``known_facts``. The
+    fingerprint covers the library's internal form, which may change with its version, so the facts include ids.
     """
     if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
         return None
@@ -52,7 +55,7 @@ def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
 
 
 def known_facts(path: str) -> Facts | None:
-    """The facts of a path as --tokenizer-model takes it, without the library that runs it; None if that is needed."""
+    """Return the facts of a path for --tokenizer-model without loading its library; None if they need the library."""
     place = Path(path)
     try:
         if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
@@ -66,14 +69,14 @@ def known_facts(path: str) -> Facts | None:
     return found if isinstance(found, dict) else None
 
 
-def same_ids(there: Facts, here: Facts) -> bool:
-    """True if two tokenizers give the same ids."""
-    if there.get("fingerprint") == here.get("fingerprint"):
+def same_ids(first: Facts, second: Facts) -> bool:
+    """Return True if two tokenizers produce the same ids."""
+    if first.get("fingerprint") == second.get("fingerprint"):
         return True
-    joins = there.get("joins"), here.get("joins")
+    joins = first.get("joins"), second.get("joins")
     if None not in joins and joins[0] != joins[1]:
         return False
-    return there.get("ids") is not None and there.get("ids") == here.get("ids")
+    return first.get("ids") is not None and first.get("ids") == second.get("ids")
 
 
 def _write(entry: Path, facts: Facts) -> None:
@@ -81,7 +84,7 @@ def _write(entry: Path, facts: Facts) -> None:
 
 
 def _entry(path: Path) -> str:
-    """By what may decide the ids: of a model's folder that is not its weights, which are named and not read."""
+    """Return the cache entry for everything that may decide the ids; large files, such as weights, are not read."""
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
     return f"tokenizer-facts/{digest(_VERSION, *(part for one in files for part in (one.name, _content(one))))}.json"
 

@@ -1,4 +1,7 @@
-"""A run's tokenizer beside its checkpoints: ``SAVE/tokenizer``, which ``--tokenizer-model`` takes like any other."""
+"""The tokenizer of a run next to its checkpoints: ``SAVE/tokenizer``, which ``--tokenizer-model`` accepts.
+
+Tested in ``tests/training/checkpoints/test_identity.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,17 @@ from megapar.errors import CheckpointError, DataError
 
 
 def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
-    """Write what gives the same ids again into ``root``/tokenizer; what people should know of it. One rank calls it.
+    """Write the tokenizer to ``root``/tokenizer; return warnings for the log. Only one rank calls it.
 
-    The folder appears when it is complete. Another tokenizer that is there is moved aside and not lost. Runs without
-    text (mock data, files of tokens without a tokenizer) keep none. Raises CheckpointError where it cannot be written.
+    The folder appears when it is complete. A different tokenizer in its place is renamed, not lost. Runs without text
+    (mock data, files of tokens without a tokenizer) keep none. Raises CheckpointError if it cannot be written.
     """
     if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
         return ()
     folder, fingerprint = root / FOLDER, tokenizer.fingerprint()
     try:
-        there = kept_fingerprint(folder)
-        if there == fingerprint:
+        previous = kept_fingerprint(folder)
+        if previous == fingerprint:
             return ()
         aside = root / f".{FOLDER}.unfinished-{os.getpid()}"
         shutil.rmtree(aside, ignore_errors=True)
@@ -35,7 +38,7 @@ def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
         (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         moved = None
         if folder.exists():
-            moved = root / f"{FOLDER}-{(there or 'unknown')[:8]}"
+            moved = root / f"{FOLDER}-{(previous or 'unknown')[:8]}"
             shutil.rmtree(moved, ignore_errors=True)
             folder.rename(moved)
         put_new(aside, folder)
@@ -44,14 +47,14 @@ def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
     if moved is None:
         return ()
     note = (
-        f"WARNING: {folder} was another tokenizer than this run's, and the weights there were trained on its ids. "
-        f"It is now {moved.name}; to go on with it: --tokenizer-model {moved}"
+        f"WARNING: {folder} was not this run's tokenizer, and the weights in that folder were trained on its ids. "
+        f"It is now {moved.name}; to continue with it: --tokenizer-model {moved}"
     )
     return (note,)
 
 
 def _write(tokenizer: Tokenizer, folder: Path) -> None:
-    """A sentencepiece model as it is: what other libraries make of it gives other ids to a few texts."""
+    """Write a sentencepiece model unchanged, because its form in other libraries gives a few texts other ids."""
     model = getattr(tokenizer, "model", None)
     if isinstance(model, bytes):
         (folder / "tokenizer.model").write_bytes(model)
@@ -60,11 +63,11 @@ def _write(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def kept(root: Path) -> Tokenizer | None:
-    """The tokenizer that ``keep`` wrote there; None where there is none. Raises CheckpointError for a damaged one."""
+    """Return the tokenizer that ``keep`` wrote, or None. Raises CheckpointError if it is damaged."""
     folder = root / FOLDER
     if not (folder / FACTS).is_file():
         return None
     try:
         return load_tokenizer(folder)
     except DataError as error:
-        raise CheckpointError(f"{folder}, which the run kept its tokenizer in, is damaged: {error}") from error
+        raise CheckpointError(f"{folder}, which contains the run's tokenizer, is damaged: {error}") from error

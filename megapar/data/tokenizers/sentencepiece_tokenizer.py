@@ -1,4 +1,7 @@
-"""SentencePiece models: trained on a corpus, read from a file, and written in Hugging Face's form."""
+"""SentencePiece models: trained on a corpus, read from a file, and written in Hugging Face's form.
+
+Tested in ``tests/data/tokenizers/test_tokenizer.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +22,28 @@ if TYPE_CHECKING:
 SPACE = "▁"
 NEWLINE = "\n"
 TRAINING_VERSION = 1
-"""Raised whenever ``train`` makes another model from the same texts."""
+"""Increased whenever ``train`` makes another model from the same texts."""
 
 TRAINING_CHARACTERS = 6_000_000  # more text changes a vocabulary little and costs seconds
-LONG_TEXT = 50_000  # characters of a text that is looked at for repeats
-REPEATS = 25  # times that such a text is packed smaller than it is
-REPEATED_CHARACTERS = 10_000  # of it that are trained on
+LONG_TEXT = 50_000  # characters from which a text is checked for repetition
+REPEATS = 25  # compression ratio from which such a text counts as repetitive
+REPEATED_CHARACTERS = 10_000  # characters of a repetitive text that are trained on
 FIRST_PIECE = 8  # after the special ids and the newline
-SMALLEST_BYTE_FALLBACK = 1024  # ids; below that, 256 of them are too many to spend on single bytes
+SMALLEST_BYTE_FALLBACK = 1024  # ids; smaller vocabularies cannot spare 256 ids for single bytes
 SCORE_STEPS = 64  # scores are multiples of 1/64, see Note [Exact scores]
 NEWLINE_SCORE = -2.0
 
 # Note [Exact scores]: sentencepiece adds scores in single precision, Hugging Face's tokenizers in double, and
-# both over the whole text; on a long document, or where two ways to cut a word cost the same, rounding would
-# decide differently. Scores that are multiples of 1/64 are added without any rounding in both (up to a
-# total of 2^18, some 30,000 tokens), so the two always cut alike.
+# both over the whole text. On a long document, or if two ways to cut a word have equal scores, rounding would
+# decide differently. Scores that are multiples of 1/64 are added without rounding in both (up to a total of
+# 2^18, about 30,000 tokens), so both libraries always cut text at the same places.
 
 
 class SentencePieceTokenizer:
     """A sentencepiece model of any algorithm."""
 
     def __init__(self, model: bytes, name: str = "the sentencepiece model") -> None:
-        """model: the bytes of a ``.model`` file. name: for messages."""
+        """Load the bytes of a ``.model`` file. ``name`` is for messages. Raises DataError if they are not a model."""
         import sentencepiece
 
         self.model = model
@@ -62,7 +65,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def special(self) -> SpecialTokens:
-        """See Tokenizer. A model made without [CLS] and [SEP] uses its begin and end of sentence for them."""
+        """See Tokenizer. A model without [CLS] and [SEP] uses its begin and end of sentence for them."""
         sp = self._processor
 
         def first(*candidates: int | str) -> int | None:
@@ -117,11 +120,11 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """See Tokenizer."""
-        # One call per text: a call for all of them starts a thread and is a few percent slower.
+        # One call per text: a call for all texts starts a thread and is a few percent slower.
         return [cast("list[int]", self._processor.encode(text)) for text in texts]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray] | None:
-        """``encode_batch`` as int32 arrays, without a Python number per id; None where the library is too old."""
+        """Return ``encode_batch`` as int32 arrays, without a Python number per id; None if the library is too old."""
         encode = getattr(self._processor, "EncodeAsNumpy", None)
         return None if encode is None else [encode(text) for text in texts]
 
@@ -150,12 +153,12 @@ class SentencePieceTokenizer:
 
 
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
-    """The bytes of a unigram model of at most ``vocab_size`` ids trained on the texts, the same every time.
+    """Train a unigram model of at most ``vocab_size`` ids on the texts; return its bytes, the same every time.
 
-    Nothing in a text is lost or changed: no normalisation, spaces and newlines kept, bytes for characters
-    that got no piece. Ids 0 to 6 are [PAD], [UNK], <s>, </s>, [CLS], [SEP], [MASK], none of which text can
-    spell. A text too small for ``vocab_size`` pieces gives a smaller model.
-    Raises DataError where ``vocab_size`` cannot hold even the single characters, and where there is no text.
+    Text is neither lost nor changed: it is not normalised, spaces and newlines are kept, and characters without a piece
+    become bytes. Ids 0 to 6 are [PAD], [UNK], <s>, </s>, [CLS], [SEP], [MASK], which no text is encoded as. A text too
+    small for ``vocab_size`` pieces gives a smaller model.
+    Raises DataError if ``vocab_size`` is too small for even the single characters, or if the texts are empty.
     """
     import sentencepiece
 
@@ -193,16 +196,16 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
         if limited.failure is not None:
             raise limited.failure from None
         if limited.characters == 0:
-            raise DataError("there is no text to train a tokenizer on") from None
+            raise DataError("a tokenizer cannot be trained without text; give documents that contain text") from None
         raise DataError(f"no tokenizer of {vocab_size} ids can be trained on this corpus: {error}") from error
     return _with_exact_scores(out.getvalue())
 
 
-def _told_once(text: str) -> str:
-    """The beginning of a long text that repeats one word or sentence over and over.
+def _without_repetition(text: str) -> str:
+    """Return the text, or only its beginning if it is long and repeats one word or sentence over and over.
 
-    Training takes the square of its length, hours for a megabyte, and learns nothing from the rest. Ordinary text is
-    packed to a third.
+    Training on such a text takes time proportional to the square of its length, hours for a megabyte, and learns
+    nothing from the rest. Ordinary text compresses only to a third.
     """
     if len(text) < LONG_TEXT:
         return text
@@ -211,7 +214,12 @@ def _told_once(text: str) -> str:
 
 
 class _Limited:
-    """The first TRAINING_CHARACTERS of the texts. failure: what reading them raised, which sentencepiece would wrap."""
+    """The first TRAINING_CHARACTERS of the texts.
+
+    Attributes:
+        characters: characters read so far.
+        failure: the error that reading raised, because sentencepiece would wrap it.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.characters = 0
@@ -221,7 +229,7 @@ class _Limited:
     def __iter__(self) -> Iterator[str]:
         try:
             for text in self._texts:
-                yield _told_once(text)
+                yield _without_repetition(text)
                 self.characters += len(text)
                 if self.characters >= TRAINING_CHARACTERS:
                     return
@@ -239,10 +247,10 @@ def _proto(model: bytes) -> Any:
 
 
 def _with_exact_scores(model: bytes) -> bytes:
-    """The model with its scores rounded, see Note [Exact scores].
+    """Return the model with rounded scores, see Note [Exact scores].
 
-    The newline was a user-defined symbol so that no piece reaches across it; nothing else contains it now, so
-    as an ordinary piece it is cut out just the same (a user-defined one has a score that no rounding reaches).
+    Training uses the newline as a user-defined symbol, so that no piece contains it. The score of such a symbol cannot
+    be rounded, so it becomes an ordinary piece here, which does not change how text is cut.
     """
     proto = _proto(model)
     kinds = type(proto.pieces[0])
@@ -255,19 +263,19 @@ def _with_exact_scores(model: bytes) -> bytes:
 
 
 def _as_tokenizers(model: bytes) -> Any:
-    """The model as a ``tokenizers.Tokenizer``: same normalisation, same pieces, same ids."""
+    """Return the model as a ``tokenizers.Tokenizer`` with the same normalisation, pieces and ids."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 
     proto = _proto(model)
     kinds, spec = type(proto.pieces[0]), proto.normalizer_spec
-    behind = proto.trainer_spec.treat_whitespace_as_suffix  # pieces end with the mark of white space
+    suffix = proto.trainer_spec.treat_whitespace_as_suffix  # pieces end with the mark of white space
     steps: list[Any] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:
-        steps.append(normalizers.Replace(Regex(r"(?<=[\s\S])\z"), SPACE) if behind else normalizers.Prepend(SPACE))
+        steps.append(normalizers.Replace(Regex(r"(?<=[\s\S])\z"), SPACE) if suffix else normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
     tail = [decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else []
     result = Tokenizer(_tokenizers_model(proto))
@@ -275,8 +283,8 @@ def _as_tokenizers(model: bytes) -> Any:
     result.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail])
     named = [p for p in proto.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)]
     result.add_special_tokens([AddedToken(p.piece, special=True, normalized=False) for p in named])
-    own = [p.piece for p in proto.pieces if p.type == kinds.USER_DEFINED]
-    result.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in own])
+    user_defined = [p.piece for p in proto.pieces if p.type == kinds.USER_DEFINED]
+    result.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in user_defined])
     return result
 
 
@@ -297,7 +305,7 @@ def _tokenizers_model(proto: Any) -> Any:
 
 
 def _merges(pieces: Sequence[tuple[str, float]], vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges of a BPE model, in the order in which its training made the pieces (highest score first)."""
+    """Return the merges of a BPE model in the order of its training, highest score first."""
     merges = [
         (-score, vocab[piece[:cut]], vocab[piece[cut:]], piece[:cut], piece[cut:])
         for piece, score in pieces

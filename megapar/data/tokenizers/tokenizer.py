@@ -1,4 +1,4 @@
-"""The tokenizer protocol: text to ids and back, special ids, and the beginnings of words."""
+"""The tokenizer protocol: text to ids and back, special ids, and word boundaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids with a role; None where the tokenizer has no such token."""
+    """The ids with a role; None if the tokenizer has no such token."""
 
     pad: int | None = None
     unk: int | None = None
@@ -32,29 +32,30 @@ class SpecialTokens:
         return frozenset(value for value in values if value is not None)
 
     def need(self, role: str) -> int:
-        """The id of ``role``; raises DataError where the tokenizer has none."""
+        """Return the id of ``role``. Raises DataError if the tokenizer has none."""
         value = getattr(self, role)
         if value is None:
             raise DataError(
                 f"the tokenizer has no {role} token, which is needed here; give a --tokenizer-model that has one, or "
-                "leave it out beside text to have a tokenizer trained on that"
+                "leave it out to train a tokenizer on the text"
             )
         return int(value)
 
 
 @dataclass(frozen=True)
 class WordMarks:
-    """The ids that begin a word and those that end one, by white space or by the mark of the tokenizer's kind.
+    """The ids that begin a word and those that end one, by white space or by the marks of the tokenizer.
 
-    starts: [size] bool; the piece begins a word by itself.
-    ends: [size] bool; the piece that follows begins a word.
+    Attributes:
+        starts: [size] bool, True if the id begins a word by itself.
+        ends: [size] bool, True if the next id begins a word.
     """
 
     starts: np.ndarray
     ends: np.ndarray
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """[T] ids -> [T] bool: whether each token is the first one of a word; the first token always is."""
+        """Return [T] bool, True at ids [T] that are the first of a word; the first id always is."""
         import numpy as np
 
         starts = self.starts[tokens]
@@ -65,7 +66,7 @@ class WordMarks:
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. No special token is ever added by encoding, and none is made from text."""
+    """Text to ids and back. Encoding never adds a special token, and no text is encoded as one."""
 
     @property
     def size(self) -> int:
@@ -77,35 +78,35 @@ class Tokenizer(Protocol):
 
     @property
     def ordinary_ids(self) -> np.ndarray:
-        """[..] int64: the ids that stand for text, ascending; no special, control or unknown token."""
+        """[..] int64: the ids of text, ascending, without special, control and unknown tokens."""
 
     @property
     def word_marks(self) -> WordMarks:
         """The ids at which words begin and end."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
+        """Return the ids of one text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text."""
+        """Return the ids of each text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out."""
+        """Return the text of these ids, without special tokens."""
 
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids."""
+        """Return a hash of everything that decides the ids."""
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write what ``transformers.AutoTokenizer.from_pretrained(folder)`` needs to give the same ids."""
+        """Write the files with which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives the same ids."""
 
 
 class NoTokenizer:
-    """Stands where there is none, beside files of tokens: it knows how many ids there are, and nothing of them."""
+    """A placeholder for files of tokens without a tokenizer: the number of ids is known, but not their text."""
 
     special = SpecialTokens()
 
     def __init__(self, size: int) -> None:
-        """size: number of ids."""
+        """Take the number of ids."""
         self.size = size
 
     @property
@@ -123,15 +124,15 @@ class NoTokenizer:
         return WordMarks(np.ones(self.size, dtype=bool), np.ones(self.size, dtype=bool))
 
     def encode(self, text: str) -> list[int]:
-        """Raises DataError."""
-        raise DataError("there is no tokenizer; give --tokenizer-model")
+        """Raise DataError."""
+        raise DataError("text cannot be encoded without a tokenizer; give --tokenizer-model")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Raises DataError."""
-        raise DataError("there is no tokenizer; give --tokenizer-model")
+        """Raise DataError."""
+        raise DataError("text cannot be encoded without a tokenizer; give --tokenizer-model")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The numbers."""
+        """Return the ids as numbers."""
         return " ".join(str(int(i)) for i in ids)
 
     def fingerprint(self) -> str:
@@ -139,28 +140,29 @@ class NoTokenizer:
         return f"none-{self.size}"
 
     def save_hf(self, folder: str | Path) -> None:
-        """Writes nothing: the model is saved without a tokenizer."""
+        """Write nothing: the model is saved without a tokenizer."""
 
 
 def token_ids(tokenizer: Tokenizer | None, published: Mapping[str, Any]) -> dict[str, Any]:
-    """bos_token_id, eos_token_id, pad_token_id of a config.json. published: the one a model was started from, or {}.
+    """Return bos_token_id, eos_token_id and pad_token_id of a config.json.
 
-    What the tokenizer does not know of stays as published, and so does a list that has the tokenizer's id in it.
+    ``published`` is the config.json that the model was started from, or {}. Its ids remain if the tokenizer has no such
+    token, and also if they are a list that contains the tokenizer's id.
     """
     ids = {}
     for role in ("bos", "eos", "pad"):
         name = f"{role}_token_id"
-        there, own = published.get(name), None if tokenizer is None else getattr(tokenizer.special, role)
-        taken = there if own is None or (isinstance(there, list) and own in there) else own
+        old, new = published.get(name), None if tokenizer is None else getattr(tokenizer.special, role)
+        taken = old if new is None or (isinstance(old, list) and new in old) else new
         if taken is not None:
             ids[name] = taken
     return ids
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer at ``path``: a sentencepiece model, a ``tokenizer.json``, or a Hugging Face folder.
+    """Load the tokenizer at ``path``: a sentencepiece model, a ``tokenizer.json``, or a Hugging Face folder.
 
-    Code that a folder carries is never run. Raises DataError where nothing usable is there.
+    Code in a folder is never run. Raises DataError if the path has no usable tokenizer.
     """
     path = Path(path)
     if not path.exists():
@@ -169,7 +171,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "tokenizer folder on this machine"
         )
     if path.is_dir() and (path / "tokenizer.model").is_file() and not any(path.glob("tokenizer*.json")):
-        path /= "tokenizer.model"  # nothing there says that another library is to read it
+        path /= "tokenizer.model"  # no other file requires another library
     if path.is_file() and path.suffix != ".json":
         from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 

@@ -1,1 +1,1 @@
-"""Indexed token files: encoding, the cache, and the split in training and held-out documents."""
+"""Indexed token files: encoding, the cache, and the split into training and held-out documents."""

@@ -1,17 +1,17 @@
-"""The cache folder: things made once from a corpus, shared by all ranks and all later runs. Standard library only.
+"""The cache folder: entries made once from a corpus, shared by all ranks and later runs. Standard library only.
 
-An entry is a file or a folder whose name carries a hash of everything it was made from, so it is never
-updated: it is there and whole, or it is made again. It is made in a scratch folder and renamed, under a lock, so
-that any number of processes may need it at once and one of them makes it.
+An entry is a file or a folder whose name contains a hash of everything it was made from, so it is never updated:
+either it exists and is complete, or it is made again. Under a lock, one process makes it in a scratch folder and
+renames it; any number of processes may need it at once.
 
     tokens/4f2a..                      a folder, with manifest.json in it
     hashes/91c0..                      a file
     hashes/.91c0...manifest            its manifest
-    tokens/.4f2a...checked             under which boots of machines the entry's bytes were hashed, and its times then
+    tokens/.4f2a...checked             the boots of machines under which the entry was hashed, and its mtimes then
     tokens/.4f2a...lock
 
-Whoever opens an entry compares sizes with the manifest, and SHA-256 where the entry is small, where it was
-written to since it was last hashed, and once after every boot: a power failure may have taken what was in it.
+Opening an entry compares its sizes with the manifest. SHA-256 is compared as well if the entry is small, if it has
+changed since it was last hashed, and once after every boot, because a power failure may have lost its content.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from megapar.errors import DataError
 SMALL_BYTES = 4 << 20
 """Entries up to this size are hashed whenever they are opened."""
 
-_NOT_SYNCED_BYTES = 64 << 10  # of a single file, which costs less to make again than to bring to disk
-_MOST_BOOTS = 1000  # of machines that share the folder
+_NOT_SYNCED_BYTES = 64 << 10  # a single file up to this size is cheaper to make again than to sync
+_MOST_BOOTS = 1000  # boots that are recorded, of all machines that share the folder
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/megapar``, or ``~/.cache/megapar``; not necessarily there yet."""
+    """Return ``$XDG_CACHE_HOME/megapar``, or ``~/.cache/megapar``; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "megapar"
 
 
 def digest(*parts: str | bytes) -> str:
-    """The first 32 hexadecimal digits of SHA-256 over the parts, each preceded by its length."""
+    """Return the first 32 hexadecimal digits of SHA-256 over the parts, each preceded by its length."""
     state = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -56,11 +56,10 @@ def digest(*parts: str | bytes) -> str:
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The path of cache entry ``name``; where it is missing or damaged, ``make(path)`` writes it first.
+    """Return the path of cache entry ``name``, after making it if it is missing or damaged.
 
-    make: writes the file or folder at the path it is given, which is a temporary one; what it raises is
-        passed on and leaves nothing.
-    Raises DataError where the cache folder cannot be written. An entry that is made again is reported by ``logging``.
+    ``make(path)`` writes the file or folder to a temporary path; if it raises, nothing remains. An entry that is made
+    again is reported by ``logging``. Raises DataError if the cache folder cannot be written.
     """
     target = cache_folder() / name
     if _whole(target, name):
@@ -73,19 +72,19 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
                     logging.getLogger(__name__).warning("the cache entry %s %s; it is made again", target, problem)
                 _make_aside(target, name, make)
     except DataError:
-        if _problem(target, name, remember=False) is not None:  # a cache that can only be read is hashed every time
+        if _problem(target, name, remember=False) is not None:  # a read-only cache is hashed every time
             raise
     return target
 
 
 def known(name: str) -> Path | None:
-    """The path of an entry that is there and whole, as far as is known without reading a large one."""
+    """Return the path of an entry if it is known to be complete without reading a large entry, else None."""
     target = cache_folder() / name
     return target if _whole(target, name) else None
 
 
 def _whole(target: Path, name: str) -> bool:
-    """True if the entry fits its manifest, by bytes that were hashed under this boot."""
+    """Return True if the entry matches its manifest, and its bytes were hashed since this machine booted."""
     manifest, problem = _by_sizes(target, name)
     if manifest is None or problem:
         return False
@@ -98,7 +97,7 @@ def _whole(target: Path, name: str) -> bool:
 
 
 def _problem(target: Path, name: str, *, remember: bool) -> str | None:
-    """The defect of an entry, by all of its bytes; "" where it is not there, None where it is whole."""
+    """Check all bytes of an entry; return its defect, "" if it does not exist, or None if it is complete."""
     manifest, problem = _by_sizes(target, name)
     if manifest is None or problem:
         return problem
@@ -114,12 +113,12 @@ def _problem(target: Path, name: str, *, remember: bool) -> str | None:
 
 
 def _by_sizes(target: Path, name: str) -> tuple[Manifest | None, str]:
-    """The entry's manifest, and what is wrong with what can be seen without reading its files."""
+    """Return the entry's manifest, and a defect that shows without reading its files, or ""."""
     if not target.exists():
         return None, ""
     manifest = Manifest.read(_manifest_path(target, target.is_dir()))
     if manifest is None:
-        return None, "has no manifest that says what it held when it was whole"
+        return None, "has no manifest of its complete content"
     if manifest.name != name:
         return manifest, f"was made as {manifest.name:.200}"
     try:
@@ -133,23 +132,23 @@ def _manifest_path(target: Path, folder: bool) -> Path:
 
 
 def _mark(target: Path) -> dict[str, Any]:
-    """The boots under which the entry was hashed, and the times of change of its files then; empty without a record."""
+    """Return the boots under which the entry was hashed, and the mtimes of its files then; empty without a record."""
     try:
-        found = json.loads(target.with_name(f".{target.name}.checked").read_bytes())
-        if isinstance(found, dict) and isinstance(found.get("boots"), list):
-            return {"boots": found["boots"], "times": found.get("times")}
+        record = json.loads(target.with_name(f".{target.name}.checked").read_bytes())
+        if isinstance(record, dict) and isinstance(record.get("boots"), list):
+            return {"boots": record["boots"], "times": record.get("times")}
     except (OSError, ValueError, RecursionError):
         pass
     return {"boots": [], "times": None}
 
 
 def _remember(target: Path, times: list[list[Any]]) -> None:
-    """Record that the entry was hashed under this boot. Machines that share the folder have one each."""
+    """Record that the entry was hashed under this boot, next to the boots of other machines that share the folder."""
     mark = _mark(target)
     boots = mark["boots"] if mark["times"] == times else []
     text = json.dumps({"boots": [*boots, boot_id()][-_MOST_BOOTS:], "times": times})
     aside = target.with_name(f".{target.name}.checked.unfinished")
-    with suppress(OSError):  # then the next one hashes again
+    with suppress(OSError):  # without the record, the entry is hashed again
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, target.with_name(f".{target.name}.checked"))
 
@@ -189,7 +188,7 @@ def _writable(target: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock beside ``target``; the system lets go of it when its holder dies."""
+    """Hold the lock file of ``target``; the system releases it when its holder dies."""
     with open(target.with_name(f".{target.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,11 +1,13 @@
-"""Documents to an indexed file on all cores: chunks are encoded into parts, which are joined in order.
+"""Encoding of documents into an indexed file on all cores: workers encode chunks into parts, which are joined in order.
 
     workers     chunk 0 -> part 0    chunk 2 -> part 2    ..
                 chunk 1 -> part 1    chunk 3 -> part 3    ..
-    parent      .. part 0, part 1 -> PREFIX.bin.unfinished, as soon as all parts before them are there
+    parent      .. part 0, part 1 -> PREFIX.bin.unfinished, each as soon as all parts before it are joined
 
-A folder holds one part per finished chunk while the work goes on; a run that was killed resumes from them. The bytes of
-the result follow from the inputs and the tokenizer, whatever the number of workers.
+While the work runs, a folder contains one part per finished chunk; a run that was killed resumes from them. The bytes
+of the result depend on the inputs and the tokenizer, not on the number of workers.
+
+Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
 from __future__ import annotations
@@ -39,19 +41,21 @@ if TYPE_CHECKING:
     import numpy as np
 
 VERSION = 4
-_BATCH = 32  # documents encoded at a time; more of them do not fit the caches of a core
-_CODES = {"uint16": "H", "int32": "i"}  # lists become arrays of these four times as fast as numpy's
+_BATCH = 32  # documents encoded at a time; more would not fit the caches of a core
+_CODES = {"uint16": "H", "int32": "i"}  # array.array converts lists four times as fast as numpy does
 
 Progress = Callable[[int, int, Done], None]
-"""Called with the finished chunks, all chunks, and what the finished ones gave."""
+"""Called with the number of finished chunks, the number of all chunks, and the result of the finished ones."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings that turn documents into ids.
+    """The settings of encoding.
 
-    dtype: of the ids in the file. end: the token after each document; None: there is none. skip_bad: broken records are
-    left out and counted; otherwise the first one stops the work.
+    Attributes:
+        dtype: type of the ids in the file.
+        end: the token after each document; None for no token.
+        skip_bad: skip and count broken records; otherwise the first one stops the work.
     """
 
     dtype: str
@@ -60,7 +64,7 @@ class Encoding:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, append_end: bool = True, skip_bad: bool = False) -> Encoding:
-        """Raises DataError where an end token is wanted and the tokenizer has none."""
+        """Return the settings for a tokenizer. Raises DataError if ``append_end`` but it has no end token."""
         end = tokenizer.special.need("eos") if append_end else None
         return cls(smallest_dtype(tokenizer.size), end, skip_bad)
 
@@ -69,8 +73,13 @@ class Encoding:
 class EncodeJob:
     """Everything that decides one indexed file.
 
-    prefix: of PREFIX.bin, PREFIX.idx and PREFIX.hashes. folder: of the finished parts. tokenizer: the file or folder
-    from which workers load it. names: the inputs, for messages.
+    Attributes:
+        prefix: prefix of PREFIX.bin, PREFIX.idx and PREFIX.hashes.
+        folder: folder of the finished parts.
+        chunks: the chunks of all inputs, in order.
+        encoding: the settings of encoding.
+        tokenizer: the file or folder from which workers load the tokenizer.
+        names: the inputs, for messages.
     """
 
     prefix: str
@@ -81,7 +90,7 @@ class EncodeJob:
     names: str
 
     def key(self, tokenizer: Tokenizer) -> str:
-        """A hash of all that decides the parts."""
+        """Return a hash of everything that decides the parts."""
         encoding = self.encoding
         parts = [VERSION, describe(self.chunks), tokenizer.fingerprint(), encoding.dtype, encoding.end]
         return digest(json.dumps(parts))
@@ -97,11 +106,16 @@ def encode(
 ) -> Done:
     """Write PREFIX.bin and PREFIX.idx, one sequence per document, and PREFIX.hashes (see prepared.py).
 
-    workers: processes; 1: this process does the work. keep_parts: after a DataError finished parts stay for the next
-    run, and its message says so. A process that is killed leaves them in any case.
+    Memory is bounded by the number of workers and the longest document, not by the input. Raises DataError if an input
+    is broken; PREFIX then has no files, or its old ones.
 
-    Memory is bounded by the workers and the longest document, not by the input. Raises DataError; then PREFIX has no
-    files, or the old ones.
+    Args:
+        job: the inputs and the outputs.
+        tokenizer: the tokenizer of the job.
+        workers: number of processes; 1 works in this process.
+        keep_parts: keep the finished parts after a DataError for the next run, and mention them in the message. A
+            process that is killed keeps them in any case.
+        progress: called after each chunk.
     """
     folder = Path(job.folder)
     with claimed(folder, job.key(tokenizer)):
@@ -121,7 +135,7 @@ def encode(
 
 
 def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progress) -> Done:
-    """Encodes what is not finished yet, and joins all parts."""
+    """Encode the chunks that are not finished yet, and join all parts."""
     folder, seen = Path(job.folder), Done()
     results = closing(_finished_chunks(job, tokenizer, workers))
     with (
@@ -142,9 +156,10 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
 
 
 class _Join:
-    """Copies parts into a builder by their numbers, each as soon as all before it are there.
+    """Copies parts into a builder in order, each as soon as all parts before it are finished.
 
-    total: of the parts that were copied.
+    Attributes:
+        total: the result of the parts that were copied.
     """
 
     def __init__(self, folder: Path, builder: IndexedDatasetBuilder, hashes: HashesWriter) -> None:
@@ -154,18 +169,18 @@ class _Join:
         self._early: dict[int, Done] = {}
 
     def take(self, number: int, done: Done) -> None:
-        """One more part is finished."""
+        """Take a finished part, and copy all parts whose turn it is."""
         self._early[number] = done
-        while (found := self._early.pop(self._next, None)) is not None:
+        while (part := self._early.pop(self._next, None)) is not None:
             with opened(self._folder, self._next) as (ids, lengths, hashes):
                 self._builder.copy_documents(ids, lengths)
                 self._hashes.add(hashes)
-            self.total += found
+            self.total += part
             self._next += 1
 
 
 def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Generator[tuple[int, Done]]:
-    """The number of each chunk as it is finished, and what it gave; first those that an earlier run finished."""
+    """Yield the number and the result of each chunk as it finishes, first those that an earlier run finished."""
     waiting = []
     for number, chunk in enumerate(job.chunks):
         found = finished(Path(job.folder), number)
@@ -184,15 +199,15 @@ def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Gene
 def _in_workers(
     waiting: Sequence[tuple[int, TextChunk]], job: EncodeJob, tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[int, Done]]:
-    # A forked worker has the parent's tokenizer; loading a large one takes a second.
-    given = tokenizer if multiprocessing.get_start_method() == "fork" else None
-    rest = iter(waiting)
-    settings = (job.folder, job.encoding, job.tokenizer, given)
+    # Forked workers inherit the parent's tokenizer; loading a large one takes a second.
+    inherited = tokenizer if multiprocessing.get_start_method() == "fork" else None
+    remaining = iter(waiting)
+    settings = (job.folder, job.encoding, job.tokenizer, inherited)
     with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=settings) as pool:
         in_flight: dict[Future[Done], int] = {}
         try:
             while True:
-                while len(in_flight) < 2 * workers and (following := next(rest, None)) is not None:
+                while len(in_flight) < 2 * workers and (following := next(remaining, None)) is not None:
                     in_flight[pool.submit(_work, *following)] = following[0]
                 if not in_flight:
                     return
@@ -200,8 +215,8 @@ def _in_workers(
                     yield in_flight.pop(future), future.result()
         except BrokenProcessPool as error:
             raise DataError(
-                f"a worker died, perhaps for want of memory; encode with fewer than {workers} (megapar data prepare "
-                "--workers)"
+                f"a worker died, possibly out of memory; encode with fewer than {workers} workers "
+                "(megapar data prepare --workers)"
             ) from error
         finally:
             for future in in_flight:
@@ -212,7 +227,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(folder: str, encoding: Encoding, path: str, tokenizer: Tokenizer | None) -> None:
-    """Load the tokenizer in a worker. Workers leave interrupts to their parent, and end with it."""
+    """Load the tokenizer in a worker. Workers ignore interrupts, which their parent handles, and end with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(os.getppid())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker uses one core
@@ -229,7 +244,7 @@ def _work(number: int, chunk: TextChunk) -> Done:
 def _encode_chunk(
     number: int, chunk: TextChunk, folder: str, encoding: Encoding, tokenizer: Tokenizer, numbers: LineNumbers
 ) -> Done:
-    """Write one part."""
+    """Encode one chunk and write its part."""
     import numpy as np
 
     bad = BadRecords(stops=not encoding.skip_bad)
@@ -245,7 +260,7 @@ def _encode_chunk(
 
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], encoding: Encoding) -> tuple[np.ndarray, list[int]]:
-    """(the ids of all documents one after the other, each with its end token; the length of each)."""
+    """Return the concatenated ids of all documents, each with its end token, and the length of each document."""
     import numpy as np
 
     arrays = tokenizer.encode_arrays(texts) if isinstance(tokenizer, SentencePieceTokenizer) else None

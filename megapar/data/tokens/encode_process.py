@@ -1,8 +1,10 @@
-"""Encoding by workers in a process that is started for it, and not forked.
+"""Encoding by workers of a separate process, which is started and not forked.
 
-A trainer has threads and a device, which forked workers must not inherit; and processes that multiprocessing starts
-otherwise would run the user's script once more. The process here is a plain Python: it reads one job as JSON
-from standard input, forks its workers, and writes the result as JSON to standard output.
+A trainer has threads and a device, which forked workers must not inherit, and processes that multiprocessing spawns
+would run the user's script again. The process here is a plain Python: it reads one job as JSON from standard input,
+forks its workers, and writes the result as JSON to standard output.
+
+Tested in ``tests/data/tokens/test_token_cache.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megapar.errors import DataError
 
 
 def encode_in_process(job: EncodeJob, workers: int) -> Done:
-    """``encode`` in a process that ends with this one. Raises DataError, and OSError, as that does."""
+    """Run ``encode`` in a process that ends with this one. Raises its DataError or OSError."""
     root = str(Path(megapar.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     ended = subprocess.run(
@@ -41,7 +43,7 @@ def encode_in_process(job: EncodeJob, workers: int) -> Done:
     if ended.returncode != 0:
         raise DataError(
             f"{job.names}: the process that encodes it ended with status {ended.returncode}"
-            f"{', perhaps for want of memory' if ended.returncode == -signal.SIGKILL else ''}; the same command "
+            f"{', possibly out of memory' if ended.returncode == -signal.SIGKILL else ''}; the same command "
             "resumes from its finished parts"
         )
     answer = json.loads(ended.stdout)
@@ -58,9 +60,9 @@ def _job(found: Mapping[str, Any]) -> EncodeJob:
 
 
 def main() -> None:
-    """Does the job on standard input."""
+    """Run the job on standard input, and write its result to standard output."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
     request = json.load(sys.stdin)
     job = _job(request["job"])
     try:

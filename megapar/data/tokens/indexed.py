@@ -1,4 +1,4 @@
-"""Megatron's indexed token files: PREFIX.bin, the ids of all sequences one after the other, and PREFIX.idx.
+"""Megatron's indexed token files: PREFIX.bin, the concatenated ids of all sequences, and PREFIX.idx.
 
 Format of the .idx file, little endian, without gaps (Megatron-LM core/datasets/indexed_dataset.py, version 1):
 
@@ -9,9 +9,9 @@ Format of the .idx file, little endian, without gaps (Megatron-LM core/datasets/
     18      8      N, uint64: sequences
     26      8      D, uint64: documents + 1
     34      4 N    length of each sequence in elements, int32
-            8 N    where each sequence begins in the .bin file in bytes, int64
+            8 N    offset of each sequence in the .bin file in bytes, int64
             8 D    document d is sequences [indices[d], indices[d + 1]), int64
-            N      mode of each sequence, int8; only in files made for several modalities
+            N      mode of each sequence, int8; only in multimodal files
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from megapar.errors import DataError
 if TYPE_CHECKING:
     import numpy as np
 
-_BLOCK = 1 << 20  # sequences or tokens that a full pass holds at a time
+_BLOCK = 1 << 20  # sequences or tokens in memory at a time during a full pass
 
 
 class Summary(NamedTuple):
-    """The result of a full check. largest: the largest id, -1 of an empty file."""
+    """The result of a full check. ``largest`` is the largest id, or -1 for an empty file."""
 
     documents: int
     sequences: int
@@ -55,17 +55,26 @@ class Summary(NamedTuple):
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx, memory-mapped: opening costs the same at any size.
+    """The sequences of PREFIX.bin and PREFIX.idx, memory-mapped: opening takes the same time at any size.
 
-    ``len(dataset)``: sequences. ``dataset[i]``: [T] their ids in the file's dtype; no copy. ``document_indices``: [D]
-    int64, see the format. ``lengths`` [N] int32, ``pointers`` [N] int64, ``modes`` [N] int8 or None.
+    ``len(dataset)`` is N, the number of sequences. ``dataset[i]`` is [T], the ids of sequence i in the file's dtype,
+    without a copy.
+
+    Attributes:
+        prefix: the path without suffix.
+        dtype: type of the ids.
+        tokens: the ids of all sequences.
+        lengths: [N] int32, ids of each sequence.
+        pointers: [N] int64, offset of each sequence in bytes.
+        document_indices: [D] int64, see the format.
+        modes: [N] int8; None if the file has none.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        """prefix: the path without ``.bin`` or ``.idx`` (either may be there).
+        """Open PREFIX.bin and PREFIX.idx; ``prefix`` may also end in ``.bin`` or ``.idx``.
 
-        Magic, version, dtype, counts and the lengths of both files are checked, and the index at a sample of places.
-        Raises DataError with the file's name and both numbers.
+        Checks magic, version, dtype, counts, the lengths of both files, and samples of the index. Raises DataError with
+        the file's name and the two numbers that differ.
         """
         import numpy as np
 
@@ -94,20 +103,20 @@ class IndexedDataset:
         return len(self.document_indices) - 1
 
     def document_start(self, document: int) -> int:
-        """The place in ``tokens`` where a document begins; of the number of documents: where the last one ends."""
+        """Return the index in ``tokens`` where a document begins; for ``documents``, where the last one ends."""
         sequence = int(self.document_indices[document])
         if sequence == len(self):
             return len(self.tokens)
         return int(self.pointers[sequence]) // int(self.dtype.itemsize)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Refuse ids outside [0, vocab_size), looking at 32 runs of 1,024 tokens spread over the file."""
+        """Raise DataError if 32 runs of 1,024 tokens, spread over the file, contain ids outside [0, vocab_size)."""
         check_dtype(self.data_path, self.dtype.name)
         for start in places(len(self.tokens), SAMPLES):
             self._check_run(start, min(start + SAMPLE_TOKENS, len(self.tokens)), vocab_size)
 
     def verify(self, vocab_size: int | None = None) -> Summary:
-        """Check the whole index and, against ``vocab_size``, every id; raises DataError at the first bad one."""
+        """Check the whole index and, against ``vocab_size``, every id. Raises DataError at the first bad entry."""
         import numpy as np
 
         address = 0
@@ -147,7 +156,7 @@ class IndexedDataset:
         self.tokens = _mapped(self.data_path, self.dtype) if filled else np.empty(0, dtype=self.dtype)
 
     def _check_places(self) -> None:
-        """The ends of the index, and neighbours at a sample of places: each sequence begins where the last one ends."""
+        """Check the ends of the index and samples of it: each sequence must begin where the previous one ends."""
         item = self.dtype.itemsize
         if len(self) and int(self.pointers[0]) != 0:
             self._bad_sequence(0, 0)
@@ -158,7 +167,7 @@ class IndexedDataset:
         first, last = int(self.document_indices[0]), int(self.document_indices[-1])
         if first != 0 or last != len(self):
             raise DataError(
-                f"{self.index_path}: the documents are sequences {first} to {last}, where the file has 0 to {len(self)}"
+                f"{self.index_path}: the documents are sequences {first} to {last}, but the file has 0 to {len(self)}"
             )
         for document in places(self.documents, SAMPLES):
             if self.document_indices[document] > self.document_indices[document + 1]:
@@ -167,15 +176,17 @@ class IndexedDataset:
     def _bad_sequence(self, number: int, expected: int) -> None:
         raise DataError(
             f"{self.index_path}: sequence {number} begins at byte {int(self.pointers[number])} and has "
-            f"{int(self.lengths[number])} elements, where the ones before it end at byte {expected}"
+            f"{int(self.lengths[number])} elements, but the sequences before it end at byte {expected}"
         )
 
     def _bad_document(self, number: int) -> None:
         first, last = (int(i) for i in self.document_indices[number : number + 2])
-        raise DataError(f"{self.index_path}: document {number} begins at sequence {first} and ends before, at {last}")
+        raise DataError(
+            f"{self.index_path}: document {number} begins at sequence {first} and ends before it, at {last}"
+        )
 
     def _check_run(self, start: int, end: int, vocab_size: int | None) -> int:
-        """The largest id of tokens[start:end]."""
+        """Return the largest id of tokens[start:end]. Raises DataError for an id outside [0, vocab_size)."""
         import numpy as np
 
         run = self.tokens[start:end]
@@ -187,21 +198,22 @@ class IndexedDataset:
 
 
 class IndexedDatasetBuilder:
-    """Writes PREFIX.bin and PREFIX.idx; nothing has these names before ``finalize``.
+    """Writes PREFIX.bin and PREFIX.idx, which do not exist before ``finalize``.
 
         with IndexedDatasetBuilder("corpus", "uint16") as builder:
             builder.add_item([5, 6, 7])
             builder.end_document()
             builder.finalize()
 
-    Memory is bounded: lengths and document indices go to files beside as well. Left without ``finalize`` (by an error,
-    or by ``close``) nothing remains. Not finalized and not closed, files called PREFIX.*.unfinished do.
+    Memory is bounded, because lengths and document indices are written to temporary files too. An error or ``close``
+    before ``finalize`` removes everything; a process that is killed leaves files called PREFIX.*.unfinished.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: Any, *, multimodal: bool = False) -> None:
-        """dtype: of the elements, a numpy dtype or its name; raises DataError for one that the format has no code for.
+        """Create the temporary files.
 
-        multimodal: sequences have a mode each.
+        ``dtype`` is a numpy dtype or its name; raises DataError if the format has no code for it. With ``multimodal``,
+        each sequence has a mode.
         """
         import numpy as np
 
@@ -226,7 +238,7 @@ class IndexedDatasetBuilder:
         self.close()
 
     def add_item(self, ids: Any, mode: int = 0) -> None:
-        """One sequence: anything that makes an array of the dtype. Raises DataError for values it cannot hold."""
+        """Add one sequence, anything that numpy converts to an array. Raises DataError if a value does not fit."""
         array = self._checked(ids)
         self._files["bin"].write(array.tobytes())
         self._files["lengths"].write(struct.pack("<i", array.size))
@@ -235,14 +247,15 @@ class IndexedDatasetBuilder:
         self._sequences += 1
 
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Documents of one sequence each. tokens: [T], all of them; lengths: [n], which sum up to T."""
+        """Add n documents of one sequence each: the ids ``tokens`` [T] of all, and ``lengths`` [n], whose sum is T."""
         self._index(lengths)
         self._files["bin"].write(self._checked(tokens).tobytes())
 
     def copy_documents(self, ids: IO[bytes], lengths: np.ndarray) -> None:
-        """Like ``add_documents``, with ids from a file of this dtype, from its position on.
+        """Add documents like ``add_documents``, with ids of the same dtype from the current position of a file.
 
-        Raises DataError where it ends early."""
+        Raises DataError if the file ends early.
+        """
         self._index(lengths)
         left = int(lengths.sum()) * self.dtype.itemsize
         while left:
@@ -256,7 +269,7 @@ class IndexedDatasetBuilder:
         import numpy as np
 
         if "modes" in self._files:
-            raise ValueError("documents are added one by one to a file with modes")
+            raise ValueError("a file with modes takes documents one at a time, by add_item")
         self._files["lengths"].write(np.asarray(lengths, dtype="<i4").tobytes())
         ends = np.arange(self._sequences + 1, self._sequences + len(lengths) + 1, dtype="<i8")
         self._files["documents"].write(ends.tobytes())
@@ -264,14 +277,14 @@ class IndexedDatasetBuilder:
         self._documents += len(lengths)
 
     def end_document(self) -> None:
-        """Close a document: the sequences since the last one."""
+        """End a document, which consists of the sequences added since the previous one."""
         self._files["documents"].write(struct.pack("<q", self._sequences))
         self._documents += 1
 
-    def finalize(self, beside: Callable[[Path], None] | None = None) -> None:
-        """Write the index, bring both files to disk and give them their names. Documents not ended are an error.
+    def finalize(self, before_index: Callable[[Path], None] | None = None) -> None:
+        """Write the index, sync both files and rename them. Raises DataError if a document was not ended.
 
-        beside: gets the path of the finished index before it has its name, to write PREFIX.hashes of it.
+        ``before_index`` is called with the path of the finished index before it is renamed, to write PREFIX.hashes.
         """
         out = self._files["idx"]
         for kind in self._files:
@@ -291,21 +304,21 @@ class IndexedDatasetBuilder:
         for kind in ("bin", "idx"):
             self._files[kind].flush()
             os.fsync(self._files[kind].fileno())
-        # Between the two renames there is no index, so that there is never one of other data, not even on disk.
+        # Between the two renames no index exists, so that an index never belongs to other data, not even on disk.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         Path(f"{self.prefix}.hashes").unlink(missing_ok=True)
         folder = Path(self.prefix).parent
         sync_folder(folder)
         os.replace(self._paths["bin"], f"{self.prefix}.bin")
-        if beside is not None:
-            beside(self._paths["idx"])
+        if before_index is not None:
+            before_index(self._paths["idx"])
         sync_folder(folder)
         os.replace(self._paths["idx"], f"{self.prefix}.idx")
         self.close()
         sync_folder(folder)
 
     def close(self) -> None:
-        """Remove what is not finalized."""
+        """Remove the files that are not finalized."""
         for kind, file in self._files.items():
             file.close()
             self._paths[kind].unlink(missing_ok=True)
@@ -342,7 +355,7 @@ class IndexedDatasetBuilder:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """The file as an array. It is read at random places, and reading ahead of each would cost more than the place."""
+    """Map the file as an array. Access is random, so the system is advised not to read ahead."""
     import mmap
 
     import numpy as np
@@ -355,13 +368,13 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def without_suffix(path: str | os.PathLike[str]) -> str:
-    """The prefix of an indexed corpus, which may be written with ``.bin`` or ``.idx``."""
+    """Return the prefix of an indexed corpus, without a suffix ``.bin`` or ``.idx``."""
     text = os.fspath(path)
     return text[:-4] if text.endswith((".bin", ".idx")) else text
 
 
 def is_indexed(path: str | os.PathLike[str]) -> bool:
-    """True if the path names an indexed corpus: by its suffix, or because PREFIX.idx or PREFIX.bin is there."""
+    """Return True if the path is an indexed corpus, by its suffix or because PREFIX.idx or PREFIX.bin exists."""
     text = os.fspath(path)
     if text.endswith((".bin", ".idx")):
         return True
@@ -369,5 +382,5 @@ def is_indexed(path: str | os.PathLike[str]) -> bool:
 
 
 def smallest_dtype(vocab_size: int) -> str:
-    """The dtype Megatron stores ids of a vocabulary in: uint16 below 65,500 of them, else int32."""
+    """Return the dtype of a vocabulary's ids, as in Megatron: uint16 for fewer than 65,500 ids, else int32."""
     return "uint16" if vocab_size < 65500 else "int32"

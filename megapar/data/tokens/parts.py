@@ -1,8 +1,10 @@
-"""Finished parts of work that may be killed: a folder that one run holds at a time, and the next one resumes from.
+"""Finished parts of encoding, in a folder that one run holds at a time and from which the next run resumes.
 
-key             what is made here; locked by the run that makes it, its worker processes included
+key             hash of the work; locked by the run and its worker processes
 00000000.part   a part: ids of its documents | their lengths, int32 | their texts' hashes, uint64 |
-                what it holds, JSON | bytes of the JSON, uint64
+                a record of its content, JSON | bytes of the JSON, uint64
+
+Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
 from __future__ import annotations
@@ -27,12 +29,19 @@ if TYPE_CHECKING:
 
 KEY = "key"
 _END = struct.Struct("<Q")
-_LOCK_SECONDS = 5.0  # the workers of a run that was killed end by themselves within this time
+_LOCK_SECONDS = 5.0  # the workers of a killed run exit by themselves within this time
 
 
 @dataclass(frozen=True)
 class Done:
-    """The result of one chunk, or of all together. bad: records left out. first_bad: messages of the first of them."""
+    """The result of one chunk or of several.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens.
+        bad: number of broken records that were skipped.
+        first_bad: messages of the first of them.
+    """
 
     documents: int = 0
     tokens: int = 0
@@ -46,14 +55,14 @@ class Done:
 
 @contextmanager
 def claimed(folder: Path, key: str) -> Iterator[None]:
-    """Hold the folder; parts of another work are removed first.
+    """Hold the folder, after removing parts of other work.
 
-    Raises DataError where another run holds it, and where there is something that is not ours.
+    Raises DataError if another run holds it, or if it contains other files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / KEY
     if not mark.exists() and any(folder.iterdir()):
-        raise DataError(f"{folder} holds other files, where finished parts are to be kept; move it, or choose a name")
+        raise DataError(f"{folder} is for finished parts but contains other files; move it, or choose another --output")
     with open(mark, "a+", encoding="utf-8") as lock:
         _wait_for(lock.fileno(), folder)
         lock.seek(0)
@@ -61,7 +70,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
             for old in folder.iterdir():
                 if old != mark:
                     old.unlink()
-            sync_folder(folder)  # after a power failure, too, there is no part of other work beside this key
+            sync_folder(folder)  # so that even after a power failure no part of other work is next to this key
             lock.truncate(0)
             lock.write(key)
             lock.flush()
@@ -82,13 +91,13 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def claims(folder: Path, key: str) -> bool:
-    """True if there is a folder and its parts are of this work."""
+    """Return True if the folder exists and its parts are of this work."""
     mark = folder / KEY
     return mark.is_file() and mark.read_text(encoding="utf-8") == key
 
 
 class PartWriter:
-    """A part while it is written; it has its name when it is whole, and without ``finish`` nothing remains of it."""
+    """Writes a part under a temporary name; ``finish`` renames it, and without ``finish`` it is removed."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._path = _path(folder, number)
@@ -105,15 +114,15 @@ class PartWriter:
         self._aside.unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray) -> None:
-        """Documents. tokens: [T], all of them; lengths: [n], which sum up to T; hashes: [n] uint64."""
+        """Add n documents: the ids ``tokens`` [T] of all, ``lengths`` [n] with sum T, and ``hashes`` [n] uint64."""
         self._file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
         self._lengths.append(lengths.astype("<i4").tobytes())
         self._hashes.append(hashes.astype("<u8").tobytes())
 
     def finish(self, done: Done) -> None:
-        """Say what the part holds, and that it is whole."""
-        said = json.dumps({**asdict(done), "bytes": self._file.tell()}).encode()
-        self._file.write(b"".join((*self._lengths, *self._hashes, said, _END.pack(len(said)))))
+        """Write the record of the part's content, sync the file and rename it."""
+        record = json.dumps({**asdict(done), "bytes": self._file.tell()}).encode()
+        self._file.write(b"".join((*self._lengths, *self._hashes, record, _END.pack(len(record)))))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -121,37 +130,38 @@ class PartWriter:
 
 
 def finished(folder: Path, number: int) -> Done | None:
-    """The result that a part holds; None while it is not whole, or where a crash of the machine has cut it."""
+    """Return the result of a part; None if it is not finished, or if a crash of the machine truncated it."""
     try:
         with open(_path(folder, number), "rb") as file:
-            said = _said(file)
+            record = _record(file)
     except FileNotFoundError:
         return None
-    if said is None:
+    if record is None:
         return None
-    del said["bytes"]
-    return Done(**{**said, "first_bad": tuple(said["first_bad"])})
+    del record["bytes"]
+    return Done(**{**record, "first_bad": tuple(record["first_bad"])})
 
 
 @contextmanager
 def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, np.ndarray]]:
-    """The file of a finished part, from which its ids are read next; [n] int32, the lengths of its documents; [n]
-    uint64, the hashes of their texts.
+    """Open a finished part; yield the file, positioned at its ids, and its documents' lengths and hashes.
+
+    The lengths are [n] int32, the hashes of the documents' texts [n] uint64.
     """
     import numpy as np
 
     with open(_path(folder, number), "rb") as file:
-        said = _said(file)
-        assert said is not None, f"part {number} is not finished"
-        file.seek(said["bytes"])
-        lengths = np.frombuffer(file.read(4 * said["documents"]), dtype="<i4")
-        hashes = np.frombuffer(file.read(8 * said["documents"]), dtype="<u8")
+        record = _record(file)
+        assert record is not None, f"part {number} is not finished"
+        file.seek(record["bytes"])
+        lengths = np.frombuffer(file.read(4 * record["documents"]), dtype="<i4")
+        hashes = np.frombuffer(file.read(8 * record["documents"]), dtype="<u8")
         file.seek(0)
         yield file, lengths, hashes
 
 
-def _said(file: IO[bytes]) -> dict[str, Any] | None:
-    """The record at the end of a part; None where it does not fit the file."""
+def _record(file: IO[bytes]) -> dict[str, Any] | None:
+    """Return the record at the end of a part; None if it does not match the file."""
     size = os.fstat(file.fileno()).st_size
     if size < _END.size:
         return None
@@ -161,10 +171,10 @@ def _said(file: IO[bytes]) -> dict[str, Any] | None:
         return None
     file.seek(size - _END.size - length)
     try:
-        said: dict[str, Any] = json.loads(file.read(length))
+        record: dict[str, Any] = json.loads(file.read(length))
     except ValueError:
         return None
-    return said if said["bytes"] + 12 * said["documents"] + length + _END.size == size else None
+    return record if record["bytes"] + 12 * record["documents"] + length + _END.size == size else None
 
 
 def _path(folder: Path, number: int) -> Path:

@@ -1,4 +1,4 @@
-"""``megapar data prepare``: inputs of any kind to PREFIX.bin, PREFIX.idx and PREFIX.hashes."""
+"""``megapar data prepare``: encodes inputs of any kind as PREFIX.bin, PREFIX.idx and PREFIX.hashes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,32 @@ def prepare(
     skip_bad: bool = False,
     overwrite: bool = False,
     progress: Progress = lambda done, total, result: None,
-    say: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = lambda text: None,
 ) -> Done:
     """Write OUTPUT.bin, OUTPUT.idx and OUTPUT.hashes (see ``encode``).
 
-    paths: as --data-path (without weights). dataset: a ``datasets`` source, of which ``split`` is read. field: of a
-    JSONL record or column. append_end: each document is followed by the end token. skip_bad: broken records are left
-    out and counted; otherwise the first one stops the work. overwrite: replace files of this name, which are otherwise
-    an error. workers: processes. say: called with what is skipped of a folder.
+    Raises DataError if an input is broken. OUTPUT then has no files, or its old ones, and OUTPUT.parts contains the
+    finished parts, if any, from which the same call resumes.
 
-    Raises DataError; then OUTPUT has no files (or the old ones), and OUTPUT.parts holds finished parts, if there are
-    any, from which the same call resumes.
+    Args:
+        output: prefix of the files.
+        paths: files and folders, as in --data-path, without weights.
+        tokenizer_model: the file or folder of the tokenizer.
+        workers: number of processes.
+        dataset: a ``datasets`` source that is read after the paths.
+        split: the split of ``dataset``.
+        field: the JSONL field or the column that contains the document.
+        append_end: append the end token to each document.
+        skip_bad: skip and count broken records; otherwise the first one stops the work.
+        overwrite: replace existing files, which are otherwise an error.
+        progress: called after each chunk.
+        report: called with a message about the files of a folder that are skipped.
     """
     output = _prefix(output)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the workers uses one core
     tokenizer = load_tokenizer(tokenizer_model)
     encoding = Encoding.of(tokenizer, append_end=append_end, skip_bad=skip_bad)
-    chunks = tuple(input_chunks(paths, dataset, split, field, say, check_first=not skip_bad))
+    chunks = tuple(input_chunks(paths, dataset, split, field, report, check_first=not skip_bad))
     names = ", ".join((*paths, *filter(None, [dataset])))
     job = EncodeJob(output, f"{output}.parts", chunks, encoding, tokenizer_model, names)
     if not overwrite:
@@ -57,15 +66,16 @@ def input_chunks(
     dataset: str | None = None,
     split: str = "train",
     field: str = "text",
-    say: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = lambda text: None,
     *,
     check_first: bool = False,
 ) -> list[TextChunk]:
-    """The chunks of all inputs. check_first: refuse a wrong field by first lines. See ``prepare`` for the others.
+    """Return the chunks of all inputs; the arguments are those of ``prepare``.
 
-    Raises DataError.
+    With ``check_first``, a wrong field is refused by the first line of each file. Raises DataError if an input cannot
+    be read.
     """
-    sources = open_sources(paths, field, say) if paths else ()
+    sources = open_sources(paths, field, report) if paths else ()
     if check_first:
         check_first_records(sources)
     found = [chunk for source in sources for chunk in source.chunks()]
@@ -75,12 +85,18 @@ def input_chunks(
 def _prefix(output: str) -> str:
     prefix = without_suffix(output)
     if prefix.endswith("/"):
-        raise DataError(f"--output {prefix} is a folder: give the beginning of names in it, {Path(prefix) / 'corpus'}")
+        raise DataError(
+            f"--output {prefix} is a folder; give a prefix of file names, such as {Path(prefix) / 'corpus'}"
+        )
     return prefix
 
 
 def _refuse_existing(output: str, resumes: bool) -> None:
-    """resumes: there are parts of the same work, which may have been killed between giving its two files names."""
-    there = [path for path in (f"{output}.idx", f"{output}.bin") if os.path.lexists(path)]
-    if there and not (resumes and there == [f"{output}.bin"]):
-        raise DataError(f"{there[0]} is there already; give --overwrite to replace it, or another --output")
+    """Raise DataError if the output exists.
+
+    With ``resumes``, parts of the same work exist; it may have been killed between the renames of its two files, so
+    that PREFIX.bin alone is accepted.
+    """
+    existing = [path for path in (f"{output}.idx", f"{output}.bin") if os.path.lexists(path)]
+    if existing and not (resumes and existing == [f"{output}.bin"]):
+        raise DataError(f"{existing[0]} already exists; give --overwrite to replace it, or another --output")

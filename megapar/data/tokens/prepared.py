@@ -1,13 +1,13 @@
-"""PREFIX.hashes: the texts' hashes of an indexed file's documents, by which they are split as the text itself would be.
+"""PREFIX.hashes: the hashes of the texts of an indexed file, so that it is split exactly as the text would be.
 
-Little endian, without gaps; written by ``megapar data prepare`` beside PREFIX.bin and PREFIX.idx:
+Little endian, without gaps; written by ``megapar data prepare`` next to PREFIX.bin and PREFIX.idx:
 
     offset  bytes  what
     0       8      magic "MPHASHES"
     8       8      version, uint64: 1
     16      8      D, uint64: documents
     24      32     SHA-256 of the PREFIX.idx that it belongs to
-    56      8 D    of each document the first 8 bytes of its text's SHA-256, uint64
+    56      8 D    the first 8 bytes of the SHA-256 of each document's text, uint64
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ SUFFIX = ".hashes"
 
 
 def hashes_path(path: str | os.PathLike[str]) -> Path:
-    """The file of hashes of an indexed corpus, which may be named with ``.bin`` or ``.idx``."""
+    """Return the file of hashes of an indexed corpus, given by its prefix or one of its files."""
     text = os.fspath(path)
     return Path((text[:-4] if text.endswith((".bin", ".idx")) else text) + SUFFIX)
 
 
 def index_hash(prefix: str, *, may_read: bool = True) -> str:
-    """SHA-256 of PREFIX.idx, in hexadecimal; remembered."""
+    """Return the SHA-256 of PREFIX.idx in hexadecimal, remembered in the cache."""
     index = Path(f"{prefix}.idx")
     return remembered(index, lambda: sha256_of(index), may_read=may_read)
 
 
 def hashes_of(texts: Sequence[str]) -> np.ndarray:
-    """[n] uint64: the hashes that ``split.place_of`` turns into places."""
+    """Return [n] uint64, the hashes from which ``split.place_of`` computes places."""
     import numpy as np
 
     return np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts), dtype="<u8")
 
 
 class HashesWriter:
-    """Writes PREFIX.hashes, which has its name once ``finish`` was called; without it nothing remains."""
+    """Writes PREFIX.hashes under a temporary name; ``finish`` renames it, and without ``finish`` it is removed."""
 
     def __init__(self, prefix: str) -> None:
         self._path = hashes_path(prefix)
@@ -67,11 +67,11 @@ class HashesWriter:
         self._aside.unlink(missing_ok=True)
 
     def add(self, hashes: np.ndarray) -> None:
-        """Append the hashes of the documents that follow."""
+        """Append the hashes of the next documents."""
         self._file.write(hashes.astype("<u8", copy=False).tobytes())
 
     def finish(self, index: Path) -> None:
-        """Record the index they belong to, which may not have its name yet, and bring them to disk."""
+        """Record the index that the hashes belong to, which may still have a temporary name, and sync the file."""
         documents = (self._file.tell() - HEADER.size) // 8
         self._file.seek(0)
         self._file.write(HEADER.pack(MAGIC, VERSION, documents, bytes.fromhex(sha256_of(index))))
@@ -81,9 +81,9 @@ class HashesWriter:
 
 
 def read_hashes(prefix: str, documents: int) -> np.ndarray | None:
-    """[D] uint64, memory-mapped; None where the corpus has none.
+    """Map the hashes [D] uint64 of a corpus; None if it has no file of hashes.
 
-    Raises DataError for a file that is damaged or of another index.
+    Raises DataError if the file is damaged or belongs to another index.
     """
     import numpy as np
 
@@ -92,15 +92,15 @@ def read_hashes(prefix: str, documents: int) -> np.ndarray | None:
         return None
     with path.open("rb") as file:
         head = file.read(HEADER.size)
-    fix = "prepare the corpus again, or remove the file to have documents split by their numbers"
+    fix = "prepare the corpus again, or remove the file to split documents by their numbers"
     if len(head) < HEADER.size or head[:8] != MAGIC:
         raise DataError(f"{path} is not a file of hashes; {fix}")
     _, version, count, index = HEADER.unpack(head)
     if version != VERSION:
-        raise DataError(f"{path}: version {version} of the format, where {VERSION} is read")
+        raise DataError(f"{path}: version {version} of the format, but only {VERSION} can be read")
     if index.hex() != index_hash(prefix) or count != documents:
         raise DataError(f"{path} belongs to another index than {prefix}.idx, with {count} documents; {fix}")
     size = path.stat().st_size
     if size != HEADER.size + 8 * count:
-        raise DataError(f"{path} has {size} bytes, where {count} documents take {HEADER.size + 8 * count}; {fix}")
+        raise DataError(f"{path} has {size} bytes, but {count} documents take {HEADER.size + 8 * count}; {fix}")
     return np.memmap(path, dtype="<u8", mode="r", offset=HEADER.size, shape=(count,))

@@ -1,4 +1,7 @@
-"""Facts that reading a whole file has shown once, kept in the cache by the file's path, size and time of change."""
+"""Values computed once from a whole file, kept in the cache by the file's path, size and mtime.
+
+Tested in ``tests/data/tokens/test_cache.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from megapar.data.tokens.cache import digest, known, made_once
 
 
 class Unread(Exception):
-    """Raised for a value that needs reading, where nothing may be read. bytes: how much there is to read."""
+    """Raised if a value is not in the cache and its file may not be read.
+
+    Attributes:
+        bytes: number of bytes to read.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size} bytes are not read")
@@ -17,9 +24,10 @@ class Unread(Exception):
 
 
 def remembered(path: Path, make: Callable[[], str], *kind: str, may_read: bool = True) -> str:
-    """``make()`` of the file as it is now, or as it was when it had this size and time of change.
+    """Return ``make()``, or the value remembered for a file of this path, size and mtime.
 
-    kind: what is made, where a file has several. may_read: otherwise Unread is raised for what the cache does not have.
+    ``kind`` tells several values of one file apart. Raises Unread if the cache does not have the value and ``may_read``
+    is False.
     """
     status = path.stat()
     name = f"hashes/{digest(str(path.resolve()), str(status.st_size), str(status.st_mtime_ns), *kind)}"

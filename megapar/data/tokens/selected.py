@@ -1,4 +1,7 @@
-"""Documents of an indexed file as stores: a stretch of them, or those that the hash of their text selects."""
+"""Documents of an indexed file as token stores: a range of them, or those selected by the hashes of their texts.
+
+Tested in ``tests/data/tokens/test_prepared.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ _BLOCK = 1 << 20  # documents at a time
 
 
 def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] = ()) -> TrainHeldout[TokenStore]:
-    """The training and the held-out documents of an indexed file. notes: of its text, for the training store.
+    """Return the training and the held-out documents of an indexed file.
 
-    Split by the texts' hashes where PREFIX.hashes has them; otherwise by the documents' numbers, which is noted. Raises
-    DataError where that file is damaged or belongs to another index.
+    Documents are split by the hashes in PREFIX.hashes, or without that file by their numbers, which adds a note.
+    ``notes`` about the text go to the training store. Raises DataError if PREFIX.hashes is damaged or belongs to
+    another index.
     """
     hashes = read_hashes(dataset.prefix, dataset.documents)
     if split.trains_all:
@@ -31,8 +35,8 @@ def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] =
     if hashes is None:
         first, last = split.cuts(dataset.documents)
         note = (
-            f"{dataset.prefix}: documents are split by their numbers, as there is no "
-            f"{hashes_path(dataset.prefix).name} beside it (megapar data prepare writes one)"
+            f"{dataset.prefix}: documents are split by their numbers, because it has no file "
+            f"{hashes_path(dataset.prefix).name} (megapar data prepare writes one)"
         )
         cut = first < dataset.documents
         heldout = indexed_store(dataset, first, last) if split.heldout else None
@@ -59,7 +63,7 @@ def _hash_of(hashes: np.ndarray) -> str:
 
 
 def _select(folder: Path, dataset: IndexedDataset, hashes: np.ndarray, split: Split) -> None:
-    """Write where the documents of each side begin in the file, and where they do one after the other."""
+    """Write the offset of each side's documents in the file, and in the concatenation of the side's documents."""
     import numpy as np
 
     folder.mkdir()
@@ -84,7 +88,7 @@ def _selected(dataset: IndexedDataset, path: Path, notes: tuple[str, ...] = ()) 
     import numpy as np
 
     def mapped(name: str) -> np.ndarray:
-        """The array itself: a slice of a memmap takes ten times as long."""
+        """Return a plain array: a slice of a memmap takes ten times as long."""
         file = path.with_suffix(name)
         return np.asarray(np.memmap(file, dtype="<i8", mode="r") if file.stat().st_size else np.empty(0, dtype="<i8"))
 
@@ -93,10 +97,16 @@ def _selected(dataset: IndexedDataset, path: Path, notes: tuple[str, ...] = ()) 
 
 
 class SelectedTokens:
-    """The tokens of some documents, one after the other, put together as they are read."""
+    """The concatenated tokens of selected documents, assembled as they are read."""
 
     def __init__(self, tokens: np.ndarray, starts: np.ndarray, offsets: np.ndarray) -> None:
-        """tokens: of the whole file. starts: [D], where each document begins in it; offsets: [D + 1], and here."""
+        """Select documents.
+
+        Args:
+            tokens: ids of the whole file.
+            starts: [D], the index in ``tokens`` where each selected document begins.
+            offsets: [D + 1], the index in the concatenation where each one begins, and its end.
+        """
         self._tokens, self._starts, self._offsets = tokens, starts, offsets
 
     def __len__(self) -> int:
@@ -111,9 +121,9 @@ class SelectedTokens:
         begin = int(self._offsets.searchsorted(first, side="right")) - 1
         end = int(self._offsets.searchsorted(last, side="left"))
         moved, moved_last = (int(self._starts[one]) - int(self._offsets[one]) for one in (begin, end - 1))
-        if moved == moved_last:  # every document between them was selected, too
+        if moved == moved_last:  # every document between them is selected as well
             return self._tokens[first + moved : last + moved]
-        # Documents that follow each other in the file are read at once.
+        # Documents that are consecutive in the file are read at once.
         shift = np.asarray(self._starts[begin:end]) - self._offsets[begin:end]
         runs = begin + np.concatenate(([0], np.flatnonzero(np.diff(shift)) + 1, [end - begin]))
         pieces = []
@@ -125,14 +135,14 @@ class SelectedTokens:
 
 
 def indexed_store(dataset: IndexedDataset, first: int, last: int, notes: tuple[str, ...] = ()) -> TokenStore:
-    """Documents first .. last - 1 of an indexed file. Costs the same for any number of them."""
+    """Return documents first .. last - 1 of an indexed file as a store, at the same cost for any number of them."""
     offsets = DocumentOffsets(dataset, first, last)
     start, end = dataset.document_start(first), dataset.document_start(last)
     return TokenStore(dataset.tokens[start:end], offsets, notes)
 
 
 class DocumentOffsets:
-    """[D + 1]: where the documents of a stretch begin, counted from its first token; read from the index."""
+    """Offsets [D + 1] of a range of documents from its first token, read from the index."""
 
     def __init__(self, dataset: IndexedDataset, first: int, last: int) -> None:
         self._dataset = dataset

@@ -1,4 +1,7 @@
-"""The split of documents into training and held-out ones, and a pair of values for the two."""
+"""The split of documents into training and held-out ones, and a pair of values for the two sides.
+
+Tested in ``tests/data/tokens/test_prepared.py``.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,25 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class TrainHeldout(Generic[T]):
-    """One value for the training documents and one for the held-out ones. heldout: None where nothing is held out."""
+    """One value for the training documents and one for the held-out ones, which is None if there are none."""
 
     train: T
     heldout: T | None
 
     def map(self, function: Callable[[T], U]) -> TrainHeldout[U]:
-        """Applies a function to both values."""
+        """Apply a function to both values."""
         return TrainHeldout(function(self.train), None if self.heldout is None else function(self.heldout))
 
 
 @dataclass(frozen=True)
 class Split:
-    """Shares of the documents by the hash of each text, as stretches of [0, 1).
+    """Shares of the documents, as ranges of [0, 1) into which the hash of each text falls.
 
     Files of tokens without hashes of their texts are split by the documents' numbers instead.
 
-    train, heldout: shares of the documents; what they leave is not used. heldout may be 0.
+    Attributes:
+        train: share of the training documents.
+        heldout: share of the held-out documents, may be 0; the remaining documents are not used.
     """
 
     train: float
@@ -42,7 +47,10 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> Split:
-        """``95,5`` or ``969,30,1``: weights of training, held-out and unused documents; raises DataError."""
+        """Parse ``95,5`` or ``969,30,1``: the weights of training, held-out and unused documents.
+
+        Raises DataError if they are not weights.
+        """
         try:
             weights = [float(part) for part in text.split(",")]
         except ValueError:
@@ -55,11 +63,11 @@ class Split:
 
     @property
     def trains_all(self) -> bool:
-        """All documents are trained on."""
+        """True if all documents are for training."""
         return self.heldout == 0 and self.train > 1 - 1e-9
 
     def side(self, text: str) -> int | None:
-        """0: trained on; 1: held out; None: neither."""
+        """Return 0 if the text is for training, 1 if it is held out, None if it is not used."""
         place = place_of(text)
         if place < self.train or self.trains_all:
             return 0
@@ -68,22 +76,22 @@ class Split:
         return 1 if place < self.train + self.heldout or self.train + self.heldout > 1 - 1e-9 else None
 
     def sides(self, places: np.ndarray) -> np.ndarray:
-        """[n] int8: ``side`` of documents by their places in [0, 1), -1 for neither."""
+        """Return [n] int8, the ``side`` of documents by their places in [0, 1); -1 if a document is not used."""
         import numpy as np
 
         rest_held_out = self.train + self.heldout > 1 - 1e-9
-        found = np.full(len(places), -1, dtype=np.int8)
+        sides = np.full(len(places), -1, dtype=np.int8)
         if self.heldout:
-            found[(places < self.train + self.heldout) | rest_held_out] = 1
-        found[(places < self.train) | self.trains_all] = 0
-        return found
+            sides[(places < self.train + self.heldout) | rest_held_out] = 1
+        sides[(places < self.train) | self.trains_all] = 0
+        return sides
 
     def cuts(self, documents: int) -> tuple[int, int]:
-        """The numbers where the training documents end, and where the held-out ones after them end."""
+        """Return the number of the document where training ends, and the one where the held-out documents end."""
         train = round(documents * self.train)
         return train, max(train, min(documents, round(documents * (self.train + self.heldout))))
 
 
 def place_of(text: str) -> float:
-    """The place of a document in [0, 1): a hash of its text, so that copies of it are never on both sides."""
+    """Return the place of a document in [0, 1): a hash of its text, so that copies are always on the same side."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") / 2**64

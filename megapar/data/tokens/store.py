@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Offsets(Protocol):
-    """An array [D + 1] that is read in slices."""
+    """An array [D + 1] of offsets that is read in slices."""
 
     def __len__(self) -> int: ...
 
@@ -31,9 +31,10 @@ class Tokens(Protocol):
 class TokenStore:
     """The training or the held-out documents of one source, as ids, each followed by the end token.
 
-    tokens: [N] of some integer dtype, memory-mapped; the documents one after the other.
-    offsets: [D + 1] int64, memory-mapped; document d is tokens[offsets[d] : offsets[d + 1]].
-    notes: messages about it for the log.
+    Attributes:
+        tokens: [N] of an integer dtype, memory-mapped; the concatenated documents.
+        offsets: [D + 1] int64, memory-mapped; document d is tokens[offsets[d] : offsets[d + 1]].
+        notes: messages about the source for the log.
     """
 
     tokens: Tokens
@@ -48,9 +49,11 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class StoreBlend:
-    """Stores that are trained on, or held out, together.
+    """The stores of all training sources, or of all held-out sources.
 
-    stores: in the order of their sources. weights: of the stores; None where they are one corpus.
+    Attributes:
+        stores: the stores, in the order of their sources.
+        weights: weight of each store; None if they are one corpus.
     """
 
     stores: Sequence[TokenStore]

@@ -1,10 +1,10 @@
 """Text as indexed files in the cache folder, encoded once per content and tokenizer.
 
     tokens/4f2a../corpus.bin, .idx, .hashes    as ``megapar data prepare`` writes them
-    tokens/4f2a../notes.json                   what to report of the text, where there is something
+    tokens/4f2a../notes.json                   messages about the text, if there are any
     tokens/.4f2a...parts                       finished parts, while it is encoded
 
-How the documents are split is not part of the entry (see selected.py).
+An entry does not depend on the split of the documents (see selected.py).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megapar.data.tokens.encode_process import encode_in_process
 from megapar.data.tokens.indexed import IndexedDataset
 
 VERSION = 2
-"""Raised whenever the files written here change, so that no older cache entry is read."""
+"""Increased whenever the files written here change, so that no older cache entry is read."""
 
 PARALLEL_BYTES = 32 << 20
-"""Bytes of text from which on several processes encode it; with less, starting them takes longer than they save."""
+"""Bytes of text from which several processes encode it; for less, starting them takes longer than they save."""
 
 _NOTES = "notes.json"
 
 
 class EncodedText(NamedTuple):
-    """All documents of some sources. notes: what to report of them."""
+    """All documents of some sources, with notes about them for the log."""
 
     tokens: IndexedDataset
     notes: tuple[str, ...]
@@ -43,10 +43,12 @@ class EncodedText(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Opens text as tokens of one tokenizer.
+    """Opens text as the tokens of one tokenizer.
 
-    path: the file or folder that holds the tokenizer; None: no other process can load it. skip_bad: broken records are
-    left out and noted; otherwise the first one is raised.
+    Attributes:
+        tokenizer: the tokenizer.
+        path: the file or folder of the tokenizer; None if no other process can load it.
+        skip_bad: skip broken records and note them; otherwise the first one is raised.
     """
 
     tokenizer: Tokenizer
@@ -54,9 +56,9 @@ class TokenCache:
     skip_bad: bool = False
 
     def open(self, sources: Sequence[TextSource]) -> EncodedText:
-        """The sources' documents, encoded where the cache does not have them yet.
+        """Return the documents of the sources, encoding them if they are not in the cache.
 
-        Any number of processes may call this at once. Raises DataError where a source is broken or holds no document.
+        Any number of processes may call this at once. Raises DataError if a source is broken or has no documents.
         """
         encoding = Encoding.of(self.tokenizer, skip_bad=self.skip_bad)
         skipping = ("skip",) if self.skip_bad else ()
@@ -65,11 +67,11 @@ class TokenCache:
         key = digest(str(VERSION), str(LONGEST_LINE), *content, *skipping)
         folder = made_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
         notes = folder / _NOTES
-        found = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()
-        return EncodedText(IndexedDataset(folder / "corpus"), tuple(found))
+        messages = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()
+        return EncodedText(IndexedDataset(folder / "corpus"), tuple(messages))
 
     def _encode(self, sources: Sequence[TextSource], encoding: Encoding, folder: Path) -> None:
-        """Write one entry. folder: where it is made; its name is the entry's."""
+        """Write one entry to a temporary ``folder``, which has the entry's name."""
         folder.mkdir()
         if not self.skip_bad:
             check_first_records(sources)

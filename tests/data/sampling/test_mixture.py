@@ -138,7 +138,7 @@ def test_text_and_tokens_mix_by_weight(tmp_path: Path) -> None:
     of_file = sum(int(np.median(corpus.train[i]["tokens"])) >= 700 for i in range(400))
     assert of_file == 300
     assert unigram_entropy(corpus).train > 3
-    with pytest.raises(DataError, match=r"b holds tokens of a tokenizer that was chosen before"):
+    with pytest.raises(DataError, match=r"b contains the tokens of an earlier tokenizer"):
         build("moe", data_path=["1", str(text), "3", tokens], **SMALL)
     apart = build("moe", data_path=[tokens], eval_data_path=[str(text)], tokenizer_model=model, **SMALL)
     assert int(np.median(apart.heldout[0]["tokens"])) < 700 <= int(np.median(apart.train[0]["tokens"]))
@@ -150,7 +150,7 @@ def test_a_split_cuts_files_by_documents(tmp_path: Path) -> None:
     assert corpus.stores is not None
     assert corpus.stores.heldout is not None
     assert [blend.stores[0].documents for blend in (corpus.stores.train, corpus.stores.heldout)] == [969, 30]
-    with pytest.raises(DataError, match=r"a: of 1000 documents 1000 are to train on and 0 held out"):
+    with pytest.raises(DataError, match=r"a: of 1000 documents 1000 are for training and 0 held out"):
         build("moe", data_path=[path], split="99999,1", **SMALL)
 
 

@@ -107,5 +107,5 @@ def test_an_index_that_is_wrong_anywhere_is_told_where_documents_are_apart() -> 
     with pytest.raises(DataError, match="document 1 of the corpus ends 5 tokens before it begins"):
         DocumentWindows(TokenStore(tokens, np.array([0, 20, 15, 40])), 16)
     windows = DocumentWindows(TokenStore(tokens, np.array([0, 20, 60])), 16)
-    with pytest.raises(DataError, match="document 1 of the corpus is tokens 20 to 60, where there are 40"):
+    with pytest.raises(DataError, match="document 1 of the corpus is tokens 20 to 60, but there are 40"):
         [windows[number] for number in range(len(windows))]

@@ -205,7 +205,7 @@ def test_a_folder_says_what_it_skips(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))
     said: list[str] = []
-    found = list(all_documents(open_sources([str(tmp_path)], say=said.append)))
+    found = list(all_documents(open_sources([str(tmp_path)], report=said.append)))
     assert found == ["one", "two", "cited", "three", "four"]
     (line,) = said
     assert line.startswith(f"{tmp_path}: 5 of 13 entries are read, skipped: README.md (about the data), ")
@@ -218,7 +218,7 @@ def test_a_folder_says_what_it_skips(tmp_path: Path) -> None:
         assert word in line
     assert line.endswith("b.jsonl.gz (the same content as b.jsonl), copy.jsonl (the same content as a.jsonl)")
     one = [str(tmp_path / name) for name in ("a.jsonl", "copy.jsonl")]
-    assert list(all_documents(open_sources(one, say=said.append))) == ["one", "one"]  # asked for by name
+    assert list(all_documents(open_sources(one, report=said.append))) == ["one", "one"]  # asked for by name
     assert len(said) == 1
 
 

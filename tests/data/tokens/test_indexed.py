@@ -153,9 +153,9 @@ def _with(offset: int, piece: bytes) -> bytes:
         ),
         (_with(58, b"\x04"), FIXTURE_BIN, r"corpus.idx: sequence 1 begins at byte 4 .* end at byte 6"),
         (_with(34, b"\xff\xff\xff\xff"), FIXTURE_BIN, r"corpus.idx: sequence 1 begins at byte 6"),
-        (_with(82, b"\x01"), FIXTURE_BIN, r"documents are sequences 1 to 4, where the file has 0 to 4"),
-        (_with(106, b"\x03"), FIXTURE_BIN, r"documents are sequences 0 to 3, where the file has 0 to 4"),
-        (_with(90, b"\x03"), FIXTURE_BIN, r"document 1 begins at sequence 3 and ends before, at 2"),
+        (_with(82, b"\x01"), FIXTURE_BIN, r"documents are sequences 1 to 4, but the file has 0 to 4"),
+        (_with(106, b"\x03"), FIXTURE_BIN, r"documents are sequences 0 to 3, but the file has 0 to 4"),
+        (_with(90, b"\x03"), FIXTURE_BIN, r"document 1 begins at sequence 3 and ends before it, at 2"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, index: bytes, data: bytes, message: str) -> None:

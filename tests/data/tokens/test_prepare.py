@@ -270,14 +270,14 @@ def test_files_are_replaced_only_where_that_is_asked_for(tmp_path: Path, small_j
     out = tmp_path / "out"
     prepare(str(out), [str(small_jsonl)], model, workers=1)
     before = _bytes(out)
-    with pytest.raises(DataError, match=r"out.idx is there already; give --overwrite"):
+    with pytest.raises(DataError, match=r"out.idx already exists; give --overwrite"):
         prepare(f"{out}.bin", [str(small_jsonl)], model, workers=1, append_end=False)
     assert _bytes(out) == before
     prepare(str(out), [str(small_jsonl)], model, workers=1, append_end=False, overwrite=True)
     after = _bytes(out)
     assert len(after[0]) == len(before[0]) - 2 * 200
     (tmp_path / "out.idx").unlink()
-    with pytest.raises(DataError, match=r"out.bin is there already"):
+    with pytest.raises(DataError, match=r"out.bin already exists"):
         prepare(str(out), [str(small_jsonl)], model, workers=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.bin", "out.hashes"]
 
@@ -336,7 +336,7 @@ def test_two_runs_do_not_write_one_file(
         prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
     (tmp_path / "mine.parts").mkdir()
     (tmp_path / "mine.parts" / "letter.txt").write_text("keep")
-    with pytest.raises(DataError, match="holds other files"):
+    with pytest.raises(DataError, match="contains other files"):
         prepare(str(tmp_path / "mine"), [str(small_jsonl)], model, workers=1)
     assert (tmp_path / "mine.parts" / "letter.txt").read_text() == "keep"
 
@@ -349,7 +349,7 @@ def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jso
         build("moe", data_path=[str(path)], **small)  # type: ignore[arg-type]
     corpus = build("moe", data_path=[str(path)], skip_bad=True, **small)  # type: ignore[arg-type]
     assert len(corpus.notes) == 1
-    assert corpus.notes[0].startswith("2 broken records were passed over")
+    assert corpus.notes[0].startswith("2 broken records were skipped")
     assert "line 1:" in corpus.notes[0]
     assert "line 202:" in corpus.notes[0]
     good = build("moe", data_path=[str(small_jsonl)], **small)  # type: ignore[arg-type]

@@ -85,7 +85,7 @@ def test_hashes_of_other_files_and_damaged_ones_are_refused(
     documents = IndexedDataset(prefix).documents
     assert len(content) == HEADER.size + 8 * documents
     for spoiled, said in (
-        (content[:-8], "bytes, where"),
+        (content[:-8], "bytes, but"),
         (content[:30], "is not a file of hashes"),
         (content[:30] + b"\1" + content[31:], "belongs to another index"),
         (content[:8] + b"\7" + content[9:], "version 7"),

@@ -91,7 +91,7 @@ def test_broken_records_are_raised_or_noted_by_every_process(
     assert not list((fresh_cache / "tokens").glob(".*.parts"))
     found = _opened(path, model, skip_bad=True)
     (note,) = found.notes
-    assert note.startswith("2 broken records were passed over: ")
+    assert note.startswith("2 broken records were skipped: ")
     assert note.index("line 121:") < note.index("line 201:")
     assert found.tokens.documents == 199
     assert _opened(path, model, skip_bad=True).notes == found.notes
