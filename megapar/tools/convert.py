@@ -1,4 +1,7 @@
-"""``megapar convert``: converts models between Hugging Face folders and checkpoints."""
+"""``megapar convert``: converts models between Hugging Face folders and checkpoints.
+
+Tested in ``tests/training/checkpoints/test_convert.py``.
+"""
 
 from __future__ import annotations
 

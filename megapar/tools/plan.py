@@ -1,4 +1,4 @@
-"""``megapar plan``: what a configuration will do, from its flags alone; nothing is started.
+"""``megapar plan``: legality, ranks, memory, traffic and time of a configuration, from its flags; nothing is started.
 
 megapar plan --config configs/gpt-117m.yaml --device-kind v100-32g [--world-size N] [FLAGS]
 megapar plan --show-schedule [--svg FILE] [--chunk-costs] pretrain_moe.py --world-size 4 --pp-degree 4 ...
@@ -28,10 +28,10 @@ DOES_NOT_FIT = 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 planned, 3 planned and does not fit, 2 refused, 1 where a trace fails."""
-    asked, flags = _parser().parse_known_args(list(argv))
+    """Run the plan. Return the exit status: 0 planned, 3 planned but does not fit, 2 refused, 1 if a trace fails."""
+    args, flags = _parser().parse_known_args(list(argv))
     try:
-        return _run(asked, flags)
+        return _run(args, flags)
     except ConfigError as error:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
@@ -43,99 +43,103 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="megapar plan",
-        description="Say what a configuration will take: legality, ranks, memory, traffic, time. Flags that are not "
-        "listed here are the trainers'.",
-        epilog="Exit status: 0 planned, 3 planned and does not fit, 2 refused, 1 where a trace fails.",
+        description="Plan a configuration: legality, ranks, memory, traffic, time. Flags that are not listed here are "
+        "those of the trainer.",
+        epilog="Exit status: 0 planned, 3 planned but does not fit, 2 refused, 1 if a trace fails.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", choices=sorted(MODELS), help="whose flags follow (default: what the file says, else moe)")
+    add("--model", choices=sorted(MODELS), help="the model of the flags that follow (default: the file's, else moe)")
     add(
         "--config",
         action="append",
         default=[],
-        help="a YAML file of flags; it may say script, world_size, device_kind and assume, too; a later one wins",
+        help="a YAML file of flags, which may also set script, world_size, device_kind and assume; later files "
+        "override earlier ones",
     )
-    add("--world-size", type=count, help="ranks (default: what the file says, else 1)")
+    add("--world-size", type=count, help="number of ranks (default: the file's, else 1)")
     add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
-    add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan knows")
-    add("--token-budget", type=float, metavar="TOKENS", help="of the whole run (default: that of --train-iters)")
+    add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan supports")
+    add("--token-budget", type=float, metavar="TOKENS", help="tokens of the whole run (default: from --train-iters)")
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
-    add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: which rank (default: 0)")
+    add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: the rank to run (default: 0)")
     add(
         "--launches",
         action="store_true",
-        help="also count a GPU's kernels, products and bytes per layer, and host waits (torch)",
+        help="also count a GPU's kernels, matrix products and bytes per layer, and host waits (torch)",
     )
     add("--search", action="store_true", help="find the best layouts of this model, batch and number of ranks")
     add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
-    add("--svg", type=Path, help="with --show-schedule: write the drawing to this file, too")
+    add("--svg", type=Path, help="with --show-schedule: also write the drawing to this file")
     add(
         "--chunk-costs",
         action="store_true",
-        help="with --show-schedule: let every chunk take the time of its FLOPs, not all the same",
+        help="with --show-schedule: derive the time of each chunk from its FLOPs, instead of equal times",
     )
     return parser
 
 
-def _run(asked: argparse.Namespace, flags: list[str]) -> int:
-    said_of = about(asked.config)
-    model, flags = _model(asked.model, flags, said_of.script)
+def _run(args: argparse.Namespace, flags: list[str]) -> int:
+    header = about(args.config)
+    model, flags = _model(args.model, flags, header.script)
     kind, more = MODELS[model]
-    # A plan looks at no file, whatever a pasted line asks for.
-    files = [part for path in asked.config for part in ("--config", path)]
+    # A plan reads no data or checkpoint, even if a pasted command line has --validate-only.
+    files = [part for path in args.config for part in ("--config", path)]
     line = [*files, *more, *flags, "--no-validate-only"]
-    world = asked.world_size or resolved_values(kind, line, {}).get("world_size", 1)
+    world = args.world_size or resolved_values(kind, line, {}).get("world_size", 1)
     from megapar.planning.assume import assumed
     from megapar.planning.devices import device_kind
 
-    device = device_kind(asked.device_kind or said_of.device_kind or DEFAULT_KIND)
-    words = asked.assume or said_of.assume
-    if asked.search:
-        return _search(kind, line, world, device, assumed(words), as_json=asked.json)
+    device = device_kind(args.device_kind or header.device_kind or DEFAULT_KIND)
+    techniques = args.assume or header.assume
+    if args.search:
+        return _search(kind, line, world, device, assumed(techniques), as_json=args.json)
     config = _parsed(kind, line, world)
-    if asked.show_schedule:
-        return _show(config, asked)
+    if args.show_schedule:
+        return _show(config, args)
     from megapar.planning.plan import Plan
     from megapar.planning.text import describe
 
-    plan = Plan(config, device, assumed(words), asked.token_budget)
-    said, text = plan.to_dict() if asked.json else {}, "" if asked.json else describe(plan)
-    if asked.trace:
+    plan = Plan(config, device, assumed(techniques), args.token_budget)
+    record, text = plan.to_dict() if args.json else {}, "" if args.json else describe(plan)
+    if args.trace:
         from megapar.tools.tracing.trace import trace
 
-        found = trace(config, asked.trace_rank)
-        same = Plan(found.config, device_kind("cpu"))
-        said["trace"] = found.to_dict()
-        text += "\n" + found.describe(same.memory[found.stage].peak, same.traffic[found.stage])
-    if asked.launches:
+        traced = trace(config, args.trace_rank)
+        same = Plan(traced.config, device_kind("cpu"))
+        record["trace"] = traced.to_dict()
+        text += "\n" + traced.describe(same.memory[traced.stage].peak, same.traffic[traced.stage])
+    if args.launches:
         from megapar.tools.tracing.budget import budget
 
-        counted = budget(config)
-        said |= counted.to_dict()
-        text += counted.describe() + "\n"
-    sys.stdout.write(json.dumps(said) + "\n" if asked.json else text)
+        launches = budget(config)
+        record |= launches.to_dict()
+        text += launches.describe() + "\n"
+    sys.stdout.write(json.dumps(record) + "\n" if args.json else text)
     return 0 if plan.fits else DOES_NOT_FIT
 
 
 def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
-    """The layouts of this many ranks; what the flags ask for is not looked at."""
+    """Print the best layouts for this number of ranks; the layout of the flags is ignored."""
     from megapar.planning.search import describe, neighbours, search, to_dict, why_none
 
     config = _without_layout(kind, line)
-    found = search(config, device, assumed, world)
-    if not found.results:
+    layouts = search(config, device, assumed, world)
+    if not layouts.results:
         sys.stderr.write(why_none(config, device, world))
         return 2
-    near = neighbours(found, config, device, assumed, world)
-    sys.stdout.write(json.dumps(to_dict(found, near)) + "\n" if as_json else describe(found, near, device))
+    near = neighbours(layouts, config, device, assumed, world)
+    sys.stdout.write(json.dumps(to_dict(layouts, near)) + "\n" if as_json else describe(layouts, near, device))
     return 0
 
 
 def _without_layout(kind: str, line: list[str]) -> Config:
-    """The model and the batch, as one process would have them; raises for what is wrong beside the layout."""
-    alone = [
+    """Return the configuration of the model and the batch on one rank.
+
+    Raises ConfigError for the flags that are wrong regardless of the layout.
+    """
+    one_rank = [
         "--mp-degree",
         "1",
         "--pp-degree",
@@ -147,33 +151,33 @@ def _without_layout(kind: str, line: list[str]) -> Config:
         "1",
         "--no-sequence-parallel",
     ]
-    alone += ["--cp-degree", "1", "--context-parallel-algo", "megatron_cp_algo"]
-    alone += ["--vpp-degree", "1", "--pp-schedule", "1f1b", "--pp-seg-method", "uniform", "--micro-batch-size", "1"]
+    one_rank += ["--cp-degree", "1", "--context-parallel-algo", "megatron_cp_algo"]
+    one_rank += ["--vpp-degree", "1", "--pp-schedule", "1f1b", "--pp-seg-method", "uniform", "--micro-batch-size", "1"]
     if kind == "moe":
-        alone += ["--ep-degree", "1", "--expert-mp-degree", "1"]
-    asked = resolved_values(kind, [*line, "--rules-only"], {})
-    batch = asked["asked"].get("global_batch_size")
+        one_rank += ["--ep-degree", "1", "--expert-mp-degree", "1"]
+    values = resolved_values(kind, [*line, "--rules-only"], {})
+    batch = values["asked"].get("global_batch_size")
     if not batch:
-        message = "--search compares layouts of one global batch, and none is given."
+        message = "--search compares layouts of one global batch size, which is not given."
         raise ConfigError([Complaint("search", message, "Give --global-batch-size.")])
-    alone += ["--gradient-merge-acc-step", str(batch)]
-    alone += ["--world-size", "1"]
-    return parse(kind, [*line, *alone, "--rules-only"], {}, planning=True)
+    one_rank += ["--gradient-merge-acc-step", str(batch)]
+    one_rank += ["--world-size", "1"]
+    return parse(kind, [*line, *one_rank, "--rules-only"], {}, planning=True)
 
 
-def _model(asked: str | None, flags: list[str], said: str) -> tuple[str, list[str]]:
-    """The model kind, from the flag, a script's name among the flags, or what the file says; and the other flags."""
+def _model(requested: str | None, flags: list[str], file_script: str) -> tuple[str, list[str]]:
+    """Return the model kind, from --model, a script's name among the flags, or the file; and the other flags."""
     scripts = {script: kind for kind, script in SCRIPTS.items()}
     named = [flag for flag in flags if flag in scripts]
     rest = [flag for flag in flags if flag not in scripts]
-    if asked:
-        return asked, rest
-    script = named[0] if named else said
+    if requested:
+        return requested, rest
+    script = named[0] if named else file_script
     return scripts.get(script, "moe"), rest
 
 
 def _parsed(kind: str, line: list[str], world: int) -> Config:
-    """The configuration, or every complaint with the nearest legal layouts."""
+    """Return the configuration. Raises ConfigError with every complaint and the nearest legal layouts."""
     try:
         return parse(kind, [*line, "--rules-only", "--world-size", str(world)], {}, planning=True)
     except ConfigError as error:
@@ -186,18 +190,18 @@ def _parsed(kind: str, line: list[str], world: int) -> Config:
         raise ConfigError([*error.complaints, Complaint("nearest", text)]) from None
 
 
-def _show(config: Config, asked: argparse.Namespace) -> int:
-    text, svg = show_schedule(config, chunk_costs=asked.chunk_costs)
+def _show(config: Config, args: argparse.Namespace) -> int:
+    text, svg = show_schedule(config, chunk_costs=args.chunk_costs)
     sys.stdout.write(text)
-    if asked.svg is not None:
-        asked.svg.write_text(svg)
-        sys.stdout.write(f"wrote {asked.svg}\n")
+    if args.svg is not None:
+        args.svg.write_text(svg)
+        sys.stdout.write(f"wrote {args.svg}\n")
     return 0
 
 
 def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, str]:
-    """(text, SVG) of the schedule of one step. Raises ConfigError where the model cannot be cut."""
-    # The schedules' orders come from torch, which nothing else here needs.
+    """Return the schedule of one step as text and as SVG. Raises ConfigError if the model cannot be cut into stages."""
+    # The orders of the schedules need torch, unlike the rest of this module.
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.schedule import make_schedule
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
@@ -212,8 +216,8 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     check(schedule)
     costs = Costs()
     if chunk_costs:
-        own = [layers.cost(chunk) for chunk in stages.chunks]
-        costs = Costs(chunks=tuple(cost * len(own) / sum(own) for cost in own))
+        flops = [layers.cost(chunk) for chunk in stages.chunks]
+        costs = Costs(chunks=tuple(cost * len(flops) / sum(flops) for cost in flops))
     simulation = simulate(schedule, costs, RUNNERS)
     formula = None if chunk_costs else bubble_formula(name, config.grid.pp, vpp, schedule.num_micro_batches)
     facts = _facts(schedule, simulation, formula)
@@ -224,11 +228,11 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
 
 def _facts(schedule: Schedule, simulation: Simulation, formula: float | None) -> str:
     split = "input gradients 1, weight gradients 1" if schedule.splits_backward else "a backward 2"
-    said = "" if formula is None else f" (formula: {formula:.1%})"
-    kept = ", ".join(map(str, simulation.in_flight))
+    expected = "" if formula is None else f" (formula: {formula:.1%})"
+    in_flight = ", ".join(map(str, simulation.in_flight))
     return (
         f"time: {simulation.end:g} units; a forward takes 1, {split}\n"
-        f"bubble: {simulation.bubble_share:.1%}{said}\n"
-        f"micro-batches (of a chunk) kept at once, per stage: {kept}\n"
+        f"bubble: {simulation.bubble_share:.1%}{expected}\n"
+        f"micro-batches (of a chunk) in flight, maximum per stage: {in_flight}\n"
         "no deadlock: every message can wait for its receiver\n"
     )
