@@ -378,7 +378,7 @@ def test_the_commands(
     assert main(["data", "check", out, out + "2"]) == 1
     said, complained = capsys.readouterr()
     assert "out.bin: 100 bytes, where out.idx implies" in complained
-    assert "out2: good" in said
+    assert "out2: valid" in said
     assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out]) == 1
     assert "give --overwrite" in capsys.readouterr().err
     assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out, "--overwrite"]) == 0
@@ -392,7 +392,11 @@ def test_the_commands(
     empty.write_text("\n\n")
     assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 1
     assert "the corpus holds no documents" in capsys.readouterr().err
-    for text, vocab_size, message in (("\n", "600", "no text"), ("{", "600", "line 1: not a JSON"), ("7", "8", "room")):
+    for text, vocab_size, message in (
+        ("\n", "600", "without text"),
+        ("{", "600", "line 1: not a JSON"),
+        ("7", "8", "room"),
+    ):
         empty.write_text(text)
         command = ["data", "train-tokenizer", "--input", str(empty), "--output", out + "3", "--vocab-size", vocab_size]
         assert main(command) == 1
