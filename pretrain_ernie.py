@@ -9,10 +9,10 @@ from megapar.training.building.outline import outline
 if __name__ == "__main__":
     end_with_launcher()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C simply ends it until training, which stops and saves
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts; from then on Ctrl-C saves and stops
     config = parse_or_exit("ernie", outline=outline)
 
     from megapar.planning.held import planned_memory
-    from megapar.trainer import main  # torch is imported only once the configuration is accepted
+    from megapar.trainer import main  # imports torch, so only after the configuration is accepted
 
     main(config, planned_memory)

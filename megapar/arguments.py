@@ -1,6 +1,7 @@
-"""The command line's only door: a line, a YAML file and the environment to a frozen Config, or every complaint at once.
+"""Command-line parsing: turn a command line, YAML files and the environment into a frozen Config.
 
-Standard library only (PyYAML with --config), so that a refused configuration answers before torch could be imported.
+If anything is wrong, all complaints are reported at once. Uses only the standard library (and PyYAML with --config), so
+that a configuration is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.kept import take_kept
 from megapar.config.read import (
-    let_mock_data_win,
+    drop_split_of_mock_data,
     read_files,
     read_line,
     refuse_foreign,
     take_defaults,
-    tell_what_is_sharded,
+    warn_of_sharded_parameters,
 )
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
@@ -44,53 +45,59 @@ __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "pa
 def parse(
     kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False, planning: bool = False
 ) -> Config:
-    """The complete configuration of ``kind`` (moe or ernie) for this line and environment.
+    """Return the complete configuration for a command line and an environment.
 
-    environ: WORLD_SIZE is the number of ranks (1 without it; --world-size wins under --validate-only and --rules-only).
-    starting: this process is one of them, and must have what a rank needs, unless --validate-only asks before.
-    planning: nothing is to start, and what a file assumes is taken by somebody else. Raises ConfigError with every
-    complaint. Under --rules-only files are read only for sizes of the model, and features of a
-    later version become notes.
+    With --rules-only, files are read only for the sizes of the model, and features of a later version become notes.
+    Raises ConfigError with all complaints if the configuration is refused.
+
+    Args:
+        kind: ``moe`` or ``ernie``.
+        argv: The command line without the program name.
+        environ: The environment. WORLD_SIZE is the number of ranks, 1 if it is not set; --world-size overrides it with
+            --validate-only and --rules-only.
+        starting: This process is a rank of the run, so also check that it has what a rank needs (unless --validate-only
+            is set).
+        planning: No run starts. Skip the checks that only a start needs; the planner handles ``assume`` itself.
     """
     draft, values = _resolved(kind, argv, environ)
-    if draft.foreign:  # without its file the line is another run
+    if draft.foreign:  # without the file, the command line describes a different run
         raise ConfigError(draft.complaints)
     if not planning:
-        _look_at_assumptions(draft)
-    verdict = check(values, strict=values.get("strict_seed_rules") is True)
-    asking, by_rules = values.get("validate_only") is True, values.get("rules_only") is True
-    if asking and by_rules:
-        what = "--validate-only looks at the files, too, which --rules-only leaves out."
-        draft.complain("contradiction", what, "Keep one of them.")
-    with _reaching(draft):
-        files = [] if by_rules else list(check_files(values))
-    start = check_start(environ, values) if starting and not asking and not by_rules else []
+        _check_assumptions(draft)
+    findings = check(values, strict=values.get("strict_seed_rules") is True)
+    validate_only, rules_only = values.get("validate_only") is True, values.get("rules_only") is True
+    if validate_only and rules_only:
+        message = "--validate-only checks the files as well, and --rules-only does not."
+        draft.complain("contradiction", message, "Keep one of them.")
+    with _path_errors_as_complaints(draft):
+        files = [] if rules_only else list(check_files(values))
+    start = check_start(environ, values) if starting and not validate_only and not rules_only else []
     unsaid = check_unsaid(values, draft.origins)
-    if (starting or asking) and not by_rules:
-        with _reaching(draft):
+    if (starting or validate_only) and not rules_only:
+        with _path_errors_as_complaints(draft):
             start += check_save(environ, values)
         start += () if planning else unsaid.refused
-    complaints = [*draft.complaints, *verdict.refused, *([] if by_rules else verdict.not_built), *files, *start]
+    complaints = [*draft.complaints, *findings.refused, *([] if rules_only else findings.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
-    values.update(verdict.sets)
-    draft.origins.update({name: f"switched off by {rule}" for name, rule in verdict.by.items()})
-    notes = tuple(f"NOT BUILT, a start is refused: {complaint}" for complaint in verdict.not_built)
+    values.update(findings.sets)
+    draft.origins.update({name: f"switched off by {rule}" for name, rule in findings.by.items()})
+    notes = tuple(f"NOT BUILT, a start is refused: {complaint}" for complaint in findings.not_built)
     if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
         notes = (*notes, note)
-    warnings = (*draft.warnings, *verdict.warnings)
+    warnings = (*draft.warnings, *findings.warnings)
     reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
     return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
 
 
-def _look_at_assumptions(draft: Draft) -> None:
+def _check_assumptions(draft: Draft) -> None:
     complaint, warning = unknown_to_trainers(draft.about.assume)
     draft.complaints += [complaint] if complaint else []
     draft.warnings += [warning] if warning else []
 
 
 def resolved_values(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Flat values as the rules see them (bad ones are missing); nothing is checked. For tests and tools."""
+    """Return the flat values that the rules read, unchecked; bad values are missing. For tests and tools."""
     return _resolved(kind, argv, environ)[1]
 
 
@@ -103,54 +110,61 @@ def parse_or_exit(
     warn: bool = True,
     starting: bool | None = None,
 ) -> Config:
-    """``parse`` for a script: answers --help, --validate-only and --rules-only (status 0) and refusals (2) by an end.
+    """Call ``parse`` for a script, and exit after --help, --validate-only and --rules-only (0) or a refusal (2).
 
-    Only rank 0, or a process without RANK, prints; warnings only with ``warn``. outline: what is to be said (or
-    refused, by ConfigError) of the model that the configuration makes; it imports no torch either. starting: the run
-    starts here and now; by default where environ is this process's own.
+    Only rank 0 prints, or a process without RANK.
+
+    Args:
+        kind: ``moe`` or ``ernie``.
+        argv: The command line; by default that of this process.
+        environ: The environment; by default that of this process.
+        outline: Returns the description of the model that --validate-only prints, or raises ConfigError if the model
+            cannot be built. It must not import torch.
+        warn: Print warnings and notes before the run starts.
+        starting: The run starts in this process; by default true if ``environ`` is not given.
     """
     argv = sys.argv[1:] if argv is None else argv
     starting = environ is None if starting is None else starting
     environ = os.environ if environ is None else environ
-    speaks = environ.get("RANK", "0") == "0" or environ.get("WORLD_SIZE", "1") == "1"
+    prints = environ.get("RANK", "0") == "0" or environ.get("WORLD_SIZE", "1") == "1"
     if any(token in ("-h", "--help") for token in argv):
-        _say(help_text(kind), speaks)
+        _print(help_text(kind), prints)
         raise SystemExit(0)
     try:
         config = parse(kind, argv, environ, starting=starting)
         more = outline(config) if outline is not None else ""
     except ConfigError as error:
-        _say(refusal(error.complaints), speaks, error=True)
+        _print(refusal(error.complaints), prints, error=True)
         raise SystemExit(ConfigError.exit_status) from None
     if config.runtime.validate_only or config.runtime.rules_only:
-        _say(effective(config) + more + remarks(config), speaks)
+        _print(effective(config) + more + remarks(config), prints)
         raise SystemExit(0)
-    said = [*(f"warning: {text}" for text in config.warnings), *(f"note: {text}" for text in config.reminders)]
-    with suppress(OSError):  # a log on a full disk ends no run that goes on
-        _say("".join(f"megapar: {text}\n" for text in said), speaks and warn, error=True)
+    messages = [*(f"warning: {text}" for text in config.warnings), *(f"note: {text}" for text in config.reminders)]
+    with suppress(OSError):  # a full disk under the log must not end the run
+        _print("".join(f"megapar: {text}\n" for text in messages), prints and warn, error=True)
     return config
 
 
-def _say(text: str, speaks: bool, error: bool = False) -> None:
+def _print(text: str, prints: bool, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
-    if speaks and text:
+    if prints and text:
         try:
             stream.write(text)
             stream.flush()
-        except BrokenPipeError:  # the reader (head, less) has seen enough
+        except BrokenPipeError:  # the reader (head, less) has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Draft, dict[str, Any]]:
-    """Read file and line, fill in defaults, derive: the draft with its complaints, and flat values for the rules."""
+    """Read files and command line, fill in and derive the rest; return the draft and flat values for the rules."""
     draft = Draft(kind, environ)
-    with _reaching(draft):
+    with _path_errors_as_complaints(draft):
         return draft, _values(draft, argv)
 
 
 @contextmanager
-def _reaching(draft: Draft) -> Iterator[None]:
-    """What the system refuses of a path, a closed folder or a name that is too long, is one more complaint."""
+def _path_errors_as_complaints(draft: Draft) -> Iterator[None]:
+    """Turn an OSError about a path (no permission, name too long) into one more complaint, and raise ConfigError."""
     try:
         yield
     except OSError as error:
@@ -162,8 +176,8 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     kind, environ = draft.kind, draft.environ
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
-    let_mock_data_win(draft)
-    tell_what_is_sharded(draft)
+    drop_split_of_mock_data(draft)
+    warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
     take_defaults(draft)
     take_kept(draft)
@@ -187,7 +201,7 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _config_paths(argv: Sequence[str]) -> list[str]:
-    """The values of --config, wherever they stand: files are read before the line, in their order."""
+    """Return the values of all --config flags in order; files are read before the rest of the command line."""
     paths = []
     for index, token in enumerate(argv):
         name, equals, attached = token.partition("=")

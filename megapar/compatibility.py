@@ -1,4 +1,4 @@
-"""The compatibility matrix: rows of data, all evaluated, in an order that does not matter. Standard library only."""
+"""Compatibility matrix: rows of data, all of which are evaluated, in any order. Standard library only."""
 
 from __future__ import annotations
 
@@ -40,10 +40,14 @@ RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class RuleFindings:
-    """What the rows say of one configuration.
+    """Result of the rows for one configuration.
 
-    refused: broken rows. not_built: features of a later version that were asked for. warnings: broken downgrades, and
-    advice. sets: the settings that downgrades switch off; by: the row that does, of those that it changes.
+    Attributes:
+        refused: Complaints of the broken rows.
+        not_built: Complaints about requested features of a later version.
+        warnings: Texts of the broken downgrade and advice rows.
+        sets: Values that the downgrades apply, by field name.
+        by: Id of the downgrade that changes a value, by field name.
     """
 
     refused: tuple[Complaint, ...]
@@ -54,9 +58,9 @@ class RuleFindings:
 
 
 def check(values: Mapping[str, Any], strict: bool = False, rules: Iterable[Rule] = RULES) -> RuleFindings:
-    """Evaluate all rows on flat values by name (see schema.rule.Facts for what is read beside flags).
+    """Evaluate all rows on flat values by name; ``schema.rule.Facts`` lists the values that are not flags.
 
-    A row that reads a missing name is left out. ``strict`` turns lifted rows back on.
+    A row that reads a missing value is skipped. ``strict`` enables the lifted rows again.
     """
     refused, not_built, warnings = [], [], []
     sets: dict[str, Any] = {}

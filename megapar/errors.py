@@ -1,4 +1,7 @@
-"""Typed errors a caller may want to catch. Standard library only."""
+"""Typed errors that callers may want to catch. Standard library only.
+
+Tested in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Complaint:
-    """One thing that is wrong with a configuration.
+    """One problem with a configuration.
 
-    rule: the id of the rule or check that was broken.
-    message: what is wrong, with the values.
-    fix: what to do, with the nearest legal values; may be empty.
+    Attributes:
+        rule: Id of the rule or check that failed.
+        message: The problem, with the values.
+        fix: The action to take, with the nearest legal values; may be empty.
     """
 
     rule: str
@@ -24,13 +28,17 @@ class Complaint:
 
 
 class MegaparError(Exception):
-    """Base of all errors that megapar raises on purpose."""
+    """Base class of all errors that megapar raises deliberately."""
 
     exit_status = 1
 
 
 class ConfigError(MegaparError):
-    """The configuration is refused before any process group exists; carries every complaint at once."""
+    """The configuration is refused before any process group exists.
+
+    Attributes:
+        complaints: All problems with the configuration.
+    """
 
     exit_status = 2
 
@@ -47,33 +55,34 @@ class DataError(MegaparError):
 
 
 class CheckpointError(MegaparError):
-    """A checkpoint is missing, damaged, incomplete, or of another model."""
+    """A checkpoint is missing, damaged, incomplete, or for a different model."""
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint that is sound, but of another model or schedule: an older one would fit no better."""
+    """A checkpoint is valid, but for a different model or schedule, so that an older one would not fit either."""
 
     exit_status = 2
 
 
 class FolderOwnedError(CheckpointError):
-    """The folder of ``--save`` belongs to another run that is alive."""
+    """The folder of ``--save`` belongs to another run, which is still alive."""
 
     exit_status = 2
 
 
 class FolderLostError(CheckpointError):
-    """Another run has become the owner of the folder of ``--save``; this one must not go on."""
+    """Another run has taken over the folder of ``--save``, so this run must stop."""
 
 
 class DistributedError(MegaparError):
-    """A process group could not be made or a rank did not answer."""
+    """A process group could not be created, or a rank did not respond."""
 
 
 class TrainingError(MegaparError):
-    """Training cannot go on, for example because the loss is not finite.
+    """Training cannot continue, for example because the loss is not finite.
 
-    samples: that it comes from, A-B, where that is known.
+    Attributes:
+        samples: Range ``A-B`` of the samples that cause it; "" if unknown.
     """
 
     def __init__(self, message: str, samples: str = "") -> None:
@@ -82,10 +91,11 @@ class TrainingError(MegaparError):
 
 
 class CorruptionError(TrainingError):
-    """A rank holds or computes wrong numbers.
+    """A rank stores or computes wrong numbers.
 
-    ranks: those to blame, or those among which nobody can say who it is; () where not even that is known. parameters:
-    names of what is wrong.
+    Attributes:
+        ranks: The faulty ranks, or the candidates if the faulty one cannot be identified; () if unknown.
+        parameters: Names of the wrong parameters.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
@@ -95,6 +105,6 @@ class CorruptionError(TrainingError):
 
 
 class UnverifiedError(CheckpointError):
-    """A run found wrong numbers, and no checkpoint is left that is known to be from before them."""
+    """A run found wrong numbers, and no remaining checkpoint is known to precede them."""
 
     exit_status = 2

@@ -250,8 +250,8 @@ def test_what_a_run_does_because_nothing_was_said_is_told(line: str, wanted: lis
 def test_reminders_are_printed_by_a_start_and_by_validate_only(capsys: pytest.CaptureFixture[str]) -> None:
     parse_or_exit("moe", ["--train-iters", "2000"], {})
     said = capsys.readouterr().err
-    assert "megapar: note: [data-builtin] Without --data-path a run trains on the built-in text" in said
-    assert "megapar: note: [no-save] 2,000 steps without --save: Nothing is left. Give --save" in said
+    assert "megapar: note: [data-builtin] Without --data-path, a run trains on the built-in text" in said
+    assert "megapar: note: [no-save] 2,000 steps without --save: Nothing is saved. Set --save" in said
     with pytest.raises(SystemExit):
         parse_or_exit("moe", ["--train-iters", "2000", "--validate-only"], {})
     notes = capsys.readouterr().out.partition("notes\n")[2]
@@ -302,7 +302,7 @@ def test_missing_files_are_complaints_unless_the_rules_alone_are_asked(tmp_path:
         assert [complaint.rule for complaint in caught.value.complaints] == ["file-missing"] * 3
     config = parse("moe", [*line.split(), "--rules-only"], {})
     assert config.notes == (
-        f"--vocab-size 4096 is assumed: --tokenizer-model {tmp_path}/no.model cannot be read here; give --vocab-size.",
+        f"--vocab-size 4096 is assumed: --tokenizer-model {tmp_path}/no.model cannot be read here. Set --vocab-size.",
     )
 
 
@@ -322,9 +322,9 @@ def test_save_needs_a_folder_that_can_be_written(tmp_path: Path) -> None:
 def test_megatron_prefix_is_recognised(tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").write_bytes(b"")
     half = rules(f"--data-path {tmp_path}/corpus")["file-missing"]
-    assert f"{tmp_path}/corpus.idx is there, {tmp_path}/corpus.bin is not" in half
+    assert f"{tmp_path}/corpus.idx exists, but {tmp_path}/corpus.bin does not" in half
     IndexedDatasetBuilder(str(tmp_path / "corpus"), "uint16").finalize()
-    assert "corpus.bin: the corpus holds no tokens" in rules(f"--data-path {tmp_path}/corpus")["file"]
+    assert "corpus.bin: the corpus contains no tokens" in rules(f"--data-path {tmp_path}/corpus")["file"]
     with IndexedDatasetBuilder(str(tmp_path / "corpus"), "uint16") as builder:
         builder.add_item([5, 6, 7])
         builder.end_document()

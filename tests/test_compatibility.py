@@ -103,15 +103,15 @@ def test_downgrade_switches_the_feature_off_with_a_warning() -> None:
     assert config.origins["use_pipe_experts"] == "switched off by pipe-experts-nothing"
     assert config.origins["pipe_experts_multi_data"] == "default"
     (warning,) = config.warnings
-    assert warning.startswith("[pipe-experts-nothing] --use-pipe-experts is off: one local expert with N = 1")
+    assert warning.startswith("[pipe-experts-nothing] --use-pipe-experts is off: a single local expert with N = 1")
 
 
 def test_of_pipe_experts_with_slices_the_warning_says_what_is_off_and_what_would_do() -> None:
     line = "--validate-only --world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --use-pipe-experts"
     config = parse("moe", shlex.split(f"{line} --ampipe-degree 2"), {})
     (warning,) = config.warnings
-    assert "--use-pipe-experts is off: AMPipe's slices" in warning
-    assert "Give --pipe-experts-multi-data 4" in warning
+    assert "--use-pipe-experts is off: --use-pipe-experts with --ampipe-degree > 1" in warning
+    assert "Set --pipe-experts-multi-data to 4" in warning
     assert config.origins["use_pipe_experts"] == "switched off by ampipe-pipe-experts"
     piped = parse("moe", shlex.split(f"{line} --ampipe-degree 2 --pipe-experts-multi-data 4"), {})
     assert piped.ampipe.use_pipe_experts

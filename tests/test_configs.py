@@ -140,7 +140,7 @@ def test_a_file_has_a_number_of_ranks(four: str) -> None:
     assert parse("moe", ["--config", four], {"WORLD_SIZE": "4"}).grid.world_size == 4
     said = refused("moe", "--config", four, ranks=2)
     assert "--world-size 4, WORLD_SIZE 2" in said
-    assert "Start 4 ranks; or say --world-size 2 on the line" in said
+    assert "Start 4 ranks, set --world-size 2 on the command line" in said
     assert parse("moe", ["--config", four, "--world-size", "2"], {"WORLD_SIZE": "2"}).grid.world_size == 2
 
 
@@ -156,7 +156,7 @@ def test_a_file_of_the_other_trainer_is_told_by_its_name(four: str) -> None:
     assert "[unknown-flag]" in said
     assert len(said.splitlines()) == 2  # nothing that only follows from the missing file
     Path(four).write_text("script: pretrain_gpt.py\n", encoding="utf-8")
-    assert "none of pretrain_moe.py, pretrain_ernie.py" in refused("moe", "--config", four)
+    assert "not one of pretrain_moe.py, pretrain_ernie.py" in refused("moe", "--config", four)
 
 
 def test_what_only_a_plan_knows_is_refused_or_said(four: str) -> None:
@@ -167,7 +167,7 @@ def test_what_only_a_plan_knows_is_refused_or_said(four: str) -> None:
     assert parse("moe", ["--config", four, "--validate-only"], {}, planning=True).warnings == ()
     Path(four).write_text(text + "assume: fp8 dualpipe\n", encoding="utf-8")
     config = parse("moe", ["--config", four, "--validate-only"], {})
-    assert config.warnings[0].startswith("the file assumes fp8, dualpipe, which only `megapar plan` knows")
+    assert config.warnings[0].startswith("the file assumes fp8, dualpipe, which only `megapar plan` supports")
 
 
 def test_a_name_that_others_begin_with_is_understood() -> None:

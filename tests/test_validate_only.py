@@ -39,43 +39,50 @@ MISTAKES = [
     (f"--data-path no.jsonl --load-hf {'a' * 300}", "File name too long"),
     ("--data-path data/corpus", "Did you mean data/corpus_text_document?"),
     ("--data-path data", "a folder of indexed files", "Write --data-path data/corpus_text_document"),
-    ("--data-path half", "half.idx is there, half.bin is not"),
-    ("--data-path blank.jsonl", "[file] --data-path blank.jsonl holds no text"),
+    ("--data-path half", "half.idx exists, but half.bin does not"),
+    ("--data-path blank.jsonl", "[file] --data-path blank.jsonl contains no text"),
     ("--data-path late.jsonl", "late.jsonl, line 3: no field 'text'"),
     ("--data-path texts", "texts/wrong.jsonl, line 1: no field 'text'"),
-    ("--data-path a.jsonl.xz", "cannot be read as text", "compressed in a way that is not read"),
+    ("--data-path a.jsonl.xz", "cannot be read as text", "compressed in an unsupported way"),
     ("--data-path cut.jsonl.gz", "not a readable gzip file"),
     ("--data-path no.parquet.parquet", "is not a parquet file, or is cut off"),
     ("--data-path columns.parquet", "columns.parquet has no column 'text'"),
-    ("--data-path data/corpus_text_document --vocab-size 100", "is 5999, where the vocabulary has ids 0 to 99"),
+    ("--data-path data/corpus_text_document --vocab-size 100", "is 5999, but the vocabulary has ids 0 to 99"),
     ("--data-path short", "short.bin: 2 bytes, where short.idx implies 6"),
-    ("--data-path data/corpus_text_document a.jsonl", "text beside it (a.jsonl)", "Give --tokenizer-model"),
+    ("--data-path data/corpus_text_document a.jsonl", "the text next to it (a.jsonl)", "Set --tokenizer-model"),
     (
         "--hf-dataset wikitext --data-source hf",
-        "--hf-dataset wikitext is no folder",
+        "--hf-dataset wikitext is not a file or folder",
         "hf download wikitext --repo-type",
     ),
     ("--hf-dataset saved --data-source hf", "--hf-dataset saved has no column 'text'; it has 'body'"),
     ("--tokenizer-model gpt2", "--tokenizer-model gpt2 does not exist", "hf download gpt2 --local-dir gpt2"),
     ("--tokenizer-model a.jsonl", "[tokenizer] --tokenizer-model a.jsonl cannot be read", "not a sentencepiece model"),
     ("--tokenizer-model words --vocab-size 8", "the tokenizer words has 10 ids, more than the 8 rows"),
-    ("--tokenizer-model words --load run", "10 ids, more than the 9 rows", "Give the tokenizer that it was trained"),
-    ("pretrain_ernie.py --tokenizer-model words", "words has no mask token, which is needed here"),
+    (
+        "--tokenizer-model words --load run",
+        "10 ids, more than the 9 rows",
+        "Pass the tokenizer that the weights were trained",
+    ),
+    ("pretrain_ernie.py --tokenizer-model words", "words has no mask token, which pretrain_ernie.py needs"),
     (
         f"{ERNIE3} --triples-file triples.tsv",
-        "triples.tsv, line 2: 3 cells, where HEAD, RELATION, TAIL, SENTENCE belong",
+        "triples.tsv, line 2: 3 cells instead of HEAD, RELATION, TAIL, SENTENCE",
     ),
-    (f"{ERNIE3} --phrase-file blank.jsonl", "--phrase-file blank.jsonl holds no entries"),
+    (f"{ERNIE3} --phrase-file blank.jsonl", "--phrase-file blank.jsonl contains no entries"),
     ("--load run --num-layers 2", "[checkpoint-model]", "num_layers is 4 there and 2 here"),
     ("--load run --train-iters 12", "[checkpoint-schedule]", "--lr-decay-iters is 6 there and 12 here", "Pass --lr-d"),
     ("--load run --train-iters 6 --lr 1", "[checkpoint-schedule]", "--lr is", "--override-opt-param-scheduler"),
     ("--load foreign", "[checkpoint-foreign]", "Megatron-LM", "--load-hf"),
     ("--load run --ckpt-step 7", "no checkpoint of --ckpt-step 7", "It has those of 6"),
-    ("--load broken --ckpt-step 5", "broken holds no checkpoint", "It holds only a save that was not finished"),
-    ("--load downloaded", "downloaded holds no checkpoint", "did you mean --load-hf downloaded?"),
-    ("--save run", "[checkpoint] --save run holds checkpoints of another run, up to iteration 6"),
-    ("--load-hf model", "--load-hf model has a config.json and no weights"),
-    ("--load-hf half_model", "--load-hf half_model lacks model-2.safetensors, which its model.safetensors.index.json"),
+    ("--load broken --ckpt-step 5", "broken contains no checkpoint", "It contains only an unfinished save"),
+    ("--load downloaded", "downloaded contains no checkpoint", "did you mean --load-hf downloaded?"),
+    ("--save run", "[checkpoint] --save run contains checkpoints of another run, up to iteration 6"),
+    ("--load-hf model", "--load-hf model has a config.json but no weights"),
+    (
+        "--load-hf half_model",
+        "--load-hf half_model lacks model-2.safetensors, listed in its model.safetensors.index.json",
+    ),
 ]
 
 
@@ -201,7 +208,7 @@ def test_the_rules_alone_look_at_no_file(folder: Path) -> None:
     line = "--rules-only --data-path no.jsonl --load nowhere --tokenizer-model none.model --world-size 8 --save run"
     done = start(folder, "pretrain_moe.py", line)
     assert (done.returncode, done.stderr) == (0, "heavy: []\n")
-    assert "keeps the rules on 8 ranks; files were only read for the model's sizes" in done.stdout
+    assert "satisfies the rules for 8 ranks; files were only read for the model's sizes" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("  --vocab-size 4096 is assumed")
     assert start(folder, "pretrain_moe.py", f"{line} --mp-degree 3").returncode == 2
     assert "Keep one of them" in start(folder, "pretrain_moe.py", f"{line} --validate-only").stderr

@@ -139,7 +139,7 @@ def test_an_odd_file_is_refused_with_its_name(tmp_path: Path, name: str, text: s
 def test_a_folder_that_only_its_own_library_reads_asks_for_the_number(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n", encoding="utf-8")
     assert vocabulary_of(tmp_path) is None
-    with pytest.raises(ConfigError, match=r"does not say in its files how many ids it has. Give --vocab-size"):
+    with pytest.raises(ConfigError, match=r"its files do not contain the number of its ids. Set --vocab-size"):
         _config("--tokenizer-model", str(tmp_path))
     assert _config("--tokenizer-model", str(tmp_path), "--vocab-size", "9").model.vocab_size == 9
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_keeps_its_rows(tmp_path: Path, model: bytes) -> None:
         (("--data-path", "mock"), "4,096 rows (the default for random tokens)"),
         (("--vocab-size", "64"), "64 rows (--vocab-size)"),
         (("--tokenizer-model", "t.model"), "{size} rows (--tokenizer-model t.model)"),
-        (("--tokenizer-model", "none"), "4,096 rows (assumed, as --tokenizer-model none cannot be read here)"),
+        (("--tokenizer-model", "none"), "4,096 rows (assumed, because --tokenizer-model none cannot be read here)"),
     ],
 )
 def test_a_plan_says_where_its_vocabulary_is_from(

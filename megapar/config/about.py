@@ -1,10 +1,12 @@
-"""What a configuration file says of the run it was written for, beside the flags: keys that no line has.
+"""Keys of a configuration file that describe its run and are not flags.
 
-    script: pretrain_moe.py          the trainer whose flags it holds
-    device_kind: h100-80g            what `megapar plan` plans for
-    assume: [fp8-mlp, dualpipe]      techniques of the published run that only `megapar plan` knows
+    script: pretrain_moe.py          the trainer that the flags are for
+    device_kind: h100-80g            the device that `megapar plan` plans for
+    assume: [fp8-mlp, dualpipe]      techniques of the published run that only `megapar plan` supports
 
-How many ranks it was written for is a flag, ``world_size``. Standard library and PyYAML.
+The number of ranks is a flag, ``world_size``. Standard library only.
+
+Tested in ``tests/test_configs.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +19,19 @@ from megapar.errors import Complaint
 from megapar.schema.flag import SCRIPTS
 
 KEYS = ("script", "device_kind", "assume")
-# Of an assumed technique that makes another model, not another way to compute the same one.
+# Assumed techniques that change the model, and not only the way to compute it.
 ANOTHER_MODEL = ("latent-attention",)
 
 
 @dataclass(frozen=True)
 class About:
-    """Empty where the file does not say."""
+    """Description of the run that a file is for. Keys that the file does not set are empty.
+
+    Attributes:
+        script: Entry script.
+        device_kind: Device that ``megapar plan`` plans for.
+        assume: Techniques that only ``megapar plan`` supports.
+    """
 
     script: str = ""
     device_kind: str = ""
@@ -31,40 +39,44 @@ class About:
 
 
 def spelled(key: str) -> str:
-    """A key with underscores, as it is listed here."""
+    """Return a key in lower case with underscores, as in KEYS."""
     return key.lower().replace("-", "_")
 
 
 def take(before: About, pairs: Iterable[tuple[str, Any]]) -> About:
-    """What key and value pairs of a file say, over what is known already."""
-    said = {spelled(key): value for key, value in pairs if value is not None}
-    items = said.get("assume", before.assume)
+    """Return ``before``, updated with the key and value pairs of a file."""
+    given = {spelled(key): value for key, value in pairs if value is not None}
+    items = given.get("assume", before.assume)
     return About(
-        script=str(said.get("script", before.script)),
-        device_kind=str(said.get("device_kind", before.device_kind)),
+        script=str(given.get("script", before.script)),
+        device_kind=str(given.get("device_kind", before.device_kind)),
         assume=tuple(map(str, items if isinstance(items, (list, tuple)) else str(items).split())),
     )
 
 
 def other_script(path: str, script: str, kind: str) -> Complaint | None:
-    """The complaint about a file for another script than that of ``kind``."""
+    """Return a complaint if a file is for a different script than that of ``kind``, else None."""
     if script in ("", SCRIPTS[kind]):
         return None
     if script not in SCRIPTS.values():
-        return Complaint("script", f"in {path}, script is {script!r}, none of {', '.join(SCRIPTS.values())}.")
+        return Complaint("script", f"in {path}, script is {script!r}, not one of {', '.join(SCRIPTS.values())}.")
     return Complaint("script", f"{path} is for {script}, and this is {SCRIPTS[kind]}.", f"Start {script}.")
 
 
 def unknown_to_trainers(assume: Sequence[str]) -> tuple[Complaint | None, str]:
-    """Of a file with these assumptions: why it cannot be trained, or else the warning of what a run does without."""
+    """Return (complaint, warning) for a file with these assumptions.
+
+    A file that assumes a different model is refused. One that only assumes a faster implementation gets a warning,
+    because the run does without it.
+    """
     if not assume:
         return None, ""
     other = [word for word in assume if word.partition(":")[0] in ANOTHER_MODEL]
     if other:
-        message = f"this file is for `megapar plan` only: it assumes {', '.join(other)}, which no trainer here has"
-        fix = "Plan it with `megapar plan --config FILE`; what would start here is another model."
+        message = f"this file is for `megapar plan` only: it assumes {', '.join(other)}, which the trainers do not have"
+        fix = "Plan it with `megapar plan --config FILE`; a run would train a different model."
         return Complaint("assume", f"{message}.", fix), ""
     return None, (
-        f"the file assumes {', '.join(assume)}, which only `megapar plan` knows: the run does without, takes more "
-        "memory and time than that plan says, and has the same model"
+        f"the file assumes {', '.join(assume)}, which only `megapar plan` supports: the run trains the same model "
+        "without them and needs more memory and time than planned"
     )

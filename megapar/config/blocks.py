@@ -1,4 +1,7 @@
-"""Blocks of a YAML file: the groups of flags, and those in which PaddlePaddle's strategies write the same settings."""
+"""Blocks of a YAML file: the groups of flags, and the blocks of PaddlePaddle's strategies for the same settings.
+
+Tested in ``tests/config/test_read.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _PADDLE = (
     *("tensor-parallel-configs", "pipeline-configs", "gradient-merge", "gradient-merge-configs", "recompute-configs"),
 )
 BLOCKS = frozenset((*GROUPS, *_PADDLE))
-"""Names of blocks, in their normal form: what stands in them means what it means at the left margin."""
+"""Names of blocks, in their normal form. A key in a block means the same as at the left margin."""
 
 _SHORT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -28,8 +31,8 @@ _SHORT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "sharding-configs": {"stage": "sharding-stage"},
     }
 )
-# Keys of blocks that say what is the case here anyway: the values with which they do.
-_ANYWAY: Mapping[str, tuple[str, ...]] = MappingProxyType(
+# Keys of blocks that are accepted and ignored with these values, because they request what megapar always does.
+_IGNORED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "enable": TRUE,  # the block's feature
         "avg": TRUE,  # gradients of merged micro-batches are averaged
@@ -41,16 +44,22 @@ _ANYWAY: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Pairs(list[tuple[str, Any]]):
-    """Keys and values of a mapping as they stand, repeated keys included; a value may be Pairs."""
+    """Keys and values of a mapping in file order, with repeated keys; a value may be Pairs itself."""
 
     def plain(self) -> dict[str, Any]:
-        """For what takes no mapping, and says so."""
+        """Return nested dicts, for settings that refuse a mapping."""
         return {key: value.plain() if isinstance(value, Pairs) else value for key, value in self}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A setting of a file. name: that is to be looked up, in its normal form. shown: as it stands, with its blocks."""
+    """Setting of a file.
+
+    Attributes:
+        name: Name to look up, in its normal form.
+        shown: Key as written, with its blocks.
+        value: Value as read.
+    """
 
     name: str
     shown: str
@@ -59,17 +68,22 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Strange:
-    """A block that nobody knows. keys: what stands in it."""
+    """Block of an unknown name.
+
+    Attributes:
+        shown: Key as written, with its blocks.
+        keys: Keys in the block.
+    """
 
     shown: str
     keys: Sequence[str]
 
 
 def leaves(pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], *within: str) -> Iterator[Leaf | Strange]:
-    """The settings of a file, those of blocks it knows one by one. known: names that are settings themselves."""
-    found = list(pairs)
-    blocks = {normal(key).lstrip("-") for key, value in found if isinstance(value, Pairs)}
-    for key, value in found:
+    """Yield the settings of a file, including those in known blocks. ``known``: names that are settings."""
+    items = list(pairs)
+    blocks = {normal(key).lstrip("-") for key, value in items if isinstance(value, Pairs)}
+    for key, value in items:
         name = normal(key).lstrip("-")
         shown = ".".join((*within, key))
         if isinstance(value, Pairs) and name not in known:
@@ -79,11 +93,11 @@ def leaves(pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], *within: 
                 yield Strange(shown, [inner for inner, _ in value])
             continue
         if value in (None, "None") and name in BLOCKS and name not in known:
-            continue  # a block in which nothing is set
+            continue  # an empty block
         if within:
             name = _SHORT.get(normal(within[-1]), {}).get(name, name)
-            if name not in known and str(value).lower() in _ANYWAY.get(name, ()):
+            if name not in known and str(value).lower() in _IGNORED.get(name, ()):
                 continue
         if name not in known and f"{name}-configs" in blocks and str(value).lower() in TRUE:
-            continue  # PaddlePaddle's switch beside the block, which is there
+            continue  # PaddlePaddle's switch for a block that the file contains
         yield Leaf(name, shown, value.plain() if isinstance(value, Pairs) else value)

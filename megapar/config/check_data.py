@@ -1,4 +1,7 @@
-"""What is wrong with the data files of a configuration, as far as their names, heads and first lines say."""
+"""Checks of a configuration's data files by their names, headers and first lines.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,14 @@ from megapar.errors import Complaint, DataError
 from megapar.rules.data import blend_of
 
 NAMED_DATA = ("builtin", "mock")
-LONGEST_LOOK = 1 << 20  # bytes; a longer first line is left to the reader
-MOST_FILES = 100  # of a folder, whose first lines are looked at
+MAX_LINE_BYTES = 1 << 20  # a longer first line is left to the reader
+MAX_FILES = 100  # files of a folder whose first lines are checked
 _PARQUET_MAGIC = b"PAR1"
 _HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
 
 
 def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
-    """Complaints about --data-path, --eval-data-path and --hf-dataset; missing values are passed over."""
+    """Yield complaints about --data-path, --eval-data-path and --hf-dataset; missing values are skipped."""
     if values.get("data_source") == "hf":
         if values.get("hf_dataset"):
             yield from _dataset(str(values["hf_dataset"]), _field(values))
@@ -53,18 +56,18 @@ def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if indexed and texts and values.get("tokenizer_model") is None:
         yield Complaint(
             "tokenizer",
-            f"{indexed[0]} holds tokens of a tokenizer that was chosen before, and text beside it ({texts[0]}) must be "
-            "tokenised by the same one.",
-            "Give --tokenizer-model.",
+            f"{indexed[0]} contains tokens of an existing tokenizer, and the text next to it ({texts[0]}) must be "
+            "tokenised with the same one.",
+            "Set --tokenizer-model to that tokenizer.",
         )
 
 
 def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
-    """What the first lines of a lexicon or of triples say. name: of the flag."""
+    """Yield complaints about the first lines of a lexicon or of triples. ``name``: field name of the flag."""
     spelling = FLAGS[name].spelling
     with path.open("rb") as file:
-        head = file.read(LONGEST_LOOK)
-    lines = head.splitlines() if len(head) < LONGEST_LOOK else head.splitlines()[:-1]
+        head = file.read(MAX_LINE_BYTES)
+    lines = head.splitlines() if len(head) < MAX_LINE_BYTES else head.splitlines()[:-1]
     for number, line in enumerate(lines, 1):
         try:
             text = decoded(line, f"{spelling} {path}, line {number}")
@@ -73,26 +76,24 @@ def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
             return
         cells = [cell.strip() for cell in text.split("\t")]
         if name == "triples_file" and text.strip() and (len(cells) != 4 or not all(cells)):
-            message = (
-                f"{spelling} {path}, line {number}: {len(cells)} cells, where HEAD, RELATION, TAIL, SENTENCE belong."
-            )
-            yield Complaint("record", message, "Put a tab between them.")
+            message = f"{spelling} {path}, line {number}: {len(cells)} cells instead of HEAD, RELATION, TAIL, SENTENCE."
+            yield Complaint("record", message, "Separate the four with tabs.")
             return
     if not any(line.strip() for line in lines):
-        yield Complaint("file", f"{spelling} {path} holds no entries.", "It takes one per line.")
+        yield Complaint("file", f"{spelling} {path} contains no entries.", "Write one entry per line.")
 
 
 def missing(name: str, path: str) -> Complaint:
-    """A file or folder that is not there, with what is there in its place. name: of the flag."""
+    """Return a complaint about a missing file or folder, with similar names. ``name``: field name of the flag."""
     if name.endswith("data_path") and _is_mixture(path):
-        fix = f"In a file write a list: [{', '.join(path.split())}]; on the line leave the quotes out."
+        fix = f"In a YAML file, write a list: [{', '.join(path.split())}]; on the command line, remove the quotes."
         return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
     fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())
     is_file = path.endswith((".model", ".json", ".txt"))
     if name in ("load_hf", "tokenizer_model") and re.fullmatch(_HUB_NAME, path) and not is_file:
         fix += (
-            " Nothing is downloaded: for a model on the Hub, download it first, "
-            f"`hf download {path} --local-dir {path.split('/')[-1]}`, and give that folder."
+            " megapar downloads nothing: download a model from the Hub first, "
+            f"`hf download {path} --local-dir {path.split('/')[-1]}`, and pass that folder."
         )
     return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
 
@@ -104,12 +105,12 @@ def _field(values: Mapping[str, Any]) -> str:
 def _items(paths: Any) -> list[str]:
     try:
         return [item for _, item in blend_of(paths or ())]
-    except ValueError:  # a rule row speaks of it
+    except ValueError:  # refused by a row of the matrix
         return []
 
 
 def _is_mixture(text: str) -> bool:
-    """Whether one text is weights and paths in turn."""
+    """Return True if a single string contains weights and paths in turn."""
     try:
         parts = blend_of(text.split())
     except ValueError:
@@ -118,10 +119,10 @@ def _is_mixture(text: str) -> bool:
 
 
 def _prefix(path: str) -> str | None:
-    """The prefix of indexed files that a path names; None where it names something else."""
+    """Return the prefix of indexed files that a path names, or None if it names something else."""
     prefix = path[:-4] if path.endswith(INDEXED) else path
-    there = any(Path(f"{prefix}{suffix}").exists() for suffix in INDEXED)
-    return prefix if there and (prefix != path or not Path(path).exists()) else None
+    exists = any(Path(f"{prefix}{suffix}").exists() for suffix in INDEXED)
+    return prefix if exists and (prefix != path or not Path(path).exists()) else None
 
 
 def _item(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -133,7 +134,7 @@ def _item(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint
     elif path.is_dir():
         yield from _folder(name, path, values)
     elif not path.stat().st_size:
-        yield Complaint("file", f"{spelling} {item} is empty.", "Give a file with text in it.")
+        yield Complaint("file", f"{spelling} {item} is empty.", "Pass a file that contains text.")
     elif reason := refusal_of(path):
         yield Complaint("file", f"{spelling} {item} cannot be read as text.", f"It is {reason}.")
     else:
@@ -141,23 +142,23 @@ def _item(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint
 
 
 def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
-    spelling, found = FLAGS[name].spelling, listing(folder)
+    spelling, entries = FLAGS[name].spelling, listing(folder)
     corpora = sorted({str(path)[:-4] for path in folder.iterdir() if path.suffix in INDEXED})
-    if corpora and not found.taken:
+    if corpora and not entries.taken:
         more = f" (and {len(corpora) - 1} more)" if len(corpora) > 1 else ""
-        message = f"{spelling} {folder} is a folder of indexed files, which are given by their prefixes."
+        message = f"{spelling} {folder} is a folder of indexed files, which are named by their prefixes."
         yield Complaint("file", message, f"Write {spelling} {corpora[0]}{more}; with weights: 0.7 A 0.3 B.")
-    elif not found.taken:
-        yield Complaint("file", f"{spelling} {folder}: {nothing_read(folder)}.", "Give one with such files in it.")
-    for file in islice(found.taken, MOST_FILES):
+    elif not entries.taken:
+        yield Complaint("file", f"{spelling} {folder}: {nothing_read(folder)}.", "Pass a folder with such files.")
+    for file in islice(entries.taken, MAX_FILES):
         yield from _content(name, file, values)
 
 
 def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
-    """What can be told of a file from its first bytes, lines or, of parquet, its last bytes."""
+    """Yield complaints about a file's first bytes or lines or, for parquet, its last bytes."""
     spelling = FLAGS[name].spelling
     if not os.access(path, os.R_OK):
-        yield Complaint("file", f"{spelling} {path} may not be read.", "Change its permissions.")
+        yield Complaint("file", f"{spelling} {path} is not readable.", "Change its permissions.")
     elif kind_of(path) == PARQUET:
         yield from _parquet(spelling, path, _field(values))
     elif values.get("on_bad_record") == "stop":
@@ -165,9 +166,10 @@ def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Compl
 
 
 def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
-    """What is wrong with all of a file is wrong with its first line: the field, the encoding, the kind of file.
+    """Check the first line, which shows the mistakes that concern the whole file: field, encoding, kind of file.
 
-    Files of other kinds are read as text, too, but may be data of their own; what needs a package is left to the run.
+    Files of other kinds are not checked, because they may have another format; files that need a package to unpack are
+    left to the run.
     """
     kind = kind_of(path)
     packed = path.suffix.lower() == ZSTANDARD and sys.version_info < (3, 14)
@@ -177,10 +179,10 @@ def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
     if kind not in (*JSONL, *TEXT) or packed:
         return
     try:
-        number, line = first_line(path, LONGEST_LOOK)
+        number, line = first_line(path, MAX_LINE_BYTES)
         if number == 0:
-            yield Complaint("file", f"{spelling} {path} holds no text.", "Give a file with text in it.")
-        elif len(line) < LONGEST_LOOK:
+            yield Complaint("file", f"{spelling} {path} contains no text.", "Pass a file that contains text.")
+        elif len(line) < MAX_LINE_BYTES:
             place = f"{spelling} {path}, line {number}"
             if kind in JSONL:
                 text_of_line(line, place, field)
@@ -191,7 +193,7 @@ def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
 
 
 def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
-    """Looks for the column's name in the footer, where names are plain text; pyarrow knows the rest."""
+    """Check that the footer contains the column's name, which is plain text there; the rest is left to pyarrow."""
     with path.open("rb") as file:
         first = file.read(4)
         file.seek(max(0, path.stat().st_size - 8))
@@ -206,7 +208,7 @@ def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
         yield Complaint("package", message, "Install it: pip install pyarrow.")
     elif field.encode() not in footer:
         message = f"{spelling} {path} has no column {field!r}."
-        yield Complaint("record", message, "Name the one that holds the text: --text-field NAME.")
+        yield Complaint("record", message, "Name the column that contains the text: --text-field NAME.")
 
 
 def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -216,13 +218,13 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
     lacking = [one for one in pair if not Path(one).exists()]
     if len(lacking) == 2:
         near = sorted(path.stem for path in Path(prefix).parent.glob(f"{Path(prefix).name}_*.idx"))
-        found = missing(name, item)
+        complaint = missing(name, item)
         fix = f"Did you mean {' or '.join(str(Path(prefix).with_name(stem)) for stem in near[:3])}?"
-        yield Complaint(found.rule, found.message, fix) if near else found
+        yield Complaint(complaint.rule, complaint.message, fix) if near else complaint
         return
     if lacking:
-        there = next(one for one in pair if one not in lacking)
-        yield Complaint("file-missing", f"{spelling} {item}: {there} is there, {lacking[0]} is not.")
+        present = next(one for one in pair if one not in lacking)
+        yield Complaint("file-missing", f"{spelling} {item}: {present} exists, but {lacking[0]} does not.")
         return
     known = known_vocabulary(values)
     try:
@@ -232,7 +234,7 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
 
 
 def _dataset(name: str, field: str) -> Iterator[Complaint]:
-    """A name that is neither here nor in the cache of ``datasets``, and a saved one without the column."""
+    """Yield complaints about a name that neither exists nor is in the cache of ``datasets``, or lacks the column."""
     if importlib.util.find_spec("pyarrow") is None:
         yield Complaint(
             "package", f"--hf-dataset {name} needs the package datasets.", "Install it: pip install pyarrow."
@@ -242,17 +244,17 @@ def _dataset(name: str, field: str) -> Iterator[Complaint]:
             hub = re.fullmatch(_HUB_NAME, name) is not None
             local = name.split("/")[-1]
             fix = (
-                f"Nothing is downloaded by a run: `hf download {name} --repo-type dataset --local-dir {local}`, then "
+                f"A run downloads nothing: run `hf download {name} --repo-type dataset --local-dir {local}`, then pass "
                 f"--hf-dataset {local}."
             )
-            message = f"--hf-dataset {name} is no folder or file here, and not in the cache of datasets."
+            message = f"--hf-dataset {name} is not a file or folder here, and is not in the cache of datasets."
             yield Complaint("file-missing", message, fix if hub else near_path(name))
     else:
         for info in (Path(name) / "dataset_info.json", Path(name) / "train" / "dataset_info.json"):
             columns = _columns(info)
             if columns and field not in columns:
                 message = f"--hf-dataset {name} has no column {field!r}; it has {', '.join(map(repr, columns))}."
-                yield Complaint("record", message, "Name the one that holds the text: --text-field NAME.")
+                yield Complaint("record", message, "Name the column that contains the text: --text-field NAME.")
                 return
 
 
@@ -264,15 +266,15 @@ def _columns(info: Path) -> list[str]:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether ``datasets`` or the Hub's library has kept something of this name."""
+    """Return True if the cache of ``datasets`` or of the Hub's library contains this name."""
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     kept = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    there = [entry.name for folder in (kept, hub) if folder.is_dir() for entry in folder.iterdir()]
+    cached = [entry.name for folder in (kept, hub) if folder.is_dir() for entry in folder.iterdir()]
     wanted = (_letters(name), _letters(f"datasets{name}"))
-    return any(_letters(one) in wanted for one in there)
+    return any(_letters(one) in wanted for one in cached)
 
 
 def _letters(name: str) -> str:
-    """A name in a way that both caches keep it: they write cases, dots and slashes differently."""
+    """Return only the letters and digits of a name, because the two caches write case, dots and slashes differently."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

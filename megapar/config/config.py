@@ -1,7 +1,9 @@
-"""The configuration of a run: frozen groups, complete and resolved, with the origin of each value.
+"""Complete configuration of a run: frozen groups with every value resolved, and the origin of each value.
 
 The numbers of a model are declared, each with its flag, by the dataclass that its layers take
 (``model/<name>/sizes.py``); ``Config.model`` is that dataclass. All other flags are declared in this folder.
+
+Tested in ``tests/test_arguments.py``.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class FlagGroup:
     """Flags that are listed together in --help and docs/flags.md.
 
     Attributes:
-        title: The line above them.
-        classes: The dataclasses that declare them, each with the trainers that know its flags.
+        title: Heading.
+        classes: Dataclasses that declare the flags, each with the trainers that have them.
     """
 
     title: str
@@ -70,19 +72,19 @@ GROUPS: Mapping[str, FlagGroup] = MappingProxyType(
 
 
 def _flags() -> dict[str, Flag]:
-    found: dict[str, Flag] = {}
+    declared: dict[str, Flag] = {}
     for group, listed in GROUPS.items():
         for cls, models in listed.classes:
             for item in fields(cls):
                 described = to_flag(item, group, models)
                 if described is not None:
-                    found.setdefault(described.name, described)
-    ordered = (_ordered([flag for flag in found.values() if flag.group == group]) for group in GROUPS)
+                    declared.setdefault(described.name, described)
+    ordered = (_ordered([flag for flag in declared.values() if flag.group == group]) for group in GROUPS)
     return {flag.name: flag for flags in ordered for flag in flags}
 
 
 def _ordered(flags: list[Flag]) -> list[Flag]:
-    """The flags of a group as they are declared, except those that follow another one."""
+    """Return the flags of a group in declaration order, except those placed by ``Flag.after``."""
     done = [flag for flag in flags if not flag.after]
     waiting = [flag for flag in flags if flag.after]
     assert {flag.after for flag in waiting} <= {flag.name for flag in flags}
@@ -101,20 +103,20 @@ FLAGS: Mapping[str, Flag] = MappingProxyType(_flags())
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a run is: no value is left to be derived, except ``device`` and ``dtype`` where they say ``auto``.
+    """Complete configuration of a run. Only ``device`` and ``dtype`` may still be ``auto``; the run resolves them.
 
     Attributes:
         kind: ``moe`` or ``ernie``.
-        model: The numbers that layers take.
-        model_options: The weights of the model's losses.
-        moe: The training of routers.
-        unused: Values of the flags whose numbers this model does not have, by the flags' names.
-        origins: Per flag ``default``, ``file`` (``file NAME`` of several), ``flag``, ``derived`` or ``switched off by``
-            a row.
-        warnings: What was switched off or read under an old name, and advice.
-        notes: What --rules-only tolerates.
-        reminders: What the run does because nothing was said.
-        grid: The ranks.
+        model: Numbers that the layers take.
+        model_options: Weights of the model's losses.
+        moe: Training of routers.
+        unused: Values of the flags that this model does not use, by flag name.
+        origins: Origin of each value, by flag name: ``default``, ``file`` (``file NAME`` if there are several),
+            ``flag``, ``derived`` or ``switched off by ROW``.
+        warnings: Values that were switched off, deprecated spellings, and advice.
+        notes: Problems that --rules-only tolerates.
+        reminders: Consequences of defaults that may be unintended.
+        grid: Grid of ranks.
     """
 
     kind: str
@@ -141,21 +143,21 @@ class Config:
     grid: Grid
 
     def value(self, name: str) -> Any:
-        """The value of a flag, by the name of the flag."""
+        """Return the value of a flag by its name."""
         group = FLAGS[name].group
         return self.values()[name] if group in ("model", "moe") else getattr(getattr(self, group), name)
 
     def values(self) -> dict[str, Any]:
-        """The values of all flags, by the names of the flags."""
-        held = [getattr(self, item.name) for item in fields(self)]
-        held += [part for part in vars(self.model).values() if is_dataclass(part)]
-        found = dict(self.unused)
-        for group in held:
-            found |= to_flags(group) if is_dataclass(group) else {}
-        return found
+        """Return the values of all flags by name."""
+        groups = [getattr(self, item.name) for item in fields(self)]
+        groups += [part for part in vars(self.model).values() if is_dataclass(part)]
+        values = dict(self.unused)
+        for group in groups:
+            values |= to_flags(group) if is_dataclass(group) else {}
+        return values
 
     def to_dict(self) -> dict[str, Any]:
-        """Group -> flag -> plain value (lists for tuples), ready for JSON, after the kind."""
+        """Return the kind and, for each group, flag -> plain value (lists for tuples), ready for JSON."""
         groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
         for name, value in self.values().items():
             groups[FLAGS[name].group][name] = list(value) if isinstance(value, tuple) else value
@@ -172,7 +174,7 @@ def build(
     reminders: tuple[str, ...],
     grid: Grid,
 ) -> Config:
-    """The frozen Config of complete flat values (every flag and fact by name)."""
+    """Build the frozen Config from complete flat values: every flag and fact by name."""
     config = Config(
         kind=kind,
         parallel=from_flags(ParallelOptions, values),

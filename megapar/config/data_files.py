@@ -1,6 +1,8 @@
-"""Files that ``--data-path`` may name: what they hold, by their names, and how their bytes are read.
+"""Files that ``--data-path`` may name: their kinds by name, and reading of compressed ones.
 
-Standard library only, but for Zstandard below Python 3.14, which pyarrow reads.
+Standard library only, except that Zstandard needs pyarrow below Python 3.14.
+
+Tested in ``tests/tools/test_mistakes.py``.
 """
 
 from __future__ import annotations
@@ -23,64 +25,67 @@ COMPRESSED = (GZIP, ZSTANDARD)
 TEXT = (".txt", ".text", ".md")
 PARQUET = ".parquet"
 INDEXED = (".bin", ".idx")
-MOST_TOLD = 8  # of a message
+MOST_TOLD = 8  # files in a message
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "citation", "changelog", "contributing")
-_ARCHIVE = "an archive: unpack it, and give the folder"
-_NUMBERS = "numbers, where text is needed"
-_OFFICE = "a document of an office program: write its text to a .txt or .jsonl file"
+_ARCHIVE = "an archive: unpack it, and pass the folder"
+_NUMBERS = "numbers, not text"
+_OFFICE = "an office document: extract its text to a .txt or .jsonl file"
 
 
 def _others() -> Mapping[str, str]:
     table = {
-        ".csv": "a table: make a parquet file of it, {convert}",
-        ".tsv": "a table: make a parquet file of it, {convert}",
+        ".csv": "a table: convert it to a parquet file, {convert}",
+        ".tsv": "a table: convert it to a parquet file, {convert}",
         **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), _ARCHIVE),
-        **dict.fromkeys(
-            (".bz2", ".xz", ".lz4", ".br", ".lzma"), "compressed in a way that is not read: use gzip or zstd"
-        ),
+        **dict.fromkeys((".bz2", ".xz", ".lz4", ".br", ".lzma"), "compressed in an unsupported way: use gzip or zstd"),
         **dict.fromkeys((".pdf", ".doc", ".docx", ".xls", ".xlsx", ".odt", ".epub"), _OFFICE),
         **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".pkl", ".h5", ".safetensors"), _NUMBERS),
-        ".arrow": "a file of datasets: give its folder by --data-source hf --hf-dataset",
+        ".arrow": "a file of a datasets folder: pass the folder with --data-source hf --hf-dataset",
     }
     return MappingProxyType(table)
 
 
 NO_TEXT = _others()
-"""What files of these kinds hold, and what to do instead of naming them."""
+"""Content of the files that are not read as text, by suffix, and the alternative."""
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is read through gzip or Zstandard, by its name."""
+    """Return True if the file's name is that of a gzip or Zstandard file."""
     return path.suffix.lower() in COMPRESSED
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says what a file holds, ``.jsonl`` of ``a.jsonl`` and of ``a.JSONL.gz``; "" without one."""
+    """Return the suffix of a file's content, ``.jsonl`` for ``a.jsonl`` and ``a.JSONL.gz``; "" without a suffix."""
     return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
 
 def refusal_of(path: Path) -> str:
-    """Why a file is not read as text, and what to do, as half a sentence; "" where it is read."""
+    """Return the reason why a file is not read as text, and the alternative, as half a sentence; "" if it is read."""
     kind = kind_of(path)
     if is_compressed(path) and kind in (PARQUET, *INDEXED):
-        return f"{kind} files are read as they are: unpack it"
+        return f"a compressed {kind} file, which is not supported: unpack it"
     separator = r", sep='\t'" if kind == ".tsv" else ""
     command = f"datasets.Dataset.from_csv('{path}'{separator}).to_parquet('{path.with_suffix(PARQUET)}')"
-    convert = f'python -c "import datasets; {command}", and name its column by --text-field'
+    convert = f'python -c "import datasets; {command}", and name its text column with --text-field'
     return NO_TEXT.get(kind, "").format(convert=convert)
 
 
 class Listing(NamedTuple):
-    """A folder's entries by name. taken: the files that are read. skipped: the others' names with the reason."""
+    """Entries of a folder, sorted by name.
+
+    Attributes:
+        taken: Files that are read.
+        skipped: (name, reason) of the other entries.
+    """
 
     taken: tuple[Path, ...]
     skipped: tuple[tuple[str, str], ...]
 
 
 def listing(folder: Path) -> Listing:
-    """What is read of a folder: text, JSONL and parquet files, of known kinds or without a suffix.
+    """List a folder: text, JSONL and parquet files, of known kinds or without a suffix, are read.
 
-    Hidden entries are neither read nor told.
+    Hidden entries are neither read nor listed as skipped.
     """
     entries = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     reasons = [(path, _skipped(path)) for path in entries]
@@ -89,10 +94,10 @@ def listing(folder: Path) -> Listing:
 
 
 def nothing_read(folder: Path) -> str:
-    """Of a folder whose listing is empty: what it holds instead, and what would be read."""
+    """Describe a folder without readable files: its content, and the kinds that are read."""
     skipped = listing(folder).skipped[:MOST_TOLD]
-    holds = f"only {', '.join(f'{name} ({reason})' for name, reason in skipped)}" if skipped else "no files"
-    return f"the folder holds {holds}; it takes text, JSONL and parquet files"
+    content = f"only {', '.join(f'{name} ({reason})' for name, reason in skipped)}" if skipped else "no files"
+    return f"the folder contains {content}; text, JSONL and parquet files are read"
 
 
 def _skipped(path: Path) -> str:
@@ -100,13 +105,13 @@ def _skipped(path: Path) -> str:
     if path.is_dir():
         return "a folder"
     if not path.is_file():
-        return "no file"
+        return "not a regular file"
     if path.name.lower().split(".")[0] in _ABOUT_DATA and kind not in (*JSONL, PARQUET):
         return "about the data"
     if path.stat().st_size == 0:
         return "empty"
     if kind in INDEXED:
-        return "indexed tokens, which are given by their prefix"
+        return "indexed tokens, which are named by their prefix"
     if kind in NO_TEXT or refusal_of(path):
         return NO_TEXT.get(kind, "").partition(":")[0] or "compressed"
     return "" if kind in ("", *TEXT, *JSONL, PARQUET) else f"of unknown kind {kind}"
@@ -114,9 +119,9 @@ def _skipped(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes that a file holds, unpacked as they are read: nothing of their size is kept. For reading in order.
+    """Open a file for sequential reading, decompressing it on the fly; memory does not grow with its size.
 
-    Raises DataError, also while it is read, where a compressed file is damaged or cannot be read here.
+    Raises DataError, also while reading, if a compressed file is damaged or cannot be read on this machine.
     """
     kind = path.suffix.lower()
     reader = {GZIP: _gzip, ZSTANDARD: _zstandard}.get(kind)
@@ -130,13 +135,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         with stream:
             yield stream
     except broken as error:
-        raise DataError(f"{path}: not a readable {name} file ({error}); it is cut off, or no such file") from error
+        raise DataError(f"{path}: not a readable {name} file ({error}); it is truncated, or not {name}") from error
 
 
 def first_line(path: Path, longest: int) -> tuple[int, bytes]:
-    """(number, bytes) of the first line that is not blank; number 0 where there is none.
+    """Return (number, bytes) of the first line that is not blank; number 0 if there is none.
 
-    longest: bytes that are looked at, of which a longer line, or that much white space, takes all.
+    At most ``longest`` bytes are read; a longer line, or that much white space, is returned as ``longest`` bytes.
     """
     with opened(path) as file:
         left, number = longest, 0

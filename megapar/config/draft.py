@@ -1,4 +1,7 @@
-"""Settings on their way from a line and a file to a configuration, with every complaint so far."""
+"""Settings while a command line and files are being read, with the complaints collected so far.
+
+Tested in ``tests/config/test_read.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,31 @@ from megapar.errors import Complaint
 
 
 def is_given(origin: str | None) -> bool:
-    """Whether a value with this origin was asked for, on the line or in a file."""
+    """Return True if a value with this origin was set on the command line or in a file."""
     return is_from_file(origin) or origin == "flag"
 
 
 def is_from_file(origin: str | None) -> bool:
-    """Whether a value with this origin is from a file, be it the only one or one of several."""
+    """Return True if a value with this origin was set in a file, the only one or one of several."""
     return origin is not None and origin.partition(" ")[0] == "file"
 
 
 @dataclass
 class Draft:
-    """What was asked for.
+    """Settings read so far.
 
-    environ: what ``$NAME`` in paths is looked up in. values: good values by field name (a bad one is absent). origins:
-    by field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` of several). cuts_parameters: a file
-    speaks of segments as PaddlePaddle's static graphs do, in which sharding cuts parameters, too. about: what the files
-    say of themselves. foreign: one is for the other trainer, and nothing of it is here.
+    Attributes:
+        kind: ``moe`` or ``ernie``.
+        environ: Environment in which ``$NAME`` in paths is looked up.
+        values: Valid values by field name; bad ones are absent.
+        origins: By field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` if there are several).
+        complaints: Problems found.
+        warnings: Warnings to print.
+        bad: Field names of bad values.
+        cuts_parameters: A file sets segments (buckets) as PaddlePaddle's static graphs do, where sharding includes
+            parameters.
+        about: Keys of the files that are not flags.
+        foreign: A file is for the other trainer; none of its keys was read.
     """
 
     kind: str
@@ -42,12 +53,12 @@ class Draft:
     foreign: bool = False
 
     def forget(self, name: str) -> None:
-        """A field is as if nobody had set it."""
+        """Remove a field, as if it had not been set."""
         self.values.pop(name, None)
         self.origins.pop(name, None)
 
     def complain(self, rule: str, message: str, fix: str = "") -> None:
-        """Keep one complaint; the same one is kept once."""
+        """Add a complaint, unless the same one is present already."""
         complaint = Complaint(rule, message, fix)
         if complaint not in self.complaints:
             self.complaints.append(complaint)

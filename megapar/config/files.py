@@ -1,4 +1,7 @@
-"""Do the files that a configuration names exist, and can it write where it wants to?"""
+"""Checks that the files named by a configuration exist, and that its output folders can be written.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
 from megapar.schema.rule import either
 
-MOST_STEPS = 8  # of a message
+MOST_STEPS = 8  # listed in a message
 _HF_INDEX = "model.safetensors.index.json"
-# One of them is in every folder with a tokenizer; sentencepiece's may have any name before ``.model``.
+# Every folder with a tokenizer contains one of these; a sentencepiece model may have any name before ``.model``.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
 
 def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
-    """Complaints about paths; values that are missing or None are passed over."""
+    """Yield complaints about paths; values that are missing or None are skipped."""
     yield from check_data(values)
     for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
-        # One folder for --load and --save is how a script is written that is queued again: its first run makes it.
+        # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
         first_run = name == "load" and _saves_where_it_loads(values)
         if path is not None and not Path(path).exists() and not first_run:
             yield missing(name, path)
@@ -50,18 +53,18 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("metrics_jsonl"):
         metrics = Path(values["metrics_jsonl"]).absolute()
         if metrics.is_dir():
-            yield Complaint("file", f"--metrics-jsonl {metrics} is a folder.", f"Give {metrics / 'metrics.jsonl'}.")
+            yield Complaint("file", f"--metrics-jsonl {metrics} is a folder.", f"Pass {metrics / 'metrics.jsonl'}.")
         yield from _folder("metrics_jsonl", metrics.parent)
     if values.get("save_hf") and values.get("load_hf") and Path(values["save_hf"]) == Path(values["load_hf"]):
         yield Complaint(
-            "file", f"--save-hf {values['save_hf']} is where --load-hf takes its weights from.", "Give another folder."
+            "file", f"--save-hf {values['save_hf']} is also the folder of --load-hf.", "Pass a different folder."
         )
 
 
 def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
     path = Path(values["load"])
     if path.is_file():
-        yield Complaint("file", f"--load {path} is a file.", "It takes a checkpoint folder.")
+        yield Complaint("file", f"--load {path} is a file.", "Pass a checkpoint folder.")
         return
     if foreign := foreign_checkpoint(path):
         yield Complaint("checkpoint-foreign", f"--load {path} is {foreign}.", FIX)
@@ -82,81 +85,84 @@ def _tokenizer(path: Path) -> Iterator[Complaint]:
     if path.is_dir() and not any(found for name in _TOKENIZER_FILES for found in path.glob(name)):
         yield Complaint(
             "file",
-            f"--tokenizer-model {path} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}).",
-            "Give a sentencepiece model, a tokenizer.json, or the folder of a Hugging Face tokenizer.",
+            f"--tokenizer-model {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}).",
+            "Pass a sentencepiece model, a tokenizer.json, or the folder of a Hugging Face tokenizer.",
         )
 
 
 def _checkpoint(path: Path) -> Iterator[Complaint]:
-    """A folder to load from must hold a checkpoint; the mistakes are one floor too high, too low, or another form."""
+    """Complain about a folder without checkpoints: usually one level too high or too low, or another format."""
     if not path.is_dir() or any(path.glob(f"iter_*/{LAYOUT}")):
         return
-    fix = "Nothing was saved there yet."
+    fix = "Nothing has been saved there yet."
     below = sorted(str(file.parent) for file in path.glob("*/latest"))
     if below:
         fix = f"Did you mean {either(below[:3])}?"
     elif (path / "layout.json").exists():
-        fix = f"It is one checkpoint itself: give the folder that holds it, --load {path.absolute().parent}."
+        fix = f"It is a single checkpoint: pass the folder that contains it, --load {path.absolute().parent}."
     elif (path / "config.json").exists():
-        fix = f"It holds a Hugging Face model: did you mean --load-hf {path}?"
+        fix = f"It contains a Hugging Face model: did you mean --load-hf {path}?"
     elif any(".tmp-" not in one.name for one in path.glob("iter_*")):
-        fix = "What it holds is another program's: bring it into Hugging Face's form there, and give it by --load-hf."
+        fix = "It is another program's checkpoint: convert it to Hugging Face format there, and pass it with --load-hf."
     elif any(path.glob("iter_*")):
-        fix = "It holds only a save that was not finished: start without --load."
-    yield Complaint("checkpoint-missing", f"--load {path} holds no checkpoint (no iter_*/{LAYOUT}).", fix)
+        fix = "It contains only an unfinished save: start without --load."
+    yield Complaint("checkpoint-missing", f"--load {path} contains no checkpoint (no iter_*/{LAYOUT}).", fix)
 
 
 def saved_steps(path: Path) -> list[int]:
-    """Iterations of the checkpoints in a folder, oldest first."""
+    """Return the iterations of the checkpoints in a folder, oldest first."""
     return sorted({name[0] for one in path.glob("iter_*") if (name := of_name(one.name))})
 
 
 def _only_suspects(path: Path) -> Iterator[Complaint]:
-    """A run that found wrong numbers is not gone on with by accident, nor started anew over what it left."""
+    """Complain if only checkpoints that were set aside remain.
+
+    This keeps a run that found wrong numbers from being continued, or overwritten by a fresh start, by accident.
+    """
     aside = [folder.name for folder in suspects(path).values()]
     if aside and not saved_steps(path):
         more = ", ".join(aside[-MOST_STEPS:])
-        message = f"--load {path} holds only checkpoints that were set aside, as they may hold a fault: {more}."
-        yield Complaint("checkpoint", message, "Give --ckpt-step N to take one all the same.")
+        message = f"--load {path} contains only checkpoints that were set aside because they may be corrupt: {more}."
+        yield Complaint("checkpoint", message, "Set --ckpt-step N to load one nevertheless.")
 
 
 def _step(path: Path, step: int) -> Iterator[Complaint]:
-    there = sorted({*saved_steps(path), *suspects(path)})
-    if there and step not in there:
+    steps = sorted({*saved_steps(path), *suspects(path)})
+    if steps and step not in steps:
         yield Complaint(
             "checkpoint-missing",
             f"--load {path} has no checkpoint of --ckpt-step {step}.",
-            f"It has those of {', '.join(map(str, there[-MOST_STEPS:]))}.",
+            f"It has those of {', '.join(map(str, steps[-MOST_STEPS:]))}.",
         )
 
 
 def _published(path: Path) -> Iterator[Complaint]:
-    """Of a folder without config.json somebody else complains."""
+    """Complain about missing weights in a published folder; ``from_hf`` checks its config.json."""
     if (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
         yield Complaint(
             "file",
-            f"--load-hf {path} has a config.json and no weights (*.safetensors).",
-            "Give the whole folder; weights in another form are saved as safetensors by transformers' save_pretrained.",
+            f"--load-hf {path} has a config.json but no weights (*.safetensors).",
+            "Pass the complete folder; transformers' save_pretrained converts weights in other formats to safetensors.",
         )
         return
     try:
         index = json.loads(read_regular(path / _HF_INDEX, INDEX_BYTES))
         lacking = sorted(name for name in set(index["weight_map"].values()) if not (path / name).exists())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # without one, or with one that the run refuses
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or refused by the run
         return
     if lacking:
         more = f" and {len(lacking) - MOST_STEPS} more" if len(lacking) > MOST_STEPS else ""
-        message = f"--load-hf {path} lacks {', '.join(lacking[:MOST_STEPS])}{more}, which its {_HF_INDEX} names."
-        yield Complaint("file", message, "Download the whole folder.")
+        message = f"--load-hf {path} lacks {', '.join(lacking[:MOST_STEPS])}{more}, listed in its {_HF_INDEX}."
+        yield Complaint("file", message, "Download the complete folder.")
 
 
 def _folder(name: str, path: Path) -> Iterator[Complaint]:
-    """The folder, or the nearest one above it that exists, must be a folder that can be written."""
+    """Complain unless the folder, or its nearest existing parent, is a writable folder."""
     spelling = FLAGS[name].spelling
     for folder in (path.absolute(), *path.absolute().parents):
         if folder.exists():
             if not folder.is_dir():
-                yield Complaint("file", f"{spelling}: {folder} is a file, where a folder is needed.")
+                yield Complaint("file", f"{spelling}: {folder} is a file, not a folder.")
             elif not os.access(folder, os.W_OK | os.X_OK):
-                yield Complaint("file", f"{spelling}: folder {folder} cannot be written.")
+                yield Complaint("file", f"{spelling}: folder {folder} is not writable.")
             return

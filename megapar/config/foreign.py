@@ -1,30 +1,33 @@
-"""Checkpoints of other frameworks, recognised by the names of their files: nothing of them is opened."""
+"""Checkpoints of other frameworks, recognised by file names alone; no file is opened.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FIX = (
-    "Such checkpoints come in by way of Hugging Face: Megatron Bridge, or the framework's converter, writes a folder "
-    "in that form, and --load-hf reads it."
+    "Convert it to Hugging Face format with Megatron Bridge or the framework's own converter, and pass that folder "
+    "with --load-hf."
 )
 _RANK_FILE = "mp_rank_*/model_optim_rng.pt"
 _FORMS = (
     (
-        "a checkpoint of DeepSpeed",
+        "a DeepSpeed checkpoint",
         ("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt"),
     ),
-    ("a checkpoint of Megatron-LM, a file per rank", (_RANK_FILE, f"*/{_RANK_FILE}")),
+    ("a Megatron-LM checkpoint with a file per rank", (_RANK_FILE, f"*/{_RANK_FILE}")),
     (
-        "a distributed checkpoint of Megatron-LM",
+        "a distributed Megatron-LM checkpoint",
         ("common.pt", "*/common.pt", "*.distcp", "*/*.distcp"),
     ),
-    ("a checkpoint folder of Megatron-LM", ("latest_checkpointed_iteration.txt",)),
+    ("a Megatron-LM checkpoint folder", ("latest_checkpointed_iteration.txt",)),
 )
 
 
 def foreign_checkpoint(folder: Path) -> str | None:
-    """What another framework has saved in a folder, be it one iteration or several; None for anything else."""
+    """Describe the checkpoint of another framework in a folder, one iteration or several; None for anything else."""
     if (folder / "layout.json").is_file() or any(folder.glob("iter_*/layout.json")):
         return None
     return next((form for form, patterns in _FORMS if any(any(folder.glob(one)) for one in patterns)), None)

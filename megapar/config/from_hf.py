@@ -1,4 +1,7 @@
-"""``--load-hf`` and converted checkpoints: the sizes of a published model in place of defaults."""
+"""``--load-hf`` and converted checkpoints: the sizes of a published model replace the defaults.
+
+Tested in ``tests/training/test_imports.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from megapar.config.published import Unsupported, architecture_of, flags_of, rea
 from megapar.schema.flag import SCRIPTS
 
 BESIDE = "hf"
-"""Folder in a converted checkpoint's: what the published folder has and a checkpoint has no place for."""
+"""Subfolder of a converted checkpoint's folder, for the published model's files that a checkpoint cannot store."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-_FREE = ("hidden_dropout", "attention_dropout")  # of training, not of the model
+_FREE = ("hidden_dropout", "attention_dropout")  # properties of training, not of the model
 
 
 def published_folder(load_hf: str | None, load: str | None) -> str | None:
-    """The Hugging Face folder that a run's model is from: --load-hf, or what a converted checkpoint has beside it."""
+    """Return the Hugging Face folder of a run's model: --load-hf, or the one inside a converted checkpoint's folder."""
     if load_hf or not load:
         return load_hf
     beside = Path(load) / BESIDE
@@ -25,27 +28,27 @@ def published_folder(load_hf: str | None, load: str | None) -> str | None:
 
 
 def take_published(draft: Draft) -> str | None:
-    """Fill in what the folder's config.json says where nobody has set it; a flag that contradicts it is a complaint.
+    """Fill in the flags that the folder's config.json determines, and complain about flags that contradict it.
 
-    The folder's class; None where there is none that can be read. A missing folder is another complaint.
+    Returns the folder's class, or None if there is no readable folder. ``check_files`` complains about a missing one.
     """
     load_hf, load = (draft.values.get(name) for name in ("load_hf", "load"))
     name = published_folder(load_hf, load)
     if not name or not Path(name).is_dir():
         return None
-    said = f"--load-hf {name}" if load_hf else f"--load {load} (its {BESIDE}/config.json)"
+    source = f"--load-hf {name}" if load_hf else f"--load {load} (its {BESIDE}/config.json)"
     try:
         config = read_config(name)
         kind, flags = flags_of(config)
     except Unsupported as error:
-        draft.complain("load-hf", f"{said}: {error}.")
+        draft.complain("load-hf", f"{source}: {error}.")
         return None
     if kind != draft.kind:
-        draft.complain("load-hf", f"{said} is a model of {SCRIPTS[kind]}, not of {SCRIPTS[draft.kind]}.")
+        draft.complain("load-hf", f"{source} is a model for {SCRIPTS[kind]}, not for {SCRIPTS[draft.kind]}.")
         return None
-    draft.warnings += [f"{said}: {remark}" for remark in remarks(config)]
+    draft.warnings += [f"{source}: {remark}" for remark in remarks(config)]
     architecture = architecture_of(config)
-    _take_sizes(draft, said, flags, free_depth=architecture.sets("mtp_depth"))
+    _take_sizes(draft, source, flags, free_depth=architecture.sets("mtp_depth"))
     has_tokenizer = any((Path(name) / one).exists() for one in TOKENIZER_FILES)
     if draft.origins.get("tokenizer_model") == "default" and has_tokenizer:
         draft.values["tokenizer_model"] = name
@@ -53,8 +56,11 @@ def take_published(draft: Draft) -> str | None:
     return architecture.name
 
 
-def _take_sizes(draft: Draft, said: str, flags: dict[str, Any], free_depth: bool) -> None:
-    """free_depth: --mtp-depth may differ: a block that the folder lacks is initialized, an unwanted one is left out."""
+def _take_sizes(draft: Draft, source: str, flags: dict[str, Any], free_depth: bool) -> None:
+    """Set the flags that config.json determines.
+
+    With ``free_depth``, --mtp-depth may differ: a block that the folder lacks is initialized, a surplus one is dropped.
+    """
     for flag, value in flags.items():
         if draft.origins.get(flag) == "default":
             draft.values[flag] = value
@@ -68,4 +74,4 @@ def _take_sizes(draft: Draft, said: str, flags: dict[str, Any], free_depth: bool
                 continue
             spelled = FLAGS[flag].spelling
             fix = f"Leave {spelled} out."
-            draft.complain("load-hf", f"{spelled} {draft.values[flag]} contradicts {said}: {value}.", fix)
+            draft.complain("load-hf", f"{spelled} {draft.values[flag]} contradicts {source}: {value}.", fix)

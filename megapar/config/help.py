@@ -1,4 +1,7 @@
-"""--help: every flag of one trainer by group, each with its unit and default."""
+"""Text of --help: every flag of one trainer by group, with its unit and default.
+
+Tested in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ WIDTH = 100
 
 
 def signature(flag: Flag) -> str:
-    """The flag as it is written, with a placeholder for its value."""
+    """Return the flag as it is written, with a placeholder for its value."""
     if flag.type == "bool":
         return flag.spelling
     if flag.type == "switch":
@@ -27,7 +30,7 @@ def signature(flag: Flag) -> str:
 
 
 def default_text(flag: Flag, kind: str) -> str:
-    """The default as it would be written, or where it is derived from."""
+    """Return the default as it is written, or the source that it is derived from."""
     value: Any = flag.defaults[kind]
     if value is None:
         return f"from {flag.derived}" if flag.derived else "none"
@@ -35,7 +38,7 @@ def default_text(flag: Flag, kind: str) -> str:
 
 
 def written(value: Any, flag: Flag | None = None) -> str:
-    """A value as it would be written on a line or in a file."""
+    """Return a value as it is written on a command line or in a file."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
@@ -49,7 +52,7 @@ def written(value: Any, flag: Flag | None = None) -> str:
 
 
 def describe(flag: Flag, kind: str) -> str:
-    """Help, unit, default and other spellings in one sentence line."""
+    """Return help, unit, default and other spellings on one line."""
     unit = f" [{flag.unit}]" if flag.unit else ""
     negates = not flag.takes_value and not flag.spelling.startswith("--no-")
     off = f"; off: --no-{flag.spelling[2:]}" if negates else ""
@@ -58,12 +61,12 @@ def describe(flag: Flag, kind: str) -> str:
 
 
 def help_text(kind: str) -> str:
-    """The whole page for one trainer."""
+    """Return the complete help page of one trainer."""
     lines = [
         f"usage: python {SCRIPTS[kind]} [--config FILE.yaml] [FLAGS]",
         f"       megapar launch --nproc-per-node N {SCRIPTS[kind]} [FLAGS]",
         "",
-        "The last of repeated flags wins; a flag on the line wins over the file. --no-FLAG turns a switch off.",
+        "The last of repeated flags wins, and the command line overrides YAML files. --no-FLAG turns a switch off.",
     ]
     for group, listed in GROUPS.items():
         flags = [flag for flag in FLAGS.values() if flag.group == group and kind in flag.models]

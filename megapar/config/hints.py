@@ -1,4 +1,7 @@
-"""What was probably meant: names that other programs use, near names of flags and files, numbers with units."""
+"""Suggestions for mistakes: names that other programs use, similar names of flags and files, numbers with units.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from types import MappingProxyType
 from megapar.schema.rule import either
 
 TRANSLATE = (
-    "--help lists all; `megapar translate -- ARGUMENTS` knows those of Megatron-LM, MindSpeed, DeepSpeed and "
-    "PaddlePaddle."
+    "--help lists all flags; `megapar translate -- ARGUMENTS` translates those of Megatron-LM, MindSpeed, DeepSpeed "
+    "and PaddlePaddle."
 )
 MOST_NAMES = 2000
-"""So many entries of a folder are compared with a name that is not there."""
+"""Maximum number of a folder's entries to compare with a missing name."""
 
 
 def _names(text: str) -> dict[str, str]:
-    """Lines ``names | what to write``."""
+    """Parse lines of the form ``names | hint``."""
     pairs = (line.split("|") for line in text.strip().splitlines())
     return {name: hint.strip() for names, hint in pairs for name in names.split()}
 
@@ -29,7 +32,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     _names("""
 learning-rate | --lr
 batch-size train-batch-size | --micro-batch-size (of one data rank) or --global-batch-size
-epochs num-epochs num-train-epochs | --train-iters: runs are counted in steps
+epochs num-epochs num-train-epochs | --train-iters: the length of a run is given in steps
 steps max-steps num-steps iterations max-iters | --train-iters
 data dataset train-data train-file input data-dir | --data-path
 resume resume-from resume-from-checkpoint checkpoint ckpt load-dir | --load
@@ -54,36 +57,36 @@ tp tp-size tensor-parallel-size mp | --mp-degree
 pp pp-size pipeline-parallel-size | --pp-degree
 cp cp-size | --cp-degree
 ep ep-size expert-parallel-size | --ep-degree
-dp dp-size data-parallel-size | --hybrid-dp: data parallelism takes the ranks that the other degrees leave
+dp dp-size data-parallel-size | --hybrid-dp: data parallelism uses the ranks left by the other degrees
 zero zero-stage | --sharding-stage
 grad-accum gradient-accumulation-steps accumulation-steps | --gradient-merge-acc-step
 warmup warmup-steps lr-warmup-steps | --lr-warmup-iters
 max-grad-norm grad-clip gradient-clipping | --clip-grad
 precision mixed-precision amp | --dtype
 recompute gradient-checkpointing activation-checkpointing | --recompute-interval 1
-adaptive-recompute-device-swap | It switches MindSpeed's adaptive recompute on: --adaptive-recompute-device-size MB \
-does here, with the memory that may be filled. Nothing is swapped to host memory.
+adaptive-recompute-device-swap | In MindSpeed it enables adaptive recompute; set --adaptive-recompute-device-size MB, \
+the memory to fill, instead. Nothing is swapped to host memory.
 sep-degree sep-parallel-degree | --cp-degree with --context-parallel-algo ulysses_cp_algo
 order hybrid-parallel-topo-order | --rank-order
 optimize-offload offload-optim | --optimizer-offload
 pp-allreduce-in-optimize | --gradient-merge-mode step
-optimize-cast | Leave it out: parameters are kept in the compute dtype beside fp32 master weights.
+optimize-cast | Leave it out: parameters are always kept in the compute dtype, next to fp32 master weights.
 init-loss-scaling | --initial-loss-scale
 incr-every-n-steps | --loss-scale-window
 decr-every-n-nan-or-inf | --hysteresis
 incr-ratio decr-ratio | --loss-scale-factor, by which the scale grows and shrinks
 k-steps | --gradient-merge-acc-step
-enable | To switch a block's feature off leave the whole block out.
-avg | Gradients of merged micro-batches are always averaged: only true is built.
+enable | To turn a block's feature off, leave the whole block out.
+avg | Gradients of merged micro-batches are always averaged: only true is supported.
 topology | --rank-order and the degrees of the axes
-loss-fn | Leave it out: the trainer's own loss is at the end of the last stage (docs/pipeline.md).
-amp-configs | Its keys are flags: --dtype fp16, --initial-loss-scale, --loss-scale-window, --hysteresis.
-pipeline tensor-parallel gradient-merge dist-strategy | It is a switch of PaddlePaddle's strategies, on where its \
-degree or number of steps is above 1: --pp-degree, --mp-degree, --gradient-merge-acc-step.
+loss-fn | Leave it out: the last stage ends with the trainer's loss (docs/pipeline.md).
+amp-configs | Write its keys as flags: --dtype fp16, --initial-loss-scale, --loss-scale-window, --hysteresis.
+pipeline tensor-parallel gradient-merge dist-strategy | This switch of PaddlePaddle's strategies is on here if the \
+degree or number of steps is above 1: set --pp-degree, --mp-degree or --gradient-merge-acc-step.
 sharding | --sharding-degree with --sharding-stage
-assume device-kind | It belongs to `megapar plan`, and as a key to a configuration file.
+assume device-kind | Pass it to `megapar plan`, or set it as a key of a configuration file.
 gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
-It belongs to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
+Pass it to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
 """)
 )
 
@@ -107,7 +110,7 @@ CHOICES: Mapping[str, str] = MappingProxyType(
 
 
 def near_flag(name: str, known: Iterable[str]) -> str:
-    """What to write instead of a flag that nobody knows; both without leading hyphens, in their normal form."""
+    """Suggest a replacement for an unknown flag; all names are in normal form, without leading hyphens."""
     if name in ELSEWHERE:
         hint = ELSEWHERE[name]
         return f"Did you mean {hint}?" if hint.startswith("--") else hint
@@ -118,26 +121,26 @@ def near_flag(name: str, known: Iterable[str]) -> str:
 
 
 def of_block(name: str) -> str:
-    """What to write instead of a block of another program; empty where nothing is known of it but one flag."""
+    """Suggest a replacement for a block of another program; "" if only a single flag is known for it."""
     hint = ELSEWHERE.get(name, "")
     return "" if hint.startswith("--") else hint
 
 
 def near_choice(value: str, choices: Sequence[str]) -> str:
-    """The choice that a value is near to, as a question; empty where there is none."""
+    """Suggest the choice most similar to a value, as a question; "" if there is none."""
     other = CHOICES.get(value.lower())
     near = [other] if other in choices else get_close_matches(value.lower(), choices, 1, 0.5)
     return f"Did you mean {near[0]}?" if near else ""
 
 
 def near_path(path: str, named: Collection[str] = ()) -> str:
-    """What is there in place of a missing path. named: words that are legal instead of a path."""
+    """Suggest existing paths similar to a missing one. ``named``: words that are legal in place of a path."""
     missing = Path(path)
     while not missing.parent.exists():
         missing = missing.parent
     try:
         names = sorted(entry.name for entry in islice(missing.parent.iterdir(), MOST_NAMES))
-    except OSError:  # a file, or a folder that may not be read
+    except OSError:  # a file, or an unreadable folder
         names = []
     rest = Path(path).relative_to(missing)
     longer = [name for name in names if missing.name and name.startswith(missing.name)][:3]
@@ -146,16 +149,16 @@ def near_path(path: str, named: Collection[str] = ()) -> str:
     near = [other for other in near if Path(other).exists()] + get_close_matches(path, list(named), 1, 0.75)
     if near:
         return f"Did you mean {either(near)}?"
-    return f"{missing.parent.absolute()} is there and has no {missing.name!r}."
+    return f"{missing.parent.absolute()} exists, but does not contain {missing.name!r}."
 
 
 def plain_number(text: str, unit: str = "") -> str:
-    """How to write a number that was written with a unit, a multiplier or commas; empty where it is none of these."""
+    """Suggest a plain number for one written with a unit, a multiplier or commas; "" if the text is none of these."""
     text = text.strip()
     if re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+", text):
         return f"Write it without commas: {text.replace(',', '')}."
     if re.fullmatch(r"[+-]?\d+,\d+", text):
-        return f"Write it with a point: {text.replace(',', '.')}."
+        return f"Write it with a decimal point: {text.replace(',', '.')}."
     match = re.fullmatch(r"([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
     if match is None:
         return ""
@@ -165,7 +168,7 @@ def plain_number(text: str, unit: str = "") -> str:
         suffix.lower()
     )
     if megabytes and unit == "MB":
-        return f"Write the number alone, in MB (2^20 bytes): {float(number) * megabytes:g}."
+        return f"Write only the number, in MB (2^20 bytes): {float(number) * megabytes:g}."
     if power and unit != "MB":
-        return f"Write the digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}."
-    return f"Write the number alone{f', in {unit}' if unit else ''}: {number}."
+        return f"Write all digits: {float(number) * 1000**power:.0f}, or {float(number) * 1024**power:.0f}."
+    return f"Write only the number{f', in {unit}' if unit else ''}: {number}."

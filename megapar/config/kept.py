@@ -1,4 +1,7 @@
-"""The tokenizer that a run has kept beside its checkpoints, taken where none is named. Standard library only."""
+"""Tokenizer stored next to a run's checkpoints, used if none is named. Standard library only.
+
+Tested in ``tests/training/checkpoints/test_identity.py``.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ _MOCK = ("mock",)
 
 
 def kept_fingerprint(folder: Path) -> str | None:
-    """Of the tokenizer in a folder that ``data.tokenizers.kept_tokenizer.keep`` wrote; None where it did not."""
+    """Return the fingerprint in a folder that ``data.tokenizers.kept_tokenizer.keep`` wrote, None for other folders."""
     try:
         facts = json.loads(read_regular(folder / FACTS))
     except (OSError, ValueError, RecursionError):
         return None
-    found = facts.get("fingerprint") if isinstance(facts, dict) else None
-    return found if isinstance(found, str) else None
+    fingerprint = facts.get("fingerprint") if isinstance(facts, dict) else None
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def take_kept(draft: Draft) -> None:
-    """Stand in for a --tokenizer-model that nobody gave: the weights were trained on the ids of the kept one.
+    """Set --tokenizer-model, if it is not given, to the tokenizer that was stored with the weights.
 
-    One trained anew on documents that have changed since would give every id another meaning. A job that was started
-    again goes on from what it saved itself.
+    The weights were trained on its ids. A tokenizer trained again, on documents that have changed since, would give
+    every id another meaning. A restarted job uses its own --save folder, from which it continues.
     """
     if draft.origins.get("tokenizer_model") != "default" or draft.values.get("data_path") == _MOCK:
         return
-    again = draft.values.get("save") if starts_before(draft.environ) else None
-    for root in (again, draft.values.get("load")):
+    restarted_from = draft.values.get("save") if starts_before(draft.environ) else None
+    for root in (restarted_from, draft.values.get("load")):
         if root and kept_fingerprint(Path(root) / FOLDER) is not None and saved_steps(Path(root)):
             draft.values["tokenizer_model"] = str(Path(root) / FOLDER)
             draft.origins["tokenizer_model"] = "derived"

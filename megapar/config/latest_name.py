@@ -1,12 +1,13 @@
-"""Names of checkpoints, and the one that a folder calls the latest. Standard library only.
+"""Names of checkpoints, and the latest checkpoint of a folder. Standard library only.
 
     iter_0000100        the checkpoint of iteration 100
-    iter_0000100.e3     another one of it: when the third owner of the folder saved it, the name was taken
+    iter_0000100.e3     a second one: the name was taken when the third owner of the folder saved it
     latest              "iter_0000100 3": the name, and the epoch of the owner that published it
-    owner/3.latest      the same, as that owner alone writes it
+    owner/3.latest      the same, written only by that owner
 
-What the owner with the highest epoch has published is the latest, whoever wrote ``latest`` last: an owner that slept
-through its own end may still do that. A ``latest`` without an epoch is an old one or a person's, and is followed.
+The checkpoint published by the owner with the highest epoch is the latest, regardless of which owner wrote ``latest``
+last: an owner that was suspended and has lost the folder may still write it. A ``latest`` without an epoch was written
+by an old version or by hand, and is followed.
 """
 
 from __future__ import annotations
@@ -25,45 +26,45 @@ _MOST_BYTES = 100
 
 
 def iteration_name(iteration: int, epoch: int = 0) -> str:
-    """The name of a checkpoint; with an epoch, where the plain one is taken."""
+    """Return the name of a checkpoint; with an epoch if the plain name is taken."""
     return f"iter_{iteration:07d}" + (f".e{epoch}" if epoch else "")
 
 
 def of_name(name: str) -> tuple[int, int] | None:
-    """(iteration, epoch in the name or 0); None for what is no checkpoint's name."""
+    """Return (iteration, epoch in the name or 0), or None if it is not the name of a checkpoint."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
 def newest_of(root: Path, iteration: int) -> str:
-    """The name of the newest checkpoint of an iteration; the plain one where there is none."""
-    found = (of_name(path.name) for path in root.glob(f"{iteration_name(iteration)}*"))
-    return iteration_name(iteration, max((name[1] for name in found if name), default=0))
+    """Return the name of the newest checkpoint of an iteration; the plain name if there is none."""
+    names = (of_name(path.name) for path in root.glob(f"{iteration_name(iteration)}*"))
+    return iteration_name(iteration, max((name[1] for name in names if name), default=0))
 
 
 def read_latest(root: Path) -> tuple[str, int] | None:
-    """(what is called the latest under ``root``, epoch); None where nothing was published.
+    """Return (name of the latest checkpoint under ``root``, epoch), or None if none has been published.
 
-    Whether there is such a checkpoint is not asked; a text that is no name comes back as it is, with epoch 0. Raises
-    OSError where a file cannot be read.
+    The checkpoint may not exist. A text that is not a checkpoint's name is returned unchanged, with epoch 0. Raises
+    OSError if a file cannot be read.
     """
     text = _read(root / LATEST)
     if text is None:
         return None
-    said = _parsed(text)
-    if said is None or not said[1]:
-        return said or (text.strip(), 0)
+    published = _parsed(text)
+    if published is None or not published[1]:
+        return published or (text.strip(), 0)
     for epoch in sorted(owners_latest(root), reverse=True):
-        if epoch <= said[1]:
+        if epoch <= published[1]:
             break
         newer = _parsed(_read(root / OWNERS / f"{epoch}.{LATEST}") or "")
         if newer is not None:
             return newer
-    return said
+    return published
 
 
 def owners_latest(root: Path) -> list[int]:
-    """Epochs of the owners of a folder that have published."""
+    """Return the epochs of the folder's owners that have published a checkpoint."""
     return _epochs(root, LATEST)
 
 
@@ -76,7 +77,7 @@ def _epochs(root: Path, suffix: str) -> list[int]:
 
 
 def epochs_of(root: Path) -> list[int]:
-    """Epochs of all owners of a folder that are still noted there. Raises OSError where that cannot be read."""
+    """Return the epochs of all owners that are still recorded in the folder. Raises OSError if it cannot be read."""
     return _epochs(root, "json")
 
 
@@ -86,7 +87,7 @@ def _parsed(text: str) -> tuple[str, int] | None:
 
 
 def _read(path: Path) -> str | None:
-    """The beginning of a plain file; None where there is none. What waits or never ends is not opened."""
+    """Return the beginning of a regular file, or None if there is none. Pipes and devices are not read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:

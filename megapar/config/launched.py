@@ -1,4 +1,7 @@
-"""What a launcher says of this process in its environment. Standard library only."""
+"""Environment variables that a launcher sets for this process. Standard library only.
+
+Tested in ``tests/tools/launcher/test_failures.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +11,57 @@ from collections.abc import Mapping
 from megapar.errors import DistributedError
 
 ROUND = "MEGAPAR_RENDEZVOUS_ROUND"
-"""How often the ranks of this job have met before; the same on all of them."""
+"""Number of earlier rendezvous of this job; the same on all ranks."""
 
 RANK_FILE = "MEGAPAR_RANK_FILE"
-"""The file by which the ranks of this start meet, where all of them are on one node; another one for each start."""
+"""File for the rendezvous of a single-node job; a new one for each start."""
 
 LAUNCH = "MEGAPAR_LAUNCH"
-"""A name that no other launch has, the same on all nodes; restarts by the launcher keep it."""
+"""Unique name of a launch, the same on all nodes; restarts by the launcher keep it."""
 
 NAMELESS = ("none", "megapar")
-"""Names of jobs that were given none: by torchrun, and by ``megapar launch`` where nodes have no store to agree by."""
+"""Default job names: torchrun's, and that of ``megapar launch`` if the nodes have no store to agree on a name."""
 
 
 def starts_before(environ: Mapping[str, str]) -> int:
-    """How often ranks of this job were started before: by ``megapar launch``, or by torchrun as this node counts."""
+    """Return the number of earlier starts of this job, by ``megapar launch`` or (as counted on this node) torchrun."""
     return int(environ.get(ROUND) or environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def job_id(environ: Mapping[str, str]) -> str:
-    """The name of the launch that this process belongs to, which restarts keep; "" where it has none."""
+    """Return the name of this process's job, which restarts keep; "" if it has none."""
     name = environ.get("TORCHELASTIC_RUN_ID", "")
     return "" if name in NAMELESS else name
 
 
 STOP_TIMEOUT = "MEGAPAR_STOP_TIMEOUT"
-"""Seconds that ranks get to save and end once they are asked to; --stop-timeout of their launcher."""
+"""Seconds that ranks have to save and exit after a stop request; the launcher's --stop-timeout."""
 
 
 def stop_timeout(environ: Mapping[str, str]) -> float:
-    """The same; 300 where nobody says otherwise. Raises DistributedError."""
-    said = environ.get(STOP_TIMEOUT) or "300"
+    """Return STOP_TIMEOUT in seconds, by default 300. Raises DistributedError if it is not a number of seconds."""
+    text = environ.get(STOP_TIMEOUT) or "300"
     try:
-        found = float(said)
+        seconds = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise DistributedError(f"{STOP_TIMEOUT} must be a number of seconds from 0 on, got {said}")
-    return found
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise DistributedError(f"{STOP_TIMEOUT} must be a number of seconds of at least 0, got {text}")
+    return seconds
 
 
 def failure_file(environ: Mapping[str, str]) -> str | None:
-    """Where a rank says what ended it: beside the file in which torch's agent looks for the same; None without one."""
+    """Return the file in which a rank reports its error, next to that of torch's agent; None without an agent."""
     file = environ.get("TORCHELASTIC_ERROR_FILE")
     return f"{file}.megapar" if file else None
 
 
 def launch_id(environ: Mapping[str, str]) -> str:
-    """The launch that this process belongs to, of ``megapar launch``; "" where there is none."""
+    """Return the name of the ``megapar launch`` that started this process; "" if there is none."""
     return environ.get(LAUNCH, "")
 
 
 def slurm_job(environ: Mapping[str, str]) -> tuple[str, int]:
-    """(Slurm's job, how often Slurm has started it before); ("", 0) where there is none."""
+    """Return (Slurm's job id, number of earlier starts by Slurm), or ("", 0) outside Slurm."""
     times = environ.get("SLURM_RESTART_COUNT") or "0"
     return environ.get("SLURM_JOB_ID", ""), int(times) if times.isdecimal() else 0

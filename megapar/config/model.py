@@ -1,4 +1,4 @@
-"""Options of the models beside the numbers that their layers take, which ``model/`` declares with their flags."""
+"""Options of the models other than the numbers that their layers take; ``model/`` declares those with their flags."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ModelOptions:
 
     ernie_model: str = flag(
         "ernie",
-        "the encoder, or ERNIE 3.0 with its task branches",
+        "model: the ERNIE encoder, or ERNIE 3.0 with its task branches",
         choices=tuple(spec.name for spec in MODELS.values() if spec.kind == "ernie"),
         models=ERNIE,
         after="use_flash_attn",
     )
     sop_loss_weight: float = flag(
-        1.0, "weight of the sentence order loss", low=0, models=ERNIE, after="task_type_vocab_size"
+        1.0, "weight of the sentence order prediction loss", low=0, models=ERNIE, after="task_type_vocab_size"
     )
     mtp_loss_weight: float = flag(
         0.3,
@@ -33,46 +33,67 @@ class ModelOptions:
         aliases=("mtp-loss-scaling-factor",),
         after="mtp_depth",
     )
-    multi_latent_attention: bool = flag(False, "keys and values from a compressed latent (DeepSeek)", models=MOE)
+    multi_latent_attention: bool = flag(
+        False, "multi-head latent attention: keys and values from a compressed latent (DeepSeek)", models=MOE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeOptions:
-    """The training of routers: their losses, their learning rate, their correction bias."""
+    """The training of routers: losses, learning rate, correction bias."""
 
     moe_router_lr_ratio: float = flag(
-        1.0, "learning rate of the routers' weights over that of all others", above=0, models=MOE
+        1.0, "learning rate of the routers' weights, as a multiple of --lr", above=0, models=MOE
     )
-    moe_aux_loss_coeff: float = flag(0.001, "weight of the load balance loss", low=0, models=MOE)
+    moe_aux_loss_coeff: float = flag(0.001, "weight of the load balancing loss", low=0, models=MOE)
     moe_seq_aux_loss_coeff: float = flag(
-        0.0, "weight of the load balance loss of each sample by itself", low=0, models=MOE
+        0.0, "weight of the load balancing loss computed for each sample separately", low=0, models=MOE
     )
     moe_orthogonal_loss_coeff: float = flag(
-        0.0, "weight of the loss that keeps the router's rows orthogonal (ERNIE 4.5)", low=0, models=MOE
+        0.0, "weight of the loss that keeps the rows of the router's weight orthogonal (ERNIE 4.5)", low=0, models=MOE
     )
     moe_z_loss_coeff: float = flag(0.0, "weight of the router z-loss", low=0, models=MOE)
     moe_router_bias_update_rate: float = flag(
-        0.0, "step of the router's correction bias after each optimizer step", low=0, models=MOE
+        0.0, "amount by which the router's correction bias changes after each optimizer step", low=0, models=MOE
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmpipeOptions:
-    """Communication hiding inside and between MoE layers."""
+    """Overlap of communication with computation within and between MoE layers."""
 
     ampipe_degree: int = flag(
-        1, "slices of the sequence that attention to experts are pipelined over", low=0, words={"auto": 0}, models=MOE
+        1,
+        "number of sequence slices in which a layer, from attention to experts, is pipelined; 1: off; auto: the "
+        "trainer chooses",
+        low=0,
+        words={"auto": 0},
+        models=MOE,
     )
-    ampipe_tp_sp_comm_overlap: bool = flag(False, "hide the mp collectives of experts and attention too", models=MOE)
+    ampipe_tp_sp_comm_overlap: bool = flag(
+        False, "also overlap the mp collectives of experts and attention", models=MOE
+    )
     ampipe_capacity: str = flag(
-        "global", "capacity counted over the micro-batch, or per slice", choices=("global", "slice"), models=MOE
+        "global",
+        "expert capacity is counted over the micro-batch (global) or per slice",
+        choices=("global", "slice"),
+        models=MOE,
     )
     ampipe_slicing: str = flag(
-        "equal", "slices of equal length, or of equal attention work", choices=("equal", "balanced"), models=MOE
+        "equal",
+        "slices have equal length, or balanced attention work",
+        choices=("equal", "balanced"),
+        models=MOE,
     )
-    ampipe_cross_layer: bool = flag(False, "slices go on into the next layer without being put together", models=MOE)
-    use_pipe_experts: bool = flag(False, "pipeline the collectives and the computation of local experts", models=MOE)
-    pipe_experts_multi_data: int = flag(1, "pieces each expert's kept rows are cut into", unit="pieces", models=MOE)
+    ampipe_cross_layer: bool = flag(
+        False, "pass slices on to the next layer without concatenating them in between", models=MOE
+    )
+    use_pipe_experts: bool = flag(
+        False, "overlap the collectives of one local expert with the computation of another", models=MOE
+    )
+    pipe_experts_multi_data: int = flag(
+        1, "chunks that the rows of each expert are split into", unit="chunks", models=MOE
+    )
     pipe_experts_multi_stream: bool = flag(
-        False, "chain ep and mp collectives so that they never share the link", models=MOE
+        False, "run ep and mp collectives one at a time, so that they do not compete for the link", models=MOE
     )

@@ -1,4 +1,7 @@
-"""How ranks are laid out, what sharding does, and how a pipeline runs."""
+"""Flags of the device mesh, of sharding, of the pipeline and of activation checkpointing.
+
+Tested in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from megapar.schema.flag import SWITCH, Alias, flag
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """Axes and ranks."""
+    """The device mesh: the axes and their sizes."""
 
     sharding_degree: int = flag(
         -1,
-        "ranks that share optimizer state (stage 2: and gradients, 3: and parameters); -1: every rank the others leave",
+        "ranks that shard optimizer state (stage 2: and gradients, stage 3: and parameters); -1: all ranks left by the "
+        "other degrees",
         unit="ranks",
         low=-1,
-        derived="the ranks that the other degrees leave",
+        derived="the ranks left by the other degrees",
         aliases=(
             "sharding-parallel-degree",
             Alias("sharding-group-size", note="--sharding-group-size is the old name of --sharding-degree"),
@@ -38,14 +42,14 @@ class ParallelOptions:
     )
     cp_degree: int = flag(
         1,
-        "context parallel ranks that share a sequence",
+        "context parallel ranks, which split the sequence",
         unit="ranks",
         low=1,
         aliases=("context-parallel-size", "context-parallel-degree"),
     )
     ep_degree: int = flag(
         1,
-        "expert parallel ranks: each holds num-experts / ep-degree experts",
+        "expert parallel ranks; each rank has num-experts / ep-degree experts",
         unit="ranks",
         low=1,
         models=("moe",),
@@ -53,7 +57,7 @@ class ParallelOptions:
     )
     expert_mp_degree: int = flag(
         None,
-        "ranks that split one expert's weights; 1 folds the mp ranks into ep",
+        "ranks that split the weights of each expert; 1: experts are whole, and the mp ranks are used for ep",
         unit="ranks",
         low=1,
         models=("moe",),
@@ -62,65 +66,80 @@ class ParallelOptions:
     )
     dp_degree: int = flag(
         -1,
-        "data parallel replicas outside sharding; 2 or more mean --hybrid-dp; -1: what the other degrees leave",
+        "data parallel replicas outside sharding (hybrid sharding); 2 or more imply --hybrid-dp; -1: the quotient left "
+        "by the other degrees",
         unit="ranks",
         low=-1,
-        derived="what the other degrees leave of the ranks",
+        derived="the quotient left by the other degrees",
         aliases=("data-parallel-degree",),
     )
-    hybrid_dp: bool = flag(False, "data parallelism outside sharding: world = N x mp x sharding x pp x cp, N >= 2")
-    rank_order: tuple[str, ...] = flag(
-        ("dp", "pp", "sharding", "cp", "mp"), "axes from the outermost to the innermost", comma=True, count=5
+    hybrid_dp: bool = flag(
+        False, "hybrid sharding: data parallel replicas outside sharding; ranks = N x mp x sharding x pp x cp, N >= 2"
     )
-    sequence_parallel: bool = flag(False, "split activations along the sequence between mp ranks outside the products")
+    rank_order: tuple[str, ...] = flag(
+        ("dp", "pp", "sharding", "cp", "mp"),
+        "axes of the device mesh, from outermost to innermost",
+        comma=True,
+        count=5,
+    )
+    sequence_parallel: bool = flag(
+        False, "split activations along the sequence between mp ranks outside the column and row parallel layers"
+    )
     tp_comm_overlap: str = flag(
         "auto",
-        "hide the mp collectives of linear layers: on, in pieces under their products; fused, inside torch's operators",
+        "overlap the mp collectives of linear layers with their matrix products; on: in chunks; fused: with torch's "
+        "fused operators",
         type="switch",
         choices=(*SWITCH, "fused"),
-        derived="on where the device's class gains by it",
+        derived="on for devices known to gain from it",
     )
     context_parallel_algo: str = flag(
         "megatron_cp_algo",
-        "how a sequence is shared: ring with zig-zag balance, heads by all-to-all, or gathered keys and values",
+        "context parallel algorithm: ring attention with zig-zag balance (megatron), all-to-all of heads (ulysses), or "
+        "all-gather of keys and values (allgather)",
         choices=("megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_algo"),
     )
     distributed_timeout_minutes: float = flag(
-        10.0, "how long a collective may take before the run stops with its name", unit="minutes", above=0
+        10.0, "time limit of a collective; the run then stops and names the collective", unit="minutes", above=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """What the sharding ranks share, and when they communicate."""
+    """Sharding of the optimizer, gradients and parameters (ZeRO, FSDP), and its communication."""
 
     sharding_stage: int = flag(
         1,
-        "1: optimizer state is sharded, 2: and gradients, 3: and parameters",
+        "1: shard optimizer state (distributed optimizer), 2: and gradients, 3: and parameters (FSDP)",
         choices=(1, 2, 3),
         aliases=(Alias("use-distributed-optimizer", 1),),
     )
     sharding_segment_strategy: str | None = flag(
         None,
-        "what cuts the model into the units that are gathered, reduced and overlapped",
+        "how the model is divided into segments, the buckets that are gathered and reduced together: by size or at "
+        "anchors",
         choices=("segment_broadcast_MB", "segment_anchors"),
-        derived="that of --segment-broadcast-MB or --segment-anchors, where one of them is given; else one per layer",
+        derived="--segment-broadcast-MB or --segment-anchors if one of them is given; without either, one segment per "
+        "layer",
     )
     segment_broadcast_mb: float = flag(
         32.0,
-        "cut a segment when the bytes to gather reach this; alone it chooses this strategy",
+        "size to gather at which a segment ends; setting it selects the strategy segment_broadcast_MB",
         unit="MB",
         above=0,
         primary="segment-broadcast-MB",
         aliases=(Alias("fuse-broadcast-MB", note="--fuse-broadcast-MB is the old name of --segment-broadcast-MB"),),
     )
     segment_anchors: tuple[str, ...] = flag(
-        (), "modules (paths or patterns) at which a new segment starts; alone it chooses this strategy"
+        (),
+        "modules (paths or patterns) at which a new segment starts; setting it selects the strategy segment_anchors",
     )
-    sharding_prefetch_segments: int = flag(2, "segments gathered ahead of use", unit="segments", low=0)
+    sharding_prefetch_segments: int = flag(
+        2, "segments (buckets) that are gathered ahead of their use", unit="segments", low=0
+    )
     gradient_merge_acc_step: int = flag(
         None,
-        "micro-batches per optimizer step on each data rank",
+        "gradient accumulation: micro-batches per optimizer step on each data rank",
         unit="micro-batches",
         low=1,
         derived="global-batch-size / (micro-batch-size x data ranks), or 1",
@@ -133,45 +152,57 @@ class ShardingOptions:
         derived="step at stage 1, micro_batch at stages 2 and 3",
     )
     overlap_grad_reduce: str = flag(
-        "auto", "reduce gradients under the backward pass", type="switch", choices=SWITCH, derived="on where allowed"
+        "auto",
+        "overlap the reduction of gradients with the backward pass",
+        type="switch",
+        choices=SWITCH,
+        derived="on if allowed",
     )
     overlap_param_gather: str = flag(
-        "auto", "gather parameters under the forward pass", type="switch", choices=SWITCH, derived="on where allowed"
+        "auto",
+        "overlap the gathering of parameters with the forward pass",
+        type="switch",
+        choices=SWITCH,
+        derived="on if allowed",
     )
-    grad_reduce_dtype: str = flag("fp32", "dtype in which gradients are reduced", choices=("fp32", "bf16"))
+    grad_reduce_dtype: str = flag("fp32", "dtype of the gradient reduction", choices=("fp32", "bf16"))
     optimizer_offload: bool = flag(False, "keep optimizer state and master weights in pinned host memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """Stages and schedules."""
+    """Pipeline stages and schedules."""
 
     pp_seg_method: str = flag(
         "uniform",
-        "how layers are cut into stages: uniform, balanced, layer:REGEX on class names, or explicit starts",
+        "how layers are divided into stages: uniform, balanced, layer:REGEX on class names, or the first layer of each",
         aliases=("seg-method",),
     )
     pp_schedule: str = flag("1f1b", "pipeline schedule", choices=("1f1b", "gpipe", "interleaved", "zero_bubble"))
     vpp_degree: int = flag(
         1,
-        "model chunks per stage",
+        "model chunks per stage (interleaved schedule)",
         unit="chunks",
         low=1,
         aliases=("virtual-pipeline-model-parallel-size", "virtual-pp-degree", "num-virtual-pipeline-stages"),
     )
-    use_nanopipe: bool = flag(False, "split weight gradients off and run them in the bubble (the zero-bubble schedule)")
+    use_nanopipe: bool = flag(
+        False, "compute weight gradients separately, in the pipeline bubble (the zero-bubble schedule)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeOptions:
-    """Activations that are computed again in the backward pass instead of kept."""
+    """Activation checkpointing: recompute activations in the backward pass instead of storing them."""
 
-    recompute_interval: int = flag(0, "every so many consecutive layers are one recomputed unit; 0: off", unit="layers")
-    recompute_offload: bool = flag(False, "what a recomputed unit keeps goes to pinned host memory")
-    recompute_partition: bool = flag(False, "each mp rank keeps 1/mp of what a recomputed unit keeps")
+    recompute_interval: int = flag(
+        0, "number of consecutive layers that are recomputed as one unit; 0: off", unit="layers"
+    )
+    recompute_offload: bool = flag(False, "store the inputs of recomputed units in pinned host memory")
+    recompute_partition: bool = flag(False, "store only 1/mp of the inputs of recomputed units on each mp rank")
     recompute_granularity: str = flag(
         "full",
-        "recompute whole layers, or only the attention core and the activation function",
+        "full: recompute whole layers; selective: only the attention core and the activation function",
         choices=("full", "selective"),
         aliases=(Alias("recompute-activations", "selective"),),
     )
@@ -179,8 +210,8 @@ class RecomputeOptions:
         None, "uniform: units of N layers; block: the first N layers of each stage", choices=("uniform", "block")
     )
     recompute_num_layers: int | None = flag(None, "N of --recompute-method", unit="layers", low=1)
-    recompute_in_advance: bool = flag(False, "recompute before the gradient arrives")
-    recompute_in_bubble: bool = flag(False, "recompute in idle slots of the pipeline")
+    recompute_in_advance: bool = flag(False, "recompute a unit before its gradient arrives")
+    recompute_in_bubble: bool = flag(False, "recompute in the pipeline bubble")
     adaptive_recompute_device_size: float = flag(
-        0.0, "choose the fewest recomputed layers that fit into this device memory; 0: off", unit="MB", low=0
+        0.0, "recompute as few layers as possible within this much device memory; 0: off", unit="MB", low=0
     )

@@ -1,4 +1,7 @@
-"""Paths as shells write them: ``~`` and ``$NAME`` are expanded where a flag names files."""
+"""Expansion of ``~`` and ``$NAME`` in the paths that flags name, as in a shell.
+
+Tested in ``tests/config/test_read.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 
 
 def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
-    """A flag's path, or its tuple of them, with ``expand``. Raises BadValue with the flag's name."""
+    """Apply ``expand`` to a flag's path or tuple of paths. Raises BadValue with the flag's name."""
     try:
         if isinstance(value, tuple):
             if not value and any(flag.defaults.values()):
@@ -27,22 +30,22 @@ def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
 
 
 def expand(path: str, environ: Mapping[str, str]) -> str:
-    """``~``, ``$NAME`` and ``${NAME}`` by ``environ``, else by this process's environment.
+    """Expand ``~``, ``$NAME`` and ``${NAME}``, looked up in ``environ`` and then in this process's environment.
 
-    A path that is there under its very name stays. Raises BadValue for a variable that is not set, and where nothing
-    is left.
+    A path with an undefined variable that exists literally is returned unchanged. Raises BadValue for other undefined
+    variables, and if the result is empty.
     """
-    found = _expand(path, environ)
-    if not found:
+    result = _expand(path, environ)
+    if not result:
         raise BadValue("value", f"is an empty text{f' ({path})' if path else ''}.", "Leave it out, or name a path.")
-    return found
+    return result
 
 
 def _expand(path: str, environ: Mapping[str, str]) -> str:
     known = {**os.environ, **environ}
     missing = [name for pair in _VARIABLE.findall(path) for name in pair if name and name not in known]
     if missing and not Path(path).exists():
-        fix = "Set it where the run is started, or write the path out."
+        fix = "Set it in the shell that starts the run, or write the path out."
         raise BadValue("undefined-variable", f"{path}: ${missing[0]} is not set in the environment.", fix)
     if missing:
         return path

@@ -1,4 +1,4 @@
-"""The line and the YAML file: the same names, one meaning. What is wrong is collected, never raised."""
+"""Reading of command lines and YAML files, which share one set of names. Errors are collected, never raised."""
 
 from __future__ import annotations
 
@@ -22,14 +22,21 @@ from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
 from megapar.schema.flag import SCRIPTS, SWITCH, Flag
 from megapar.schema.flag import normal as normal
 
-YAML_FORM = "Every setting is a line `key: value` that begins at the left margin; no tabs."
+YAML_FORM = "Write every setting as a line `key: value` that starts at the left margin, without tabs."
 NOTHING = (None, "None", "null")
 _SEGMENTED = ("sharding-segment-strategy", "segment-broadcast-mb", "fuse-broadcast-mb")
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to name a flag. value: what the bare spelling means; None where it takes the flag's own value."""
+    """One way to name a flag.
+
+    Attributes:
+        flag: The flag.
+        text: The spelling, without ``--``.
+        value: Value that the bare spelling sets; None if it takes a value like the flag itself.
+        note: Warning to print when the spelling is used.
+    """
 
     flag: Flag
     text: str
@@ -39,29 +46,34 @@ class Spelling:
 
 @cache
 def spellings() -> Mapping[str, Spelling]:
-    """Every spelling of every flag, without the leading hyphens, in its normal form."""
-    found: dict[str, Spelling] = {}
+    """Return every spelling of every flag, by its normal form without leading hyphens."""
+    result: dict[str, Spelling] = {}
     for flag in FLAGS.values():
         primary = flag.spelling[2:]
-        found[normal(primary)] = Spelling(flag, primary)
+        result[normal(primary)] = Spelling(flag, primary)
         for alias in flag.aliases:
-            found[normal(alias.name)] = Spelling(flag, alias.name, alias.value, alias.note)
+            result[normal(alias.name)] = Spelling(flag, alias.name, alias.value, alias.note)
         if not flag.takes_value:
             negative = primary[3:] if primary.startswith("no-") else f"no-{primary}"
-            found[normal(negative)] = Spelling(flag, negative, False)
-    return found
+            result[normal(negative)] = Spelling(flag, negative, False)
+    return result
 
 
 def complain_unknown(draft: Draft, shown: str, where: str, name: str = "") -> None:
-    """A complaint about a name no flag has, with the nearest known ones. shown: as it stands, where that differs."""
+    """Complain about an unknown name, and suggest similar ones.
+
+    Args:
+        draft: Receives the complaint.
+        shown: The name as written.
+        where: The place, for the message.
+        name: The name to look up, if it differs from ``shown``.
+    """
     known = (key for key, spelling in spellings().items() if draft.kind in spelling.flag.models)
-    draft.complain(
-        "unknown-flag", f"{where} {shown} is not known.", near_flag(normal(name or shown).lstrip("-"), known)
-    )
+    draft.complain("unknown-flag", f"{where} {shown} is unknown.", near_flag(normal(name or shown).lstrip("-"), known))
 
 
 def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:
-    """Set a field from a raw value; a bad value is a complaint and leaves the field without one."""
+    """Set a field from a raw value; for a bad value, complain and leave the field unset."""
     flag = spelling.flag
     if spelling.note and spelling.note not in draft.warnings:
         draft.warnings.append(spelling.note)
@@ -83,13 +95,13 @@ def assign(draft: Draft, spelling: Spelling, raw: Any, origin: str) -> None:
 
 
 def _is_nothing(draft: Draft, flag: Flag, raw: Any) -> bool:
-    """YAML's null, and the word None, leave a flag whose default is nothing as if it had not been written."""
+    """Return True for YAML's null and the word None if the flag's default is empty: they leave it unset."""
     words = raw if isinstance(raw, list) and len(raw) == 1 else [raw]
     return flag.defaults[draft.kind] in (None, ()) and words[0] in NOTHING
 
 
 def read_line(draft: Draft, argv: Sequence[str]) -> None:
-    """Take the flags of a command line over what the draft holds; the last of equal spellings wins."""
+    """Read the flags of a command line, which override the draft; the last of repeated spellings wins."""
     seen: dict[str, tuple[str, Any]] = {}
     tokens = list(argv)
     while tokens:
@@ -117,20 +129,20 @@ def read_line(draft: Draft, argv: Sequence[str]) -> None:
         ):
             draft.complain(
                 "contradiction",
-                f"--{before[0]} and --{spelling.text} set the same thing to different values.",
-                "Keep one.",
+                f"--{before[0]} and --{spelling.text} set the same flag to different values.",
+                "Keep one of them.",
             )
         seen[spelling.flag.name] = (spelling.text, value)
 
 
 def _complain_stray(draft: Draft, token: str, tokens: list[str]) -> None:
-    """A complaint about something that is no flag; a flag with one hyphen or none takes its values with it."""
+    """Complain about a token that is not a flag; one that is a flag with too few hyphens also consumes its values."""
     name = normal(token.partition("=")[0].lstrip("-"))
     meant = name in spellings() and (token.startswith("-") or "=" in token)
     fix = f"Did you mean --{token.lstrip('-')}?" if meant else "Flags start with two hyphens."
     if not meant and token.endswith((".yaml", ".yml")):
         fix = f"Did you mean --config {token}?"
-    draft.complain("unexpected", f"{token!r} stands where a flag should.", fix)
+    draft.complain("unexpected", f"{token!r} was found where a flag was expected.", fix)
     if meant:
         _values(tokens)
 
@@ -140,7 +152,7 @@ def _negates(one: str, other: str) -> bool:
 
 
 def _values(tokens: list[str]) -> list[str]:
-    """Take the values that follow a flag off the front of ``tokens``; -1 and -1e-3 are values."""
+    """Pop the values that follow a flag from the front of ``tokens``; -1 and -1e-3 are values."""
     taken = []
     while tokens and not tokens[0].startswith("--"):
         taken.append(tokens.pop(0))
@@ -148,7 +160,7 @@ def _values(tokens: list[str]) -> list[str]:
 
 
 def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | None) -> Any:
-    """The raw value of a flag whose name was just taken; None after a complaint."""
+    """Return the raw value of the flag whose name was just consumed, or None after a complaint."""
     flag = spelling.flag
     if spelling.value is not None:
         if attached is not None:
@@ -173,7 +185,7 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
 
 
 def read_files(draft: Draft, paths: Sequence[str]) -> None:
-    """Take YAML files into the draft, a later one over the earlier ones."""
+    """Read YAML files into the draft; a later file overrides the earlier ones."""
     for path in paths:
         try:
             name = expand(path, draft.environ)
@@ -184,7 +196,7 @@ def read_files(draft: Draft, paths: Sequence[str]) -> None:
 
 
 def read_file(draft: Draft, path: str, origin: str = "file") -> None:
-    """Take the keys of a YAML file into the draft; of a file for the other trainer only the complaint."""
+    """Read the keys of a YAML file into the draft; for a file of the other trainer, only complain."""
     loaded = _read_pairs(draft, path)
     draft.about = take(draft.about, loaded)
     complaint = other_script(path, draft.about.script, draft.kind)
@@ -196,15 +208,15 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
     for leaf in leaves((pair for pair in loaded if spelled(pair[0]) not in KEYS), spellings()):
         if isinstance(leaf, Strange):
             keys = ", ".join(leaf.keys) or "nothing"
-            fix = f"Keys are not grouped under it: write those under it ({keys}) at the left margin."
+            fix = f"It is not a group of flags: write the keys under it ({keys}) at the left margin."
             fix = of_block(normal(leaf.shown.rpartition(".")[2])) or fix
-            draft.complain("unknown-flag", f"in {path}, key {leaf.shown} is not known.", fix)
+            draft.complain("unknown-flag", f"in {path}, key {leaf.shown} is unknown.", fix)
             continue
         spelling = spellings().get(leaf.name)
         if spelling is None:
             complain_unknown(draft, leaf.shown, f"in {path}, key", leaf.name)
         elif spelling.flag.meta:
-            draft.complain("config-file", f"in {path}, key {leaf.shown} belongs on the command line.")
+            draft.complain("config-file", f"in {path}, key {leaf.shown} is only allowed on the command line.")
         elif spelling.flag.name in seen:
             draft.complain("duplicate-key", f"in {path}, key {leaf.shown} sets {spelling.flag.spelling} a second time.")
         else:
@@ -213,26 +225,29 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
             _take_key(draft, spelling, leaf, f"in {path}, key", origin)
 
 
-def tell_what_is_sharded(draft: Draft) -> None:
-    """PaddlePaddle's sharding_configs with segments are of its static graphs, which shard parameters, too."""
+def warn_of_sharded_parameters(draft: Draft) -> None:
+    """Warn if sharding_configs sets segments: in PaddlePaddle's static graphs, such a block also shards parameters."""
     if draft.cuts_parameters and not is_given(draft.origins.get("sharding_stage")):
         draft.warnings.append(
-            "sharding_configs shards parameters, too, in PaddlePaddle's static graphs; here --sharding-stage is 1 "
-            "unless it is set: add sharding_stage: 3 where memory is short (the numbers are the same)"
+            "sharding_configs also shards parameters in PaddlePaddle's static graphs, but here --sharding-stage is 1 "
+            "unless it is set; add sharding_stage: 3 if memory is short (the numbers are the same)"
         )
 
 
 def about(paths: Sequence[str]) -> About:
-    """What files say of themselves, a later one over the earlier; those that cannot be read leave it to the parser."""
-    said, draft = About(), Draft("moe")
+    """Return the keys of files that are not flags; a later file overrides the earlier ones.
+
+    Files that cannot be read are skipped: the parser complains about them.
+    """
+    result, draft = About(), Draft("moe")
     for path in paths:
         with contextlib.suppress(BadValue):
-            said = take(said, _read_pairs(draft, expand(path, draft.environ)))
-    return said
+            result = take(result, _read_pairs(draft, expand(path, draft.environ)))
+    return result
 
 
 def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
-    """The keys and values of a YAML file, none after a complaint. PyYAML is imported here and nowhere else."""
+    """Return the keys and values of a YAML file, none after a complaint. Only this imports PyYAML."""
     try:
         text = read_regular_text(path, MAX_BYTES)
     except FileNotFoundError:
@@ -246,12 +261,12 @@ def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
     try:
         return _load_pairs(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        draft.complain("config-file", f"--config {path} is no YAML mapping: {_problem(error, text)}.", YAML_FORM)
+        draft.complain("config-file", f"--config {path} is not a YAML mapping: {_problem(error, text)}.", YAML_FORM)
         return []
 
 
 def _problem(error: Exception, text: str) -> str:
-    """What is wrong with a file that is no YAML, with the line as it stands there."""
+    """Describe a YAML error, with the line in which it occurs."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
         return " ".join(str(error).split())
@@ -263,7 +278,7 @@ def _problem(error: Exception, text: str) -> str:
 def _take_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: str) -> None:
     flag, value = spelling.flag, leaf.value
     if value in NOTHING and flag.defaults[draft.kind] not in (None, ()):
-        fix = f"Leave the key out: {flag.spelling} is {default_text(flag, draft.kind)} then."
+        fix = f"Leave the key out to get the default of {flag.spelling}, {default_text(flag, draft.kind)}."
         draft.complain("value", f"{where} {leaf.shown} takes {wanted(flag)}, got {value}.", fix)
         return
     if spelling.value is not None:
@@ -278,18 +293,18 @@ def _take_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: 
 
 
 def _load_pairs(text: str) -> Pairs:
-    """The mapping of a YAML file. Raises yaml.YAMLError, ValueError, RecursionError."""
+    """Return the mapping of a YAML file. Raises yaml.YAMLError, ValueError, RecursionError."""
     import yaml
 
     base: Any = loader(yaml.SafeLoader)
 
     class FlagLoader(base):
-        """Whole numbers stay texts, which the flags read: to YAML 3:4 is 184, and 010 is 8."""
+        """Loader that keeps whole numbers as strings, which the flags parse: YAML reads 3:4 as 184, and 010 as 8."""
 
     def pairs_of(node: yaml.MappingNode) -> Pairs:
         merged = next((key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"), None)
         if merged is not None:
-            problem = "merge keys (<<) are not read, write the keys out"
+            problem = "merge keys (<<) are not supported, write the keys out"
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=merged.start_mark)
         return Pairs(
             (
@@ -309,14 +324,14 @@ def _load_pairs(text: str) -> Pairs:
         if node is None:
             return Pairs()
         if not isinstance(node, yaml.MappingNode):
-            raise ValueError("the top level is not made of key: value lines")
+            raise ValueError("the top level does not consist of key: value lines")
         return pairs_of(node)
     finally:
         reader.dispose()
 
 
-def let_mock_data_win(draft: Draft) -> None:
-    """A file's --split is of the data it was written for: --data-path mock on the line has nothing to split."""
+def drop_split_of_mock_data(draft: Draft) -> None:
+    """Drop a file's --split if the command line sets --data-path mock, which has nothing to split."""
     mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
     if mock and is_from_file(draft.origins.get("split")):
         draft.values.pop("split", None)
@@ -324,19 +339,19 @@ def let_mock_data_win(draft: Draft) -> None:
 
 
 def refuse_foreign(draft: Draft) -> None:
-    """Complain about flags of the other trainer that would do nothing here; their values give way to the defaults."""
+    """Complain about flags of the other trainer, which would have no effect, and reset them to their defaults."""
     for flag in FLAGS.values():
         default = flag.defaults[draft.kind]
         if draft.kind in flag.models or flag.name not in draft.values or draft.values[flag.name] == default:
             continue
         here, there = SCRIPTS[draft.kind], SCRIPTS[flag.models[0]]
-        draft.complain("wrong-model", f"{flag.spelling} belongs to {there} and would do nothing in {here}.")
+        draft.complain("wrong-model", f"{flag.spelling} is a flag of {there} and has no effect in {here}.")
         draft.values.pop(flag.name)
         draft.origins.pop(flag.name)
 
 
 def take_defaults(draft: Draft) -> None:
-    """Fill in the default of every flag that nobody set; None stands for a value to derive."""
+    """Fill in the default of every flag that is not set; None means that the value is derived later."""
     for flag in FLAGS.values():
         if flag.name not in draft.values and flag.name not in draft.bad:
             draft.values[flag.name] = flag.defaults[draft.kind]

@@ -1,4 +1,7 @@
-"""A line of a file, or a record's field, as the text of a document."""
+"""Documents in lines of files and fields of records.
+
+Tested in ``tests/data/text/test_source.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,29 @@ from typing import IO, Any
 from megapar.errors import DataError
 
 JSONL = (".jsonl", ".json", ".ndjson")
-"""How files of JSON records, one in a line, are called."""
+"""Suffixes of files with one JSON record per line."""
 
 FIELD = "text"
-"""The field of a JSONL record, and the column of a parquet file, that holds the document."""
+"""Field of a JSONL record, and column of a parquet file, that contains the document."""
 
 LONGEST_LINE = 1 << 24
-"""Bytes of a record or a line. Tokenising takes some 50 times as much memory as a document has; a long book has a third
-of this."""
+"""Maximum bytes of a record or a line. Tokenising needs some 50 times the memory of the document; a long book has a
+third of this."""
 
 _BLOCK_BYTES = 1 << 18
-_BYTE_ORDER_MARK = "\ufeff"  # json takes it from bytes, and not from text
+_BYTE_ORDER_MARK = "\ufeff"  # json accepts it in bytes, but not in str
 
 
 def too_long(place: str, limit: int = LONGEST_LINE) -> DataError:
-    """Of a line, or a document of several, with more bytes than are read at once. place: for messages."""
+    """Return the error for a line or a document with more than ``limit`` bytes. ``place``: for the message."""
     return DataError(
-        f"{place}: it has more than {limit:,} bytes, the most that are read as one document; cut it into several, or "
-        "give --on-bad-record skip"
+        f"{place}: it has more than {limit:,} bytes, the maximum for one document; split it into several, or set "
+        "--on-bad-record skip"
     )
 
 
 def rest_of_line(file: IO[bytes]) -> tuple[bytes, int]:
-    """(what is left of the line in which the file stands, its bytes); of a line that is too long the beginning."""
+    """Return (rest of the current line, its bytes); if the line is too long, only its beginning."""
     line = file.readline(LONGEST_LINE + 1)
     size, piece = len(line), line
     while len(line) > LONGEST_LINE and piece and not piece.endswith(b"\n"):
@@ -41,7 +44,7 @@ def rest_of_line(file: IO[bytes]) -> tuple[bytes, int]:
 
 
 def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
-    """(number from 1 on, line); None for a line of more than LONGEST_LINE bytes, of which no more is held."""
+    """Yield (number, line), counted from 1; the line is None if it has more than LONGEST_LINE bytes."""
     number = 0
     while True:
         line, size = rest_of_line(file)
@@ -52,42 +55,42 @@ def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 
 def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
-    """The document of a JSONL line, decoded or not. place: for messages. Raises DataError."""
+    """Return the document of a JSONL line, decoded or not. ``place``: for messages. Raises DataError."""
     try:
         record = json.loads(line.removeprefix(_BYTE_ORDER_MARK) if isinstance(line, str) else line)
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         raise DataError(
-            f"{place}: not a JSON record ({error}); repair or remove the line, or give --on-bad-record skip"
+            f"{place}: not a JSON record ({error}); repair or remove the line, or set --on-bad-record skip"
         ) from error
     return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
 
 
 def decoded(line: bytes, place: str) -> str:
-    """A line of a text file. Raises DataError where it is not UTF-8."""
+    """Decode a line of a text file. Raises DataError if it is not UTF-8."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: not UTF-8 text ({error.reason}); convert the file, as with iconv -t UTF-8"
+            f"{place}: not UTF-8 text ({error.reason}); convert the file, for example with iconv -t UTF-8"
         ) from error
 
 
 def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
-    """The text of a record's field. Raises DataError where it is missing, no string, or not valid Unicode."""
+    """Return the text of a record's field. Raises DataError if it is missing, not a string, or not valid Unicode."""
     if isinstance(text, str):
         try:
             if not text.isascii():
                 text.encode()
             return text
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair
             raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
     if isinstance(record, dict) and field not in record:
         names = ", ".join(map(repr, list(record)[:8])) or "no fields"
         texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
         name = max(texts, key=texts.__getitem__) if texts else "NAME"
         raise DataError(
-            f"{place}: no field {field!r}; the record has {names}. Name the one that holds the text: "
-            f"--text-field {name} (of megapar data: --field {name})"
+            f"{place}: no field {field!r}; the record has {names}. Name the field that contains the text: "
+            f"--text-field {name} (in megapar data: --field {name})"
         )
     kind = type(text if isinstance(record, dict) else record).__name__
     where = f"field {field!r} is" if isinstance(record, dict) else "the record is"

@@ -1,6 +1,8 @@
-"""Small files that come from elsewhere, read whole: plain ones only, and no more of them than a limit.
+"""Reading of small untrusted files: only regular ones, up to a size limit.
 
-A pipe is not waited for, a device that never ends is not read, and a file that is too large takes no memory.
+The caller never blocks on a pipe, never reads an endless device, and needs no memory for a file that is too large.
+
+Tested in ``tests/test_hostile.py``.
 """
 
 from __future__ import annotations
@@ -13,33 +15,33 @@ from pathlib import Path
 from typing import IO
 
 SMALL = 1 << 24
-"""Bytes: no file of settings, not even one that lists a vocabulary's tokens beside them, needs more."""
+"""Maximum bytes of a file of settings; one that also lists the tokens of a vocabulary still needs less."""
 
 
 INDEX_BYTES = 1 << 28
-"""Of a list with a line for every tensor of a model."""
+"""Maximum bytes of an index with a line for every tensor of a model."""
 
 
 class UnfitFileError(OSError):
-    """A file that is not read because of what it is. It is an OSError, as where it could not be read."""
+    """A file is refused because of its type or size. An OSError, so that callers treat it as unreadable."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A plain file to read from. Raises OSError where it cannot be read or is none."""
+    """Open a regular file for reading. Raises OSError if it cannot be read or is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
-    raise UnfitFileError(errno.EINVAL, f"it is {kind}, where a plain file is needed", str(path))
+    raise UnfitFileError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
 def read_regular(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
-    """The content of a plain file of at most ``limit`` bytes.
+    """Read a regular file of at most ``limit`` bytes.
 
-    Raises OSError where it cannot be read, is no plain file, has more bytes, or grows meanwhile. Python makes room
-    for as many bytes as a read asks for, so it asks for the file's own size.
+    Python allocates as many bytes as a read requests, so request only the file's size. Raises OSError if the file
+    cannot be read, is not a regular file, is larger, or grows while it is read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -49,21 +51,21 @@ def read_regular(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
 
 
 def read_given(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
-    """The same of a path that a person has given to be read once, which may be a pipe, as a shell makes of ``<(...)``.
+    """Read a file that a user has named; unlike ``read_regular``, accept a pipe, such as a shell's ``<(...)``.
 
-    Raises OSError where it cannot be read or has more than ``limit`` bytes.
+    Raises OSError if it cannot be read or has more than ``limit`` bytes.
     """
     with Path(path).open("rb") as file:
         return _up_to(file.read(limit + 1), limit, path)
 
 
 def read_regular_text(path: str | os.PathLike[str], limit: int = SMALL) -> str:
-    """``read_regular``, as UTF-8. Raises OSError; UnicodeDecodeError, which is a ValueError."""
+    """Read a regular file as UTF-8. Raises OSError, or UnicodeDecodeError, which is a ValueError."""
     return text_of(read_regular(path, limit))
 
 
 def text_of(content: bytes) -> str:
-    """UTF-8 with its ends of lines as one character, as Python reads text files. Raises UnicodeDecodeError."""
+    """Decode UTF-8 with universal newlines, as Python reads text files. Raises UnicodeDecodeError."""
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
 
 
@@ -74,5 +76,5 @@ def _up_to(content: bytes, limit: int, path: str | os.PathLike[str]) -> bytes:
 
 
 def _too_large(size: int | None, limit: int) -> str:
-    had = "it goes on" if size is None else f"it has {size:,} bytes"
-    return f"{had}, where at most {limit:,} bytes are read"
+    actual = "it is longer" if size is None else f"it has {size:,} bytes"
+    return f"{actual}, and at most {limit:,} bytes are read"

@@ -1,4 +1,4 @@
-"""What --validate-only prints: the effective configuration with origins, the ranks and their groups."""
+"""Output of --validate-only: the effective configuration with origins, the ranks and their groups."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ FEW_RANKS = 4
 
 
 def refusal(complaints: Sequence[Complaint]) -> str:
-    """The one report of everything that is wrong."""
+    """Return the report of all complaints."""
     count = len(complaints)
     lines = [f"megapar: the configuration is refused ({count} complaint{'s' if count > 1 else ''}):"]
     return "\n".join([*lines, *(f"  {complaint}" for complaint in complaints)]) + "\n"
 
 
 def effective(config: Config) -> str:
-    """Every value with its origin, the batch, the ranks and the groups."""
+    """Return every value with its origin, the batch, the ranks and the groups."""
     ranks = f"{config.grid.world_size} rank{'s' if config.grid.world_size > 1 else ''}"
-    verdict = f"is accepted for {ranks}"
+    result = f"is accepted for {ranks}"
     if config.runtime.rules_only:
-        verdict = f"keeps the rules on {ranks}; files were only read for the model's sizes"
-    lines = [f"megapar: {SCRIPTS[config.kind]} {verdict}"]
+        result = f"satisfies the rules for {ranks}; files were only read for the model's sizes"
+    lines = [f"megapar: {SCRIPTS[config.kind]} {result}"]
     values = config.values()
     for group in GROUPS:
         flags = [flag for flag in FLAGS.values() if flag.group == group and config.kind in flag.models]
@@ -53,7 +53,7 @@ def effective(config: Config) -> str:
 
 
 def remarks(config: Config) -> str:
-    """Warnings and notes, for the end of the page, where they are seen."""
+    """Return warnings and notes, which are printed last so that they are not overlooked."""
     lines: list[str] = []
     for title, texts in (("warnings", config.warnings), ("notes", (*config.notes, *config.reminders))):
         lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
@@ -61,7 +61,7 @@ def remarks(config: Config) -> str:
 
 
 def group_lines(grid: Grid) -> Iterator[str]:
-    """One line per axis larger than 1: how many groups of what size, and their ranks (shortened in large worlds)."""
+    """Yield a line per axis larger than 1: number and size of its groups, and their ranks (a few if there are many)."""
     for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):
         size = grid.size(axis)
         if size == 1:
@@ -74,19 +74,19 @@ def group_lines(grid: Grid) -> Iterator[str]:
 
 
 def _groups(grid: Grid, axis: str, count: int, ranks: int) -> Iterator[str]:
-    """The first groups along an axis as texts, by arithmetic: nothing here grows with the world."""
+    """Yield the first groups along an axis as text, by arithmetic whose cost does not depend on the world size."""
     view = EXPERT_AXES if axis in EXPERT_AXES[1:] else grid.order
     others = [name for name in view if name != axis]
     for values in islice(product(*(range(min(grid.size(name), count)) for name in others)), count):
         at = dict(zip(others, values, strict=True))
         size = grid.size(axis)
         members: Iterable[int] = range(size) if size <= ranks else range(ranks - 1)
-        found = [str(_rank(grid, {**at, axis: place})) for place in members]
-        yield " ".join(found if size <= ranks else [*found, "...", str(_rank(grid, {**at, axis: size - 1}))])
+        texts = [str(_rank(grid, {**at, axis: place})) for place in members]
+        yield " ".join(texts if size <= ranks else [*texts, "...", str(_rank(grid, {**at, axis: size - 1}))])
 
 
 def _rank(grid: Grid, at: dict[str, int]) -> int:
-    """The global rank at coordinates of either view."""
+    """Return the global rank at coordinates of the dense or the expert mesh."""
     if "edp" not in at:
         return grid.rank(**at)
     flat = (at["edp"] * grid.ep + at["ep"]) * grid.emp + at["emp"]

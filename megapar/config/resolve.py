@@ -1,4 +1,4 @@
-"""Values that follow from other values. Each line reads some names and gives one; a missing input leaves it missing."""
+"""Values derived from other values. A derivation reads some names and sets one; a missing input leaves it missing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Derivation:
-    """``name`` follows from ``reads`` where its value is in ``open``; a result of None means it cannot be had.
+    """Derivation of ``name`` from ``reads``, applied if its value is in ``open``.
 
-    settled: the open value is a legal one, which stays where nothing follows.
+    Attributes:
+        name: Field that is set.
+        reads: Fields passed to ``value``.
+        value: Returns the value, or None if it cannot be derived.
+        open: Values that mean that the field is to be derived.
+        settled: The open value is legal, and is kept if nothing can be derived.
     """
 
     name: str
@@ -40,7 +45,7 @@ def _quotient(whole: int, part: int) -> int | None:
 
 
 def _ffn(hidden: int, activation: str) -> int:
-    # Megatron's rule: swiglu has three matrices for two, so 2/3 of the width costs the same.
+    # Megatron's rule: swiglu has three matrices instead of two, so 2/3 of the width costs the same.
     return 4 * hidden if activation == "gelu" else max(64, int(4 * hidden * 2 / 3) // 64 * 64)
 
 
@@ -49,17 +54,17 @@ def _steps(batch: int | None, micro: int, data_ranks: int) -> int | None:
 
 
 def _manual_gc(world: int) -> str:
-    # A step waits for the slowest rank, so with many of them some collector runs in nearly every step.
+    # A step waits for the slowest rank, and with many ranks the collector would run on some rank in nearly every step.
     return "on" if world >= 64 else "off"
 
 
 def _overlap(ampipe_degree: int, strict: bool) -> str:
-    # MindSpeed keeps AMPipe and these overlaps apart; an automatic choice steps back before an asked one.
+    # MindSpeed does not combine AMPipe with these overlaps; an automatic choice yields to an explicit one.
     return "off" if strict and ampipe_degree != 1 else "on"
 
 
 def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
-    # A size or anchors without a strategy mean their own; of both the rows ask which.
+    # A size or anchors without a strategy select the matching one; rows of the matrix refuse both together.
     if anchors:
         return None if "segment_broadcast_mb" in given else "segment_anchors"
     return "segment_broadcast_MB" if "segment_broadcast_mb" in given else None
@@ -106,12 +111,12 @@ DERIVATIONS: tuple[Derivation, ...] = (
 
 
 def resolve(values: MutableMapping[str, Any], origins: MutableMapping[str, str]) -> None:
-    """Replace every open value in place and mark it ``derived``; what cannot be had is removed."""
+    """Replace every open value in place and mark it ``derived``; remove those that cannot be derived."""
     for line in DERIVATIONS:
         if line.name in values and values[line.name] not in line.open:
             continue
         if line.name not in values and line.name != "data_ranks":
-            continue  # a bad value: its complaint is made, nothing may follow from it
+            continue  # a bad value, which has its complaint already: derive nothing from it
         result = None
         if all(name in values for name in line.reads):
             result = line.value(*(values[name] for name in line.reads))

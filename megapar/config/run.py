@@ -1,4 +1,7 @@
-"""How a run trains, reads, saves and reports."""
+"""Flags for training, data, checkpoints, logging and the runtime.
+
+Tested in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,69 +17,82 @@ MOE = ("moe",)
 class TrainingOptions:
     """Batches, steps and precision."""
 
-    micro_batch_size: int = flag(4, "sequences of one forward pass of a data rank", unit="sequences", low=1)
+    micro_batch_size: int = flag(4, "sequences per forward pass on each data rank", unit="sequences", low=1)
     global_batch_size: int = flag(
         None,
-        "sequences of one optimizer step",
+        "sequences per optimizer step",
         unit="sequences",
         low=1,
         derived="micro-batch-size x gradient-merge-acc-step x data ranks",
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES samples",
+        "START INCREMENT SAMPLES: increase the global batch size from START, by INCREMENT at a time, over the first "
+        "SAMPLES samples",
         count=3,
         low=1,
     )
-    train_iters: int = flag(100, "optimizer steps of the run", unit="steps", low=0)
+    train_iters: int = flag(100, "number of optimizer steps", unit="steps", low=0)
     seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1)
     dtype: str = flag(
         "auto",
-        "compute precision; auto: bf16 on an accelerator, fp16 on one that has no bf16 (V100), fp32 on CPU",
+        "compute precision; auto: bf16 on accelerators, fp16 on those without bf16 (V100), fp32 on CPUs",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
         aliases=(Alias("bf16", "bf16"), Alias("fp16", "fp16")),
     )
     deterministic: bool = flag(
-        False, "only kernels that repeat their results to the last bit", aliases=("deterministic-mode",)
+        False, "use only kernels whose results are reproducible bit for bit", aliases=("deterministic-mode",)
     )
     eval_interval: int = flag(100, "steps between evaluations; 0: never", unit="steps", low=0)
-    eval_iters: int = flag(10, "global batches of one evaluation", unit="batches", low=1)
-    initial_loss_scale: float = flag(65536.0, "fp16: loss scale at the start", above=0)
-    min_loss_scale: float = flag(1.0, "fp16: least loss scale", above=0)
+    eval_iters: int = flag(10, "global batches per evaluation", unit="batches", low=1)
+    initial_loss_scale: float = flag(65536.0, "fp16: initial loss scale", above=0)
+    min_loss_scale: float = flag(1.0, "fp16: minimum loss scale", above=0)
     loss_scale_window: int = flag(1000, "fp16: steps without overflow before the scale grows", unit="steps", low=1)
-    loss_scale_factor: float = flag(2.0, "fp16: factor the scale grows and shrinks by", above=1)
+    loss_scale_factor: float = flag(2.0, "fp16: factor by which the scale grows and shrinks", above=1)
     hysteresis: int = flag(2, "fp16: overflows before the scale shrinks", unit="steps", low=1)
     progressive_iters: int = flag(
-        0, "steps over which length, batch, lr and dropout grow; 0: off", unit="steps", low=0, models=ERNIE
+        0,
+        "progressive training: steps over which sequence length, batch size, learning rate and dropout increase; "
+        "0: off",
+        unit="steps",
+        low=0,
+        models=ERNIE,
     )
     progressive_batch_multiple: int = flag(
-        1, "micro-batches of all data ranks together that the batch grows by", unit="micro-batches", low=1, models=ERNIE
+        1,
+        "progressive training: increment of the batch, in micro-batches of all data ranks together",
+        unit="micro-batches",
+        low=1,
+        models=ERNIE,
     )
-    progressive_length_multiple: int = flag(8, "tokens that the length grows by", unit="tokens", low=6, models=ERNIE)
-    fp8: bool = flag(False, "products of linear layers (not of experts) in fp8, by torchao")
-    compile: bool = flag(False, "torch.compile of the functions between collectives")
+    progressive_length_multiple: int = flag(
+        8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE
+    )
+    fp8: bool = flag(False, "compute linear layers (except experts) in fp8, with torchao")
+    compile: bool = flag(False, "compile the functions between collectives with torch.compile")
     manual_gc: str = flag(
         "auto",
-        "Python's garbage collector runs at the same steps on all ranks, and never else",
+        "run Python's garbage collector only at fixed steps, the same on all ranks",
         type="switch",
         choices=SWITCH,
         derived="on from 64 ranks",
     )
-    manual_gc_interval: int = flag(100, "steps between its runs", unit="steps", low=1)
+    manual_gc_interval: int = flag(100, "steps between garbage collections with --manual-gc", unit="steps", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW and its schedule."""
+    """AdamW and its learning rate schedule."""
 
-    lr: float = flag(1e-3, "highest learning rate", above=0)
+    lr: float = flag(1e-3, "maximum learning rate", above=0)
     min_lr: float = flag(0.0, "learning rate after the decay", low=0)
     lr_decay_style: str = flag(
         "cosine",
-        "shape of the decay after warm-up; wsd: none until its last --lr-wsd-decay-iters",
+        "shape of the learning rate decay after warmup; wsd (warmup-stable-decay): constant, then a decay over the "
+        "last --lr-wsd-decay-iters",
         choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
     )
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up", unit="steps", low=0)
+    lr_warmup_iters: int = flag(0, "steps of linear learning rate warmup", unit="steps", low=0)
     lr_decay_iters: int = flag(None, "step at which the decay ends", unit="steps", low=1, derived="train-iters")
     lr_wsd_decay_iters: int = flag(
         None, "wsd: steps of the final decay", unit="steps", low=1, derived="a tenth of lr-decay-iters"
@@ -84,146 +100,179 @@ class OptimizerOptions:
     lr_wsd_decay_style: str = flag(
         "linear", "wsd: shape of the final decay", choices=("linear", "cosine", "exponential", "minus_sqrt")
     )
-    weight_decay: float = flag(0.1, "AdamW weight decay (not on biases and norms)", ernie=0.01, low=0)
-    clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", low=0)
+    weight_decay: float = flag(0.1, "AdamW weight decay (not applied to biases and norms)", ernie=0.01, low=0)
+    clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0)
     adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
     adam_eps: float = flag(1e-8, "AdamW epsilon", above=0)
-    override_opt_param_scheduler: bool = flag(False, "take the schedule from the flags, not from the checkpoint")
+    override_opt_param_scheduler: bool = flag(
+        False, "use the learning rate schedule of the flags instead of the checkpoint's"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """What is read."""
+    """Training and evaluation data, and the tokenizer."""
 
     data_path: tuple[str, ...] = flag(
         ("builtin",),
-        "builtin, mock, or text, JSONL, parquet (also .gz, .zst) and .bin/.idx files; or weights and paths in turn",
+        "training data: text, JSONL or parquet files (also .gz, .zst), folders of them, prefixes of .bin/.idx files, "
+        "or weights and paths in turn; builtin: Python's documentation; mock: random tokens",
         aliases=("train-data-path", Alias("mock-data", ("mock",))),
         path=True,
     )
     eval_data_path: tuple[str, ...] = flag(
         (),
-        "held-out data for evaluation, as --data-path; mock only beside mock",
+        "held-out data for evaluation, in the form of --data-path; mock only together with --data-path mock",
         aliases=("valid-data-path",),
         path=True,
     )
-    split: str | None = flag(None, "shares of training, held-out and unused documents, such as 969,30,1 (default 95,5)")
+    split: str | None = flag(
+        None, "proportions of training, held-out and unused documents, such as 969,30,1 (95,5 if not given)"
+    )
     text_field: str = flag(
-        "text", "field of JSONL records, column of parquet files and datasets, that holds the document"
+        "text", "field of JSONL records, and column of parquet files and datasets, that contains the document"
     )
     tokenizer_model: str | None = flag(
         None,
-        "sentencepiece model or Hugging Face tokenizer folder; without it one is trained on the data and cached",
+        "sentencepiece model, tokenizer.json or Hugging Face tokenizer folder; without it a tokenizer is trained on "
+        "the data and cached",
         path=True,
     )
-    mlm_probability: float = flag(0.15, "share of tokens that are masked", above=0, high=0.9, models=ERNIE)
-    data_source: str = flag("files", "read files, or stream a datasets source", choices=("files", "hf"))
-    hf_dataset: str | None = flag(None, "path or cached name of the datasets source", path=True)
-    reset_position_ids: bool = flag(False, "positions start again at every document", models=MOE)
-    reset_attention_mask: bool = flag(False, "attention stays inside a document", models=MOE)
-    eod_mask_loss: bool = flag(False, "no loss where the input is an end-of-document token", models=MOE)
-    packing: bool = flag(True, "documents are joined to full sequences; off: one document per sample", models=MOE)
-    on_bad_record: str = flag("stop", "what a record that cannot be read does", choices=("stop", "skip"))
-    ernie_tasks: str | None = flag(
-        None, "mixture of objectives, such as knowledge_mlm:1.0,document_lm:1.0", models=ERNIE
+    mlm_probability: float = flag(0.15, "fraction of tokens that are masked", above=0, high=0.9, models=ERNIE)
+    data_source: str = flag(
+        "files", "files: read --data-path; hf: stream a Hugging Face dataset", choices=("files", "hf")
     )
-    phrase_file: str | None = flag(None, "lexicon of phrases that are masked whole", models=ERNIE, path=True)
-    entity_file: str | None = flag(None, "lexicon of named entities that are masked whole", models=ERNIE, path=True)
+    hf_dataset: str | None = flag(None, "path or cached name of the Hugging Face dataset", path=True)
+    reset_position_ids: bool = flag(False, "restart position ids at every document", models=MOE)
+    reset_attention_mask: bool = flag(False, "restrict attention to the tokens of the same document", models=MOE)
+    eod_mask_loss: bool = flag(False, "mask the loss at end-of-document input tokens", models=MOE)
+    packing: bool = flag(True, "concatenate documents to full sequences; off: one document per sample", models=MOE)
+    on_bad_record: str = flag(
+        "stop", "on a record that cannot be read, stop the run or skip the record", choices=("stop", "skip")
+    )
+    ernie_tasks: str | None = flag(
+        None, "mixture of objectives with weights, such as knowledge_mlm:1.0,document_lm:1.0", models=ERNIE
+    )
+    phrase_file: str | None = flag(None, "lexicon of phrases that are masked as a whole", models=ERNIE, path=True)
+    entity_file: str | None = flag(
+        None, "lexicon of named entities that are masked as a whole", models=ERNIE, path=True
+    )
     triples_file: str | None = flag(
         None,
-        "HEAD, RELATION, TAIL and SENTENCE on a line, with tabs between them, for knowledge_text",
+        "knowledge triples for knowledge_text: HEAD, RELATION, TAIL and SENTENCE per line, separated by tabs",
         models=ERNIE,
         path=True,
     )
     override_data: tuple[str, ...] = flag(
         (),
-        "what of the data may be another than the checkpoint's: sources, weights, split, seed, seq-length, knowledge "
-        "(files of phrases, entities and triples), with commas",
+        "data settings that may differ from the checkpoint's: sources, weights, split, seed, seq-length, knowledge "
+        "(files of phrases, entities and triples), separated by commas",
         comma=True,
     )
     sentence_reorder_pieces: int = flag(
-        3, "parts that sentence_reorder cuts a piece into, at most", unit="parts", low=2, high=6, models=ERNIE
+        3,
+        "maximum number of parts into which sentence_reorder splits a text",
+        unit="parts",
+        low=2,
+        high=6,
+        models=ERNIE,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """What is saved and loaded."""
+    """Saving and loading of checkpoints."""
 
-    save: str | None = flag(None, "folder for checkpoints", path=True)
-    load: str | None = flag(None, "folder of checkpoints to continue from, on any layout", path=True)
+    save: str | None = flag(None, "folder in which checkpoints are saved", path=True)
+    load: str | None = flag(None, "folder of checkpoints to continue from; the layout of ranks may differ", path=True)
     save_interval: int = flag(0, "steps between checkpoints; 0: only at the end", unit="steps", low=0)
-    ckpt_step: int | None = flag(None, "load this step instead of the latest one", unit="step", low=0)
-    finetune: bool = flag(False, "load weights only: step, optimizer, random and data state start anew")
-    no_load_optim: bool = flag(False, "leave the optimizer state of the checkpoint out")
-    no_load_rng: bool = flag(False, "leave the random state of the checkpoint out")
-    save_hf: str | None = flag(None, "folder for the trained model in Hugging Face form", path=True)
-    load_hf: str | None = flag(None, "Hugging Face model folder to start from", path=True)
+    ckpt_step: int | None = flag(None, "load the checkpoint of this step instead of the latest", unit="step", low=0)
+    finetune: bool = flag(False, "load only the weights; reset step, optimizer, random and data state")
+    no_load_optim: bool = flag(False, "do not load the optimizer state")
+    no_load_rng: bool = flag(False, "do not load the random state")
+    save_hf: str | None = flag(None, "folder for the trained model in Hugging Face format", path=True)
+    load_hf: str | None = flag(None, "folder of a Hugging Face model to start from", path=True)
     save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0)
-    async_save: bool = flag(True, "write checkpoints while training goes on; the final one is waited for")
+    async_save: bool = flag(
+        True, "write checkpoints in the background while training continues; the run waits for the final one"
+    )
     keep: int = flag(
         0,
-        "newest checkpoints that are kept, besides the newest that each check vouches for; 0: all",
+        "number of newest checkpoints to keep, in addition to the newest that each check has verified; 0: all",
         unit="checkpoints",
         low=0,
     )
     checkpoint_verify: str = flag(
         "full",
-        "what is checked before a file is loaded: size and SHA-256, size, nothing",
+        "verification of each file before it is loaded; full: size and SHA-256",
         choices=("full", "size", "off"),
     )
     on_bad_checkpoint: str = flag(
         "previous",
-        "where a checkpoint is damaged: take the newest sound one before it, or stop",
+        "if a checkpoint is damaged, load the newest valid one before it, or stop",
         choices=("previous", "stop"),
     )
     on_save_error: str = flag(
-        "continue", "where a checkpoint cannot be written: train on, or stop", choices=("continue", "stop")
+        "continue",
+        "if a checkpoint cannot be written, continue training, or stop",
+        choices=("continue", "stop"),
     )
-    exit_interval: int = flag(0, "save and stop at every so many steps; 0: off", unit="steps", low=0)
-    exit_duration_minutes: float = flag(0.0, "save and stop after so long; 0: off", unit="minutes", low=0)
+    exit_interval: int = flag(
+        0, "save and stop at the next step that is a multiple of this; 0: off", unit="steps", low=0
+    )
+    exit_duration_minutes: float = flag(0.0, "save and stop after this time; 0: off", unit="minutes", low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingOptions:
-    """What is reported."""
+    """Log, metrics and profiler traces."""
 
-    log_interval: int = flag(10, "steps between lines of the log", unit="steps", low=1)
+    log_interval: int = flag(10, "steps between log lines", unit="steps", low=1)
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True, per_node=True)
-    metrics_jsonl: str | None = flag(None, "file that gets one JSON object per step", path=True, per_node=True)
+    metrics_jsonl: str | None = flag(None, "metrics file, one JSON object per step", path=True, per_node=True)
     profile: str | None = flag(
-        None, "START:END steps to write a profiler trace of, trace.json beside the metrics, or in the working folder"
+        None,
+        "START:END: profile these steps, and write trace.json to the folder of --metrics-jsonl, else to the working "
+        "directory",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """Where a run runs, and what is only checked."""
+    """Device, number of ranks, and checks without training."""
 
     device: str = flag(
         "auto",
-        "device; auto: the accelerator where there is one",
+        "device; auto: the accelerator if there is one, else the CPU",
         choices=("auto", "cpu", "cuda", "npu"),
         per_node=True,
     )
     validate_only: bool = flag(
         False,
-        "refuse what a start would refuse, files and checkpoint too, print the effective configuration, stop; "
-        "what this machine lacks (a GPU, RANK, MASTER_ADDR) is not asked for",
+        "check everything that a start would check, including files and checkpoints, print the effective "
+        "configuration, and exit; the machine (GPU, RANK, MASTER_ADDR) is not checked",
         meta=True,
     )
     rules_only: bool = flag(
-        False, "as --validate-only, by the rules alone: data, tokenizer and checkpoints need not be here", meta=True
+        False,
+        "like --validate-only, but check only the compatibility rules: data, tokenizer and checkpoints need not exist",
+        meta=True,
     )
     world_size: int = flag(
-        None, "ranks of the run", unit="ranks", low=1, high=10_000_000, derived="WORLD_SIZE of the environment, or 1"
+        None,
+        "number of ranks",
+        unit="ranks",
+        low=1,
+        high=10_000_000,
+        derived="WORLD_SIZE of the environment, or 1",
     )
-    strict_seed_rules: bool = flag(False, "turn restrictions of published documents that megapar lifts back on")
+    strict_seed_rules: bool = flag(False, "apply the restrictions of published documents that megapar normally lifts")
     config: tuple[str, ...] = flag(
         (),
-        "YAML file with the same names; of several the later wins, and a flag on the line over all",
+        "YAML file whose keys are flag names; may be repeated: later files override earlier ones, and the command line "
+        "overrides all files",
         meta=True,
         each=True,
     )
-    data_ranks: int = fact("positions that read data of their own: dp x sharding")
+    data_ranks: int = fact("ranks that read different data: dp x sharding")

@@ -1,4 +1,7 @@
-"""Values in messages: enough of them to be found again, never all of what a file may hold."""
+"""Values in messages: enough of a value to find it again, never the whole of a large one.
+
+Tested in ``tests/test_hostile.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import reprlib
 from typing import Any
 
 _DIGITS = 80
-_BITS = 1000  # a number of more is not written out: Python refuses to, or takes seconds
+_BITS = 1000  # a larger number is not printed in full: Python refuses to, or takes seconds
 
 
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """A whole number, or how long it is."""
+        """Return a whole number, or its approximate number of digits if it is very large."""
         if abs(x).bit_length() > _BITS:
             return f"a number of about {int(abs(x).bit_length() * 0.30103) + 1:,} digits"
         return super().repr_int(x, level)
@@ -24,5 +27,5 @@ _SHORT.maxlevel = 3
 
 
 def shown(value: Any) -> str:
-    """``repr`` of a value as it comes from JSON, YAML or a line, at most some hundred characters."""
+    """Return ``repr`` of a value from JSON, YAML or the command line, shortened to some hundred characters."""
     return _SHORT.repr(value)

@@ -1,6 +1,8 @@
-"""What ranks need to start, as far as it can be known without torch: each other, a device, a folder of their own.
+"""Start checks that need no torch: rendezvous variables, a device, a --save folder without another run's checkpoints.
 
-Only the folder is the same wherever the question is asked.
+Only the check of the folder gives the same result on every machine.
+
+Tested in ``tests/tools/test_mistakes.py``.
 """
 
 from __future__ import annotations
@@ -21,29 +23,29 @@ from megapar.errors import Complaint
 
 
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
-    """What a rank with this environment would miss on this machine, or do harm to."""
+    """Return complaints about a rank's environment and about the device of this machine."""
     device = [*_check_device(str(values.get("device"))), *_check_fp8(values)]
-    return [*_check_numbers(environ), *_check_meeting(environ), *device]
+    return [*_check_numbers(environ), *_check_rendezvous(environ), *device]
 
 
 def no_device(kind: str) -> str:
-    """Why this machine has no device of this kind (cpu, cuda or npu); empty where torch has to be asked."""
+    """Return the reason why this machine has no device of a kind (cpu, cuda or npu); "" if only torch can decide."""
     if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
-    # torch opens this library by this name; AMD's devices, which torch calls cuda as well, have another driver.
+    # torch opens this library by this name. AMD's devices, which torch also calls cuda, have a different driver.
     if kind == "cuda" and sys.platform == "linux" and not Path("/dev/kfd").exists() and not _loads("libcuda.so.1"):
-        return "there is no driver of a GPU (libcuda.so.1)"
+        return "there is no GPU driver (libcuda.so.1)"
     return ""
 
 
 def _check_device(kind: str) -> list[Complaint]:
     reason = no_device(kind)
-    message = f"--device {kind}, but {reason} on this machine."
-    return [Complaint("device", message, "Use --device cpu or auto.")] if reason else []
+    message = f"--device is {kind}, but {reason} on this machine."
+    return [Complaint("device", message, "Set --device to cpu or auto.")] if reason else []
 
 
 def _check_fp8(values: Mapping[str, Any]) -> list[Complaint]:
-    """Of a device that is asked for by name a rule row or ``_check_device`` speaks."""
+    """Complain about --fp8 with --device auto on a machine without a GPU; rows and ``_check_device`` cover the rest."""
     if not values.get("fp8") or values.get("device") != "auto" or not (reason := no_device("cuda")):
         return []
     message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
@@ -51,8 +53,8 @@ def _check_fp8(values: Mapping[str, Any]) -> list[Complaint]:
 
 
 def _loads(library: str) -> bool:
-    """Opened, not asked for devices: a process that has asked the driver cannot fork."""
-    import ctypes  # only where a GPU is asked for: others start without waiting for it
+    """Return True if a library can be opened. It is not queried: a process that has used the driver cannot fork."""
+    import ctypes  # only if a GPU is requested, so that other starts do not pay for the import
 
     try:
         ctypes.CDLL(library)
@@ -62,20 +64,20 @@ def _loads(library: str) -> bool:
 
 
 def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
-    """A run from elsewhere would write over another one's checkpoints; a restarted job finds its own."""
+    """Complain if a run would overwrite another run's checkpoints; a restarted job may find its own."""
     load, save = values.get("load"), values.get("save")
     if save is None or (load is not None and Path(load) == Path(save)):
         return []
     saved = saved_steps(Path(save))
-    unnamed_restart = starts_before(environ) and not job_id(environ)  # whose they are is not to be known
+    unnamed_restart = starts_before(environ) and not job_id(environ)  # the owner cannot be determined
     if not saved or unnamed_restart or _saved_by(environ, _best(Path(save), saved[-1])):
         return []
-    message = f"--save {save} holds checkpoints of another run, up to iteration {saved[-1]}."
-    return [Complaint("checkpoint", message, f"Go on from them by --load {save}, or give another folder.")]
+    message = f"--save {save} contains checkpoints of another run, up to iteration {saved[-1]}."
+    return [Complaint("checkpoint", message, f"Set --load {save} to continue from them, or pass a different folder.")]
 
 
 def _best(save: Path, last: int) -> Path:
-    """The checkpoint that a run would go on from: what is called the latest, else the last one's newest."""
+    """Return the checkpoint that a run would continue from: the latest, else the newest of the last iteration."""
     try:
         latest = read_latest(save)
     except OSError:
@@ -85,7 +87,7 @@ def _best(save: Path, last: int) -> Path:
 
 
 def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:
-    """Whether this very job has saved a checkpoint."""
+    """Return True if this job saved the checkpoint."""
     try:
         saved = json.loads(read_regular(folder / "scalars.json", MAX_BYTES)).get("job")
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -98,25 +100,26 @@ def _is_number(text: str) -> bool:
 
 
 def _check_numbers(environ: Mapping[str, str]) -> list[Complaint]:
-    """A rank's numbers are numbers, and below the number of ranks."""
-    found = []
+    """Complain unless RANK and LOCAL_RANK are numbers, and RANK is below WORLD_SIZE."""
+    complaints = []
     for name in ("RANK", "LOCAL_RANK"):
         if not _is_number(environ.get(name) or "0"):
-            found.append(Complaint("environment", f"{name} is {environ[name]!r}, not the number of a rank."))
+            complaints.append(Complaint("environment", f"{name} is {environ[name]!r}, not the number of a rank."))
     size = environ.get("WORLD_SIZE") or "1"
-    if not found and _is_number(size) and int(size) > 1 and int(environ.get("RANK") or 0) >= int(size):
-        message = f"RANK is {environ['RANK']} and WORLD_SIZE {size}: ranks count from 0 to {int(size) - 1}."
-        found.append(Complaint("environment", message, "Start them with megapar launch or torchrun, which set both."))
-    return found
+    if not complaints and _is_number(size) and int(size) > 1 and int(environ.get("RANK") or 0) >= int(size):
+        message = f"RANK is {environ['RANK']} and WORLD_SIZE is {size}, but ranks are 0 to {int(size) - 1}."
+        fix = "Start the ranks with megapar launch or torchrun, which set both."
+        complaints.append(Complaint("environment", message, fix))
+    return complaints
 
 
-def _check_meeting(environ: Mapping[str, str]) -> list[Complaint]:
-    """Several ranks meet as torchrun's variables say."""
+def _check_rendezvous(environ: Mapping[str, str]) -> list[Complaint]:
+    """Complain if the variables by which several ranks find each other are not set."""
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     size = environ.get("WORLD_SIZE", "1")
-    if not missing or size == "1" or not _is_number(size):  # the parser speaks of what is no number
+    if not missing or size == "1" or not _is_number(size):  # the parser complains about one that is not a number
         return []
     verb = "is" if len(missing) == 1 else "are"
-    message = f"WORLD_SIZE is {size}, but {' and '.join(missing)} {verb} not set, by which ranks find each other."
-    fix = "Start them with megapar launch or torchrun, which set them; for one process, unset WORLD_SIZE."
+    message = f"WORLD_SIZE is {size}, but {' and '.join(missing)} {verb} not set, so ranks cannot find each other."
+    fix = "Start the ranks with megapar launch or torchrun, which set them; for a single process, unset WORLD_SIZE."
     return [Complaint("environment", message, fix)]

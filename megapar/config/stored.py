@@ -1,4 +1,4 @@
-"""What a checkpoint's small files say of it. No torch: a refusal takes no second."""
+"""Facts in a checkpoint's small files, read without torch so that a refusal is immediate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megapar.config.regular_file import open_regular, read_regular
 from megapar.config.suspects import suspects
 
 MAX_BYTES = 1 << 20
-MAX_SCALARS_BYTES = 1 << 24  # data is named in them: some 180 bytes a source, for every stretch with other data
+MAX_SCALARS_BYTES = 1 << 24  # they list the data: some 180 bytes per source, for every phase with different data
 LAYOUT, SCALARS = "layout.json", "scalars.json"
 
 
 def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[str, Any]] | None:
-    """(folder, what ``layout.json`` says of the model) of an iteration, or of the latest checkpoint under ``root``.
+    """Return (folder, the model's facts in ``layout.json``) of an iteration, or of the latest one under ``root``.
 
-    None where that is not to be had at a glance: whoever loads the checkpoint says what is wrong with it.
+    Returns None if they cannot be read; the loader reports the problem with the checkpoint.
     """
     try:
         named = (read_latest(root) or ("", 0))[0] if iteration is None else newest_of(root, iteration)
@@ -37,21 +37,21 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
 
 
 def _plain(schedule: Any) -> Any:
-    """None where a schedule holds what is neither a number nor a text: nothing that was trained on."""
+    """Return a schedule, or None if it has values other than numbers and strings, which no run has written."""
     values = schedule.values() if isinstance(schedule, dict) else ()
     return schedule if all(value is None or isinstance(value, (int, float, str)) for value in values) else None
 
 
 def stored_schedule(folder: Path) -> dict[str, Any] | None:
-    """The learning-rate schedule that a checkpoint was trained on; None where it says none, as converted ones."""
-    found = _plain(stored_scalars(folder).get("schedule"))
-    return (found or None) if isinstance(found, dict) else None
+    """Return the learning rate schedule of a checkpoint, or None if it has none, as converted checkpoints."""
+    schedule = _plain(stored_scalars(folder).get("schedule"))
+    return (schedule or None) if isinstance(schedule, dict) else None
 
 
 def stored_scalars(folder: Path) -> dict[str, Any]:
-    """What ``scalars.json`` of a checkpoint says, unverified; {} where that is not to be had at a glance."""
+    """Return the content of a checkpoint's ``scalars.json``, unverified; {} if it cannot be read."""
     try:
-        found = json.loads(read_regular(folder / SCALARS, MAX_SCALARS_BYTES))
+        scalars = json.loads(read_regular(folder / SCALARS, MAX_SCALARS_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return scalars if isinstance(scalars, dict) else {}

@@ -1,8 +1,8 @@
-"""What a guard has found, as the run that ended on it wrote it down, and the checkpoints that were set aside for it.
+"""Records of detected faults, and the checkpoints that were set aside because of them.
 
-    corruption.json             of a run that has ended so, until the next start has acted on it
-    corruption-0000105.json     after that; 105 is the iteration at which it was found
-    iter_0000104.suspect        a checkpoint from after the last check that passed: --ckpt-step 104 still loads it
+    corruption.json             written by a run that ended on a fault, until the next start has handled it
+    corruption-0000105.json     the same file afterwards; 105 is the iteration at which the fault was found
+    iter_0000104.suspect        a checkpoint saved after the last check that passed: --ckpt-step 104 still loads it
 
 Standard library only.
 """
@@ -22,14 +22,20 @@ from megapar.errors import UnverifiedError
 
 RECORD = "corruption.json"
 NEVER = -1
-"""The iteration of a check that has not passed yet."""
+"""Iteration of a check that has not passed yet."""
 _MAX_BYTES = 1 << 20
 _SUSPECT = re.compile(r"iter_([0-9]{7,18})(?:\.e([0-9]+))?\.suspect(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True)
 class Blamed:
-    """A rank that is to blame, or one of those among which nobody can say. device: with its number on the node."""
+    """Faulty rank, or a candidate if the faulty one cannot be identified.
+
+    Attributes:
+        rank: Global rank.
+        node: Name of the node.
+        device: Name of the device, with its number on the node.
+    """
 
     rank: int
     node: str
@@ -41,11 +47,17 @@ class Blamed:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a guard has found. check: its name. iteration: after which it found it. began: the iteration at which that
-    start of the run began.
+    """Fault that a check has found.
 
-    verified: for every check that was on the last iteration after which it found nothing, or NEVER. others: names of
-    checkpoints that lay in the folder when that start began and are of other lines than its own.
+    Attributes:
+        check: Name of the check.
+        iteration: Iteration after which the fault was found.
+        began: Iteration at which this start of the run began.
+        verified: For every enabled check, the last iteration after which it passed, or NEVER.
+        blamed: Faulty ranks, or candidates.
+        parameters: Names of the wrong parameters.
+        message: Description of the fault.
+        others: Names of checkpoints of other runs that were in the folder when this start began.
     """
 
     check: str
@@ -59,7 +71,7 @@ class Fault:
 
     @property
     def limit(self) -> int:
-        """The last iteration at which this check vouches for the run; NEVER where there is none."""
+        """Last iteration at which this check passed, or NEVER."""
         return self.verified.get(self.check, NEVER)
 
     def __str__(self) -> str:
@@ -71,14 +83,14 @@ class Fault:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For the record."""
+        """Return the content of the record."""
         return asdict(self)
 
 
 def read_fault(folder: Path) -> Fault | None:
-    """What a run that saved here was ended by, and no start has acted on; None: nothing.
+    """Return the fault on which a run that saved here ended, if no start has handled it yet, else None.
 
-    Raises UnverifiedError where something is recorded that cannot be read.
+    Raises UnverifiedError if the record cannot be read.
     """
     path = folder / RECORD
     try:
@@ -90,26 +102,26 @@ def read_fault(folder: Path) -> Fault | None:
     with os.fdopen(descriptor, "rb") as file:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError("it is no plain file")
+                raise ValueError("it is not a regular file")
             return fault_of(json.loads(file.read(_MAX_BYTES)))
         except (OSError, ValueError, RecursionError) as error:
             raise _unreadable(path, error) from error
 
 
-def fault_of(found: Any) -> Fault:
-    """From the form of ``to_json``. Raises ValueError."""
-    if not isinstance(found, dict):
-        raise ValueError("it holds no object")
+def fault_of(record: Any) -> Fault:
+    """Parse the output of ``to_json``. Raises ValueError."""
+    if not isinstance(record, dict):
+        raise ValueError("it does not contain a JSON object")
     try:
         return Fault(
-            _text(found["check"]),
-            _count(found["iteration"]),
-            _count(found["began"]),
-            {_text(name): _count(at, NEVER) for name, at in found["verified"].items()},
-            tuple(Blamed(_count(one["rank"]), _text(one["node"]), _text(one["device"])) for one in found["blamed"]),
-            tuple(map(_text, found["parameters"])),
-            _text(found["message"]),
-            tuple(map(_text, found.get("others", ()))),
+            _text(record["check"]),
+            _count(record["iteration"]),
+            _count(record["began"]),
+            {_text(name): _count(at, NEVER) for name, at in record["verified"].items()},
+            tuple(Blamed(_count(one["rank"]), _text(one["node"]), _text(one["device"])) for one in record["blamed"]),
+            tuple(map(_text, record["parameters"])),
+            _text(record["message"]),
+            tuple(map(_text, record.get("others", ()))),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -117,32 +129,33 @@ def fault_of(found: Any) -> Fault:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.50} is no text")
+        raise ValueError(f"{value!r:.50} is not a string")
     return value
 
 
 def _count(value: object, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{value!r:.50} is no count")
+        raise ValueError(f"{value!r:.50} is not a count")
     return value
 
 
 def _unreadable(path: Path, error: Exception) -> UnverifiedError:
     return UnverifiedError(
-        f"{path} says that a run found wrong numbers, and cannot be read: {str(error)[:200]}. Look at the checkpoints "
-        f"beside it; name one by --ckpt-step, or move the file away."
+        f"{path} records that a run found wrong numbers, and cannot be read: {str(error)[:200]}. Inspect the "
+        f"checkpoints next to it; choose one with --ckpt-step, or move the file away."
     )
 
 
 def suspects(root: Path) -> dict[int, Path]:
-    """Iteration -> checkpoint that was set aside, of several the newest owner's and of its own the last, in rising
-    order.
+    """Return iteration -> checkpoint that was set aside, in ascending order.
+
+    If an iteration has several, take the last one of the owner with the highest epoch.
     """
-    found: dict[int, tuple[tuple[int, int], Path]] = {}
+    newest: dict[int, tuple[tuple[int, int], Path]] = {}
     for path in root.iterdir() if root.is_dir() else ():
         match = _SUSPECT.fullmatch(path.name)
         if match:
             at, age = int(match[1]), (int(match[2] or 0), int(match[3] or 1))
-            if at not in found or age > found[at][0]:
-                found[at] = (age, path)
-    return {at: path for at, (_, path) in sorted(found.items())}
+            if at not in newest or age > newest[at][0]:
+                newest[at] = (age, path)
+    return {at: path for at, (_, path) in sorted(newest.items())}

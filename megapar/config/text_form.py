@@ -1,8 +1,9 @@
-"""YAML as it is read here: the safe types, no aliases, a file of bounded size.
+"""Restricted YAML: only safe types, no aliases, and files of bounded size.
 
-An alias (``*name``) stands for what ``&name`` marks. Sixty lines of aliases to aliases stand for more values than any
-memory holds, and whoever shows such a value, or only walks through it, never comes to an end. No configuration here
-needs one.
+An alias (``*name``) repeats the value marked by ``&name``. Sixty lines of aliases to aliases expand to more values than
+fit into any memory, and code that prints or traverses such a value never finishes. Configurations do not need aliases.
+
+Tested in ``tests/test_hostile.py``.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ if TYPE_CHECKING:
     import yaml
 
 MAX_BYTES = 1 << 20
-"""Of a configuration or a script. A thousand lines have 40 kB."""
+"""Maximum size of a configuration or a script. A thousand lines are about 40 kB."""
 
 
 def loader(base: Any) -> Any:
-    """``base``, one of PyYAML's loaders, that raises yaml.YAMLError with the line where it meets an alias."""
+    """Return a subclass of ``base``, a PyYAML loader, that raises yaml.YAMLError with the line of an alias."""
     from yaml.composer import ComposerError
     from yaml.events import AliasEvent
 
     class PlainLoader(base):
-        """See ``loader``."""
+        """Loader that refuses aliases."""
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-            """PyYAML's own, but for aliases."""
+            """Compose a node as PyYAML does, and raise ComposerError for an alias."""
             if self.check_event(AliasEvent):
                 event = self.peek_event()
-                problem = f"aliases (*{event.anchor:.40}) are not read, write the value out"
+                problem = f"aliases (*{event.anchor:.40}) are not supported, write the value out"
                 raise ComposerError(None, None, problem, event.start_mark)
             return super().compose_node(parent, index)
 

@@ -1,4 +1,7 @@
-"""Text (or a YAML scalar) to the value of a flag, checked against its type, choices and bounds."""
+"""Conversion of text and YAML scalars to values of flags, with checks of type, choices and bounds.
+
+Tested in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,16 @@ from megapar.schema.legal_values import MAX_INT
 TRUE = ("true", "on", "yes", "1")
 FALSE = ("false", "off", "no", "0")
 
-UNITS = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+UNITS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
 class BadValue(ValueError):
-    """A value that a flag does not take. rule: the check that failed. fix: what to do."""
+    """A flag does not accept a value.
+
+    Attributes:
+        rule: Check that failed.
+        fix: Action to take; may be empty.
+    """
 
     def __init__(self, rule: str, message: str, fix: str = "") -> None:
         super().__init__(message)
@@ -26,7 +34,7 @@ class BadValue(ValueError):
 
 
 def convert(flag: Flag, raw: Any) -> Any:
-    """The flag's value for ``raw``: a text, a YAML scalar or a list of them. Raises BadValue."""
+    """Return the flag's value for ``raw``: a string, a YAML scalar or a list of them. Raises BadValue."""
     if flag.type in ("strings", "integers"):
         return _list(flag, raw)
     if flag.type == "bool":
@@ -38,7 +46,7 @@ def convert(flag: Flag, raw: Any) -> Any:
 
 
 def wanted(flag: Flag) -> str:
-    """What a flag takes, in words."""
+    """Describe the values that a flag accepts."""
     if flag.choices:
         return f"one of {', '.join(str(choice) for choice in flag.choices)}"
     if flag.takes_list:
@@ -100,11 +108,11 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
 
 
 def _word_of(flag: Flag, raw: bool) -> str:
-    """YAML reads on, off, yes and no as true and false: the word that was meant, where the flag has one."""
+    """Return the choice that YAML has read as a boolean: it reads on, off, yes and no as true and false."""
     for choice in flag.choices or ():
         if str(choice).lower() in (TRUE if raw else FALSE):
             return str(choice)
-    fix = "Leave it out to switch it off, or write the text in quotes."
+    fix = "Leave the key out to turn it off, or put the string in quotes."
     raise BadValue("value", f"{flag.spelling} takes {UNITS['str']}, got {str(raw).lower()}.", fix)
 
 
@@ -118,18 +126,18 @@ def _chosen(flag: Flag, value: Any) -> Any:
     texts = [str(choice) for choice in choices]
     fix = near_choice(str(value), texts)
     legal = ", ".join(texts)
-    raise BadValue("choice", f"{flag.spelling} is one of {legal}; got {shown(value)}.", fix)
+    raise BadValue("choice", f"{flag.spelling} must be one of {legal}; got {shown(value)}.", fix)
 
 
 def _bounded(flag: Flag, value: Any) -> Any:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return value
     if isinstance(value, int) and abs(value) > MAX_INT:
-        raise BadValue("bound", f"{flag.spelling} is below 2^63; got a number of {len(str(abs(value)))} digits.")
+        raise BadValue("bound", f"{flag.spelling} must be below 2^63; got a number of {len(str(abs(value)))} digits.")
     if flag.low is not None and value < flag.low:
-        raise BadValue("bound", f"{flag.spelling} is at least {flag.low:g}; got {value}.")
+        raise BadValue("bound", f"{flag.spelling} must be at least {flag.low:g}; got {value}.")
     if flag.above is not None and value <= flag.above:
-        raise BadValue("bound", f"{flag.spelling} is greater than {flag.above:g}; got {value}.")
+        raise BadValue("bound", f"{flag.spelling} must be greater than {flag.above:g}; got {value}.")
     if flag.high is not None and value > flag.high:
-        raise BadValue("bound", f"{flag.spelling} is at most {flag.high:g}; got {value}.")
+        raise BadValue("bound", f"{flag.spelling} must be at most {flag.high:g}; got {value}.")
     return value

@@ -1,4 +1,7 @@
-"""Rows of the embedding where ``--vocab-size`` is not given: the checkpoint's, else the tokenizer's."""
+"""Number of embedding rows if ``--vocab-size`` is not given: the checkpoint's, else the tokenizer's.
+
+Tested in ``tests/test_vocabulary.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,30 @@ MOCK = ("mock",)
 
 
 class EmbeddingRows(NamedTuple):
-    """size: rows of the embedding. source: where the number is from, for people."""
+    """Number of embedding rows.
+
+    Attributes:
+        size: Number of rows.
+        source: Origin of the number, for messages.
+    """
 
     size: int
     source: str
 
 
 def derived_rows(values: Mapping[str, Any]) -> EmbeddingRows:
-    """What stands for a --vocab-size that is not given. values: flat, as the rules see them.
+    """Return the value of a --vocab-size that is not given, from flat values as the rules read them.
 
-    A checkpoint keeps the rows that it was trained with, whatever the tokenizer: padding to the ranks is for compute
-    only and no part of them.
+    A checkpoint keeps its number of rows, whatever the tokenizer. Rows that pad the embedding to the number of ranks
+    are only used in the computation and are not counted.
     """
-    if values.get("load") and (found := _stored(values)) is not None:
-        return EmbeddingRows(found, f"--load {values['load']}")
+    if values.get("load") and (stored := _stored(values)) is not None:
+        return EmbeddingRows(stored, f"--load {values['load']}")
     if values.get("tokenizer_model"):
         known = known_vocabulary(values)
         name = f"--tokenizer-model {values['tokenizer_model']}"
         if known is None:
-            return EmbeddingRows(TRAINED_SIZE, f"assumed, as {name} cannot be read here")
+            return EmbeddingRows(TRAINED_SIZE, f"assumed, because {name} cannot be read here")
         return EmbeddingRows(known.size, name)
     if values.get("data_path") == MOCK:
         return EmbeddingRows(TRAINED_SIZE, "the default for random tokens")
@@ -40,23 +48,28 @@ def derived_rows(values: Mapping[str, Any]) -> EmbeddingRows:
 
 
 def assumed_rows(values: Mapping[str, Any]) -> str:
-    """What to say of a --vocab-size that is neither given nor to be had on this machine; "" where it is known."""
+    """Return a note if --vocab-size is neither given nor can be determined on this machine, else ""."""
     unknown = values.get("tokenizer_model") and not values.get("load_hf") and known_vocabulary(values) is None
     if not unknown or values.get("vocab_size") != TRAINED_SIZE:
         return ""
     path = values["tokenizer_model"]
-    return f"--vocab-size {TRAINED_SIZE} is assumed: --tokenizer-model {path} cannot be read here; give --vocab-size."
+    return f"--vocab-size {TRAINED_SIZE} is assumed: --tokenizer-model {path} cannot be read here. Set --vocab-size."
 
 
 def source_of_rows(origin: str, values: Mapping[str, Any]) -> str:
-    """Where the number of rows is from. origin: of --vocab-size. values: as ``derived_rows`` takes them."""
+    """Return the source of the number of rows.
+
+    Args:
+        origin: Origin of --vocab-size.
+        values: Flat values, as for ``derived_rows``.
+    """
     if origin != "derived":
         return "--vocab-size"
     return f"--load-hf {values['load_hf']}" if values.get("load_hf") else derived_rows(values).source
 
 
 def known_vocabulary(values: Mapping[str, Any]) -> Vocabulary | None:
-    """That of --tokenizer-model, where it can be read from its files."""
+    """Return the vocabulary of --tokenizer-model, or None if it cannot be read from its files."""
     path = values.get("tokenizer_model")
     try:
         return vocabulary_of(path) if path and Path(path).exists() else None
@@ -65,31 +78,31 @@ def known_vocabulary(values: Mapping[str, Any]) -> Vocabulary | None:
 
 
 def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
-    """What is wrong with a tokenizer that is there: its files, its size, a token that the model needs."""
+    """Yield complaints about an existing tokenizer: its files, its size, a token that the model needs."""
     path = values.get("tokenizer_model")
     if not path or not Path(path).exists():
         return
     try:
-        found = vocabulary_of(path)
+        vocabulary = vocabulary_of(path)
     except (BadTokenizer, OSError, KeyError, TypeError, ValueError) as error:
-        fix = "Give a sentencepiece model, a tokenizer.json, or the folder of a Hugging Face tokenizer."
+        fix = "Pass a sentencepiece model, a tokenizer.json, or the folder of a Hugging Face tokenizer."
         yield Complaint("tokenizer", f"--tokenizer-model {path} cannot be read: {error}.", fix)
         return
-    if found is None:
+    if vocabulary is None:
         if values.get("asked", {}).get("vocab_size") is None and derived_rows(values).source.startswith("assumed"):
-            message = f"--tokenizer-model {path} does not say in its files how many ids it has."
-            yield Complaint("vocabulary", message, "Give --vocab-size.")
+            message = f"--tokenizer-model {path}: its files do not contain the number of its ids."
+            yield Complaint("vocabulary", message, "Set --vocab-size.")
         return
-    if "vocab_size" in values and found.size > values["vocab_size"]:
+    if "vocab_size" in values and vocabulary.size > values["vocab_size"]:
         fixed = bool(values.get("load_hf")) or bool(values.get("load") and _stored(values) is not None)
-        yield too_large(path, found.size, values["vocab_size"], fixed=fixed)
-    if values.get("kind") == "ernie" and not found.mask:
-        message = f"--tokenizer-model {path} has no mask token, which is needed here."
-        fix = "Give one that has, or leave it out to have a tokenizer trained on the text."
+        yield too_large(path, vocabulary.size, values["vocab_size"], fixed=fixed)
+    if values.get("kind") == "ernie" and not vocabulary.mask:
+        message = f"--tokenizer-model {path} has no mask token, which pretrain_ernie.py needs."
+        fix = "Pass a tokenizer that has one, or leave the flag out to train a tokenizer on the text."
         yield Complaint("tokenizer", message, fix)
 
 
 def _stored(values: Mapping[str, Any]) -> int | None:
-    found = stored_facts(Path(values["load"]), values.get("ckpt_step"))
-    size = found[1].get("vocab_size") if found is not None else None
+    stored = stored_facts(Path(values["load"]), values.get("ckpt_step"))
+    size = stored[1].get("vocab_size") if stored is not None else None
     return size if isinstance(size, int) else None

@@ -1,4 +1,4 @@
-"""How many ids a tokenizer has, and which of them have a role, read from its files without the library that runs it.
+"""Number of ids and special tokens of a tokenizer, read from its files without the tokenizer library.
 
 Standard library only: a tokenizer that is larger than the embedding is refused before torch is imported.
 """
@@ -16,9 +16,9 @@ from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.errors import Complaint
 
 TRAINED_SIZE = 4096
-"""Ids of a tokenizer that a run trains on its own data, where nothing is said of the vocabulary."""
+"""Vocabulary size of a tokenizer that a run trains on its data, if --vocab-size is not given."""
 
-# Special tokens that these classes of transformers add where the files have them not.
+# Special tokens that these classes of transformers add if the files lack them.
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "Bert": _BERT,
@@ -27,25 +27,30 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
 }
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MASKS = ("[MASK]", "<mask>", "<mask:0>")
-"""What a mask token is called where nobody says."""
+"""Names of a mask token if the configuration does not name it."""
 
 
 class BadTokenizer(ValueError):
-    """Files that are no tokenizer; says which and why."""
+    """Files are not a valid tokenizer; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a tokenizer's files say. size: number of ids; every id is below it. mask: one stands for what is masked."""
+    """Content of a tokenizer's files.
+
+    Attributes:
+        size: Number of ids; every id is below it.
+        mask: There is a mask token.
+    """
 
     size: int
     mask: bool
 
 
 def vocabulary_of(path: str | Path) -> Vocabulary | None:
-    """The vocabulary at a path as --tokenizer-model takes it; None where only the tokenizer's own library knows.
+    """Return the vocabulary at a --tokenizer-model path, or None if only the tokenizer's own library can read it.
 
-    Raises BadTokenizer for files that are damaged or something else, OSError for those that cannot be read.
+    Raises BadTokenizer for files that are damaged or not a tokenizer, OSError for unreadable ones.
     """
     path = Path(path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -55,13 +60,13 @@ def vocabulary_of(path: str | Path) -> Vocabulary | None:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, stamps: tuple[Any, ...]) -> Vocabulary | None:
-    """stamps: of the files; others are read anew. A search asks thousands of times."""
+    """Read a vocabulary, cached by the sizes and times of its files, because a search calls this thousands of times."""
     try:
         return _counted(path)
     except BadTokenizer:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise BadTokenizer(f"{path} is not as tokenizers are written ({type(error).__name__}: {error})") from error
+        raise BadTokenizer(f"{path} does not have a tokenizer's format ({type(error).__name__}: {error})") from error
 
 
 def _counted(path: Path) -> Vocabulary | None:
@@ -78,24 +83,24 @@ def _counted(path: Path) -> Vocabulary | None:
         return _complete(ids, config)
     if (path / "vocab.txt").exists():
         with (path / "vocab.txt").open(encoding="utf-8") as file:
-            lines = [line.rstrip("\n") for line in file]  # of newlines only, where str.splitlines has more
-        # Its name says WordPiece, whatever class the folder names.
+            lines = [line.rstrip("\n") for line in file]  # str.splitlines would also split at other characters
+        # A file of this name is WordPiece, whatever class the folder names.
         return _complete(dict(zip(lines, range(len(lines)), strict=True)), {"tokenizer_class": "Bert", **config})
     models = sorted(path.glob("*.model"))
     try:
         return _sentencepiece(models[0], config) if len(models) == 1 else None
-    except BadTokenizer:  # a library may have other models under this suffix
+    except BadTokenizer:  # other libraries use this suffix, too
         return None
 
 
 def _fast(path: Path, config: Mapping[str, Any]) -> Vocabulary:
-    """tokenizer.json, as the library ``tokenizers`` writes it: a vocabulary, and tokens that were added to it."""
+    """Read tokenizer.json of the library ``tokenizers``: a vocabulary, and tokens that were added to it."""
     whole = _json(path)
-    found = (whole.get("model") or {}).get("vocab")
-    if isinstance(found, Mapping):
-        ids = {str(token): int(number) for token, number in found.items()}
-    elif isinstance(found, list):  # of a unigram model: pairs of token and score
-        ids = {str(pair[0]): number for number, pair in enumerate(found)}
+    vocabulary = (whole.get("model") or {}).get("vocab")
+    if isinstance(vocabulary, Mapping):
+        ids = {str(token): int(number) for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # unigram model: pairs of token and score
+        ids = {str(pair[0]): number for number, pair in enumerate(vocabulary)}
     else:
         raise BadTokenizer(f"{path} has no model with a vocabulary")
     for token in whole.get("added_tokens") or ():
@@ -115,22 +120,23 @@ def _sentencepiece(path: Path, config: Mapping[str, Any]) -> Vocabulary:
 
 
 def _complete(ids: Mapping[str, int], config: Mapping[str, Any]) -> Vocabulary:
-    """With the tokens that are named beside the vocabulary, which get an id behind it where they have none."""
+    """Add the tokens that the configuration names; those without an id get one after the vocabulary."""
     if not ids:
         raise BadTokenizer("the tokenizer has no tokens")
     named = [*_named(config)]
     new = {token for token in named if token not in ids}
-    said = any(_content(one.get("mask_token")) for one in _said(config))
-    return Vocabulary(max(ids.values()) + 1 + len(new), mask=said or any(one in ids or one in new for one in MASKS))
+    has_mask = any(_content(one.get("mask_token")) for one in _sources(config))
+    has_mask = has_mask or any(one in ids or one in new for one in MASKS)
+    return Vocabulary(max(ids.values()) + 1 + len(new), mask=has_mask)
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[str]:
     kind = str(config.get("tokenizer_class") or "")
     yield from next((tokens for name, tokens in _DEFAULTS.items() if kind.startswith(name)), ())
-    for said in _said(config):
-        several = said.get("additional_special_tokens") or said.get("extra_special_tokens") or ()
+    for source in _sources(config):
+        several = source.get("additional_special_tokens") or source.get("extra_special_tokens") or ()
         values: Iterable[Any] = several.values() if isinstance(several, Mapping) else several
-        for value in (*(said.get(role) for role in _ROLES), *values):
+        for value in (*(source.get(role) for role in _ROLES), *values):
             if (token := _content(value)) is not None:
                 yield token
     yield from (config.get("added_tokens.json") or {})
@@ -139,26 +145,26 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
             yield token
 
 
-def _said(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+def _sources(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return config, config.get("special_tokens_map.json") or {}
 
 
 def _content(value: Any) -> str | None:
-    """A token as configurations write it: a text, or an object with one."""
-    found = value.get("content") if isinstance(value, Mapping) else value
-    return found if isinstance(found, str) and found else None
+    """Return a token from a configuration, where it is a string or an object with one."""
+    token = value.get("content") if isinstance(value, Mapping) else value
+    return token if isinstance(token, str) and token else None
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(path, INDEX_BYTES))
+        content = json.loads(read_regular(path, INDEX_BYTES))
     except OSError as error:
         raise BadTokenizer(f"{path} cannot be read ({error})") from error
     except (ValueError, RecursionError) as error:
         raise BadTokenizer(f"{path} is not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise BadTokenizer(f"{path} holds no object")
-    return found
+    if not isinstance(content, dict):
+        raise BadTokenizer(f"{path} does not contain a JSON object")
+    return content
 
 
 def _text(message: bytes) -> str:
@@ -166,7 +172,7 @@ def _text(message: bytes) -> str:
 
 
 def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
-    """The values of one field of a protocol buffer, as bytes. Raises IndexError where it is none."""
+    """Yield the values of one field of a protocol buffer, as bytes. Raises IndexError for other data."""
     place = 0
     while place < len(message):
         tag, place = _varint(message, place)
@@ -181,7 +187,7 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
         else:
             raise IndexError(f"no field is of kind {kind}")
         if place + size > len(message):
-            raise IndexError("cut off")
+            raise IndexError("truncated")
         if number == wanted and kind == 2:
             yield message[place : place + size]
         place += size
@@ -199,13 +205,17 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
 
 
 def too_large(name: str | None, size: int, rows: int, *, fixed: bool = False) -> Complaint:
-    """A tokenizer with more ids than the embedding has rows.
+    """Return the complaint about a tokenizer with more ids than the embedding has rows.
 
-    name: of its file; None: it was trained here. fixed: the rows are of weights that are loaded.
+    Args:
+        name: Path of the tokenizer; None if this run trained it.
+        size: Number of ids.
+        rows: Number of embedding rows.
+        fixed: The rows are those of loaded weights.
     """
     return Complaint(
         "vocabulary",
         f"the tokenizer {name or 'trained here'} has {size} ids, more than the {rows} rows of the embedding "
         f"(--vocab-size {rows}).",
-        "Give the tokenizer that it was trained with." if fixed else f"Give --vocab-size {size} or more.",
+        "Pass the tokenizer that the weights were trained with." if fixed else f"Set --vocab-size {size} or more.",
     )

@@ -1,1 +1,1 @@
-"""The rows of the compatibility matrix. Standard library only; rows read plain values by name and write nothing."""
+"""Rows of the compatibility matrix. Standard library only; rows read plain values by name and have no side effects."""

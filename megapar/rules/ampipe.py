@@ -1,4 +1,4 @@
-"""AMPipe, pipe-experts, and what they go with. d: --ampipe-degree, N: --pipe-experts-multi-data."""
+"""Rows on AMPipe and pipe-experts. d is --ampipe-degree, N is --pipe-experts-multi-data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _capacity(f: Facts) -> int:
 def _enough_pieces(f: Facts) -> str:
     d = f.ampipe_degree
     fewer = d if f.pipe_experts_multi_stream else 2 * d
-    return f"Give --pipe-experts-multi-data {fewer} or another such multiple, or leave --use-pipe-experts out."
+    return f"Set --pipe-experts-multi-data to {fewer} or another such multiple, or leave --use-pipe-experts out."
 
 
 def _row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
@@ -53,7 +53,7 @@ def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: s
         ("ampipe_degree", *reads),
         when=_sliced,
         requires=free,
-        message=f"--ampipe-degree > 1 excludes {what}",
+        message=f"--ampipe-degree > 1 cannot be combined with {what}",
         passing="--moe-model-type deepspeed_moe --ampipe-degree 2 --strict-seed-rules",
         failing=f"--moe-model-type deepspeed_moe --ampipe-degree 2 {failing}",
         **more,
@@ -61,7 +61,7 @@ def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: s
 
 
 def _settled(id: str, reads: tuple[str, ...], free: Test, why: str, passing: str, failing: str) -> Rule:
-    """A row that --ampipe-degree auto looks at: a degree above 1 hides something and gives the numbers of degree 1."""
+    """Row for --ampipe-degree auto: if it is violated, a degree above 1 hides nothing or changes the numbers."""
     auto = "--world-size 2 --ep-degree 2 --ampipe-degree auto"
     return _row(
         f"ampipe-auto-{id}",
@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
         message="--ampipe-degree > 1 needs experts of --moe-model-type deepspeed_moe",
         kind=LIFTED,
-        reason="dropless experts are sliced as well, with uneven splits",
+        reason="dropless experts are also sliced, with uneven splits",
         passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
         failing="--ampipe-degree 2 --moe-model-type megatron_moe",
     ),
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
         ("ampipe_degree", "ep_degree"),
         when=_sliced,
         requires=lambda f: f.ep_degree > 1,
-        message="--ampipe-degree > 1 hides the all-to-all of expert parallelism: --ep-degree > 1",
+        message="--ampipe-degree > 1 hides the all-to-all of expert parallelism and needs --ep-degree > 1",
         source="AMPipe",
         passing="--world-size 2 --ep-degree 2 --ampipe-degree 2",
         failing="--ampipe-degree 2",
@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         message="--ampipe-degree must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree, f.seq_length)}.",
         kind=LIFTED,
-        reason="slices may differ by a position",
+        reason="the lengths of slices may differ by a position",
         passing="--ampipe-degree 2 --seq-length 256",
         failing="--ampipe-degree 2 --seq-length 255",
     ),
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         message="with --sequence-parallel, d x mp must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree * f.mp_degree, f.seq_length)}.",
         kind=LIFTED,
-        reason="slices may differ by a position of every mp rank",
+        reason="the lengths of slices may differ by a position per mp rank",
         source="AMPipe",
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 256",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 254",
@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         ("ampipe_degree", "seq_length", "sequence_parallel", "mp_degree", "cp_degree"),
         when=_sliced,
         requires=lambda f: f.ampipe_degree * f.cp_degree * (f.mp_degree if f.sequence_parallel else 1) <= f.seq_length,
-        message="every slice needs a position of --seq-length (of every cp rank, and mp rank of --sequence-parallel)",
+        message="every slice needs a position of --seq-length (on every cp rank, and mp rank with --sequence-parallel)",
         source="sequence of slices",
         passing="--ampipe-degree 2 --seq-length 16",
         failing="--ampipe-degree 16 --seq-length 8",
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
         message="with ring context parallelism, 2 x d x cp must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(2 * f.ampipe_degree * f.cp_degree, f.seq_length)}.",
         kind=LIFTED,
-        reason="slices may differ by a position of every cp rank",
+        reason="the lengths of slices may differ by a position per cp rank",
         source="AMPipe",
         passing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --seq-length 256",
         failing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --seq-length 252",
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
         message="with --cp-degree > 1 only --ampipe-degree 2 is supported",
         fix="Choose --ampipe-degree 2.",
         kind=LIFTED,
-        reason="every rank has a run of every slice, in zig-zag from slice to slice",
+        reason="every rank has a part of every slice, in zig-zag order from slice to slice",
         passing="--world-size 2 --cp-degree 2 --ampipe-degree 2",
         failing="--world-size 2 --cp-degree 2 --ampipe-degree 4",
     ),
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.context_parallel_algo == "megatron_cp_algo",
         message="with --cp-degree > 1, --ampipe-degree > 1 needs --context-parallel-algo megatron_cp_algo",
         kind=LIFTED,
-        reason="gathered keys and dealt heads go slice by slice as well",
+        reason="the all-gather of keys and the all-to-all of heads are also done slice by slice",
         source="AMPipe",
         passing="--world-size 2 --cp-degree 2 --ampipe-degree 2",
         failing="--world-size 2 --cp-degree 2 --ampipe-degree 2 --context-parallel-algo allgather_cp_algo",
@@ -200,8 +200,8 @@ RULES: tuple[Rule, ...] = (
             )
         ),
         message=(
-            "AMPipe's slices of experts are piped where N is a multiple of d and greater than it (or equal, with "
-            "--pipe-experts-multi-stream)"
+            "--use-pipe-experts with --ampipe-degree > 1 needs an N that is a multiple of d and greater than d (or "
+            "equal, with --pipe-experts-multi-stream)"
         ),
         fix=_enough_pieces,
         kind=DOWNGRADE,
@@ -216,7 +216,7 @@ RULES: tuple[Rule, ...] = (
         "--overlap-grad-reduce",
         "--overlap-grad-reduce",
         kind=LIFTED,
-        reason="every gradient is complete once per backward, whatever the degree",
+        reason="every gradient is completed once per backward pass, whatever the degree",
     ),
     _excludes(
         "ampipe-param-overlap",
@@ -225,22 +225,22 @@ RULES: tuple[Rule, ...] = (
         "--overlap-param-gather",
         "--overlap-param-gather",
         kind=LIFTED,
-        reason="a layer's parameters are waited for once, before its first slice",
+        reason="a layer waits for its parameters once, before its first slice",
     ),
     _excludes(
         "ampipe-nanopipe",
         ("use_nanopipe", "pp_schedule"),
         lambda f: not zero_bubble(f),
-        "--use-nanopipe and --pp-schedule zero_bubble, which is the same",
+        "--use-nanopipe or --pp-schedule zero_bubble, which is the same",
         "--world-size 2 --pp-degree 2 --pp-schedule zero_bubble",
         kind=LIFTED,
-        reason="a weight's products of all slices are summed and its gradient is complete once",
+        reason="the contributions of all slices are summed, and a weight's gradient is completed once",
     ),
     _excludes(
         "ampipe-recompute-bubble",
         ("recompute_in_bubble", "recompute_in_advance"),
         lambda f: not (f.recompute_in_bubble or f.recompute_in_advance),
-        "--recompute-in-bubble and --recompute-in-advance",
+        "--recompute-in-bubble or --recompute-in-advance",
         "--recompute-in-bubble",
     ),
     _excludes(
@@ -264,7 +264,7 @@ RULES: tuple[Rule, ...] = (
         ("pipe_experts_multi_stream", "sequence_parallel"),
         when=lambda f: f.pipe_experts_multi_stream,
         requires=lambda f: f.sequence_parallel,
-        message="--pipe-experts-multi-stream chains ep with mp collectives: it needs --sequence-parallel",
+        message="--pipe-experts-multi-stream orders ep and mp collectives, and needs --sequence-parallel",
         passing="--use-pipe-experts --pipe-experts-multi-stream --world-size 2 --mp-degree 2 --sequence-parallel",
         failing="--use-pipe-experts --pipe-experts-multi-stream",
     ),
@@ -273,8 +273,8 @@ RULES: tuple[Rule, ...] = (
         ("use_pipe_experts", "num_experts", "ep_degree", "pipe_experts_multi_data"),
         when=lambda f: f.use_pipe_experts and f.num_experts > 0,
         requires=lambda f: f.num_experts // f.ep_degree > 1 or f.pipe_experts_multi_data > 1,
-        message="one local expert with N = 1 leaves nothing to pipe",
-        fix="Give --pipe-experts-multi-data 2 or more, or a smaller --ep-degree; or leave --use-pipe-experts out.",
+        message="a single local expert with N = 1 leaves nothing to pipeline",
+        fix="Set --pipe-experts-multi-data to 2 or more, lower --ep-degree, or leave --use-pipe-experts out.",
         kind=DOWNGRADE,
         sets=_OFF,
         passing="--use-pipe-experts --num-experts 8 --ep-degree 4 --world-size 4",
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         ),
         when=lambda f: f.use_pipe_experts and f.num_experts > 0,
         requires=lambda f: 1 <= f.pipe_experts_multi_data <= _capacity(f),
-        message="--pipe-experts-multi-data is at least 1 and at most an expert's capacity",
+        message="--pipe-experts-multi-data must be at least 1 and at most an expert's capacity",
         fix=lambda f: f"Choose 1 to {_capacity(f)}.",
         passing="--use-pipe-experts --pipe-experts-multi-data 4",
         failing="--use-pipe-experts --pipe-experts-multi-data 100000",
@@ -303,8 +303,8 @@ RULES: tuple[Rule, ...] = (
         "ampipe-fine",
         ("ampipe_degree",),
         requires=lambda f: f.ampipe_degree <= 2,
-        message="only --ampipe-degree 2 is recommended: finer slices add casts and adds",
-        fix="The run keeps this degree; measure it beside 2.",
+        message="only --ampipe-degree 2 is recommended: smaller slices need more casts and additions",
+        fix="The run keeps this degree; compare its speed with degree 2.",
         kind=ADVICE,
         passing="--ampipe-degree 2",
         failing="--ampipe-degree 4",
@@ -315,7 +315,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: not f.use_pipe_experts,
         requires=lambda f: f.pipe_experts_multi_data == 1 and not f.pipe_experts_multi_stream,
         source=NO_EFFECT,
-        message="--pipe-experts-multi-data and --pipe-experts-multi-stream would do nothing without --use-pipe-experts",
+        message="--pipe-experts-multi-data and --pipe-experts-multi-stream have no effect without --use-pipe-experts",
         passing="--use-pipe-experts --pipe-experts-multi-data 2",
         failing="--pipe-experts-multi-data 2",
     ),
@@ -325,7 +325,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.ampipe_tp_sp_comm_overlap,
         requires=lambda f: f.ampipe_degree != 1 and f.mp_degree > 1,
         source=NO_EFFECT,
-        message="--ampipe-tp-sp-comm-overlap would do nothing with --ampipe-degree 1 or --mp-degree 1",
+        message="--ampipe-tp-sp-comm-overlap would have no effect with --ampipe-degree 1 or --mp-degree 1",
         passing="--ampipe-tp-sp-comm-overlap --ampipe-degree 2 --world-size 2 --mp-degree 2",
         failing="--ampipe-tp-sp-comm-overlap",
     ),
@@ -334,7 +334,7 @@ RULES: tuple[Rule, ...] = (
         ("use_pipe_experts", "ep_degree", "expert_mp_degree"),
         when=lambda f: f.use_pipe_experts,
         requires=lambda f: f.ep_degree > 1 or f.expert_mp_degree > 1,
-        message="--use-pipe-experts would do nothing with --ep-degree 1 and whole experts, which send nothing",
+        message="--use-pipe-experts would have no effect with --ep-degree 1 and whole experts: nothing is communicated",
         fix="Leave it out, or raise --ep-degree.",
         source="pipe-experts",
         passing="--use-pipe-experts --world-size 2 --ep-degree 2",
@@ -346,7 +346,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.ampipe_degree == 1,
         requires=lambda f: not f.changed & {"ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"},
         source=NO_EFFECT,
-        message="--ampipe-capacity, --ampipe-slicing and --ampipe-cross-layer would do nothing with --ampipe-degree 1",
+        message="--ampipe-capacity, --ampipe-slicing and --ampipe-cross-layer have no effect with --ampipe-degree 1",
         passing="--ampipe-degree 2 --ampipe-cross-layer",
         failing="--ampipe-cross-layer",
     ),
@@ -355,7 +355,7 @@ RULES: tuple[Rule, ...] = (
         ("ampipe_capacity", "moe_model_type"),
         when=lambda f: f.moe_model_type != "deepspeed_moe",
         requires=lambda f: f.ampipe_capacity == "global",
-        message="--ampipe-capacity slice would do nothing in dropless megatron_moe",
+        message="--ampipe-capacity slice would have no effect with dropless --moe-model-type megatron_moe",
         fix="Leave it out, or choose --moe-model-type deepspeed_moe.",
         source=NO_EFFECT,
         passing="--ampipe-degree 2 --ampipe-capacity slice --moe-model-type deepspeed_moe",
@@ -366,7 +366,7 @@ RULES: tuple[Rule, ...] = (
         ("ampipe_degree", "moe_model_type", "moe_drop_policy", "ampipe_capacity"),
         when=lambda f: _sliced(f) and f.moe_model_type == "deepspeed_moe" and f.ampipe_capacity == "global",
         requires=lambda f: f.moe_drop_policy == "token",
-        message="drop policies choice and probs need the routers of all slices",
+        message="drop policies choice and probs need the router outputs of all slices",
         fix="Choose --moe-drop-policy token, or --ampipe-capacity slice.",
         source="mixture of experts",
         passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
@@ -392,7 +392,7 @@ RULES: tuple[Rule, ...] = (
         "pp",
         ("pp_degree",),
         lambda f: f.pp_degree == 1,
-        "under a pipeline the degree is given, not measured",
+        "with a pipeline the degree must be set explicitly, because it is not measured",
         "",
         "--world-size 4 --pp-degree 2",
     ),
@@ -400,7 +400,7 @@ RULES: tuple[Rule, ...] = (
         "cp",
         ("cp_degree",),
         lambda f: f.cp_degree == 1,
-        "with --cp-degree the order of the data follows the degree, which is given",
+        "with --cp-degree the order of the data depends on the degree, which must be set explicitly",
         "",
         "--world-size 4 --cp-degree 2",
     ),
@@ -416,7 +416,7 @@ RULES: tuple[Rule, ...] = (
         "dropout",
         ("attention_dropout", "hidden_dropout"),
         lambda f: f.attention_dropout == 0 and f.hidden_dropout == 0,
-        "slices draw other dropout masks",
+        "slices draw different dropout masks",
         "",
         "--hidden-dropout 0.1",
     ),
@@ -424,7 +424,7 @@ RULES: tuple[Rule, ...] = (
         "order",
         ("moe_model_type", "moe_drop_policy"),
         lambda f: f.moe_model_type != "deepspeed_moe" or f.moe_drop_policy == "token",
-        "slices cannot drop by --moe-drop-policy choice or probs, which compare all tokens",
+        "slices cannot use --moe-drop-policy choice or probs, which compare all tokens",
         "--moe-model-type deepspeed_moe",
         "--moe-model-type deepspeed_moe --moe-drop-policy probs",
     ),
@@ -432,7 +432,7 @@ RULES: tuple[Rule, ...] = (
         "capacity",
         ("moe_model_type", "ampipe_capacity"),
         lambda f: f.moe_model_type != "deepspeed_moe" or f.ampipe_capacity != "slice",
-        "slices with a capacity each would drop other tokens",
+        "slices with separate capacities would drop different tokens",
         "--moe-model-type deepspeed_moe",
         "--moe-model-type deepspeed_moe --ampipe-capacity slice",
     ),

@@ -1,4 +1,7 @@
-"""Rows on what is read, and how ``--data-path`` is taken apart."""
+"""Rows on the training data, and parsing of ``--data-path``.
+
+Tested in ``tests/data/sampling/test_mixture.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from megapar.schema.rule import Facts, Rule
 MOE = ("moe",)
 SOURCE = "data"
 OVERRIDES = ("sources", "weights", "split", "seed", "seq-length", "knowledge")
-"""What ``--override-data`` may name."""
+"""Legal words of ``--override-data``."""
 _NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _BOUNDARIES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
 def blend_of(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
-    """``0.7 A 0.3 B`` as pairs of weight and path; paths without weights have None.
+    """Parse ``0.7 A 0.3 B`` into pairs of weight and path; paths without weights have None.
 
-    There are weights where the first item is a number (a file with such a name is written ``./7``).
-    Raises ValueError where weights and paths do not alternate, or a weight is 0.
+    There are weights if the first item is a number; a file whose name is a number is written as ``./7``. Raises
+    ValueError if weights and paths do not alternate, or a weight is 0.
     """
     if not paths or not _NUMBER.fullmatch(paths[0]):
         if any(_NUMBER.fullmatch(path) for path in paths):
-            raise ValueError("a weight stands behind a path")
+            raise ValueError("a weight follows its path instead of preceding it")
         return tuple((None, path) for path in paths)
     weights, names = paths[::2], paths[1::2]
     if len(weights) != len(names) or any(_NUMBER.fullmatch(name) for name in names):
@@ -44,7 +47,7 @@ def _blends(f: Facts) -> bool:
 
 
 def _split(f: Facts) -> bool:
-    """Two or three weights, the first one above 0."""
+    """Return True if --split is two or three weights, the first one above 0."""
     parts = f.split.split(",")
     return len(parts) in (2, 3) and all(_NUMBER.fullmatch(part.strip()) for part in parts) and float(parts[0]) > 0
 
@@ -58,7 +61,7 @@ def _any_boundary(f: Facts) -> bool:
 
 
 def _has_records(f: Facts) -> bool:
-    """Whether some data may be in records; what a file holds is not looked at here."""
+    """Return True if some data may consist of records; files are not opened here."""
     files = [name for name in (*f.data_path, *f.eval_data_path) if not _NUMBER.fullmatch(name)]
     return f.data_source == "hf" or any(name not in ("builtin", "mock") for name in files)
 
@@ -68,8 +71,8 @@ RULES: tuple[Rule, ...] = (
         id="data-weights",
         reads=("data_path", "eval_data_path"),
         requires=_blends,
-        message="--data-path and --eval-data-path are paths, or weights above 0 and paths in turn",
-        fix="Write --data-path 0.7 A 0.3 B, or leave the numbers out; a file whose name is a number is written ./7.",
+        message="--data-path and --eval-data-path must be paths, or weights above 0 and paths in turn",
+        fix="Write --data-path 0.7 A 0.3 B, or leave the numbers out; write ./7 for a file whose name is a number.",
         source=SOURCE,
         passing="--data-path 0.7 a.jsonl 0.3 b.jsonl",
         failing="--data-path 0.7 a.jsonl b.jsonl",
@@ -78,8 +81,8 @@ RULES: tuple[Rule, ...] = (
         id="override-data",
         reads=("override_data",),
         requires=lambda f: set(f.override_data) <= set(OVERRIDES),
-        message=f"--override-data names what of the data may change: {', '.join(OVERRIDES)}",
-        fix="Write --override-data sources,weights.",
+        message=f"--override-data takes only the data settings that may change: {', '.join(OVERRIDES)}",
+        fix="Write for example --override-data sources,weights.",
         source=SOURCE,
         passing="--load runs/a --override-data weights",
         failing="--load runs/a --override-data tokenizer",
@@ -89,8 +92,8 @@ RULES: tuple[Rule, ...] = (
         reads=("split",),
         when=lambda f: f.split is not None,
         requires=_split,
-        message="--split is two or three weights, the first one above 0",
-        fix="Write --split 95,5 or --split 969,30,1.",
+        message="--split must be two or three weights, the first one above 0",
+        fix="Write for example --split 95,5 or --split 969,30,1.",
         source=SOURCE,
         passing="--split 969,30,1",
         failing="--split 0,100",
@@ -100,8 +103,8 @@ RULES: tuple[Rule, ...] = (
         reads=("split", "eval_interval"),
         when=lambda f: f.split is not None and f.eval_interval > 0,
         requires=_holds_out,
-        message="--split holds nothing out that could be evaluated on",
-        fix="Give --eval-interval 0, or a second share above 0.",
+        message="--split holds out no documents to evaluate on",
+        fix="Set --eval-interval 0, or a second weight above 0.",
         source=SOURCE,
         passing="--split 100,0,0 --eval-interval 0",
         failing="--split 100,0,0",
@@ -110,8 +113,8 @@ RULES: tuple[Rule, ...] = (
         id="split-or-eval-data",
         reads=("split", "eval_data_path"),
         requires=lambda f: f.split is None or not f.eval_data_path,
-        message="--split and --eval-data-path both say what is held out",
-        fix="Keep one.",
+        message="--split and --eval-data-path both define the held-out data",
+        fix="Keep one of them.",
         source=SOURCE,
         passing="--eval-data-path held_out.jsonl",
         failing="--split 95,5 --eval-data-path held_out.jsonl",
@@ -121,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         reads=("split", "data_path"),
         when=lambda f: "mock" in f.data_path,
         requires=lambda f: f.split is None,
-        message="--data-path mock holds out random tokens of its own, --split would do nothing",
+        message="--data-path mock generates its held-out tokens, so that --split would have no effect",
         fix="Leave --split out.",
         source=SOURCE,
         passing="--data-path mock",
@@ -132,8 +135,8 @@ RULES: tuple[Rule, ...] = (
         reads=("text_field", "data_path", "eval_data_path", "data_source"),
         when=lambda f: f.text_field != "text",
         requires=_has_records,
-        message="--text-field is of JSONL and parquet files and datasets, and would do nothing without any",
-        fix="Give --data-path, or leave --text-field out.",
+        message="--text-field applies to JSONL and parquet files and datasets, and would have no effect without any",
+        fix="Set --data-path, or leave --text-field out.",
         source=SOURCE,
         passing="--text-field content --data-path a.jsonl",
         failing="--text-field content --data-path mock",
@@ -143,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         reads=("packing", *_BOUNDARIES),
         when=lambda f: not f.packing,
         requires=lambda f: not _any_boundary(f),
-        message="--no-packing leaves one document in a sample, where document boundaries would do nothing",
+        message="--no-packing puts one document in a sample, where document boundaries would have no effect",
         fix="Leave out --no-packing, or --reset-position-ids, --reset-attention-mask and --eod-mask-loss.",
         source=SOURCE,
         passing="--no-packing",
@@ -154,8 +157,8 @@ RULES: tuple[Rule, ...] = (
         id="hf-source",
         reads=("data_source", "hf_dataset"),
         requires=lambda f: (f.data_source == "hf") == (f.hf_dataset is not None),
-        message="--data-source hf and --hf-dataset go together",
-        fix="Give both or neither.",
+        message="--data-source hf and --hf-dataset must be used together",
+        fix="Set both or neither.",
         source=SOURCE,
         passing="--data-source hf --hf-dataset corpus",
         failing="--data-source hf",
@@ -165,8 +168,11 @@ RULES: tuple[Rule, ...] = (
         reads=("data_source", "changed"),
         when=lambda f: f.data_source == "hf",
         requires=lambda f: not f.changed & {"data_path", "eval_data_path", "on_bad_record"},
-        message="--data-source hf reads --hf-dataset only; --data-path, --eval-data-path, --on-bad-record do nothing",
-        fix="Leave them out, or --data-source hf.",
+        message=(
+            "--data-source hf reads only --hf-dataset; --data-path, --eval-data-path and --on-bad-record would have no "
+            "effect"
+        ),
+        fix="Leave them out, or leave --data-source hf out.",
         source=SOURCE,
         passing="--data-source hf --hf-dataset corpus --split 90,10",
         failing="--data-source hf --hf-dataset corpus --data-path a.jsonl",
@@ -176,7 +182,7 @@ RULES: tuple[Rule, ...] = (
         reads=("data_source", "packing"),
         when=lambda f: f.data_source == "hf",
         requires=lambda f: f.packing,
-        message="--data-source hf streams packed samples only",
+        message="--data-source hf streams only packed samples",
         fix="Leave --no-packing out, or write the data to a file with megapar data prepare.",
         source=SOURCE,
         passing="--data-source hf --hf-dataset corpus",

@@ -1,6 +1,6 @@
-"""Refusals of what published classes cannot be: the rows for ``--save-hf``, and the same limits for a model at hand.
+"""Limits of the published classes: rows for ``--save-hf``, and the same check for an existing model.
 
-The limits are those that the classes list (``model/*/published.py``). Standard library only.
+The classes list their limits in ``model/*/published.py``. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMITS: tuple[Limit, ...] = tuple({limit.id: limit for _, _, limit in _LISTED}.v
 
 
 def _rule(limit: Limit) -> Rule:
-    """The row that refuses the limit beside --save-hf."""
+    """Build the row that refuses models beyond the limit if --save-hf is set."""
     names = frozenset(name for _, name, one in _LISTED if one is limit)
     kinds = tuple(dict.fromkeys(kind for kind, _, one in _LISTED if one is limit))
     return Rule(
@@ -36,7 +36,7 @@ def _rule(limit: Limit) -> Rule:
         requires=limit.within,
         message=limit.message,
         fix=" ".join(part for part in (_KEPT, limit.instead, limit.way) if part),
-        source="Hugging Face form",
+        source="Hugging Face format",
         passing=f"--save-hf exported {limit.passing}".strip(),
         failing=f"--save-hf exported {limit.failing}",
         models=kinds,
@@ -47,7 +47,10 @@ RULES = tuple(_rule(limit) for limit in LIMITS if limit.failing)
 
 
 def export_class(values: Mapping[str, Any], published: str | None) -> str | None:
-    """The class that --save-hf writes; None where a value that decides is missing. published: the folder's class."""
+    """Return the class that --save-hf writes, or None if a value that decides is missing.
+
+    ``published``: class of the published folder that the model was loaded from.
+    """
     if published is not None:
         return ARCHITECTURES[published].trained_as or published
     forms = (spec.published for spec in MODELS.values() if spec.kind == values.get("kind"))
@@ -55,29 +58,32 @@ def export_class(values: Mapping[str, Any], published: str | None) -> str | None
 
 
 def not_exportable(sizes: ModelSizes, architecture: PublishedArchitecture | None = None) -> str | None:
-    """The reason why the class, by default the model's own one, cannot be this model; None where it can."""
+    """Return the reason why the class, by default the model's own one, cannot represent this model; None if it can."""
     own = own_architecture(sizes)
     if own is None:
-        return f"{spec_of(sizes).title} has no Hugging Face form"
+        return f"{spec_of(sizes).title} has no Hugging Face format"
     architecture = architecture or own
     if model_of(architecture.name) is not spec_of(sizes):
         return f"{architecture.name} is not {spec_of(sizes).title}"
     settings = spec_of(sizes).published.settings(sizes)
     if not (reasons := _exceeded(architecture, settings)):
         return None
-    other = "No class known here can be it"
+    other = "No supported class can represent it"
     if architecture.name != own.name and not _exceeded(own, settings):
-        other = f"{own.name} can be it, which is written where no published folder is kept beside the checkpoint"
-    return f"{architecture.name} cannot be this model: {'; '.join(reasons)}. {other}; the checkpoint keeps every weight"
+        other = f"{own.name} can, and is written if no published folder is stored next to the checkpoint"
+    return (
+        f"{architecture.name} cannot represent this model: {'; '.join(reasons)}. {other}; the checkpoint keeps every "
+        "weight"
+    )
 
 
 def _exceeded(architecture: PublishedArchitecture, settings: Settings) -> list[str]:
-    """The limits of the class that a model with these settings does not keep, with the settings."""
-    found = []
+    """Return the limits of the class that a model with these settings violates, with the settings."""
+    reasons = []
     for limit in architecture.limits:
-        # A model without experts has no settings of experts.
+        # A model without experts has no expert settings.
         if any(read not in settings for read in limit.reads) or limit.within(SimpleNamespace(**settings)):
             continue
         values = ", ".join(f"{read} {show(settings[read])}" for read in limit.reads)
-        found.append(f"{limit.message} ({values}){': ' + limit.way.rstrip('.') if limit.way else ''}")
-    return found
+        reasons.append(f"{limit.message} ({values}){': ' + limit.way.rstrip('.') if limit.way else ''}")
+    return reasons

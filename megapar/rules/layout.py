@@ -1,4 +1,7 @@
-"""Rows on axes and ranks: how degrees factor the world, and what each axis must divide."""
+"""Rows on the device mesh: the degrees must multiply to the number of ranks, and each must divide some sizes.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ def _factors(f: Facts) -> bool:
 
 
 def _near_layouts(f: Facts) -> str:
-    """Up to three legal sets of degrees, nearest in ratio; an axis of size 1 stays off."""
+    """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1."""
     free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_asked"]
-    found = []
+    layouts = []
     for values in product(*(_near(f.world_size, getattr(f, name)) for name in free)):
         used = math.prod(values)
         if f.world_size % used:
@@ -44,28 +47,31 @@ def _near_layouts(f: Facts) -> str:
         hybrid = f.world_size > used and f.sharding_asked != -1
         distance = sum(_distance(value, getattr(f, name)) for name, value in zip(free, values, strict=True))
         text = " ".join(f"{spell(name)} {value}" for name, value in zip(free, values, strict=True))
-        # Half a factor of e: keep what was said of --hybrid-dp unless the degrees are clearly nearer without it.
-        found.append((distance + (hybrid != f.hybrid_dp) * 0.5, text + (" --hybrid-dp" if hybrid else "")))
+        # A penalty of half a factor of e: change --hybrid-dp only if the degrees are clearly nearer that way.
+        layouts.append((distance + (hybrid != f.hybrid_dp) * 0.5, text + (" --hybrid-dp" if hybrid else "")))
     how = " (megapar launch --nproc-per-node N starts several on a node)" if f.world_size == 1 else ""
-    return f"Nearest legal: {'; '.join(text for _, text in sorted(found)[:3])}; or start {_near_worlds(f)} ranks{how}."
+    nearest = "; ".join(text for _, text in sorted(layouts)[:3])
+    return f"Nearest legal: {nearest}; or start {_near_worlds(f)} ranks{how}."
 
 
 def _replicas(f: Facts) -> tuple[int, ...]:
-    """The numbers of replicas that fill the world: one where sharding is asked for, else any that divides the rest."""
+    """Return the legal numbers of replicas: the quotient if --sharding-degree is given, else any divisor of it."""
     used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
     if f.world_size % used:
         return ()
-    rest = f.world_size // used
-    return divisors(rest) if f.sharding_asked == -1 else (rest,)
+    quotient = f.world_size // used
+    return divisors(quotient) if f.sharding_asked == -1 else (quotient,)
 
 
 def _dp_choices(f: Facts) -> str:
     legal = sorted(_replicas(f), key=lambda value: abs(value - f.dp_asked))[:4]
-    return f"Choose --dp-degree {either(sorted(legal))}." if legal else "No number does: the other degrees do not fit."
+    if legal:
+        return f"Choose --dp-degree {either(sorted(legal))}."
+    return "No value is legal, because the other degrees do not divide the number of ranks: change those."
 
 
 def _near_worlds(f: Facts) -> str:
-    """Numbers of ranks that the degrees fill: one below, where there is one, and one above."""
+    """Suggest numbers of ranks that fit the degrees: the nearest one below, if there is one, and above."""
     used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
     whole = f.sharding_asked != -1 and not f.hybrid_dp
     least = used * (2 if f.hybrid_dp and f.sharding_asked != -1 else 1)
@@ -83,7 +89,7 @@ def _distance(value: int, wanted: int) -> float:
 
 
 def _expert_room(f: Facts) -> int:
-    """Ranks that ep can fill without spanning dp."""
+    """Return the number of ranks that ep can use without spanning dp."""
     folded = f.mp_degree if f.expert_mp_degree == 1 else 1
     return int(f.sharding_degree * f.cp_degree * folded)
 
@@ -102,20 +108,20 @@ def _ep_choices(f: Facts) -> str:
 
 
 def _vocabulary_ranks(f: Facts) -> int:
-    """Mp ranks that get some of the vocabulary."""
+    """Return the number of mp ranks that get a part of the vocabulary."""
     length = -(-f.vocab_size // f.mp_degree)
     return int(-(-f.vocab_size // length))
 
 
 def _near_vocabulary(f: Facts) -> int:
-    """The next multiple of mp; flags take 8 tokens or more."""
+    """Return the next multiple of mp; --vocab-size must be at least 8."""
     return int(-(-max(8, f.vocab_size) // f.mp_degree) * f.mp_degree)
 
 
 def _divides(
     id: str, part: str, whole: str, message: str, passing: str, failing: str, when: Test = always, **more: Any
 ) -> Rule:
-    """The row `part divides whole`."""
+    """Build the row that requires ``part`` to divide ``whole``."""
     return Rule(
         id=id,
         when=when,
@@ -136,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         id="world-size",
         reads=("world_size", *_NAMES, "hybrid_dp"),
         requires=_factors,
-        message="world = [N x] sharding x mp x pp x cp must hold exactly, N > 1 only with --hybrid-dp",
+        message="the number of ranks must be [N x] sharding x mp x pp x cp exactly, with N > 1 only for --hybrid-dp",
         fix=_near_layouts,
         source=f"{SOURCE}; {PADDLE_SHARDING}",
         passing="--world-size 32 --sharding-degree 4 --mp-degree 8",
@@ -147,7 +153,7 @@ RULES: tuple[Rule, ...] = (
         reads=("dp_asked", "world_size", *_NAMES),
         when=lambda f: f.dp_asked != -1,
         requires=lambda f: f.dp_asked in _replicas(f),
-        message="--dp-degree is -1, or so many replicas of sharding x mp x pp x cp ranks as fill the world exactly",
+        message="--dp-degree must be -1, or the number of ranks divided by sharding x mp x pp x cp",
         fix=_dp_choices,
         source=SOURCE,
         passing="--world-size 8 --dp-degree 2 --mp-degree 2",
@@ -158,8 +164,8 @@ RULES: tuple[Rule, ...] = (
         reads=("dp_asked", "hybrid_dp"),
         when=lambda f: f.dp_asked > 1,
         requires=lambda f: f.hybrid_dp,
-        message="--dp-degree above 1 is --hybrid-dp, which is switched off here",
-        fix="Leave --no-hybrid-dp (hybrid_dp: false) out, or --dp-degree.",
+        message="--dp-degree above 1 implies --hybrid-dp, which is switched off here",
+        fix="Leave out --no-hybrid-dp (hybrid_dp: false), or --dp-degree.",
         source=SOURCE,
         passing="--world-size 4 --dp-degree 2",
         failing="--world-size 4 --dp-degree 2 --no-hybrid-dp",
@@ -183,11 +189,11 @@ RULES: tuple[Rule, ...] = (
         reads=("hybrid_dp", "sharding_asked", "dp_asked", "world_size"),
         when=lambda f: f.hybrid_dp and f.dp_asked == -1,
         requires=lambda f: f.sharding_asked != -1,
-        message="--hybrid-dp needs --sharding-degree or --dp-degree: -1 would leave no ranks to replicate over",
+        message="--hybrid-dp needs --sharding-degree or --dp-degree: with -1, sharding would use all ranks",
         fix=lambda f: (
             f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}."
             if f.world_size > 1
-            else "Leave --hybrid-dp out: one rank has nothing to replicate over (megapar launch starts several)."
+            else "Leave --hybrid-dp out: a single rank cannot have replicas (megapar launch starts several ranks)."
         ),
         source=SOURCE,
         passing="--world-size 4 --sharding-degree 2 --hybrid-dp",
@@ -197,7 +203,7 @@ RULES: tuple[Rule, ...] = (
         id="sharding-degree-zero",
         reads=("sharding_asked",),
         requires=lambda f: f.sharding_asked != 0,
-        message="--sharding-degree is at least 1, or -1 for every rank that the other degrees leave",
+        message="--sharding-degree must be at least 1, or -1 for all ranks left by the other degrees",
         source=SOURCE,
         passing="--sharding-degree 1",
         failing="--sharding-degree 0",
@@ -206,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         id="rank-order",
         reads=("rank_order",),
         requires=lambda f: sorted(f.rank_order) == ["cp", "dp", "mp", "pp", "sharding"],
-        message="--rank-order names dp, pp, sharding, cp and mp, each once",
+        message="--rank-order must name dp, pp, sharding, cp and mp, each once",
         source=SOURCE,
         passing="--rank-order sharding,dp,pp,cp,mp",
         failing="--rank-order dp,pp,tp,cp,mp",
@@ -216,10 +222,10 @@ RULES: tuple[Rule, ...] = (
         reads=("validate_only", "rules_only", "world_size", "launched_size"),
         when=lambda f: not f.validate_only and not f.rules_only,
         requires=lambda f: f.world_size == f.launched_size,
-        message="a run has as many ranks as its --world-size, which a configuration file may say, too",
+        message="the number of ranks must be that of --world-size, which a configuration file may also set",
         fix=lambda f: (
-            f"Start {f.world_size} ranks; or say --world-size {f.launched_size} on the line, which wins over a file; "
-            "or add --validate-only, which starts none."
+            f"Start {f.world_size} ranks, set --world-size {f.launched_size} on the command line, which overrides a "
+            "file, or add --validate-only, which starts no run."
         ),
         source=SOURCE,
         passing="--world-size 1",
@@ -230,7 +236,7 @@ RULES: tuple[Rule, ...] = (
         reads=("ep_degree", "expert_mp_degree", "sharding_degree", "cp_degree", "mp_degree", "dp_degree"),
         requires=_ep_fits,
         message=(
-            "--ep-degree divides sharding x cp (x mp when --expert-mp-degree is 1), or is a multiple of it and then "
+            "--ep-degree must divide sharding x cp (x mp if --expert-mp-degree is 1), or be a multiple of it that "
             "spans dp"
         ),
         fix=_ep_choices,
@@ -256,7 +262,7 @@ RULES: tuple[Rule, ...] = (
         reads=("ep_degree", "num_experts"),
         when=lambda f: f.num_experts == 0,
         requires=lambda f: f.ep_degree == 1,
-        message="--ep-degree > 1 would do nothing in a dense decoder",
+        message="--ep-degree > 1 would have no effect for a dense decoder",
         source=SOURCE,
         passing="--num-experts 0",
         failing="--num-experts 0 --world-size 2 --ep-degree 2",
@@ -266,7 +272,7 @@ RULES: tuple[Rule, ...] = (
         id="expert-mp",
         reads=("expert_mp_degree", "mp_degree"),
         requires=lambda f: f.expert_mp_degree in (1, f.mp_degree),
-        message="--expert-mp-degree is --mp-degree, or 1",
+        message="--expert-mp-degree must be --mp-degree or 1",
         fix=lambda f: f"Choose {either(sorted({1, f.mp_degree}))}.",
         source=SOURCE,
         passing="--world-size 4 --mp-degree 4 --expert-mp-degree 4",
@@ -278,7 +284,10 @@ RULES: tuple[Rule, ...] = (
         reads=("expert_mp_degree", "mp_degree", "sequence_parallel", "num_experts"),
         when=lambda f: f.mp_degree > 1 and f.expert_mp_degree == 1 and f.num_experts > 0,
         requires=lambda f: f.sequence_parallel,
-        message="--expert-mp-degree 1 with mp needs --sequence-parallel, else every mp rank dispatches the same tokens",
+        message=(
+            "--expert-mp-degree 1 with --mp-degree > 1 needs --sequence-parallel: without it every mp rank would "
+            "dispatch the same tokens"
+        ),
         fix="Add --sequence-parallel, or leave --expert-mp-degree out.",
         source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --expert-mp-degree 1 --sequence-parallel",
@@ -300,7 +309,7 @@ RULES: tuple[Rule, ...] = (
         "--mp-degree must divide --num-query-groups (a key/value head is not split)",
         "--world-size 2 --mp-degree 2 --num-query-groups 2",
         "--world-size 4 --mp-degree 4 --num-query-groups 2",
-        when=lambda f: f.num_query_groups != f.num_attention_heads,  # else mp-heads has said it
+        when=lambda f: f.num_query_groups != f.num_attention_heads,  # otherwise mp-heads refuses it
         reads=("mp_degree", "num_query_groups", "num_attention_heads"),
         models=MOE,
     ),
@@ -317,7 +326,10 @@ RULES: tuple[Rule, ...] = (
         reads=("mp_degree", "vocab_size"),
         when=lambda f: f.mp_degree > 1,
         requires=lambda f: _vocabulary_ranks(f) == f.mp_degree,
-        message="mp ranks hold runs of ceil(--vocab-size / mp) tokens, and none may be left without",
+        message=(
+            "vocab parallel: each mp rank has ceil(--vocab-size / mp) rows of the embedding, and no rank may be left "
+            "without any"
+        ),
         fix=lambda f: f"Choose --mp-degree {_vocabulary_ranks(f)}, or --vocab-size {_near_vocabulary(f)}.",
         source=SOURCE,
         passing="--world-size 4 --mp-degree 4 --vocab-size 10",
@@ -355,7 +367,10 @@ RULES: tuple[Rule, ...] = (
             size % f.expert_mp_degree == 0 and f.moe_shared_experts * size % f.mp_degree == 0
             for size in f.moe_layer_ffn_hidden_sizes
         ),
-        message="--expert-mp-degree must divide every size of --moe-layer-ffn-hidden-sizes, --mp-degree shared widths",
+        message=(
+            "--expert-mp-degree must divide every size of --moe-layer-ffn-hidden-sizes, and --mp-degree the width of "
+            "the shared experts"
+        ),
         fix=lambda f: f"Choose multiples of {f.mp_degree}.",
         source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --num-layers 2 --moe-layer-ffn-hidden-sizes 64 32",
@@ -367,7 +382,7 @@ RULES: tuple[Rule, ...] = (
         reads=("sequence_parallel", "mp_degree"),
         when=lambda f: f.sequence_parallel,
         requires=lambda f: f.mp_degree > 1,
-        message="--sequence-parallel would do nothing with --mp-degree 1",
+        message="--sequence-parallel would have no effect with --mp-degree 1",
         fix="Leave it out, or choose --mp-degree 2.",
         source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --sequence-parallel",
@@ -378,7 +393,7 @@ RULES: tuple[Rule, ...] = (
         reads=("changed", "mp_degree"),
         when=lambda f: "tp_comm_overlap" in f.changed,
         requires=lambda f: f.mp_degree > 1,
-        message="--tp-comm-overlap, on or off, would do nothing with --mp-degree 1",
+        message="--tp-comm-overlap, on or off, has no effect with --mp-degree 1",
         fix="Leave it out.",
         source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --no-tp-comm-overlap",
@@ -389,8 +404,8 @@ RULES: tuple[Rule, ...] = (
         reads=("tp_comm_overlap", "sequence_parallel", "mp_degree"),
         when=lambda f: f.tp_comm_overlap == "fused" and f.mp_degree > 1,
         requires=lambda f: f.sequence_parallel,
-        message="torch fuses gathers and reduce-scatters with products, and --tp-comm-overlap fused has none of them "
-        "without --sequence-parallel",
+        message="torch's fused operators combine all-gathers and reduce-scatters with matrix products, and without "
+        "--sequence-parallel there are none for --tp-comm-overlap fused to use",
         fix="Add --sequence-parallel, or choose --tp-comm-overlap on.",
         source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
@@ -401,7 +416,7 @@ RULES: tuple[Rule, ...] = (
         reads=("tp_comm_overlap", "device"),
         when=lambda f: f.tp_comm_overlap == "fused",
         requires=lambda f: f.device in ("auto", "cuda"),
-        message="--tp-comm-overlap fused reads the memory of a node's other NVIDIA GPUs",
+        message="--tp-comm-overlap fused needs NVIDIA GPUs, because it reads the memory of the node's other GPUs",
         fix="Choose --device cuda, or --tp-comm-overlap on.",
         source="devices",
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
@@ -412,7 +427,7 @@ RULES: tuple[Rule, ...] = (
         reads=("tp_comm_overlap", "dtype"),
         when=lambda f: f.tp_comm_overlap == "fused",
         requires=lambda f: f.dtype in ("auto", "bf16"),
-        message="--tp-comm-overlap fused is for products in bf16",
+        message="--tp-comm-overlap fused supports only bf16",
         fix="Choose --dtype bf16, or --tp-comm-overlap on.",
         source="devices",
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
@@ -434,12 +449,13 @@ RULES: tuple[Rule, ...] = (
         reads=("cp_degree", "context_parallel_algo", "seq_length"),
         when=lambda f: f.cp_degree > 1 and f.context_parallel_algo == "megatron_cp_algo",
         requires=lambda f: f.seq_length % (2 * f.cp_degree) == 0,
-        message="ring context parallelism cuts the sequence into 2 x cp zig-zag chunks, which must divide --seq-length",
+        message="ring attention splits the sequence into 2 x cp chunks in zig-zag order: 2 x cp must divide "
+        "--seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(2 * f.cp_degree, f.seq_length)}.",
         source="context parallelism",
         passing="--world-size 2 --cp-degree 2 --seq-length 256",
         failing="--world-size 2 --cp-degree 2 --seq-length 254",
-        models=("moe",),  # attention that looks both ways is even without a zig-zag
+        models=("moe",),  # bidirectional attention is balanced without a zig-zag
     ),
     Rule(
         id="cp-gathered-length",
@@ -457,7 +473,7 @@ RULES: tuple[Rule, ...] = (
         reads=("cp_degree", "context_parallel_algo", "num_attention_heads", "mp_degree"),
         when=lambda f: f.cp_degree > 1 and f.context_parallel_algo == "ulysses_cp_algo",
         requires=lambda f: f.num_attention_heads % (f.mp_degree * f.cp_degree) == 0,
-        message="ulysses context parallelism shares heads: mp x cp must divide --num-attention-heads",
+        message="ulysses context parallelism splits heads: mp x cp must divide --num-attention-heads",
         fix=lambda f: f"Choose --cp-degree {near_divisors(max(1, f.num_attention_heads // f.mp_degree), f.cp_degree)}.",
         source="context parallelism",
         passing="--world-size 4 --cp-degree 4 --context-parallel-algo ulysses_cp_algo",
@@ -468,7 +484,7 @@ RULES: tuple[Rule, ...] = (
         reads=("cp_degree", "context_parallel_algo"),
         when=lambda f: f.cp_degree == 1,
         requires=lambda f: f.context_parallel_algo == "megatron_cp_algo",
-        message="--context-parallel-algo would do nothing with --cp-degree 1",
+        message="--context-parallel-algo would have no effect with --cp-degree 1",
         source=NO_EFFECT,
         passing="--world-size 2 --cp-degree 2 --context-parallel-algo allgather_cp_algo",
         failing="--context-parallel-algo allgather_cp_algo",

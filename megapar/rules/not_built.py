@@ -1,4 +1,7 @@
-"""Features that come with a later version: one row each. Building a feature removes its line."""
+"""Features of a later version, one row each; implementing a feature removes its row.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ ERNIE = ("ernie",)
 
 
 def _ahead(name: str, what: str, failing: str) -> Rule:
-    """The row that refuses to recompute apart from the backward, with the reason."""
+    """Build the row that refuses recomputing before the backward pass, with the reason."""
     return Rule(
         id=f"not-built-{name.replace('_', '-')}",
         reads=(name, "changed"),
         when=lambda f: name in f.changed,
         requires=lambda f: False,
         message=(
-            f"--{name.replace('_', '-')} would recompute {what}: the schedules know forward, backward and "
-            "weight-gradient actions but none that recomputes, and what is recomputed early is held from then on, "
-            "which is the memory that recompute saves"
+            f"--{name.replace('_', '-')} would recompute {what}: the schedules have forward, backward and "
+            "weight-gradient actions but no recompute action, and activations recomputed early stay in memory, which "
+            "is what recomputing is meant to save"
         ),
-        fix="Leave it out: a unit is recomputed when its gradient arrives.",
+        fix="Leave it out; a unit is recomputed when its gradient arrives.",
         source="later version",
         passing="",
         failing=failing,
@@ -35,8 +38,8 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.cp_degree > 1 and f.use_pipe_experts and f.ampipe_degree <= 1,
         requires=lambda f: False,
         message=(
-            "--use-pipe-experts without slices decides who is dropped by runs in order of position, and --cp-degree "
-            "leaves a rank two runs of a sequence"
+            "--use-pipe-experts without slices drops tokens in order of their positions, and with --cp-degree a rank "
+            "has two separate parts of a sequence"
         ),
         fix="Add --ampipe-degree 2, or leave one of them out.",
         source="later version",
@@ -46,17 +49,17 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
-    _ahead("recompute_in_bubble", "in idle slots of the pipeline", "--recompute-in-bubble"),
+    _ahead("recompute_in_bubble", "in the pipeline bubble", "--recompute-in-bubble"),
     Rule(
         id="not-built-multi-latent-attention",
         reads=("multi_latent_attention", "changed"),
         when=lambda f: f.multi_latent_attention,
         requires=lambda f: False,
         message=(
-            "--multi-latent-attention asks for DeepSeek's compressed keys and values, whose parameters and caches no "
-            "layer here has; attention is multi-head or grouped-query"
+            "--multi-latent-attention needs DeepSeek's compressed keys and values, which no layer implements; "
+            "attention is multi-head or grouped-query"
         ),
-        fix="Leave it out, or choose --num-query-groups.",
+        fix="Leave it out, or set --num-query-groups.",
         source="later version",
         passing="",
         failing="--multi-latent-attention",

@@ -1,4 +1,4 @@
-"""Rows on stages, schedules and recompute."""
+"""Rows on pipeline stages, schedules and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FLAGS = (
 
 
 def zero_bubble(f: Facts) -> bool:
-    """The effective schedule splits weight gradients off."""
+    """Return True if the effective schedule computes weight gradients separately."""
     return bool(f.use_nanopipe or f.pp_schedule == "zero_bubble")
 
 
 def recomputes(f: Facts) -> bool:
-    """Some activation is computed again."""
+    """Return True if any activations are recomputed."""
     return bool(
         f.recompute_interval
         or f.recompute_method
@@ -33,7 +33,7 @@ def recomputes(f: Facts) -> bool:
 
 
 def _micro_batches(f: Facts) -> list[int]:
-    """Micro-batches per step of one data rank, all that a ramp-up of the batch size comes to."""
+    """Return the micro-batches per step on each data rank, for every batch size of a ramp-up."""
     if f.rampup_batch_size is None:
         return [f.gradient_merge_acc_step]
     start, increment, _ = f.rampup_batch_size
@@ -47,11 +47,11 @@ def _small(f: Facts) -> bool:
 
 
 def _size_meant(f: Facts) -> str:
-    """The size in MB, where it was written in GiB or in bytes."""
+    """Suggest the size in MB for one that was given in GiB or in bytes."""
     size = f.adaptive_recompute_device_size
     if _small(f):
-        return f"Write {size * 1024:.0f} for {size:g} GiB; a CPU may have so little, with --device cpu."
-    return f"Write {size / 2**20:.0f} for so many bytes."
+        return f"Write {size * 1024:.0f} for {size:g} GiB; so small a size is only accepted with --device cpu."
+    return f"Write {size / 2**20:.0f} for {size:.0f} bytes."
 
 
 def _up_to(most: int) -> str:
@@ -59,7 +59,7 @@ def _up_to(most: int) -> str:
 
 
 def _enough(f: Facts) -> str:
-    """The least number of micro-batches, for a sentence."""
+    """Suggest the minimum number of micro-batches."""
     unit = f.micro_batch_size * f.data_ranks
     return f"Choose --gradient-merge-acc-step {f.pp_degree}, which is --global-batch-size {unit * f.pp_degree}."
 
@@ -73,7 +73,7 @@ RULES: tuple[Rule, ...] = (
         id="stages-layers",
         reads=("pp_degree", "vpp_degree", "num_layers"),
         requires=lambda f: f.pp_degree * f.vpp_degree <= f.num_layers,
-        message="every stage (and chunk) holds at least one layer: pp x vpp is at most --num-layers",
+        message="every stage (and chunk) needs at least one layer: pp x vpp must be at most --num-layers",
         fix=lambda f: (
             f"Choose --pp-degree {_up_to(f.num_layers // f.vpp_degree)}, or --num-layers {f.pp_degree * f.vpp_degree}."
         ),
@@ -86,7 +86,7 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "changed"),
         when=lambda f: f.pp_degree == 1,
         requires=lambda f: not f.changed & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
-        message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method would do nothing with --pp-degree 1",
+        message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method have no effect with --pp-degree 1",
         fix="Leave them out, or choose --pp-degree 2.",
         source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule gpipe",
@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and f.pp_schedule == "1f1b" and not f.use_nanopipe,
         requires=lambda f: min(_micro_batches(f)) >= f.pp_degree,
-        message="1f1b needs at least as many micro-batches per step as there are stages, from a ramp's first step on",
+        message="1f1b needs at least as many micro-batches per step as stages, from the first step of a ramp-up on",
         fix=_enough,
         source="pipeline",
         passing="--world-size 4 --pp-degree 4 --gradient-merge-acc-step 5",
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and (f.pp_schedule == "interleaved" or zero_bubble(f)),
         requires=lambda f: all(count and count % f.pp_degree == 0 for count in _micro_batches(f)),
-        message="interleaved and zero-bubble schedules need micro-batches in whole multiples of --pp-degree",
+        message="for interleaved and zero-bubble schedules, --pp-degree must divide the number of micro-batches",
         fix=_enough,
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 4",
@@ -153,8 +153,8 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.pp_degree > 1,
         requires=lambda f: f.sharding_stage < 3,
         message=(
-            "--sharding-stage 3 is not built for pipelines: each stage would gather its parameters twice for every "
-            "micro-batch, where stages 1 and 2 gather them once per step"
+            "--sharding-stage 3 is not supported with pipelines: each pipeline stage would gather its parameters twice "
+            "per micro-batch, where sharding stages 1 and 2 gather them once per step"
         ),
         fix="Choose --sharding-stage 1 or 2.",
         source="pipeline",
@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "sharding_stage", "pp_schedule", "use_nanopipe"),
         when=lambda f: f.pp_degree > 1 and zero_bubble(f),
         requires=lambda f: f.sharding_stage == 1,
-        message="zero-bubble keeps gradients until its weight-gradient steps, so that --sharding-stage 2 saves nothing",
+        message="zero-bubble keeps gradients until its weight-gradient steps, so --sharding-stage 2 would save nothing",
         fix="Choose --sharding-stage 1.",
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --use-nanopipe",
@@ -178,9 +178,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.pp_degree > 1 and zero_bubble(f),
         requires=lambda f: not recomputes(f),
         message=(
-            "zero-bubble keeps what weight gradients need until their own step, so that recompute would save little"
+            "zero-bubble keeps the inputs of weight gradients until their separate step, so recomputing would save "
+            "little"
         ),
-        fix="Leave one out.",
+        fix="Leave one of them out.",
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --use-nanopipe",
         failing="--world-size 2 --pp-degree 2 --use-nanopipe --recompute-interval 1",
@@ -189,7 +190,7 @@ RULES: tuple[Rule, ...] = (
         id="recompute-interval",
         reads=("recompute_interval",),
         requires=lambda f: f.recompute_interval >= 0,
-        message="--recompute-interval is 0 (off) or a number of layers",
+        message="--recompute-interval must be 0 (off) or a number of layers",
         source=PADDLE_RECOMPUTE,
         passing="--recompute-interval 1",
         failing="--recompute-interval -1",
@@ -198,7 +199,7 @@ RULES: tuple[Rule, ...] = (
         id="recompute-method-layers",
         reads=("recompute_method", "recompute_num_layers"),
         requires=lambda f: (f.recompute_method is None) == (f.recompute_num_layers is None),
-        message="--recompute-method and --recompute-num-layers go together",
+        message="--recompute-method and --recompute-num-layers must be used together",
         source=RECOMPUTE,
         passing="--recompute-method block --recompute-num-layers 2",
         failing="--recompute-method block",
@@ -208,7 +209,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_method", "recompute_interval", "recompute_num_layers"),
         when=lambda f: f.recompute_method is not None and f.recompute_interval > 0,
         requires=lambda f: f.recompute_method == "uniform" and f.recompute_interval == f.recompute_num_layers,
-        message="--recompute-method uniform with N layers is --recompute-interval N; block is something else",
+        message="--recompute-method uniform with N layers means --recompute-interval N; block has no interval",
         fix="Keep one of the two.",
         source=RECOMPUTE,
         passing="--recompute-method uniform --recompute-num-layers 2 --recompute-interval 2",
@@ -219,7 +220,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_granularity", "recompute_interval", "recompute_method"),
         when=lambda f: f.recompute_granularity == "selective",
         requires=lambda f: not f.recompute_interval and f.recompute_method is None,
-        message="--recompute-granularity selective recomputes parts of every layer; intervals and methods are for full",
+        message="--recompute-granularity selective recomputes parts of every layer; intervals and methods need full",
         source=RECOMPUTE,
         passing="--recompute-granularity selective",
         failing="--recompute-granularity selective --recompute-interval 1",
@@ -229,7 +230,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_offload", "recompute_partition", *RECOMPUTES),
         when=lambda f: f.recompute_offload or f.recompute_partition,
         requires=recomputes,
-        message="--recompute-offload and --recompute-partition would do nothing without recompute",
+        message="--recompute-offload and --recompute-partition would have no effect without recomputing",
         fix="Add --recompute-interval 1.",
         source=NO_EFFECT,
         passing="--recompute-interval 1 --recompute-offload",
@@ -241,10 +242,10 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.recompute_offload or f.recompute_partition,
         requires=lambda f: f.recompute_granularity == "full",
         message=(
-            "--recompute-offload and --recompute-partition are for what whole recomputed layers keep, which is the "
-            "same on all mp ranks; the parts that selective recomputes are different on each"
+            "--recompute-offload and --recompute-partition apply to the inputs of whole recomputed layers, which are "
+            "the same on all mp ranks; with selective granularity they differ"
         ),
-        fix="Choose --recompute-granularity full with --recompute-interval 1, or leave the two out.",
+        fix="Choose --recompute-granularity full with --recompute-interval 1, or leave the two flags out.",
         source=RECOMPUTE,
         passing="--recompute-interval 1 --recompute-offload",
         failing="--recompute-granularity selective --recompute-offload",
@@ -254,7 +255,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_partition", "mp_degree"),
         when=lambda f: f.recompute_partition,
         requires=lambda f: f.mp_degree > 1,
-        message="--recompute-partition splits between mp ranks and would do nothing with --mp-degree 1",
+        message="--recompute-partition splits between mp ranks and would have no effect with --mp-degree 1",
         source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
         failing="--recompute-partition --recompute-interval 1",
@@ -264,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         reads=("recompute_partition", "sequence_parallel", "mp_degree"),
         when=lambda f: f.recompute_partition and f.mp_degree > 1,
         requires=lambda f: not f.sequence_parallel,
-        message="with --sequence-parallel what a unit keeps is split over mp already",
+        message="with --sequence-parallel, the inputs of recomputed units are already split over mp",
         fix="Leave it out.",
         source=RECOMPUTE,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
@@ -276,7 +277,7 @@ RULES: tuple[Rule, ...] = (
         id="recompute-advance-bubble",
         reads=("recompute_in_advance", "recompute_in_bubble"),
         requires=lambda f: not (f.recompute_in_advance and f.recompute_in_bubble),
-        message="--recompute-in-advance and --recompute-in-bubble exclude each other",
+        message="--recompute-in-advance and --recompute-in-bubble are mutually exclusive",
         source=NO_EFFECT,
         passing="--recompute-in-bubble",
         failing="--recompute-in-advance --recompute-in-bubble",
@@ -296,7 +297,7 @@ RULES: tuple[Rule, ...] = (
         reads=("adaptive_recompute_device_size", "device"),
         when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: f.adaptive_recompute_device_size <= MOST_MB and (f.device == "cpu" or not _small(f)),
-        message="--adaptive-recompute-device-size counts MB, and no accelerator has so little or so much memory",
+        message="--adaptive-recompute-device-size is in MB, and no accelerator has that little or that much memory",
         fix=_size_meant,
         source=RECOMPUTE,
         passing="--adaptive-recompute-device-size 61440",
@@ -308,7 +309,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: f.pp_degree == 1,
         message=(
-            "--adaptive-recompute-device-size measures one micro-batch at a time, and a pipeline's stage keeps several"
+            "--adaptive-recompute-device-size measures one micro-batch at a time, but a pipeline stage keeps several"
         ),
         fix="Choose --recompute-interval, or --pp-degree 1.",
         source=RECOMPUTE,
@@ -320,7 +321,8 @@ RULES: tuple[Rule, ...] = (
         reads=("adaptive_recompute_device_size", "changed"),
         when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: not f.changed & set(_FLAGS),
-        message="--adaptive-recompute-device-size chooses by itself and excludes every other recompute flag",
+        message="--adaptive-recompute-device-size chooses the layers automatically and excludes all other recompute "
+        "flags",
         source=NO_EFFECT,
         passing="--adaptive-recompute-device-size 32768",
         failing="--adaptive-recompute-device-size 32768 --recompute-interval 1",

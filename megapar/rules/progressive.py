@@ -1,4 +1,4 @@
-"""Rows on progressive learning."""
+"""Rows on progressive learning (ERNIE 3.0)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SHAPE = ("progressive_batch_multiple", "progressive_length_multiple")
 
 
 def _parts(f: Facts) -> int:
-    """What every length must be a multiple of."""
+    """Return the number that every length must be a multiple of."""
     return int(f.generation_segments * f.cp_degree * (f.mp_degree if f.sequence_parallel else 1))
 
 
 def _row(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
-    """A row that applies while something grows. failing, passing: behind BASE."""
+    """Build a row that applies to progressive learning; ``failing`` and ``passing`` are appended to BASE."""
     return Rule(
         id=id,
         reads=("progressive_iters", *reads),
@@ -36,8 +36,11 @@ RULES: tuple[Rule, ...] = (
         reads=("progressive_iters", "changed"),
         when=lambda f: f.progressive_iters == 0,
         requires=lambda f: not f.changed & set(_SHAPE),
-        message="--progressive-batch-multiple and --progressive-length-multiple would do nothing: nothing grows",
-        fix="Give --progressive-iters, or leave them out.",
+        message=(
+            "--progressive-batch-multiple and --progressive-length-multiple would have no effect without "
+            "--progressive-iters"
+        ),
+        fix="Set --progressive-iters, or leave them out.",
         source=NO_EFFECT,
         passing="",
         failing="--progressive-batch-multiple 2",
@@ -52,8 +55,8 @@ RULES: tuple[Rule, ...] = (
             f.progressive_batch_multiple % f.data_ranks == 0
             and f.global_batch_size % (f.micro_batch_size * f.progressive_batch_multiple) == 0
         ),
-        message="the batch grows by --micro-batch-size x --progressive-batch-multiple samples, which data ranks share "
-        "evenly and --global-batch-size is a multiple of",
+        message="the batch grows by --micro-batch-size x --progressive-batch-multiple samples, which must divide "
+        "--global-batch-size and be divisible among the data ranks",
         fix=lambda f: f"Choose --progressive-batch-multiple {f.data_ranks}.",
     ),
     _row(
@@ -67,8 +70,8 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: (
             f.progressive_length_multiple <= f.seq_length and f.progressive_length_multiple % _parts(f) == 0
         ),
-        message="--progressive-length-multiple is the first length: at most --seq-length, and a "
-        "multiple of --generation-segments x cp, times mp under sequence parallelism",
+        message="--progressive-length-multiple is the first length: it must be at most --seq-length, and a multiple of "
+        "--generation-segments x cp (x mp with --sequence-parallel)",
         fix=lambda f: f"Choose a multiple of {_parts(f)}, at most {f.seq_length}.",
     ),
     _row(
@@ -76,7 +79,7 @@ RULES: tuple[Rule, ...] = (
         ("changed",),
         "--lr-warmup-iters 5",
         requires=lambda f: "lr_warmup_iters" not in f.changed,
-        message="--progressive-iters is the learning rate's warm-up, too: --lr-warmup-iters would contradict it",
+        message="--progressive-iters is also the learning rate warmup: --lr-warmup-iters would contradict it",
         fix="Leave --lr-warmup-iters out.",
     ),
     _row(
@@ -84,7 +87,7 @@ RULES: tuple[Rule, ...] = (
         ("rampup_batch_size",),
         "--global-batch-size 8 --micro-batch-size 1 --rampup-batch-size 4 4 16",
         requires=lambda f: f.rampup_batch_size is None,
-        message="--progressive-iters and --rampup-batch-size would both set the batch",
+        message="--progressive-iters and --rampup-batch-size would both set the batch size",
         fix="Leave one of them out.",
     ),
     _row(
@@ -92,8 +95,8 @@ RULES: tuple[Rule, ...] = (
         ("pp_degree",),
         "--world-size 2 --pp-degree 2 --gradient-merge-acc-step 4",
         requires=lambda f: f.pp_degree == 1,
-        message="--progressive-iters and --pp-degree > 1 are not proven together: small batches fill no pipeline",
+        message="--progressive-iters is untested with --pp-degree > 1: small batches do not fill a pipeline",
         fix="Leave one of them out.",
-        source="not proven yet",
+        source="untested",
     ),
 )

@@ -1,4 +1,4 @@
-"""How long the sections of a run may take, as ``--section-timeouts`` says it. Standard library only."""
+"""Time limits of the sections of a run, set by ``--section-timeouts``. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterable, Mapping
 
 SECTIONS = ("start-up", "load", "first-step", "step", "evaluation", "save", "log")
-"""What a run does, in which it can hang. log: bringing records of steps together, and writing them."""
+"""Sections of a run, in each of which it can hang. log: gathering and writing the records of steps."""
 
 
 def section_limits(texts: Iterable[str], step_seconds: float = 0.0) -> dict[str, float]:
-    """Section -> seconds after which the run ends, of ``NAME=SECONDS`` each; sections without such a limit are not
-    there.
+    """Return section -> seconds after which the run ends; sections without a limit are absent.
 
-    step_seconds: ``--step-timeout-seconds``, of every step, the first one included, that has no limit of its own.
-    Raises ValueError.
+    Raises ValueError for a text that is not NAME=SECONDS, and for a repeated NAME.
+
+    Args:
+        texts: Texts ``NAME=SECONDS``.
+        step_seconds: ``--step-timeout-seconds``, the limit of all steps, including the first, without a separate limit.
     """
     given: dict[str, float] = {}
     for text in texts:
@@ -33,7 +35,7 @@ def section_limits(texts: Iterable[str], step_seconds: float = 0.0) -> dict[str,
 
 
 def is_section_limits(texts: Iterable[str]) -> bool:
-    """Whether ``section_limits`` takes them."""
+    """Return True if ``section_limits`` accepts the texts."""
     try:
         section_limits(texts)
     except ValueError:
@@ -42,7 +44,7 @@ def is_section_limits(texts: Iterable[str]) -> bool:
 
 
 def origin_of_limit(name: str, limits: Mapping[str, float], texts: Iterable[str]) -> str:
-    """Where the limit of a section is from, for people; "" where it has none."""
+    """Return the flag that sets the limit of a section, for messages; "" if there is no limit."""
     if name not in limits:
         return ""
     named = {text.partition("=")[0].strip() for text in texts}

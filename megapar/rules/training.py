@@ -1,4 +1,7 @@
-"""Rows on batches, schedules, sharding's modes, checkpoints and data."""
+"""Rows on batches, schedules, sharding modes, checkpoints and data.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ ERNIE = ("ernie",)
 
 
 def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:
-    """The row `flags that would do nothing here must be left at their defaults`."""
+    """Build a row that refuses flags without an effect; ``what`` names the circumstances."""
     spelled = ", ".join(spell(name) for name in names)
     return Rule(
         id=id,
         reads=(*when_read, "changed"),
         when=when,
         requires=lambda f: not f.changed & set(names),
-        message=f"{spelled} would do nothing {what}",
+        message=f"{spelled} would have no effect {what}",
         fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.changed)}.",
         source=NO_EFFECT,
         **more,
@@ -28,7 +31,7 @@ def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: T
 
 
 def _fp8(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
-    """A row on what --fp8 asks of the rest."""
+    """Build a row on the requirements of --fp8."""
     return Rule(
         id=id,
         reads=("fp8", *reads),
@@ -40,7 +43,7 @@ def _fp8(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **mor
 
 
 def _step_size(f: Facts) -> int:
-    """Sequences of one micro-batch over all data ranks."""
+    """Return the sequences of one micro-batch over all data ranks."""
     return int(f.micro_batch_size * f.data_ranks)
 
 
@@ -57,7 +60,7 @@ _BATCH = ("global_batch_size", "micro_batch_size", "data_ranks")
 
 
 def _is_span(text: str) -> bool:
-    """START:END, both counted from 1."""
+    """Return True for START:END, both counted from 1."""
     first, colon, last = text.partition(":")
     return bool(colon) and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
 
@@ -69,7 +72,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.global_batch_size % _step_size(f) == 0,
         message="--micro-batch-size x data ranks (dp x sharding) must divide --global-batch-size",
         fix=_near_batch,
-        source="what the numbers mean",
+        source="definition of the batch",
         passing="--world-size 4 --micro-batch-size 2 --global-batch-size 16",
         failing="--world-size 4 --micro-batch-size 2 --global-batch-size 18",
     ),
@@ -93,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: (
             f.asked.get("global_batch_size") is not None and f.asked.get("gradient_merge_acc_step") is None
         ),
-        message="--rampup-batch-size grows to --global-batch-size: give that, and no --gradient-merge-acc-step",
+        message="--rampup-batch-size ends at --global-batch-size: set that, and leave out --gradient-merge-acc-step",
         source=SOURCE,
         passing="--rampup-batch-size 4 4 1000 --global-batch-size 16",
         failing="--rampup-batch-size 4 4 1000",
@@ -108,8 +111,8 @@ RULES: tuple[Rule, ...] = (
             and all(value % _step_size(f) == 0 for value in f.rampup_batch_size[:2])
         ),
         message=(
-            "START and INCREMENT of --rampup-batch-size are multiples of --micro-batch-size x data ranks, and whole "
-            "increments lead from START to --global-batch-size"
+            "START and INCREMENT of --rampup-batch-size must be multiples of --micro-batch-size x data ranks, and a "
+            "whole number of increments must lead from START to --global-batch-size"
         ),
         fix=lambda f: f"Use multiples of {_step_size(f)}.",
         source=SOURCE,
@@ -121,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         reads=("sharding_stage", "asked"),
         when=lambda f: f.sharding_stage == 1,
         requires=lambda f: f.asked.get("gradient_merge_mode") != "micro_batch",
-        message="--gradient-merge-mode micro_batch at --sharding-stage 1 is stage 2",
+        message="--gradient-merge-mode micro_batch at --sharding-stage 1 would be stage 2",
         fix="Choose --sharding-stage 2, or --gradient-merge-mode step.",
         source=SHARDING,
         passing="--sharding-stage 2 --gradient-merge-mode micro_batch",
@@ -143,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         reads=("grad_reduce_dtype", "dtype"),
         when=lambda f: f.grad_reduce_dtype == "bf16",
         requires=lambda f: f.dtype not in ("fp64", "fp16"),
-        message="--grad-reduce-dtype bf16 rounds the gradients of an fp16 or fp64 run away",
+        message="--grad-reduce-dtype bf16 would lose the precision of the gradients of an fp16 or fp64 run",
         fix="Leave it out, or choose --dtype bf16 or fp32.",
         source=SHARDING,
         passing="--grad-reduce-dtype bf16 --dtype bf16",
@@ -157,10 +160,10 @@ RULES: tuple[Rule, ...] = (
             f.gradient_merge_acc_step == 1 or (f.gradient_merge_mode == "micro_batch" and not f.hybrid_dp)
         ),
         message=(
-            "at --sharding-stage 3 several micro-batches are added up in --grad-reduce-dtype before the last reduction "
-            "(--gradient-merge-mode step, --hybrid-dp), which bf16 is too coarse for"
+            "at --sharding-stage 3 the gradients of several micro-batches are accumulated in --grad-reduce-dtype "
+            "before the last reduction (--gradient-merge-mode step, --hybrid-dp), for which bf16 is not precise enough"
         ),
-        fix="Leave --grad-reduce-dtype out, choose stage 1 or 2, or one micro-batch per step.",
+        fix="Leave --grad-reduce-dtype out, choose --sharding-stage 1 or 2, or use one micro-batch per step.",
         source=SHARDING,
         passing="--grad-reduce-dtype bf16 --sharding-stage 3 --world-size 2 --gradient-merge-acc-step 2",
         failing=(
@@ -172,10 +175,10 @@ RULES: tuple[Rule, ...] = (
         id="segment-anchors",
         reads=("sharding_segment_strategy", "segment_anchors"),
         requires=lambda f: (f.sharding_segment_strategy == "segment_anchors") == bool(f.segment_anchors),
-        message="--segment-anchors and --sharding-segment-strategy segment_anchors go together",
+        message="--segment-anchors and --sharding-segment-strategy segment_anchors must be used together",
         fix=(
-            "Either alone cuts at anchors or by size: --segment-anchors without a strategy and a size, or "
-            "--segment-broadcast-MB without anchors."
+            "To divide the model at anchors, set only --segment-anchors; to divide it by size, set only "
+            "--segment-broadcast-MB."
         ),
         source=PADDLE_SHARDING,
         passing="--sharding-segment-strategy segment_anchors --segment-anchors layers.1 layers.3",
@@ -186,7 +189,7 @@ RULES: tuple[Rule, ...] = (
         ("segment_broadcast_mb",),
         ("sharding_segment_strategy",),
         lambda f: f.sharding_segment_strategy == "segment_anchors",
-        "where segments begin at anchors",
+        "if segments start at anchors",
         passing="--segment-broadcast-MB 8",
         failing="--sharding-segment-strategy segment_anchors --segment-anchors layers.1 --segment-broadcast-MB 8",
     ),
@@ -194,7 +197,7 @@ RULES: tuple[Rule, ...] = (
         id="min-lr",
         reads=("min_lr", "lr"),
         requires=lambda f: f.min_lr <= f.lr,
-        message="--min-lr is at most --lr",
+        message="--min-lr must be at most --lr",
         source=SOURCE,
         passing="--lr 1e-3 --min-lr 1e-4",
         failing="--lr 1e-3 --min-lr 1e-2",
@@ -204,7 +207,7 @@ RULES: tuple[Rule, ...] = (
         reads=("lr_warmup_iters", "lr_decay_iters", "lr_decay_style"),
         when=lambda f: f.lr_decay_style != "constant",
         requires=lambda f: f.lr_warmup_iters < f.lr_decay_iters,
-        message="--lr-warmup-iters ends before --lr-decay-iters",
+        message="--lr-warmup-iters must be below --lr-decay-iters",
         fix=lambda f: f"Choose --lr-warmup-iters 0 to {f.lr_decay_iters - 1}.",
         source=SOURCE,
         passing="--train-iters 100 --lr-warmup-iters 10",
@@ -215,7 +218,7 @@ RULES: tuple[Rule, ...] = (
         reads=("lr_decay_style", "lr_wsd_decay_iters", "lr_warmup_iters", "lr_decay_iters"),
         when=lambda f: f.lr_decay_style == "wsd",
         requires=lambda f: f.lr_warmup_iters + f.lr_wsd_decay_iters <= f.lr_decay_iters,
-        message="warm-up and --lr-wsd-decay-iters fit into --lr-decay-iters",
+        message="--lr-warmup-iters + --lr-wsd-decay-iters must be at most --lr-decay-iters",
         fix=lambda f: f"Choose --lr-wsd-decay-iters 1 to {max(1, f.lr_decay_iters - f.lr_warmup_iters)}.",
         source=SOURCE,
         passing="--lr-decay-style wsd --train-iters 100 --lr-wsd-decay-iters 20",
@@ -262,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         ("async_save", "on_save_error"),
         ("save_interval", "save_interval_minutes"),
         lambda f: not f.save_interval and not f.save_interval_minutes,
-        "where only the final checkpoint is saved, which nothing follows",
+        "if only the final checkpoint is saved, after which no training follows",
         passing="--save runs/a --save-interval 5 --on-save-error stop",
         failing="--save runs/a --on-save-error stop",
     ),
@@ -271,7 +274,7 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint_verify", "on_bad_checkpoint"),
         ("load", "save"),
         lambda f: f.load is None and f.save is None,
-        "where nothing is loaded",
+        "if nothing is loaded",
         passing="--load runs/a --checkpoint-verify size",
         failing="--checkpoint-verify size",
     ),
@@ -306,7 +309,7 @@ RULES: tuple[Rule, ...] = (
         id="straggler-factor",
         reads=("straggler_factor",),
         requires=lambda f: f.straggler_factor == 0 or f.straggler_factor > 1,
-        message="--straggler-factor is 0 or above 1, which is the median rank itself",
+        message="--straggler-factor must be 0 or above 1; the median rank itself has the factor 1",
         source=SOURCE,
         passing="--straggler-factor 1.2",
         failing="--straggler-factor 0.9",
@@ -316,7 +319,7 @@ RULES: tuple[Rule, ...] = (
         reads=("spike_skip", "spike_sigmas"),
         when=lambda f: f.spike_skip,
         requires=lambda f: f.spike_sigmas > 0,
-        message="--spike-skip needs --spike-sigmas to say what a spike is",
+        message="--spike-skip needs --spike-sigmas above 0 to detect spikes",
         source=SOURCE,
         passing="--spike-skip",
         failing="--spike-skip --spike-sigmas 0",
@@ -326,8 +329,8 @@ RULES: tuple[Rule, ...] = (
         reads=("load", "load_hf", "save"),
         when=lambda f: f.load_hf is not None,
         requires=lambda f: f.load is None or f.load == f.save,
-        message="--load and --load-hf both say where weights come from, unless --load is the folder of --save",
-        fix="Keep one of them, or give --save the folder of --load: then the first run starts from --load-hf.",
+        message="--load and --load-hf both set the source of the weights, unless --load is the folder of --save",
+        fix="Keep one of them, or set --save to the folder of --load: then the first run starts from --load-hf.",
         source=SOURCE,
         passing="--load-hf models/b --load runs/a --save runs/a",
         failing="--load runs/a --load-hf models/b",
@@ -337,7 +340,7 @@ RULES: tuple[Rule, ...] = (
         reads=("data_path", "eval_data_path"),
         when=lambda f: "mock" in (*f.data_path, *f.eval_data_path),
         requires=lambda f: f.data_path == ("mock",) and f.eval_data_path in ((), ("mock",)),
-        message="mock stands alone in --data-path, and beside it nothing else in --eval-data-path",
+        message="mock must be the only item of --data-path, and allows nothing else in --eval-data-path",
         source="command line",
         passing="--data-path mock",
         failing="--data-path mock corpus.jsonl",
@@ -347,7 +350,7 @@ RULES: tuple[Rule, ...] = (
         reads=("profile",),
         when=lambda f: f.profile is not None,
         requires=lambda f: _is_span(f.profile),
-        message="--profile takes START:END, steps counted from 1",
+        message="--profile takes START:END with START <= END, steps counted from 1",
         fix="Choose for example --profile 3:5.",
         source=SOURCE,
         passing="--profile 3:5 --metrics-jsonl runs/a/metrics.jsonl",
@@ -358,8 +361,8 @@ RULES: tuple[Rule, ...] = (
         reads=("profile", "train_iters"),
         when=lambda f: f.profile is not None and _is_span(f.profile),
         requires=lambda f: int(f.profile.partition(":")[0]) <= f.train_iters,
-        message="--profile begins after the last step",
-        fix=lambda f: f"Choose --profile {f.train_iters}:{f.train_iters}, or steps before it.",
+        message="--profile starts after the last step",
+        fix=lambda f: f"Choose --profile {f.train_iters}:{f.train_iters}, or earlier steps.",
         source=NO_EFFECT,
         passing="--profile 3:5 --train-iters 5 --metrics-jsonl runs/a/metrics.jsonl",
         failing="--profile 1000001:1000002 --metrics-jsonl runs/a/metrics.jsonl",
@@ -369,7 +372,7 @@ RULES: tuple[Rule, ...] = (
         reads=("dtype", "device"),
         when=lambda f: f.device == "npu",
         requires=lambda f: f.dtype != "fp64",
-        message="an NPU has no fp64",
+        message="NPUs do not support fp64",
         fix="Choose --dtype bf16 or fp32, or --device cpu.",
         source="devices",
         passing="--device npu --dtype bf16",
@@ -380,8 +383,8 @@ RULES: tuple[Rule, ...] = (
         reads=("compile", "device"),
         when=lambda f: f.compile,
         requires=lambda f: f.device != "npu",
-        message="torch.compile makes code for CPUs and GPUs here",
-        fix="Leave --compile out: on an NPU the vendor's fused operators are called.",
+        message="--compile supports only CPUs and GPUs",
+        fix="Leave --compile out; on an NPU, the vendor's fused operators are used.",
         source="devices",
         passing="--compile --device cpu",
         failing="--compile --device npu",
@@ -391,7 +394,7 @@ RULES: tuple[Rule, ...] = (
         reads=("compile", "deterministic"),
         when=lambda f: f.compile,
         requires=lambda f: not f.deterministic,
-        message="--compile chooses kernels by measuring, so that two runs may round differently",
+        message="--compile chooses kernels by timing them, so two runs may round differently",
         fix="Leave one of them out.",
         source="--deterministic",
         passing="--compile",
@@ -402,7 +405,10 @@ RULES: tuple[Rule, ...] = (
         reads=("compile", "ernie_model"),
         when=lambda f: f.compile,
         requires=lambda f: f.ernie_model != "ernie3",
-        message="the branches of ERNIE 3.0 attend by segments, whose sizes change from step to step",
+        message=(
+            "--compile does not support ERNIE 3.0, whose branches attend by segments with sizes that change from step "
+            "to step"
+        ),
         fix="Leave --compile out.",
         source="--compile",
         passing="--compile",
@@ -414,7 +420,7 @@ RULES: tuple[Rule, ...] = (
         reads=("manual_gc", "manual_gc_interval", "changed"),
         when=lambda f: "manual_gc_interval" in f.changed,
         requires=lambda f: f.manual_gc == "on",
-        message="--manual-gc-interval says how often --manual-gc collects",
+        message="--manual-gc-interval is the interval of --manual-gc, and has no effect without it",
         fix="Add --manual-gc, or leave the interval out.",
         source="--manual-gc",
         passing="--manual-gc --manual-gc-interval 50",
@@ -426,7 +432,7 @@ RULES: tuple[Rule, ...] = (
         "--device cpu",
         "--device cuda",
         requires=lambda f: f.device in ("auto", "cuda"),
-        message="fp8 products need an NVIDIA GPU of compute capability 8.9 or more",
+        message="--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher",
         fix="Leave --fp8 out, or choose --device cuda.",
         source="devices",
     ),
@@ -436,7 +442,7 @@ RULES: tuple[Rule, ...] = (
         "--dtype fp32",
         "--bf16",
         requires=lambda f: f.dtype in ("auto", "bf16"),
-        message="--fp8 rounds the inputs of bf16 products; everything else stays in bf16",
+        message="--fp8 rounds the inputs of bf16 matrix products, and everything else stays in bf16",
         fix="Choose --dtype bf16.",
     ),
     _fp8(
@@ -444,7 +450,7 @@ RULES: tuple[Rule, ...] = (
         ("mp_degree",),
         "--world-size 2 --mp-degree 2",
         requires=lambda f: f.mp_degree == 1,
-        message="products that are cut over mp travel piece by piece, and fp8 scales whole tensors",
+        message="tensor parallel products are computed in chunks, but fp8 scales whole tensors",
         fix="Choose --mp-degree 1, or leave --fp8 out.",
     ),
     _fp8(
@@ -453,7 +459,10 @@ RULES: tuple[Rule, ...] = (
         "--world-size 2 --pp-degree 2 --use-nanopipe",
         "--world-size 2 --pp-degree 2",
         requires=lambda f: not f.use_nanopipe and f.pp_schedule != "zero_bubble",
-        message="torchao's backward makes the gradients of input and weight together, zero-bubble wants them apart",
+        message=(
+            "torchao's backward pass computes the gradients of input and weight together, but zero-bubble needs them "
+            "separately"
+        ),
         fix="Choose --pp-schedule 1f1b, or leave --fp8 out.",
     ),
 )

@@ -1,1 +1,1 @@
-"""The forms of a flag and of a rule, as data. Everything above may use them, also the descriptions of models."""
+"""Data types for flags and rules. All floors above may import them, including the descriptions of models."""

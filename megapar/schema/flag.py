@@ -1,7 +1,9 @@
-"""A flag as the metadata of a dataclass field: help, unit, choices, bounds, spellings, defaults per model.
+"""Flags, declared in the metadata of dataclass fields: help, unit, choices, bounds, spellings, defaults per model.
 
 A number is declared once: the field of the dataclass that layers take carries its flag. ``from_flags`` builds such a
-dataclass from the values of flags, and ``to_flags`` gives them back.
+dataclass from the values of flags, and ``to_flags`` is its inverse.
+
+Tested in ``tests/test_arguments.py``.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ SWITCH = ("auto", "on", "off")
 
 
 def normal(name: str) -> str:
-    """Hyphens or underscores, any case: one name."""
+    """Return a name in lower case with hyphens, so that all spellings of it compare equal."""
     return name.lower().replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Another spelling of a flag.
+    """Alternative spelling of a flag.
 
-    name: as written after ``--``. value: what the bare spelling means (``--bf16``); None where it takes the flag's own
-    value. note: printed as a warning where the spelling is used.
+    Attributes:
+        name: The spelling, without ``--``.
+        value: Value that the bare spelling sets (as ``--bf16``); None if it takes a value like the flag itself.
+        note: Warning to print when the spelling is used.
     """
 
     name: str
@@ -38,15 +42,32 @@ class Alias:
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. ``name`` is the field's name; ``defaults`` holds one value per model kind, None where it is derived.
+    """One flag of the command line and of YAML files.
 
-    type: one of int, float, str, bool, switch (auto, on, off), strings, integers. low, high: inclusive bounds.
-    above: an exclusive lower bound. words: names of special numbers, such as ``auto`` for 0. count: how many values a
-    list has (0: any). comma: a list is written with commas. models: the model kinds that know the flag. meta: says
-    how to run, not what: kept out of YAML files. path: names files or folders, in which ~ and $NAME are expanded; nodes
-    of a run agree in whether it is given, not in the name. each: takes one value, and repeated ones add up. per_node:
-    nodes of a run may differ in it. derived: how a value of None is replaced, for people. after: the flag that it
-    follows in --help and in docs/flags.md; "": the one before it in its dataclass.
+    Attributes:
+        name: Field name.
+        group: Name of the group that lists it.
+        type: int, float, str, bool, switch (auto, on, off), strings or integers.
+        defaults: Default per model kind; None if the value is derived.
+        help: Help text.
+        unit: Unit of a number.
+        choices: Legal values, if they are listed.
+        low: Inclusive lower bound.
+        high: Inclusive upper bound.
+        above: Exclusive lower bound.
+        words: Names of special numbers, such as ``auto`` for 0.
+        aliases: Alternative spellings.
+        count: Number of values in a list; 0: any.
+        comma: A list is written with commas.
+        models: Model kinds that have the flag.
+        meta: Controls how to run, not what to run, and is not allowed in YAML files.
+        path: Names files or folders, in which ~ and $NAME are expanded. The nodes of a run must agree whether it is
+            given, but may give different names.
+        each: Takes one value, and may be repeated to add more.
+        per_node: May differ between the nodes of a run.
+        derived: Description of the value that replaces None.
+        primary: First spelling, if it differs from the name.
+        after: Flag that precedes it in --help and docs/flags.md; "": the one before it in its dataclass.
     """
 
     name: str
@@ -74,17 +95,17 @@ class Flag:
 
     @property
     def spelling(self) -> str:
-        """The flag as it is written first."""
+        """Primary spelling, with its hyphens."""
         return "--" + (self.primary or self.name.replace("_", "-"))
 
     @property
     def takes_value(self) -> bool:
-        """The flag is followed by a value (a switch may be)."""
+        """True if the flag must be followed by a value; for a switch the value is optional."""
         return self.type not in ("bool", "switch")
 
     @property
     def takes_list(self) -> bool:
-        """The flag is followed by any number of values."""
+        """True if the flag may be followed by several values."""
         return self.type in ("strings", "integers") and not self.each
 
 
@@ -98,12 +119,17 @@ def flag(
     through: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     **extra: Any,
 ) -> Any:
-    """A dataclass field that is a flag.
+    """Declare a dataclass field that is a flag.
 
-    default: of the command line; a None is derived. ernie: the default of pretrain_ernie.py where it is another one.
-    value: the field's default where the dataclass is made without flags; without it the field must be given. through:
-    (flag's value to the field's, and back) where they differ. extra: attributes of ``Flag``; ``name`` where the flag's
-    differs from the field's, ``group`` where it is listed elsewhere than the other flags of the dataclass.
+    Args:
+        default: Default of the flag; None if it is derived.
+        help: Help text.
+        ernie: Default in pretrain_ernie.py, if it differs.
+        aliases: Alternative spellings.
+        value: Default of the field when the dataclass is built without flags; without it the field is required.
+        through: Functions from the flag's value to the field's and back, if they differ.
+        extra: Other attributes of ``Flag``: ``name`` if it differs from the field's, ``group`` if the flag is listed in
+            a different group than the other flags of the dataclass.
     """
     defaults = {"moe": default, "ernie": default if ernie is ... else ernie}
     spelled = tuple(Alias(alias) if isinstance(alias, str) else alias for alias in aliases)
@@ -112,12 +138,12 @@ def flag(
 
 
 def follows(source: Callable[[Mapping[str, Any]], Any], *, value: Any = MISSING) -> Any:
-    """A dataclass field without a flag, computed from the values of flags by name. value: as for ``flag``."""
+    """Declare a dataclass field without a flag, computed from the values of flags by name. ``value`` as in ``flag``."""
     return field(default=value, metadata={"follows": source})
 
 
 def fact(help: str) -> Any:
-    """A dataclass field that follows from the flags and cannot be set."""
+    """Declare a dataclass field that is derived from the flags and cannot be set."""
     return field(metadata={"fact": help})
 
 
@@ -132,7 +158,7 @@ TYPES = {
 
 
 def to_flag(item: Field[Any], group: str, models: tuple[str, ...] = KINDS) -> Flag | None:
-    """The Flag that a dataclass field describes; None for any other field."""
+    """Return the Flag that a dataclass field declares, or None if it declares none."""
     described = item.metadata.get("flag")
     if described is None:
         return None
@@ -142,31 +168,31 @@ def to_flag(item: Field[Any], group: str, models: tuple[str, ...] = KINDS) -> Fl
 
 
 def from_flags(cls: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass ``cls`` from flat values by flag name; fields that name no flag keep their defaults."""
-    found = {}
+    """Build the dataclass ``cls`` from flat values by flag name; fields without a flag keep their defaults."""
+    arguments = {}
     for name, metadata in _declared(cls):
         if "follows" in metadata:
-            found[name] = metadata["follows"](values)
+            arguments[name] = metadata["follows"](values)
         elif "fact" in metadata:
-            found[name] = values[name]
+            arguments[name] = values[name]
         elif "flag" in metadata:
             value = values[metadata["flag"].get("name", name)]
-            found[name] = metadata["through"][0](value) if metadata["through"] else value
-    return cls(**found)
+            arguments[name] = metadata["through"][0](value) if metadata["through"] else value
+    return cls(**arguments)
 
 
-def to_flags(made: Any) -> dict[str, Any]:
-    """The values of the flags of a dataclass, by flag name: the inverse of ``from_flags``."""
-    found = {}
-    for name, metadata in _declared(type(made)):
+def to_flags(instance: Any) -> dict[str, Any]:
+    """Return the values of a dataclass's flags by flag name; the inverse of ``from_flags``."""
+    values = {}
+    for name, metadata in _declared(type(instance)):
         if "flag" in metadata:
-            value = getattr(made, name)
-            found[metadata["flag"].get("name", name)] = metadata["through"][1](value) if metadata["through"] else value
-    return found
+            value = getattr(instance, name)
+            values[metadata["flag"].get("name", name)] = metadata["through"][1](value) if metadata["through"] else value
+    return values
 
 
 def _declared(cls: type[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name, metadata) of each field; a subclass that gives a field another default keeps its declaration."""
+    """Yield (name, metadata) of each field; a subclass that changes the default of a field keeps its declaration."""
     families = [base.__dict__["__dataclass_fields__"] for base in cls.__mro__ if "__dataclass_fields__" in vars(base)]
     for item in fields(cls):
         every = (known[item.name].metadata for known in families if item.name in known)

@@ -1,7 +1,9 @@
 """Types and bounds of the settings in a published config.json. Standard library only.
 
-The file comes from outside and holds anything that JSON can say, and Python's JSON allows more than that: NaN,
-infinities, numbers of any length. A value that has passed its check is safe to calculate with.
+The file is untrusted input and may contain any JSON value, and Python's JSON also accepts NaN, infinities and numbers
+of any length. A value that passes its check is safe to calculate with.
+
+Tested in ``tests/model/test_absurd_folder.py``.
 """
 
 from __future__ import annotations
@@ -11,29 +13,29 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_INT = 2**63 - 1
-"""The largest whole number that a size, a count or a seed can have: tensors keep them in 64 bits."""
+"""Largest size, count or seed: tensors store them in 64 bits."""
 
 Check = Callable[[Any], str]
-"""Says in words which values are legal where the given one is not; "" where it is."""
+"""Returns a description of the legal values if the given one is not legal, else ""."""
 
 
 def whole(low: int, *, optional: bool = False) -> Check:
-    """A whole number, at least ``low``; with ``optional`` also null."""
-    wanted = f"a whole number from {low} on" + (" or null" if optional else "")
+    """Accept whole numbers of at least ``low``; with ``optional`` also null."""
+    wanted = f"a whole number of at least {low}" + (" or null" if optional else "")
 
     def check(value: Any) -> str:
         if value is None and optional:
             return ""
-        good = isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_INT
-        # 4096.0 is written by tools that keep every number in double precision.
-        good = good or (isinstance(value, float) and value.is_integer() and low <= value <= 2**53)
-        return "" if good else wanted
+        legal = isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_INT
+        # Tools that store every number in double precision write 4096.0.
+        legal = legal or (isinstance(value, float) and value.is_integer() and low <= value <= 2**53)
+        return "" if legal else wanted
 
     return check
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False, optional: bool = False) -> Check:
-    """A finite number in the range; with ``above`` greater than ``low``, with ``optional`` also null."""
+    """Accept finite numbers in the range; with ``above`` not ``low`` itself, with ``optional`` also null."""
     range_ = f"from {low:g} to {high:g}" if high < math.inf else f"{'above' if above else 'from'} {low:g}"
     wanted = f"a number {range_}" + (" or null" if optional else "")
 
@@ -48,17 +50,17 @@ def number(low: float, high: float = math.inf, *, above: bool = False, optional:
 
 
 def true_or_false(value: Any) -> str:
-    """A JSON boolean or null, which is false."""
+    """Accept a JSON boolean, or null, which means false."""
     return "" if value is None or isinstance(value, bool) else "true or false"
 
 
 def text(value: Any) -> str:
-    """A string or null."""
-    return "" if value is None or isinstance(value, str) else "a text"
+    """Accept a string or null."""
+    return "" if value is None or isinstance(value, str) else "a string"
 
 
 def rope(value: Any) -> str:
-    """An object with the base and the type of rotary positions, or null."""
+    """Accept an object with the base and the type of rotary positions, or null."""
     if value is None:
         return ""
     if not isinstance(value, dict):
@@ -70,13 +72,13 @@ def rope(value: Any) -> str:
 
 
 def layer_numbers(value: Any) -> str:
-    """A list of whole numbers from 0 on, or null."""
-    good = value is None or (isinstance(value, list) and all(not whole(0)(layer) for layer in value))
-    return "" if good else "a list of whole numbers"
+    """Accept a list of whole numbers of at least 0, or null."""
+    legal = value is None or (isinstance(value, list) and all(not whole(0)(layer) for layer in value))
+    return "" if legal else "a list of whole numbers"
 
 
 def anything(value: Any) -> str:
-    """Any value: the setting is written and not read."""
+    """Accept any value: the setting is written but not read."""
     return ""
 
 

@@ -1,4 +1,7 @@
-"""One row of the compatibility matrix, and the facts it reads."""
+"""Rows of the compatibility matrix, and the facts that they read.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ SETTLED = "settled"
 
 MODELS = ("moe", "ernie")
 
-# Where rows are from that others have published, beside the topics of docs/.
+# Published sources of rows; other rows name a topic of docs/.
 PADDLE_SHARDING = "PaddlePaddle PR 31884"
 PADDLE_RECOMPUTE = "PaddlePaddle's recompute for pipelines"
 MINDSPEED_AMPIPE = "MindSpeed's AMPipe document"
 DOCUMENTS = (PADDLE_SHARDING, PADDLE_RECOMPUTE, MINDSPEED_AMPIPE)
-NO_EFFECT = "no effect"  # against flags that would change nothing
+NO_EFFECT = "no effect"  # source of the rows that refuse flags without an effect
 
-# What a row may read besides flags; everything else is a flag's field name.
+# Values that a row may read in addition to flags; any other name is a flag's field name.
 FACTS = (
     *("kind", "sharding_asked", "dp_asked", "data_ranks", "changed", "asked", "given"),
     *("launched_size", "export_class"),
@@ -31,12 +34,12 @@ _SILENT = ("kind", "changed", "asked", "given")
 
 
 class Facts:
-    """Read-only values by attribute, only those that a row declares; another name raises AttributeError.
+    """Read-only values by attribute, restricted to those that a row declares; any other name raises AttributeError.
 
-    Beside the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (the WORLD_SIZE of the environment, or
-    1), ``sharding_asked`` and ``dp_asked`` (-1 before they are resolved), ``changed`` (names whose asked value is not
-    the default), ``asked`` (values before any was derived), ``given`` (names that the line or a file sets) and
-    ``export_class`` (what --save-hf writes).
+    In addition to the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (WORLD_SIZE of the environment,
+    or 1), ``sharding_asked`` and ``dp_asked`` (the degrees as given, -1 if they are derived), ``changed`` (names whose
+    given value is not the default), ``asked`` (values before any is derived), ``given`` (names that the command line or
+    a file sets) and ``export_class`` (the class that --save-hf writes).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -55,20 +58,30 @@ Test = Callable[[Facts], bool]
 
 
 def always(facts: Facts) -> bool:
-    """The condition of a row that always applies."""
+    """Return True: the condition of a row that always applies."""
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A row: where ``when`` holds, ``requires`` must hold.
+    """Row of the matrix: if ``when`` is true, ``requires`` must be true.
 
-    id: stable name. reads: the facts it looks at; a row with one missing (a bad value) is not evaluated. message: the
-    requirement in words; the values are put behind it. fix: what to do, with the nearest legal values. source: where
-    the row comes from. passing, failing: flags of an example of each, for the first of ``models``. kind: refuse;
-    downgrade (a warning, then ``sets`` is applied); advice (a warning, and nothing changes); lifted (only under
-    --strict-seed-rules, ``reason`` says why); not-built (a feature of a later version); settled (an automatic
-    choice has one outcome, for the reason in ``message``). models: the trainers it is for.
+    Attributes:
+        id: Stable name.
+        reads: Names of the facts that it reads. The row is skipped if one is missing because of a bad value.
+        message: The requirement in words; the values are appended.
+        source: Origin of the row.
+        passing: Flags of an example that satisfies the row, for the first of ``models``.
+        failing: Flags of an example that violates it.
+        requires: The requirement.
+        when: The condition under which the row applies.
+        fix: The action to take, with the nearest legal values.
+        kind: refuse; downgrade (warn and apply ``sets``); advice (warn only); lifted (applies only with
+            --strict-seed-rules, for ``reason``); not-built (a feature of a later version); settled (an automatic choice
+            has only one outcome, explained by ``message``).
+        sets: Values that a downgrade applies.
+        reason: Reason why a restriction is lifted.
+        models: Trainers that the row applies to.
     """
 
     id: str
@@ -86,26 +99,26 @@ class Rule:
     models: tuple[str, ...] = MODELS
 
     def broken(self, values: Mapping[str, Any]) -> bool:
-        """The row applies to these values and is not kept. False where a value it reads is missing."""
+        """Return True if the row applies to these values and is violated; False if a value that it reads is missing."""
         if values.get("kind") not in self.models or any(name not in values for name in self.reads):
             return False
         facts = Facts(values, self.reads)
         return self.when(facts) and not self.requires(facts)
 
     def text(self, values: Mapping[str, Any]) -> str:
-        """The requirement with the values that break it."""
+        """Return the requirement with the values that violate it."""
         shown = ", ".join(f"{spell(name)} {show(values[name])}" for name in self.reads if name not in _SILENT)
         changes = [f"{spell(name)} is {show(value)}" for name, value in self.sets if values.get(name) != value]
-        said = f"{' and '.join(changes)}: {self.message}" if changes else self.message
-        return f"{said} ({shown})." if shown else f"{said}."
+        message = f"{' and '.join(changes)}: {self.message}" if changes else self.message
+        return f"{message} ({shown})." if shown else f"{message}."
 
     def advice(self, values: Mapping[str, Any]) -> str:
-        """What to do about these values."""
+        """Return the fix for these values."""
         return self.fix if isinstance(self.fix, str) else self.fix(Facts(values, self.reads))
 
 
 def spell(name: str) -> str:
-    """A fact as a person reads it: a flag with its hyphens, anything else in words."""
+    """Return the name of a fact for messages: a flag with its hyphens, anything else in words."""
     words = {
         "dp_degree": "dp",
         "sharding_asked": "--sharding-degree",
@@ -118,7 +131,7 @@ def spell(name: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it would be written behind its flag."""
+    """Return a value as it is written after its flag."""
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"
     if isinstance(value, bool):
@@ -127,25 +140,25 @@ def show(value: Any) -> str:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a number above 0 in rising order."""
+    """Return all divisors of a number above 0 in ascending order."""
     assert number > 0
     small = [low for low in range(1, int(number**0.5) + 1) if number % low == 0]
     return tuple(sorted({*small, *(number // low for low in small)}))
 
 
 def near_divisors(number: int, wanted: int, count: int = 4) -> str:
-    """The divisors of ``number`` nearest to ``wanted``, for a sentence: ``2, 4 or 8``."""
+    """Return the divisors of ``number`` nearest to ``wanted`` for a sentence, as in ``2, 4 or 8``."""
     nearest = sorted(divisors(number), key=lambda value: (abs(value - wanted), value))[:count]
     return either(sorted(nearest))
 
 
 def near_multiples(step: int, wanted: int) -> str:
-    """The multiples of ``step`` around ``wanted``, at least one step."""
+    """Return the multiples of ``step`` around ``wanted``, but not 0, for a sentence."""
     low = max(step, wanted // step * step)
     return either([low] if low == wanted else sorted({low, (wanted // step + 1) * step}))
 
 
 def either(values: Iterable[Any]) -> str:
-    """``1, 2 or 4``."""
+    """Join values for a sentence, as in ``1, 2 or 4``."""
     words = [str(value) for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "none"

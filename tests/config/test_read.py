@@ -91,9 +91,9 @@ def test_groups_may_be_written(tmp_path: Path) -> None:
 
 def test_an_unknown_block_is_told_with_what_stands_in_it(tmp_path: Path) -> None:
     said = complaints(tmp_path, "vision: {num_layers: 2}\nhybrid_configs: {sep_degree: 2, nonsense: 1}\n")
-    assert "key vision is not known. Keys are not grouped under it: write those under it (num_layers)" in said
-    assert "key hybrid_configs.sep_degree is not known. Did you mean --cp-degree with" in said
-    assert "key hybrid_configs.nonsense is not known" in said
+    assert "key vision is unknown. It is not a group of flags: write the keys under it (num_layers)" in said
+    assert "key hybrid_configs.sep_degree is unknown. Did you mean --cp-degree with" in said
+    assert "key hybrid_configs.nonsense is unknown" in said
 
 
 @pytest.mark.parametrize(
@@ -108,10 +108,10 @@ def test_a_block_in_which_nothing_is_set_is_passed_over(tmp_path: Path, text: st
     ("text", "fix"),
     [
         ("gradient_merge: {enable: false}", "leave the whole block out"),
-        ("gradient_merge_configs: {avg: false}", "only true is built"),
-        ("amp_configs: {init_loss_scaling: 1}", "Its keys are flags: --dtype fp16"),
-        ("strategy: {amp_configs: {init_loss_scaling: 1}}", "Its keys are flags: --dtype fp16"),
-        ("tokenizer: {vocab_size: 1}", "write those under it (vocab_size) at the left margin"),
+        ("gradient_merge_configs: {avg: false}", "only true is supported"),
+        ("amp_configs: {init_loss_scaling: 1}", "Write its keys as flags: --dtype fp16"),
+        ("strategy: {amp_configs: {init_loss_scaling: 1}}", "Write its keys as flags: --dtype fp16"),
+        ("tokenizer: {vocab_size: 1}", "write the keys under it (vocab_size) at the left margin"),
         ("pipeline_configs: {schedule_mode: F-then-B}", "Did you mean gpipe?"),
         ("nonsense_of_nobody: 1", "those of Megatron-LM, MindSpeed, DeepSpeed and PaddlePaddle"),
     ],
@@ -128,7 +128,10 @@ def test_nothing_is_nothing_where_that_is_the_default(tmp_path: Path) -> None:
     assert config.training.global_batch_size == config.training.micro_batch_size
     assert config.origins["save"] == "default"
     said = complaints(tmp_path, "num_layers: None\nbf16: null\n")
-    assert "key num_layers takes a whole number (layers), got None. Leave the key out: --num-layers is" in said
+    assert (
+        "key num_layers takes a whole number (layers), got None. Leave the key out to get the default of --num-layers"
+        in said
+    )
     assert "key bf16 takes" in said
 
 
@@ -162,7 +165,7 @@ def test_a_file_is_read_in_any_spelling_of_its_flag(spelling: str, tmp_path: Pat
 
 def test_merge_keys_are_told_with_their_line(tmp_path: Path) -> None:
     said = complaints(tmp_path, "moe:\n  <<: {num_layers: 2}\n")
-    assert "line 2, column 3: merge keys (<<) are not read, write the keys out: '  <<: {num_layers: 2}'" in said
+    assert "line 2, column 3: merge keys (<<) are not supported, write the keys out: '  <<: {num_layers: 2}'" in said
 
 
 def test_paths_are_expanded(tmp_path: Path) -> None:

@@ -39,13 +39,15 @@ def test_where_nothing_is_recorded_there_is_no_fault(tmp_path: Path) -> None:
 )
 def test_a_record_that_is_none_is_refused_by_name(change: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text(json.dumps(FAULT.to_json() | change))
-    with pytest.raises(UnverifiedError, match=r"corruption\.json says that a run found wrong numbers, and cannot be"):
+    with pytest.raises(
+        UnverifiedError, match=r"corruption\.json records that a run found wrong numbers, and cannot be"
+    ):
         read_fault(tmp_path)
 
 
 def test_what_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / RECORD)
-    with pytest.raises(UnverifiedError, match="no plain file"):
+    with pytest.raises(UnverifiedError, match="not a regular file"):
         read_fault(tmp_path)
 
 
@@ -80,7 +82,7 @@ def test_a_folder_of_suspects_alone_is_gone_on_from_by_name_only(tmp_path: Path)
     (tmp_path / "iter_0000004.suspect").mkdir()
     (tmp_path / "iter_0000004.suspect" / "layout.json").write_text("{}")
     line = ["--load", str(tmp_path), "--save", str(tmp_path), "--mock-data"]
-    with pytest.raises(ConfigError, match=r"holds only checkpoints that were set aside.*iter_0000004\.suspect"):
+    with pytest.raises(ConfigError, match=r"contains only checkpoints that were set aside.*iter_0000004\.suspect"):
         parse("moe", line, {})
     with pytest.raises(ConfigError, match="no checkpoint of --ckpt-step 5"):
         parse("moe", ["--load", str(tmp_path), "--ckpt-step", "5", "--mock-data"], {})

@@ -20,7 +20,7 @@ from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupte
 LAUNCH = (sys.executable, "-m", "megapar.tools.main", "launch", "--stop-timeout", "2")
 LONG = ("--train-iters", "80", "--lr-decay-iters", "80")
 ALIVE = "belongs to another run, which is alive"
-ANOTHERS = "holds checkpoints of another run"
+ANOTHERS = "contains checkpoints of another run"
 
 
 class Begun:

@@ -71,7 +71,7 @@ def nothing_left(folder: Path) -> Outcome:
     told(
         outcome, ended, "No checkpoint from before that is left. Set aside: iter_0000002.suspect, iter_0000004.suspect"
     )
-    told(outcome, by_hand, "holds only checkpoints that were set aside")
+    told(outcome, by_hand, "contains only checkpoints that were set aside")
     chosen = run_job(folder, 2, NONE, *DP, "--ckpt-step", "2", "--exit-interval", "3")
     return told(outcome, chosen, "resumed at iteration 2 from")
 

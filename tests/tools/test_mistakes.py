@@ -43,25 +43,25 @@ RECORDS = {
 
 MISTAKES = [
     # a flag that has another name, here or everywhere
-    ("--micro-batchsize 2", "--micro-batchsize is not known", "Did you mean --micro-batch-size?"),
-    ("--learning-rate 1e-3", "--learning-rate is not known", "Did you mean --lr?"),
-    ("--epochs 3", "--epochs is not known", "--train-iters: runs are counted in steps"),
-    ("--resume runs/a", "--resume is not known", "Did you mean --load?"),
-    ("--tokenizer-typ X --use-mcore-models", "--use-mcore-models is not known", "`megapar translate -- ARGUMENTS`"),
-    ("--nproc-per-node 2", "--nproc-per-node is not known", "before the script: megapar launch --nproc-per-node N"),
-    ("-lr 1e-3", "'-lr' stands where a flag should", "Did you mean --lr?"),
-    ("lr=1e-3", "'lr=1e-3' stands where a flag should", "Did you mean --lr=1e-3?"),
-    ("--mlm-probability 0.2", "--mlm-probability belongs to pretrain_ernie.py", "do nothing in pretrain_moe.py"),
+    ("--micro-batchsize 2", "--micro-batchsize is unknown", "Did you mean --micro-batch-size?"),
+    ("--learning-rate 1e-3", "--learning-rate is unknown", "Did you mean --lr?"),
+    ("--epochs 3", "--epochs is unknown", "--train-iters: the length of a run is given in steps"),
+    ("--resume runs/a", "--resume is unknown", "Did you mean --load?"),
+    ("--tokenizer-typ X --use-mcore-models", "--use-mcore-models is unknown", "`megapar translate -- ARGUMENTS`"),
+    ("--nproc-per-node 2", "--nproc-per-node is unknown", "before the script: megapar launch --nproc-per-node N"),
+    ("-lr 1e-3", "'-lr' was found where a flag was expected", "Did you mean --lr?"),
+    ("lr=1e-3", "'lr=1e-3' was found where a flag was expected", "Did you mean --lr=1e-3?"),
+    ("--mlm-probability 0.2", "--mlm-probability is a flag of pretrain_ernie.py", "no effect in pretrain_moe.py"),
     # a value of the wrong kind, or out of bounds
-    ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write the digits: 1000, or 1024"),
-    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write the number alone, in MB (2^20 bytes): 32."),
+    ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write all digits: 1000, or 1024"),
+    ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write only the number, in MB (2^20 bytes): 32."),
     ("--adaptive-recompute-device-size 1GB", "got '1GB'", "in MB (2^20 bytes): 1024."),
-    ("--adaptive-recompute-device-size 64", "counts MB", "Write 65536 for 64 GiB"),
-    ("--adaptive-recompute-device-size 68719476736", "counts MB", "Write 65536 for so many bytes"),
-    ("--adaptive-recompute-device-swap", "is not known", "--adaptive-recompute-device-size", "host memory"),
+    ("--adaptive-recompute-device-size 64", "is in MB", "Write 65536 for 64 GiB"),
+    ("--adaptive-recompute-device-size 68719476736", "is in MB", "Write 65536 for 68719476736 bytes"),
+    ("--adaptive-recompute-device-swap", "is unknown", "--adaptive-recompute-device-size", "host memory"),
     ("--seq-length 1,024", "got '1,024'", "without commas: 1024"),
-    ("--lr 0,001", "got '0,001'", "with a point: 0.001"),
-    ("--num-layers -2", "--num-layers is at least 1", "got -2"),
+    ("--lr 0,001", "got '0,001'", "with a decimal point: 0.001"),
+    ("--num-layers -2", "--num-layers must be at least 1", "got -2"),
     ("--lr", "--lr needs a value", "a number"),
     ("--dtype float32", "got 'float32'", "Did you mean fp32?"),
     ("--device gpu", "got 'gpu'", "Did you mean cuda?"),
@@ -70,58 +70,58 @@ MISTAKES = [
     ("--world-size 8 --sharding-degree 4", "--world-size 8", "--sharding-degree 4 --hybrid-dp", "start 4 ranks"),
     ("--mp-degree 2", "--world-size 1", "start 2 ranks", "megapar launch --nproc-per-node N"),
     ("--pp-degree 8 --num-layers 4", "--pp-degree 8", "Choose --pp-degree 1 to 4, or --num-layers 8"),
-    ("--hidden-dropout 1.5", "--hidden-dropout is at most 0.99", "got 1.5"),
+    ("--hidden-dropout 1.5", "--hidden-dropout must be at most 0.99", "got 1.5"),
     ("--fp8 --device cpu", "--device cpu", "Leave --fp8 out"),
-    ("--bf16 --fp16", "--bf16 and --fp16 set the same thing to different values", "Keep one"),
+    ("--bf16 --fp16", "--bf16 and --fp16 set the same flag to different values", "Keep one"),
     ("--seq-length 64 --max-position-embeddings 32", "Choose --max-position-embeddings 64"),
-    ("--mp-degre 2 --dtype float --data-path nix", "3 complaints", "--mp-degree?", "fp32?", "no 'nix'"),
+    ("--mp-degre 2 --dtype float --data-path nix", "3 complaints", "--mp-degree?", "fp32?", "contain 'nix'"),
     ("--num-attention-heads 3", "--num-attention-heads 3", "Choose --num-attention-heads 1, 2, 4"),
     ("--world-size 4 --ep-degree 4 --num-experts 6", "--num-experts 6", "Choose --ep-degree 1, 2, 3 or 6"),
     ("--world-size 4 --global-batch-size 10", "--global-batch-size 10", "Choose --global-batch-size 16"),
     # files and folders
     ("--data-path corpus.jsnl", "--data-path corpus.jsnl does not exist", "Did you mean corpus.jsonl?"),
     ("--data-path builtn", "--data-path builtn does not exist", "Did you mean builtin?"),
-    ("--tokenizer-model none/t.model", "--tokenizer-model none/t.model does not exist", "has no 'none'"),
-    ("--tokenizer-model run", "--tokenizer-model run holds no tokenizer", "Give a sentencepiece model"),
-    ("--load-hf baidu/ERNIE", "--load-hf baidu/ERNIE does not exist", "Nothing is downloaded"),
-    ("--load-hf run", "run holds no config.json"),
-    ("--data-path empty.jsonl", "--data-path empty.jsonl is empty", "Give a file with text in it"),
+    ("--tokenizer-model none/t.model", "--tokenizer-model none/t.model does not exist", "does not contain 'none'"),
+    ("--tokenizer-model run", "--tokenizer-model run contains no tokenizer", "Pass a sentencepiece model"),
+    ("--load-hf baidu/ERNIE", "--load-hf baidu/ERNIE does not exist", "megapar downloads nothing"),
+    ("--load-hf run", "run contains no config.json"),
+    ("--data-path empty.jsonl", "--data-path empty.jsonl is empty", "Pass a file that contains text"),
     ("--data-path body.jsonl", "body.jsonl, line 1: no field 'text'; the record has 'body'", "--text-field body"),
     ("--data-path cut.jsonl.gz", "cut.jsonl.gz: not a readable gzip file"),
     ("--data-path table.csv", "table.csv cannot be read as text", "Dataset.from_csv('table.csv')"),
     ("--data-path corpus.tar.gz", "corpus.tar.gz cannot be read as text. It is an archive: unpack it"),
-    ("--data-path tables", "the folder holds only README.md (about the data), table.csv (a table)"),
-    ("--text-field body --data-path builtin", "--text-field is of JSONL and parquet files", "Give --data-path"),
+    ("--data-path tables", "the folder contains only README.md (about the data), table.csv (a table)"),
+    ("--text-field body --data-path builtin", "--text-field applies to JSONL and parquet files", "Set --data-path"),
     ("--data-path latin.jsonl", "latin.jsonl, line 1: not a JSON record ('utf-8' codec", "--on-bad-record skip"),
     ("--data-path 0.5 corpus.jsonl 0.5 latin.txt", "--data-path latin.txt, line 1: not UTF-8 text", "iconv"),
     ("--data-path array.json", "array.json, line 1: not a JSON record"),
     ("--eval-data-path number.jsonl", "--eval-data-path number.jsonl, line 1: field 'text' is of type int"),
-    ("--load run", "--load run holds no checkpoint", "Did you mean run/checkpoints?"),
-    ("--load run/checkpoints/iter_0000005", "is one checkpoint itself", "run/checkpoints"),
-    ("--load model", "--load model holds no checkpoint", "did you mean --load-hf model?"),
+    ("--load run", "--load run contains no checkpoint", "Did you mean run/checkpoints?"),
+    ("--load run/checkpoints/iter_0000005", "is a single checkpoint", "run/checkpoints"),
+    ("--load model", "--load model contains no checkpoint", "did you mean --load-hf model?"),
     ("--load run/checkpoints --ckpt-step 4", "no checkpoint of --ckpt-step 4", "It has those of 5"),
-    ("--load-hf model", "--load-hf model has a config.json and no weights (*.safetensors)"),
-    ("--load-hf model --save-hf model", "--save-hf model is where --load-hf takes its weights from"),
-    ("--data-path blank", "--data-path blank: the folder holds no files; it takes text, JSONL and parquet"),
+    ("--load-hf model", "--load-hf model has a config.json but no weights (*.safetensors)"),
+    ("--load-hf model --save-hf model", "--save-hf model is also the folder of --load-hf"),
+    ("--data-path blank", "--data-path blank: the folder contains no files; text, JSONL and parquet"),
     ("--metrics-jsonl run", "run is a folder", "run/metrics.jsonl"),
-    ("--profile 6:7 --train-iters 5", "--profile begins after the last step", "Choose --profile 5:5"),
-    ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, where a folder is needed"),
+    ("--profile 6:7 --train-iters 5", "--profile starts after the last step", "Choose --profile 5:5"),
+    ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, not a folder"),
     ("--config nocol", "--config nocol does not exist", "Did you mean nocolon.yaml?"),
-    ("typo.yaml", "'typo.yaml' stands where a flag should", "Did you mean --config typo.yaml?"),
+    ("typo.yaml", "'typo.yaml' was found where a flag was expected", "Did you mean --config typo.yaml?"),
     (
         "--hybrid-dp yes",
         "--sharding-degree or --dp-degree",
-        "Leave --hybrid-dp out: one rank has nothing to replicate over",
+        "Leave --hybrid-dp out: a single rank cannot have replicas",
     ),
     ("--config tab.yaml", "--config tab.yaml does not exist", "Did you mean tabs.yaml?"),
     # YAML
-    ("--config typo.yaml", "in typo.yaml, key hiden_size is not known", "--hidden-size"),
-    ("--config indented.yaml", "line 2, column 13", "' hidden_size: 64'", "begins at the left margin"),
-    ("--config nocolon.yaml", "not made of key: value lines", "`key: value`"),
-    ("--config tabs.yaml", "line 2", "no tabs"),
-    ("--config grouped.yaml", "key network is not known", "those under it (num_layers)"),
+    ("--config typo.yaml", "in typo.yaml, key hiden_size is unknown", "--hidden-size"),
+    ("--config indented.yaml", "line 2, column 13", "' hidden_size: 64'", "starts at the left margin"),
+    ("--config nocolon.yaml", "does not consist of key: value lines", "`key: value`"),
+    ("--config tabs.yaml", "line 2", "without tabs"),
+    ("--config grouped.yaml", "key network is unknown", "the keys under it (num_layers)"),
     ("--config types.yaml", "--num-layers takes a whole number, got 'four'"),
-    ("--config no.yaml", "--save takes a text, got false", "Leave it out to switch it off"),
+    ("--config no.yaml", "--save takes a string, got false", "Leave the key out to turn it off"),
 ]
 
 TOOLS = [
@@ -137,7 +137,7 @@ TOOLS = [
     (["plan", "typo.yaml"], "Did you mean --config typo.yaml?"),
     (["rules", "show", "mp-head"], "mp-head is not a row. Did you mean mp-heads", "or"),
     (["rules", "show"], "show needs the name of a row"),
-    (["convert", "hf-to-megapar", "run", "out"], "run holds no config.json"),
+    (["convert", "hf-to-megapar", "run", "out"], "run contains no config.json"),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "corpus.jsonl"],
         "--output corpus.jsonl already exists",
@@ -292,7 +292,7 @@ def test_ranks_that_nobody_introduced_are_told(
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2: ranks count from 0 to 1."),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2, but ranks are 0 to 1."),
         ({"RANK": "x"}, "RANK is 'x', not the number of a rank."),
         ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', not the number of a rank."),
     ],
@@ -320,7 +320,7 @@ def test_a_rank_that_is_left_in_the_environment_keeps_nobody_silent(capsys: pyte
 
 def test_another_runs_checkpoints_are_not_written_over() -> None:
     line, scalars = ["--save", "run/checkpoints"], Path("run/checkpoints/iter_0000005/scalars.json")
-    told = r"--save run/checkpoints holds checkpoints of another run, up to iteration 5. Go on from them by --load run/"
+    told = r"--save run/checkpoints contains checkpoints of another run, up to iteration 5. Set --load run/"
     with pytest.raises(ConfigError, match=told):
         parse("moe", line, {}, starting=True)
     parse("moe", [*line, "--load", "run/checkpoints/"], {}, starting=True)
@@ -345,7 +345,7 @@ def test_yaml_numbers_are_what_stands_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("cuda", "there is no driver of a GPU (libcuda.so.1)"), ("npu", "torch_npu is not installed")]
+    ("kind", "reason"), [("cuda", "there is no GPU driver (libcuda.so.1)"), ("npu", "torch_npu is not installed")]
 )
 def test_a_device_that_is_not_here_is_told_with_all_else(
     kind: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -359,14 +359,14 @@ def test_a_device_that_is_not_here_is_told_with_all_else(
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert "2 complaints" in said
-    assert f"--device {kind}, but {reason} on this machine. Use --device cpu or auto." in said
+    assert f"--device is {kind}, but {reason} on this machine. Set --device to cpu or auto." in said
     assert parse("moe", line, {}).runtime.device == kind  # plans and launchers speak of other machines
 
 
 def test_fp8_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapar.config.start._loads", lambda library: False)
     line = ["--fp8", "--dtype", "bf16"]
-    with pytest.raises(ConfigError, match=r"--fp8 needs an NVIDIA GPU .* but there is no driver of a GPU"):
+    with pytest.raises(ConfigError, match=r"--fp8 needs an NVIDIA GPU .* but there is no GPU driver"):
         parse("moe", line, {}, starting=True)
     parse("moe", line, {})
 
@@ -377,7 +377,7 @@ def test_a_folder_that_cannot_be_written_is_told(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(SystemExit):
         parse_or_exit("moe", ["--save", "run/new"], {})
-    assert re.search(r"--save: folder \S*/run cannot be written", capsys.readouterr().err)
+    assert re.search(r"--save: folder \S*/run is not writable", capsys.readouterr().err)
 
 
 def test_a_script_that_is_queued_again_may_name_one_folder_in_two_ways() -> None:
@@ -393,4 +393,4 @@ def test_names_from_elsewhere_are_no_flags_and_lead_to_flags() -> None:
 
 def test_what_stands_behind_a_mistyped_folder_must_be_there() -> None:
     assert near_path("runs/checkpoints") == "Did you mean run/checkpoints?"
-    assert "has no 'runs'" in near_path("runs/other")
+    assert "does not contain 'runs'" in near_path("runs/other")

@@ -87,7 +87,7 @@ def test_what_the_class_cannot_be_is_refused_by_both_doors(flags: str, tmp_path:
     with pytest.raises(CheckpointError) as error:
         megapar_to_hf(tmp_path / "runs", tmp_path / "out")
     assert CANNOT[flags] in str(error.value)
-    assert "No class known here can be it; the checkpoint keeps every weight" in str(error.value)
+    assert "No supported class can represent it; the checkpoint keeps every weight" in str(error.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -88,7 +88,7 @@ def _logits_of(folder: Path, kind: str) -> tuple[Tensor, Tensor | None]:
         ("ErnieForPreTraining", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("ErnieForPreTraining", {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
         ("Ernie4_5_Moe", {"moe_norm_min": 0.9}, r"moe_norm_min is 0\.9"),
-        ("Mixtral", {"quantization_config": {"quant_method": "fp8"}}, "the weights are rounded"),
+        ("Mixtral", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
     ],
 )
 def test_another_model_is_refused_with_the_setting(
@@ -185,17 +185,17 @@ def test_blocks_of_a_copy_are_shared_out_among_ranks(folders: dict[str, Path], t
 
 TRACKER, STEP = "latest_checkpointed_iteration.txt", "iter_0000100"
 FOREIGN = {
-    "a checkpoint of Megatron-LM, a file per rank": (
+    "a Megatron-LM checkpoint with a file per rank": (
         "latest_checkpointed_iteration.txt",
         "iter_0000100/mp_rank_00_000/model_optim_rng.pt",
     ),
-    "a distributed checkpoint of Megatron-LM": (
+    "a distributed Megatron-LM checkpoint": (
         "latest_checkpointed_iteration.txt",
         "iter_0000100/metadata.json",
         "iter_0000100/__0_0.distcp",
     ),
-    "a checkpoint folder of Megatron-LM": (TRACKER,),
-    "a checkpoint of DeepSpeed": ("latest", "global_step10/mp_rank_00_model_states.pt"),
+    "a Megatron-LM checkpoint folder": (TRACKER,),
+    "a DeepSpeed checkpoint": ("latest", "global_step10/mp_rank_00_model_states.pt"),
 }
 
 

@@ -172,7 +172,7 @@ def test_a_split_may_hold_nothing_out(tmp_path: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_stop_a_run(tmp_path: Path) -> None:
     path = _file(tmp_path, "a", 100, 100)
-    with pytest.raises(DataError, match=r"a.bin: token \d+ is 999, where the vocabulary has ids 0 to 998"):
+    with pytest.raises(DataError, match=r"a.bin: token \d+ is 999, but the vocabulary has ids 0 to 998"):
         build("moe", data_path=[path], **{**SMALL, "vocab_size": 999})
     with IndexedDatasetBuilder(tmp_path / "none", "uint16") as builder:
         builder.finalize()

@@ -99,7 +99,7 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
     [
         (lambda path: None, "no such file"),
         (lambda path: path.write_text(""), "the file is empty"),
-        (lambda path: path.mkdir(), "the folder holds no files"),
+        (lambda path: path.mkdir(), "the folder contains no files"),
     ],
 )
 def test_a_path_without_text_is_named(tmp_path: Path, make: object, message: str) -> None:
@@ -167,7 +167,7 @@ def test_a_compressed_file_that_is_cut_off_or_none_is_named(tmp_path: Path, suff
     path.write_bytes(path.read_bytes()[:-20])
     for content in (path.read_bytes(), b"no such thing" * 100):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"a.jsonl.*: not a readable (gzip|Zstandard) file .*cut off"):
+        with pytest.raises(DataError, match=r"a.jsonl.*: not a readable (gzip|Zstandard) file .*truncated"):
             _read(path)
 
 

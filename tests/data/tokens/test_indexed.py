@@ -138,8 +138,8 @@ def _with(offset: int, piece: bytes) -> bytes:
     ("index", "data", "message"),
     [
         (b"{}", FIXTURE_BIN, r"corpus.idx: 2 bytes, where the header alone has 34"),
-        (_with(0, b"TNTIDX"), FIXTURE_BIN, r"corpus.idx: begins with b'TNTIDX.*it is no Megatron index"),
-        (_with(9, b"\x02"), FIXTURE_BIN, r"corpus.idx: version 2 of the format, where 1 is read"),
+        (_with(0, b"TNTIDX"), FIXTURE_BIN, r"corpus.idx: begins with b'TNTIDX.*it is not a Megatron index"),
+        (_with(9, b"\x02"), FIXTURE_BIN, r"corpus.idx: version 2 of the format; only version 1 is supported"),
         (_with(17, b"\x09"), FIXTURE_BIN, r"corpus.idx: dtype code 9, not one of 1, 2"),
         (_with(26, b"\0"), FIXTURE_BIN, r"corpus.idx: no document indices"),
         (FIXTURE_IDX[:-8], FIXTURE_BIN, r"corpus.idx: 106 bytes, where 4 sequences and 4 document indices take 114"),
@@ -168,13 +168,13 @@ def test_damage_is_named(tmp_path: Path, index: bytes, data: bytes, message: str
 def test_ids_beyond_the_vocabulary_are_named(tmp_path: Path) -> None:
     dataset = IndexedDataset(_fixture(tmp_path))
     dataset.check_ids(11)
-    with pytest.raises(DataError, match=r"corpus.bin: token 5 is 10, where the vocabulary has ids 0 to 9"):
+    with pytest.raises(DataError, match=r"corpus.bin: token 5 is 10, but the vocabulary has ids 0 to 9"):
         dataset.check_ids(10)
     with pytest.raises(DataError, match=r"token 4 is 9"):
         dataset.verify(9)
     with IndexedDatasetBuilder(tmp_path / "floats", "float32") as builder:
         builder.finalize()
-    with pytest.raises(DataError, match="holds float32"):
+    with pytest.raises(DataError, match="contains float32"):
         IndexedDataset(tmp_path / "floats").check_ids(10)
 
 

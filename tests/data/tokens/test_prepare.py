@@ -241,7 +241,7 @@ def test_one_broken_line_among_many(tmp_path: Path, model: str, workers: int) ->
 def test_a_field_that_is_another_s_is_told_of_the_first_line(tmp_path: Path, model: str, workers: int) -> None:
     path = tmp_path / "many.jsonl"
     path.write_text("\n" + '{"id": "7", "content": "some words of a document"}\n' * 40_000)
-    with pytest.raises(DataError, match=r"many.jsonl, line 2: no field 'text'.*of megapar data: --field content"):
+    with pytest.raises(DataError, match=r"many.jsonl, line 2: no field 'text'.*in megapar data: --field content"):
         prepare(str(tmp_path / "out"), [str(path)], model, workers=workers)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -320,7 +320,7 @@ def test_after_a_broken_record_the_finished_parts_serve_the_run_that_skips(
     assert prepare(str(tmp_path / "out"), [str(path)], model, workers=1, skip_bad=True).bad == 1
     assert encoded == [len(input_chunks([str(path)])) - 1]
     path.write_text("{\n")
-    with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line, or give --on-bad-record skip$"):
+    with pytest.raises(DataError, match=r"line 1: .*; repair or remove the line, or set --on-bad-record skip$"):
         prepare(str(tmp_path / "none"), [str(path)], model, workers=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.hashes", "out.idx"]
 
@@ -429,5 +429,5 @@ def test_a_line_that_is_too_long_is_named_or_passed_over(
     straight = BadRecords()  # by whoever trains on the file as it is
     assert list(all_documents(open_sources([str(path)]), straight)) == ["first", "third", "last"]
     assert straight.first == bad.first
-    with pytest.raises(DataError, match=f"line {line}: .* cut it into several"):
+    with pytest.raises(DataError, match=f"line {line}: .* split it into several"):
         list(itertools.chain.from_iterable(chunk.documents(BadRecords(stops=True)) for chunk in chunks))

@@ -237,7 +237,7 @@ def as_class(name):
         (VARIETIES["ernie without sentence order"], "ErnieForPreTraining", "sentence-order head"),
         (ERNIE, "ErnieForMaskedLM", "has no sentence-order head"),
         (DENSE, "MixtralForCausalLM", "this class has experts .num_experts 0"),
-        (MOE, "Ernie4_5ForCausalLM", "this class has no experts .num_experts 4.*Ernie4_5_MoeForCausalLM can be it"),
+        (MOE, "Ernie4_5ForCausalLM", "this class has no experts .num_experts 4.*Ernie4_5_MoeForCausalLM can, and"),
         (MOE, "Qwen3MoeForCausalLM", "this class has norms of queries and keys"),
         (DENSE, "ErnieForMaskedLM", "ErnieForMaskedLM is not a decoder"),
     ],

@@ -213,7 +213,7 @@ def test_another_runs_folder_is_read_and_left_as_it_is(tmp_path: Path, bad: set[
 def test_a_record_that_cannot_be_read_is_refused_until_a_checkpoint_is_named(tmp_path: Path, bad: set[int]) -> None:
     run_here(tmp_path, "--exit-interval", "4")
     (tmp_path / RECORD).write_text("{")
-    with pytest.raises(UnverifiedError, match=r"corruption\.json says that a run found wrong numbers, and cannot"):
+    with pytest.raises(UnverifiedError, match=r"corruption\.json records that a run found wrong numbers, and cannot"):
         run_here(tmp_path)
     assert min(losses(run_here(tmp_path, "--ckpt-step", "4"))) == 5
 
