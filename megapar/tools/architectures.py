@@ -25,7 +25,11 @@ edit. Reading `config.json`, writing it, the names and the order of tensors, and
 LIMITED = """## What a class cannot be
 
 A model beyond a limit is refused: by `--save-hf` before the run starts, and by the export and `megapar convert` before
-a file is written.
+a file is written. The refusal of a run names its row:
+
+```bash
+megapar rules show hf-decoder-variety
+```
 """
 KEYS = """## Keys of config.json
 
