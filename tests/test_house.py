@@ -83,6 +83,43 @@ def test_the_fields_words_are_found(word: str) -> None:
     assert any(wanted.search(text) for text in defined())
 
 
+def test_each_module_has_a_test_file_of_its_name_or_names_one() -> None:
+    names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    missing = []
+    for path in MODULES:
+        if path.name == "__init__.py" or f"test_{path.name}" in names:
+            continue
+        tested = re.findall(r"tests/[\w/]+\.py", ast.get_docstring(tree(path)) or "")
+        if not tested or not all((ROOT / test).exists() for test in tested):
+            missing.append(str(path.relative_to(ROOT)))
+    assert missing == []
+
+
+OPENINGS = re.compile(r"(What|How|Whether|Where|Which|Who|Whose|Whom|Why|That|Of|From|By|To)\b")
+
+
+def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
+    wrong = []
+    for path in MODULES:
+        for node in documented(path):
+            text = ast.get_docstring(node)
+            if text is not None and OPENINGS.match(text):
+                wrong.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+    assert wrong == []
+
+
+FOREIGN = re.compile(r"(?<!here )\b(is|are) no (?!longer|more)\w+|\b(anew|nobody|somebody|whoever|of its own|told)\b")
+
+
+def test_the_english_is_plain() -> None:
+    wrong = []
+    for path in MODULES:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if found := FOREIGN.search(line):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")
+    assert wrong == []
+
+
 def test_nothing_in_the_package_mocks() -> None:
     assert [path for path in MODULES if "unittest.mock" in path.read_text(encoding="utf-8")] == []
 

@@ -79,11 +79,11 @@ class Gathering:
         number = self._store.add(f"{self._prefix}begun", 1)
         self._store.set(f"{self._prefix}report/{number}", json.dumps([self._rank, own]))
         self._store.set(self._key, "1")
-        self._store.add(f"{self._prefix}told", 1)
+        self._store.add(f"{self._prefix}reported", 1)
         if number > 1 and (received := self._receive(own)) is not None:
             return received
         if number == 1:  # the other ranks have already waited in _receive
-            self._counts("told", self._world_size, GRACE_SECONDS)
+            self._counts("reported", self._world_size, GRACE_SECONDS)
         reports = self._read()
         gathered = survey_of(reports, own, self._world_size, explains=number == 1 or self._rank == min(reports))
         if number == 1:
@@ -99,7 +99,7 @@ class Gathering:
         late, overdue = json.loads(self._store.get(key))
         self._store.add(f"{self._prefix}heard", 1)
         if self._rank == 0:
-            self._wait_for_readers(self._store.add(f"{self._prefix}told", 0))
+            self._wait_for_readers(self._store.add(f"{self._prefix}reported", 0))
         return Survey({self._rank: own}, late, Overdue(*overdue), explains=False)
 
     def _wait_for_readers(self, ranks: int) -> None:
@@ -109,7 +109,7 @@ class Gathering:
 
     def _read(self) -> dict[int, Report]:
         """Return the reports so far."""
-        complete = self._store.add(f"{self._prefix}told", 0)
+        complete = self._store.add(f"{self._prefix}reported", 0)
         begun = self._store.add(f"{self._prefix}begun", 0)
         keys = [f"{self._prefix}report/{number}" for number in range(1, begun + 1)]
         if complete < begun:  # a rank is about to report, or was stopped before that: do not wait for it

@@ -85,7 +85,7 @@ def test_what_was_found_is_kept_where_the_store_ends_behind_it() -> None:
     store = Dead("heard")
     with ThreadPoolExecutor(1) as threads:
         other = threads.submit(ask, store, 0, 2, overdue=OVERDUE)
-        while not store.check(["told"]):
+        while not store.check(["reported"]):
             pass
         with pytest.raises(dist.DistNetworkError):
             ask(store, 1, 2)
@@ -100,10 +100,10 @@ def test_nobody_waits_for_a_report_that_is_not_there_yet() -> None:
     class Between(Counted):
         def add(self, key: str, amount: int) -> int:
             found = store.add(key, amount)
-            if amount == 0 and key in ("told", "begun") and not self.calls["told"]:
-                self.calls["told"] += 1
+            if amount == 0 and key in ("reported", "begun") and not self.calls["reported"]:
+                self.calls["reported"] += 1
                 store.set(f"report/{store.add('begun', 1)}", json.dumps([2, report(2)]))
-                store.add("told", 1)
+                store.add("reported", 1)
             return found
 
     between: Any = Between()
