@@ -6,14 +6,18 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from megapar.config.read import spellings
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapar"
 MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
+FOLDERS = {path.name for path in PACKAGE.rglob("*") if path.is_dir()} | {"megapar", "lint"}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef
 
 WORDS = """
@@ -128,3 +132,51 @@ def test_models_are_told_apart_in_few_places() -> None:
     models = re.compile(r"isinstance\([^\n]*\b(Decoder|Ernie|Ernie3|DecoderSizes|ErnieSizes|Ernie3Sizes)\b")
     found = [path for path in MODULES for line in path.read_text(encoding="utf-8").splitlines() if models.search(line)]
     assert len(found) <= 6, found
+
+
+def quoted_here(page: str) -> Iterator[str]:
+    """The words in backticks of a page that are this repository's: of a table of other names only the right column."""
+    elsewhere = False
+    for line in page.splitlines():
+        elsewhere = line.startswith("| elsewhere") or (elsewhere and line.startswith("|"))
+        yield from re.findall(r"`([^`]+)`", line.split(" | ", 1)[1] if elsewhere and " | " in line else line)
+
+
+def exists(word: str) -> bool:
+    """Whether a flag, a path or a dotted name exists; other quoted text is not judged."""
+    first = word.split()[0]
+    if first.startswith("--"):
+        return any(fnmatch(spelling, first[2:]) for spelling in spellings())
+    if "/" in first or first.endswith((".py", ".sh", ".md")):
+        pattern = first.replace("<name>", "*").rstrip("/")
+        return any(any(folder.rglob(pattern)) for folder in (PACKAGE, ROOT / "scripts")) or (ROOT / pattern).exists()
+    if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*(\(.*)?", first):
+        owner, _, name = first.partition("(")[0].rpartition(".")
+        if owner in members():
+            return name in members()[owner]
+        return re.search(rf"\b(class|def) {name}\b|\b{name}\b *[:=(]", source()) is not None or name in FOLDERS
+    return True
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """Class -> names of its methods and attributes."""
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                own = {one.name for one in ast.walk(node) if isinstance(one, ast.FunctionDef)}
+                names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+                found[node.name] = own | names | {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+    return found
+
+
+@cache
+def source() -> str:
+    """The text of the whole package."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
+
+
+def test_what_the_map_names_exists() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert [word for word in quoted_here(page) if not exists(word)] == []

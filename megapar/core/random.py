@@ -5,7 +5,7 @@ micro-batch, seeded by (seed, micro-batch, place, rank). Masks therefore do not 
 stages, differ between data ranks, and repeat exactly when a layer is recomputed. The seed is the only state to save.
 
 Tensors that are the same on every mp rank draw from a *replicated* stream (rank 0 on all mp ranks). A tensor that is
-cut over mp (heads, or positions with sequence parallelism) draws from the stream of its rank.
+split over mp (heads, or positions with sequence parallelism) or over cp (positions) draws from the stream of its rank.
 """
 
 from __future__ import annotations

@@ -48,6 +48,21 @@ RULES: tuple[Rule, ...] = (
         kind=NOT_BUILT,
         models=MOE,
     ),
+    Rule(
+        id="not-built-stage-3-overlap-off",
+        reads=("sharding_stage", "asked"),
+        when=lambda f: f.sharding_stage == 3,
+        requires=lambda f: all(f.asked.get(name) != "off" for name in ("overlap_grad_reduce", "overlap_param_gather")),
+        message=(
+            "at --sharding-stage 3 torch's FSDP2 always reduces gradients under the backward and gathers parameters "
+            "ahead; --no-overlap-grad-reduce and --no-overlap-param-gather are for stages 1 and 2"
+        ),
+        fix="Leave the overlap on, or choose --sharding-stage 1 or 2.",
+        source="later version",
+        passing="",
+        failing="--sharding-stage 3 --no-overlap-grad-reduce",
+        kind=NOT_BUILT,
+    ),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
     _ahead("recompute_in_bubble", "in the pipeline bubble", "--recompute-in-bubble"),
     Rule(
