@@ -61,7 +61,7 @@ def test_a_folder_that_is_new_or_behind_a_link(tmp_path: Path) -> None:
 
 
 def test_where_the_parent_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_folder, "_made", lambda aside: None)
+    monkeypatch.setattr(whole_folder, "_try_to_make", lambda aside: None)
     write(tmp_path / "out", model="new", config_json="new")
     write(tmp_path / "out", config_json="newer")
     assert content(tmp_path / "out") == {"config.json": "newer"}

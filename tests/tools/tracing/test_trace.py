@@ -214,4 +214,4 @@ def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_only_values_decide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--trace", "--trace-rank", "9", "--num-experts", "0", "--world-size", "2"]) == 2
-    assert "none of the 2 ranks" in capsys.readouterr().err
+    assert "is not one of the 2 ranks" in capsys.readouterr().err
