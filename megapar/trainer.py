@@ -517,13 +517,9 @@ class Trainer:
             self._message(report.evaluation(self._evaluate()))
 
     def _report_end(self, exported: Path | None) -> None:
-        if self.control.stop:
-            saved = "saved" if self.checkpoints.folder else "nothing is saved without --save"
-            self._message(f"stopped at iteration {self.progress.iteration}: {self.control.stop}; {saved}")
-        for line in report.farewell(self.config, self.checkpoints.folder, exported):
+        stop, folder = self.control.stop, self.checkpoints.folder
+        for line in report.farewell(self.config, self.progress.iteration, stop, folder, exported):
             self._message(line)
-        if self.checkpoints.folder and self.progress.iteration < self.config.training.train_iters:
-            self._message(report.how_to_continue(self.config))
 
 
 def _due(iteration: int, interval: int) -> bool:

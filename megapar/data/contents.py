@@ -5,20 +5,15 @@ Tested in ``tests/training/reports/test_opening.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
 
 from megapar.data.blend import BlendSource
 from megapar.data.text.source import BUILTIN
 from megapar.data.tokens.store import StoreBlend
 
 MOST_NAMES = 3  # file names of one corpus that are shown
-
-
-class _Sized(Protocol):
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class Content:
         return f"{self.name}: {', '.join([*counted, *weight]) or 'not counted'}"
 
 
-def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Sequence[_Sized]) -> tuple[Content, ...]:
+def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Sequence[Sized]) -> tuple[Content, ...]:
     """Return the counts of every store of a blend. ``sources`` and ``pieces`` are in the order of the stores."""
     rows = zip(sources, blend.stores, pieces, strict=True)
     return tuple(

@@ -4,63 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from megapar.config.record import FIELD, LONGEST_LINE
 from megapar.config.vocabulary import too_large
-from megapar.data.batches import Collate, collate_decoder, collate_ernie
+from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
-from megapar.data.contents import Content, contents_of
-from megapar.data.sampling.course import Course, Coursed
-from megapar.data.sampling.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
-from megapar.data.sampling.frame import PAIR_MARKS
-from megapar.data.sampling.mixture import Blend
-from megapar.data.sampling.mock import MockTokenizer, RandomPieces
-from megapar.data.sampling.samples import Boundaries, DecoderSamples, DocumentWindows, Samples, TokenPieces, Windows
-from megapar.data.sampling.streaming import RowSpans, RowWindows, open_dataset, split_rows
+from megapar.data.contents import Content
+from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
+from megapar.data.sampling.course import Course
+from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
+from megapar.data.sampling.mock import MockTokenizer
+from megapar.data.sampling.samples import Samples
+from megapar.data.sampling.streaming import open_dataset
 from megapar.data.tasks.build import TaskData
-from megapar.data.tasks.samples import collate_tasks
-from megapar.data.tasks.task import DocumentPieces
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.source import MOCK, all_documents, sources_hash
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.data.tokens.cache import digest, made_once
 from megapar.data.tokens.split import Split, TrainHeldout
-from megapar.data.tokens.store import StoreBlend, TokenStore
+from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
 
 ERNIE = "ernie"
 KINDS = ("moe", ERNIE)
 DEFAULT_SPLIT = "95,5"
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Options for the samples of a decoder.
-
-    Attributes:
-        packed: True joins documents into full samples; False makes each sample of one document or a piece of it, and
-            pads it.
-        reset_positions: see ``samples.Boundaries``, also for the next two.
-        reset_attention: keep attention inside documents.
-        mask_loss: no loss across the end of a document.
-    """
-
-    packed: bool = True
-    reset_positions: bool = False
-    reset_attention: bool = False
-    mask_loss: bool = False
-
-    def boundaries(self, tokenizer: Tokenizer) -> Boundaries | None:
-        """Return the effects of document ends; None if they have none. Raises DataError without an end token."""
-        if not (self.reset_positions or self.reset_attention or self.mask_loss):
-            return None
-        end = tokenizer.special.need("eos")
-        return Boundaries(end, self.reset_positions, self.reset_attention, self.mask_loss)
 
 
 @dataclass(frozen=True)
@@ -136,61 +106,94 @@ def build(
         tasks: the objectives of ERNIE 3.0, in place of masked words and sentence order.
         text_field: the JSONL field or the column that contains the document.
     """
-    packing = packing or Packing()
+    maker = _make_maker(kind, seq_length, seed, split or DEFAULT_SPLIT, packing or Packing(), mlm_probability, tasks)
+    if hf_dataset is not None:
+        return _streamed(hf_dataset, text_field, tokenizer_model, vocab_size, maker)
+    if _is_mock(data_path, eval_data_path):
+        return _mock(tokenizer_model, vocab_size, maker)
+    skipped: list[str] = []
+    train = open_blend(data_path, text_field, skipped.append)
+    heldout = open_blend(eval_data_path, text_field, skipped.append) if eval_data_path else None
+    made = _blended(TrainHeldout(train, heldout), tokenizer_model, vocab_size, maker, skip_bad=skip_bad)
+    return replace(made, notes=tuple(dict.fromkeys((*skipped, *made.notes))))
+
+
+def _make_maker(
+    kind: str,
+    seq_length: int,
+    seed: int,
+    split: str,
+    packing: Packing,
+    mlm_probability: float,
+    tasks: TaskData | None,
+) -> Maker:
+    """Return the maker of a kind's samples. Raises DataError for a sequence that is too short or a broken split."""
     if kind not in KINDS:
         raise ValueError(f"the kind is {kind!r}, not one of {KINDS}")
-    if kind == ERNIE and packing != Packing():
+    if kind != ERNIE:
+        return DecoderSampleMaker(seq_length, seed, Split.parse(split), packing)
+    if packing != Packing():
         raise ValueError("packing applies only to a decoder")
-    if kind == ERNIE and seq_length < SHORTEST_SEQUENCE:
+    if seq_length < SHORTEST_SEQUENCE:
         raise DataError(f"sentence pairs need a --seq-length of at least {SHORTEST_SEQUENCE}, not {seq_length}")
-    halves = Split.parse(split or DEFAULT_SPLIT)
-    maker = _SampleMaker(kind, seq_length, packing, seed, mlm_probability, tasks, halves)
-    if hf_dataset is not None:
-        return _streamed(hf_dataset, text_field, halves, tokenizer_model, vocab_size, maker)
-    if _is_mock(data_path, eval_data_path):
-        tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
-        _check_size(tokenizer, tokenizer_model, vocab_size)
-        pieces = TrainHeldout(maker.mock(tokenizer, seed, "train"), maker.mock(tokenizer, 0, "heldout"))
-        made = maker.corpus(pieces, tokenizer, vocab_size)
-        return replace(made, contents=(Content("mock, random tokens", None, None, None),))
-    skipped: list[str] = []
-    train_data = open_blend(data_path, text_field, skipped.append)
-    heldout_data = open_blend(eval_data_path, text_field, skipped.append) if eval_data_path else None
-    data = TrainHeldout(train_data, heldout_data)
+    return ErnieSampleMaker(seq_length, seed, Split.parse(split), mlm_probability, tasks)
+
+
+def _blended(
+    data: TrainHeldout[tuple[BlendSource, ...]],
+    tokenizer_model: str | None,
+    vocab_size: int,
+    maker: Maker,
+    *,
+    skip_bad: bool,
+) -> Corpus:
+    """Return the corpus of text and indexed files, tokenised into stores."""
     tokenizer, path = (
         (load_tokenizer(tokenizer_model), Path(tokenizer_model))
         if tokenizer_model
-        else _own_tokenizer(data, halves, vocab_size, skip_bad)
+        else _own_tokenizer(data, maker.split, vocab_size, skip_bad)
     )
     _check_size(tokenizer, tokenizer_model, vocab_size)
     ids = tokenizer.size if tokenizer_model else vocab_size  # indexed files were not made by a tokenizer trained here
-    stores = open_stores(data, halves, TokenCache(tokenizer, path, skip_bad), ids)
-    train, contents = maker.pieces(stores.train, data.train, held_out=False)
-    heldout, heldout_contents = None, tuple[Content, ...]()
-    if stores.heldout is not None:
-        heldout, heldout_contents = maker.pieces(stores.heldout, data.heldout or data.train, held_out=True)
-    made = maker.corpus(TrainHeldout(train, heldout), tokenizer, vocab_size)
-    notes = (*skipped, *stores.train.notes, *(stores.heldout.notes if stores.heldout else ()))
-    unique = tuple(dict.fromkeys(notes))
-    return replace(made, stores=stores, notes=unique, contents=contents, heldout_contents=heldout_contents)
+    stores = open_stores(data, maker.split, TokenCache(tokenizer, path, skip_bad), ids)
+    corpus = _corpus(maker.blended(stores, data, tokenizer), tokenizer, vocab_size, maker.collate)
+    notes = (*stores.train.notes, *(stores.heldout.notes if stores.heldout else ()))
+    return replace(corpus, stores=stores, notes=notes)
 
 
-def _streamed(
-    name: str, field: str, split: Split, tokenizer_model: str | None, vocab_size: int, maker: _SampleMaker
-) -> Corpus:
+def _mock(tokenizer_model: str | None, vocab_size: int, maker: Maker) -> Corpus:
+    """Return a corpus of random tokens."""
+    tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else MockTokenizer(vocab_size)
+    _check_size(tokenizer, tokenizer_model, vocab_size)
+    return _corpus(maker.mock(tokenizer), tokenizer, vocab_size, maker.collate)
+
+
+def _streamed(name: str, field: str, tokenizer_model: str | None, vocab_size: int, maker: Maker) -> Corpus:
+    """Return the corpus of a dataset whose rows are tokenised when samples need them."""
     if tokenizer_model:
         tokenizer = load_tokenizer(tokenizer_model)
     else:
         rows = open_dataset(name, field=field)
-        first = split.cuts(len(rows))[0]
+        first = maker.split.cuts(len(rows))[0]
         documents = (rows[i][field] for i in range(first))
         read_as = () if field == FIELD else (field,)
         texts = (text for text in documents if text)
         tokenizer, _ = _trained(texts, vocab_size, name, str(rows._fingerprint), *read_as)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    pieces = maker.streamed(name, field, split, tokenizer)
-    made = maker.corpus(pieces, tokenizer, vocab_size)
-    return replace(made, contents=(Content(f"{name}, streamed", None, None, len(pieces.train)),))
+    return _corpus(maker.streamed(name, field, tokenizer), tokenizer, vocab_size, maker.collate)
+
+
+def _corpus(made: MadeSamples, tokenizer: Tokenizer, vocab_size: int, collate: Collate) -> Corpus:
+    return Corpus(
+        train=made.train,
+        heldout=made.heldout,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        collate=collate,
+        contents=made.contents,
+        heldout_contents=made.heldout_contents,
+        _on_course=made.on_course,
+    )
 
 
 def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> bool:
@@ -248,85 +251,3 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
 def _check_size(tokenizer: Tokenizer, name: str | None, vocab_size: int) -> None:
     if tokenizer.size > vocab_size:
         raise ConfigError([too_large(name, tokenizer.size, vocab_size)])
-
-
-@dataclass(frozen=True)
-class _SampleMaker:
-    """Makes samples from token stores; its attributes are the arguments of ``build``."""
-
-    kind: str
-    seq_length: int
-    packing: Packing
-    seed: int
-    mlm_probability: float
-    tasks: TaskData | None
-    split: Split
-
-    def pieces(
-        self, blend: StoreBlend, sources: Sequence[BlendSource], *, held_out: bool
-    ) -> tuple[TokenPieces, tuple[Content, ...]]:
-        """Return the pieces that samples are made from, and the counts of each store.
-
-        ``sources`` are in the order of the stores.
-        """
-        pieces = [self._of_store(store, held_out) for store in blend.stores]
-        contents = contents_of(sources, blend, pieces)
-        return (pieces[0] if len(pieces) == 1 else Blend(pieces, blend.weights)), contents
-
-    def _of_store(self, store: TokenStore, held_out: bool) -> TokenPieces:
-        if self.kind == ERNIE:
-            return Spans(store, self.seq_length - PAIR_MARKS)
-        if not self.packing.packed:
-            return DocumentWindows(store, self.seq_length)
-        return Windows(store, self.seq_length, shortest=2 if held_out else None)
-
-    def streamed(self, name: str, field: str, split: Split, tokenizer: Tokenizer) -> TrainHeldout[TokenPieces]:
-        """Return the pieces of a streamed dataset."""
-        length = self.seq_length
-
-        def make(rows: Any, first: int, last: int) -> TokenPieces:
-            if self.kind == ERNIE:
-                return RowSpans(rows, first, last, tokenizer, name, field, length - PAIR_MARKS)
-            return RowWindows(rows, first, last, tokenizer, name, field, length)
-
-        return split_rows(name, field, split, make)
-
-    def mock(self, tokenizer: Tokenizer, seed: int, stream: str) -> TokenPieces:
-        """Return random pieces, with end tokens in them if the decoder's samples depend on document ends."""
-        longest = self.seq_length + 1
-        shortest, ids, end = longest, tokenizer.ordinary_ids, None
-        if self.kind == ERNIE:
-            longest = self.seq_length - PAIR_MARKS
-            shortest = max(2, longest // 2)
-        elif not self.packing.packed:
-            shortest = min(longest, 2 + self.seq_length // 2)
-        else:
-            boundaries = self.packing.boundaries(tokenizer)
-            end = boundaries.end if boundaries else None
-        return RandomPieces(ids, shortest, longest, seed, stream, end=end)
-
-    def corpus(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-        """Return the corpus whose samples are made from these pieces."""
-        samples = self._samples(pieces, tokenizer)
-        collate = collate_ernie if self.kind == ERNIE else collate_decoder
-        if self.tasks is not None:
-            collate = partial(collate_tasks, names=self.tasks.names)
-
-        def on_course(course: Course) -> Samples:
-            return self._samples(replace(pieces, train=Coursed(pieces.train, course)), tokenizer).train
-
-        return Corpus(samples.train, samples.heldout, tokenizer, vocab_size, collate, _on_course=on_course)
-
-    def _samples(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer) -> TrainHeldout[Samples]:
-        if self.tasks is not None:
-            documents: TrainHeldout[DocumentPieces] = pieces  # type: ignore[assignment]
-            return self.tasks.samples(documents, tokenizer, self.seq_length, self.seed, self.split)
-        train = self._samples_of(pieces.train, tokenizer, self.seed)
-        return TrainHeldout(
-            train, None if pieces.heldout is None else self._samples_of(pieces.heldout, tokenizer, None)
-        )
-
-    def _samples_of(self, pieces: TokenPieces, tokenizer: Tokenizer, seed: int | None) -> Samples:
-        if self.kind == ERNIE:
-            return ErnieSamples(pieces, self.seq_length, tokenizer, self.mlm_probability, seed)
-        return DecoderSamples(pieces, self.seq_length, seed, self.packing.boundaries(tokenizer))

@@ -37,7 +37,7 @@ from megapar.core.checkpoint.shard_file import (
     write_bytes,
     write_shards,
 )
-from megapar.core.comm import json_messages as messages
+from megapar.core.comm import host_messages, json_messages
 from megapar.errors import CheckpointError
 
 KEPT = 2  # if a rank dies while it writes the newest, the previous one is still complete
@@ -97,7 +97,7 @@ class LocalCheckpoints:
             if path.name >= f"rank-{world_size:05d}":  # from a start with more ranks: no rank would ever overwrite it
                 _remove(path)
         start = uuid.uuid4().hex
-        self._start = str(start if group is None else messages.broadcast(start, group))
+        self._start = str(start if group is None else json_messages.broadcast(start, group))
 
     @property
     def folder(self) -> Path:
@@ -131,7 +131,7 @@ class LocalCheckpoints:
             to, source = self._neighbour
             for name_of in (_data, _head):  # the header last: a copy is valid only with it
                 self._swap(place / name_of(self._rank), place / name_of(source), to, source)
-        complete = self._everywhere(failure is None)
+        complete = host_messages.true_for_all(failure is None, self._group)
         # A checkpoint that lacks one rank's part is useless: remove that one and keep the older ones.
         useless = sorted(self._folder.glob("iter_*"))[:-KEPT] if complete else [place]
         for old in useless:
@@ -155,18 +155,11 @@ class LocalCheckpoints:
         write_bytes(aside, seal(json.dumps(head).encode()[1:]))
         aside.rename(place / _head(self._rank))
 
-    def _everywhere(self, done: bool) -> bool:
-        """Return True if ``done`` is true on every rank."""
-        votes = torch.tensor([int(done)])
-        if self._group is not None:
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
-        return bool(votes.item())
-
     def _swap(self, sent: Path | None, received: Path | None, to: int | None, source: int | None) -> None:
         """Send a file to one rank and receive one from another; None skips either. A missing file is sent as empty."""
         out = torch.tensor([sent.stat().st_size if sent and sent.exists() else 0])
         back = torch.zeros(1, dtype=torch.int64)
-        self._exchange(out if sent else None, back if received else None, to, source)
+        host_messages.send_receive(out if sent else None, back if received else None, to, source, self._group)
         sizes = int(out.item()), int(back.item())
         aside = received.with_name(f"{received.name}.tmp-{uuid.uuid4().hex[:12]}") if received else None
         reader = sent.open("rb") if sent and sizes[0] else None
@@ -180,7 +173,7 @@ class LocalCheckpoints:
                 here, there = (max(0, min(CHUNK_BYTES, size - start)) for size in sizes)
                 piece = torch.frombuffer(bytearray(reader.read(here)), dtype=torch.uint8) if reader and here else None
                 room = torch.empty(there, dtype=torch.uint8) if there else None
-                self._exchange(piece, room, to, source)
+                host_messages.send_receive(piece, room, to, source, self._group)
                 if writer and room is not None and not full:
                     full = not _all_written(writer, room.numpy().data)  # the other rank continues to send
         finally:
@@ -189,18 +182,6 @@ class LocalCheckpoints:
                     file.close()
         if aside is not None and received is not None:
             _remove(aside) if full else aside.rename(received)
-
-    def _exchange(
-        self, out: torch.Tensor | None, back: torch.Tensor | None, to: int | None, source: int | None
-    ) -> None:
-        works = []
-        if out is not None:
-            works.append(dist.isend(out, to, group=self._group))
-        if back is not None:
-            works.append(dist.irecv(back, source, group=self._group))
-        for work in works:
-            assert work is not None
-            work.wait()
 
     # Loading
 
@@ -219,7 +200,7 @@ class LocalCheckpoints:
         }
         everyone = [held]
         if self._group is not None:
-            parts = messages.all_gather([list(file) for file in sorted(held)], self._group)
+            parts = json_messages.all_gather([list(file) for file in sorted(held)], self._group)
             everyone = [{(int(iteration), str(start), int(rank)) for iteration, start, rank in part} for part in parts]
         for iteration, start in sorted({file[:2] for part in everyone for file in part}, reverse=True):
             holders = {}

@@ -26,7 +26,6 @@ from megapar.core.box import Box
 from megapar.core.comm import collectives as transport
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.sharding.cut import ParameterInfo, shard_dim
 
 ALIGNED_BYTES = 16
@@ -144,7 +143,6 @@ class Bucket:
         master_dtype: dtype of the master and of the main gradient.
         reduce_dtype: dtype of gradients in messages.
         whole_gradients: keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
-        meter: measures the time spent waiting for collectives.
         pool: provides buffers.
         new_master: allocates the master (elements, dtype), for example in pinned memory; None: on the device.
 
@@ -167,12 +165,10 @@ class Bucket:
         reduce_dtype: torch.dtype,
         *,
         whole_gradients: bool,
-        meter: WaitMeter,
         pool: BufferPool,
         new_master: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.units = frozenset(spec.unit for spec, *_ in parameters)
-        self._meter = meter
         self._pool = pool
         self.shard = shard
         self.replica = replica
@@ -339,7 +335,7 @@ class Bucket:
 
     def _wait(self) -> None:
         for work in self._work:
-            self._meter.wait(work, f"{self.shard.name}/reduce")
+            self.shard.meter.wait(work, f"{self.shard.name}/reduce")
         self._work.clear()
 
     def _lend(self, shape: Sequence[int]) -> Tensor:
@@ -380,7 +376,7 @@ class Bucket:
             flat, row, work = self._gather
             self._gather = None
             if work is not None:
-                self._meter.wait(work, f"{self.shard.name}/all_gather")
+                self.shard.meter.wait(work, f"{self.shard.name}/all_gather")
             self._fill(flat)
             self._pool.give(flat)
             self._pool.give(row)

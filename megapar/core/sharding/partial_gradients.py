@@ -15,11 +15,10 @@ from torch import Tensor
 
 from megapar.core.comm import collectives as transport
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.sharding.master_shard import Sharding
 
 
-def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitMeter) -> None:
+def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis) -> None:
     """Sum the finished gradients of the named parameters over mp, in place, as one message."""
     selected = set(names)
     if mp.group is None or not selected:
@@ -31,11 +30,11 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
     message = torch.cat([piece.flatten() for piece in pieces])
     work = transport.all_reduce(message, mp, async_op=True)
     assert work is not None
-    meter.wait(work, f"{mp.name}/all_reduce")
+    mp.meter.wait(work, f"{mp.name}/all_reduce")
     _scatter(message, pieces)
 
 
-def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
+def sum_tied(sharding: Sharding, name: str, pp: Axis) -> None:
     """Sum the finished gradient of a tied parameter over the first and the last stage, in place, once per step.
 
     The two stages exchange their gradients and add: a + b and b + a have the same bits, so their weights stay equal.
@@ -50,7 +49,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     # One call for both: if each rank's queue had a send before its receive, an accelerator would deadlock.
     work = transport.send_receive(other, own, pp, peer, peer)
     assert work is not None
-    meter.wait(work, f"{pp.name}/send")
+    pp.meter.wait(work, f"{pp.name}/send")
     _scatter(own + other, pieces)
 
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.comm.buffers import BufferPool
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.world import World
 from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.bucket import Bucket
@@ -53,7 +52,6 @@ class ZeroSharding:
         overlap_reduce: run reduce-scatters inside the backward.
         overlap_gather: run gathers inside the next forward.
         prefetch: buckets gathered ahead of the one in use.
-        meter: measures the time spent waiting for collectives.
         offload: keep masters in pinned host memory.
 
     Attributes:
@@ -76,7 +74,6 @@ class ZeroSharding:
         overlap_reduce: bool,
         overlap_gather: bool,
         prefetch: int,
-        meter: WaitMeter,
         offload: bool = False,
     ) -> None:
         self._reduce_every = reduce_every_micro_batch
@@ -84,7 +81,7 @@ class ZeroSharding:
         self._overlap_gather = overlap_gather
         self._prefetch = prefetch
         dtypes = (master_dtype, reduce_dtype)
-        self.buckets = _make_buckets(world, plan, parameters, dtypes, not reduce_every_micro_batch, meter, offload)
+        self.buckets = _make_buckets(world, plan, parameters, dtypes, not reduce_every_micro_batch, offload)
         self._to_gather = len(self.buckets)  # the first bucket whose gather is still to be launched
         self._last = False
         self._running = False  # a micro-batch's backward may have left buckets to launch
@@ -240,7 +237,6 @@ def _make_buckets(
     parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
     dtypes: tuple[torch.dtype, torch.dtype],
     whole_gradients: bool,
-    meter: WaitMeter,
     offload: bool,
 ) -> list[Bucket]:
     """Make one bucket per planned bucket, dtype and pair of axes, in forward order."""
@@ -264,7 +260,6 @@ def _make_buckets(
                 master_dtype=dtypes[0],
                 reduce_dtype=dtypes[1],
                 whole_gradients=whole_gradients,
-                meter=meter,
                 pool=pool,
                 new_master=world.device.pinned_zeros if offload else None,
             )

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
-from megapar.data.sampling.mixture import Blend, Shares
-from megapar.data.sampling.samples import PieceOrder, TokenPieces, nearby, order_of
+from megapar.data.sampling.mixture import Blend, Pieces_co, Shares
+from megapar.data.sampling.samples import DocumentPieces, PieceOrder, TokenPieces, nearby, order_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,15 +51,16 @@ def first_lanes(weights: Sequence[Fraction] | None) -> tuple[str, ...]:
     return ("",) if weights is None else tuple(f"mixture/{number}/" for number in range(len(weights)))
 
 
-class Coursed:
+class Coursed(Generic[Pieces_co]):
     """Pieces in the order of the last phase of a course; ``order`` has no samples before it."""
 
-    def __init__(self, pieces: TokenPieces, course: Course) -> None:
+    def __init__(self, pieces: Pieces_co, course: Course) -> None:
         """Take the pieces of the last phase, with as many parts as it has lanes."""
         self._pieces = pieces
         self._course = course
-        mixed = isinstance(pieces, Blend) and pieces.weights is not None
-        self._parts: tuple[TokenPieces, ...] = pieces.parts if mixed else (pieces,)  # type: ignore[attr-defined]
+        self._parts: tuple[TokenPieces, ...] = (pieces,)
+        if isinstance(pieces, Blend) and pieces.weights is not None:
+            self._parts = pieces.parts
         if len(self._parts) != len(course[-1].lanes):
             raise ValueError(f"{len(self._parts)} sources on {len(course[-1].lanes)} lanes")
 
@@ -69,10 +70,9 @@ class Coursed:
     def __getitem__(self, number: int) -> np.ndarray:
         return self._pieces[number]
 
-    def document(self, number: int) -> int:
+    def document(self: Coursed[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the pieces have documents."""
-        document: int = self._pieces.document(number)  # type: ignore[attr-defined]
-        return document
+        return self._pieces.document(number)
 
     def nearby(self, number: int) -> range:
         """See samples.Nearby."""

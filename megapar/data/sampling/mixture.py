@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from megapar.data.sampling.samples import InOrder, Order, PieceOrder, TokenPieces
+from megapar.data.sampling.samples import DocumentPieces, InOrder, Order, PieceOrder, TokenPieces
 
 if TYPE_CHECKING:
     import numpy as np
+
+Pieces_co = TypeVar("Pieces_co", bound=TokenPieces, covariant=True)
 
 
 class Shares:
@@ -58,14 +60,14 @@ class Shares:
         return number
 
 
-class Blend:
+class Blend(Generic[Pieces_co]):
     """The pieces of several corpora in one sequence: those of the first, then those of the second, ..
 
     With weights, ``Shares`` assigns each sample to a corpus, and each corpus has its own epochs. Without weights, all
     pieces together are one epoch.
     """
 
-    def __init__(self, parts: Sequence[TokenPieces], weights: Sequence[Fraction] | None = None) -> None:
+    def __init__(self, parts: Sequence[Pieces_co], weights: Sequence[Fraction] | None = None) -> None:
         self.parts = tuple(parts)
         self.weights = weights
         self._starts = [0, *accumulate(len(part) for part in parts)]
@@ -77,11 +79,10 @@ class Blend:
         part = bisect_right(self._starts, number) - 1
         return self.parts[part][number - self._starts[part]]
 
-    def document(self, number: int) -> int:
+    def document(self: Blend[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the parts have documents; numbered by part first."""
         part = bisect_right(self._starts, number) - 1
-        document: int = self.parts[part].document(number - self._starts[part])  # type: ignore[attr-defined]
-        return part << 48 | document
+        return part << 48 | self.parts[part].document(number - self._starts[part])
 
     def order(self, seed: int | None, stream: str) -> PieceOrder:
         """See samples.Ordered."""

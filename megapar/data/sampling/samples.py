@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -38,6 +39,13 @@ class TokenPieces(Protocol):
 
     def __getitem__(self, number: int) -> np.ndarray:
         """Return [T] int64, the ids of a piece, 0 <= number < len."""
+
+
+class DocumentPieces(TokenPieces, Protocol):
+    """Token pieces with the number of their document."""
+
+    def document(self, number: int) -> int:
+        """Return the number of the document that piece ``number`` is from; each document has its own number."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +170,8 @@ class InOrder:
         return number % self._pieces
 
 
-def order_of(pieces: TokenPieces, seed: int | None, stream: str) -> PieceOrder:
-    """Return the order in which a run reads these pieces.
+def order_of(pieces: Sized, seed: int | None, stream: str) -> PieceOrder:
+    """Return the order in which a run reads these pieces, or other numbered things.
 
     Without a seed it is the order of their numbers. ``stream`` is the purpose of the order.
     """

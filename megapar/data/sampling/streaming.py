@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megapar.config.record import FIELD, checked_text
 from megapar.data.sampling.ernie import SHORTEST_SPAN, span_counts
@@ -19,6 +19,8 @@ from megapar.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
+
+Pieces = TypeVar("Pieces", bound=TokenPieces)
 
 ROWS = 4096  # approximate number of rows of a block
 _PROBES = 256  # rows that are tokenised to estimate their length
@@ -267,9 +269,7 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-def split_rows(
-    name: str, field: str, split: Split, make: Callable[[Any, int, int], TokenPieces]
-) -> TrainHeldout[TokenPieces]:
+def split_rows(name: str, field: str, split: Split, make: Callable[[Any, int, int], Pieces]) -> TrainHeldout[Pieces]:
     """Return the pieces of a dataset, whose first rows are for training and the next ones held out.
 
     ``make`` returns the pieces of the rows between two numbers. Raises DataError if the dataset cannot be read.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megapar.data.sampling.course import Coursed
 from megapar.data.sampling.frame import Frame
 from megapar.data.sampling.mixture import Shares
-from megapar.data.sampling.samples import PieceOrder, Samples, order_of
+from megapar.data.sampling.samples import DocumentPieces, PieceOrder, Samples, order_of
 from megapar.data.tasks.document_lm import DocumentLm
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
 from megapar.data.tasks.knowledge_text import KnowledgeText, RandomTriples, Triples, read_triples
@@ -16,7 +16,7 @@ from megapar.data.tasks.lexicon import Lexicon
 from megapar.data.tasks.samples import TaskSamples
 from megapar.data.tasks.sentence_distance import SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder
-from megapar.data.tasks.task import DocumentPieces, Task
+from megapar.data.tasks.task import Task
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
@@ -92,7 +92,7 @@ class _Side:
         assert pieces is not None
         if isinstance(pieces, Coursed):
             return pieces.order(self.seed, f"tasks/{task.name}", self._count_of(task))
-        return order_of(pieces, self.seed, f"tasks/{task.name}")  # type: ignore[arg-type]
+        return order_of(pieces, self.seed, f"tasks/{task.name}")
 
     def _count_of(self, task: Task) -> Callable[[int], int]:
         """Return a function of n that counts the samples of a task among the run's first n samples."""

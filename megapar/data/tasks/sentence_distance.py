@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from megapar.data.sampling.draws import Draws
 from megapar.data.sampling.frame import Frame
-from megapar.data.sampling.samples import Sample, nearby
-from megapar.data.tasks.task import DocumentPieces, cut_evenly
+from megapar.data.sampling.samples import DocumentPieces, Sample, nearby
+from megapar.data.tasks.task import cut_evenly
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import DISTANCE, DISTANCES
 

@@ -25,17 +25,6 @@ class Task(Protocol):
         """Return sample ``number`` of this task; it depends only on the number and on ``draws``."""
 
 
-class DocumentPieces(Protocol):
-    """Token pieces with the number of their document."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> np.ndarray: ...
-
-    def document(self, number: int) -> int:
-        """Return the number of the document that piece ``number`` is from; each document has its own number."""
-
-
 def cut_evenly(starts: np.ndarray, parts: int) -> list[slice]:
     """Cut T ids into ``parts`` pieces of nearly equal length, each at the word start nearest to the equal cut.
 

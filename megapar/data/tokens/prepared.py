@@ -80,7 +80,7 @@ class HashesWriter:
         os.replace(self._aside, self._path)
 
 
-def read_hashes(prefix: str, documents: int) -> np.ndarray | None:
+def read_hashes(prefix: str, documents: int) -> np.memmap | None:
     """Map the hashes [D] uint64 of a corpus; None if it has no file of hashes.
 
     Raises DataError if the file is damaged or belongs to another index.

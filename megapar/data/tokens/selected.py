@@ -47,10 +47,10 @@ def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] =
     return TrainHeldout(_selected(dataset, folder / "0", notes), heldout)
 
 
-def _hash_of(hashes: np.ndarray) -> str:
+def _hash_of(hashes: np.memmap) -> str:
     import hashlib
 
-    path = Path(str(hashes.filename))  # type: ignore[attr-defined]
+    path = Path(str(hashes.filename))
 
     def read() -> str:
         state = hashlib.sha256()

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megapar.arguments import Config
 from megapar.core.box import Box
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
@@ -93,8 +92,8 @@ def pretend(
 class BalancedDenominators(Denominators):
     """Denominators of a step in which every data rank has the same counts as this one."""
 
-    def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis, meter: WaitMeter) -> None:
-        super().__init__(batches, num_micro_batches, Axis.single(data.name), meter)
+    def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis) -> None:
+        super().__init__(batches, num_micro_batches, Axis.single(data.name))
         self._own = [sum(batch.counts[name] for batch in batches) for name in self._names]
         self._own.append(sum(batch.valid_tokens for batch in batches))
         self._ranks = data.size

@@ -63,7 +63,7 @@ def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, 
 
         seconds = measure(legal, run, job.world.axis("world"), job.world.device.torch_device)
         progress.ampipe_degree, why = choose(seconds)
-        job.meter.take()
+        job.world.meter.take()
     model.slice_by(make_slicing(config, progress.ampipe_degree))
     return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"
 

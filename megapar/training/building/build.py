@@ -19,6 +19,7 @@ from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
 from megapar.data.corpus import Corpus
 from megapar.data.own import own_positions
+from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
 from megapar.errors import Complaint, ConfigError
@@ -68,7 +69,7 @@ def make_corpus(config: Config) -> Corpus:
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         mlm_probability=data.mlm_probability,
-        packing=corpus.Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
+        packing=Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
         skip_bad=data.on_bad_record == "skip",
         hf_dataset=data.hf_dataset,
         tasks=_task_data(config),

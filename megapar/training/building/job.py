@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from megapar.arguments import Config
 from megapar.core.comm.in_flight import CommContext
-from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import at_least_fp32
@@ -57,9 +56,8 @@ class Job:
         model: the modules of this rank.
         sharding: shards of the parameters and gradients.
         optimizer: the optimizer of the shards.
-        meter: times the waits for collectives.
         comm: collectives that layers have in flight. None may be left at the end of a step.
-        metered: True if ``meter`` times every wait.
+        metered: True if the world's meter times every wait.
         partial: parameters whose gradients are summed over mp.
         pipeline: runs the model if pp > 1, else None.
         tied: parameter that the first and the last stage share and whose gradients they sum, or None.
@@ -72,7 +70,6 @@ class Job:
     model: Model
     sharding: Sharding
     optimizer: Optimizer | OffloadedOptimizer
-    meter: WaitMeter
     comm: CommContext
     metered: bool
     partial: tuple[str, ...]
@@ -95,9 +92,8 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     stages = make_stages(config, sizes)
     table = placed(table_of(sizes), stages)
     dtype = compute_dtype(config, world.device)
-    meter = world.meter
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
-    comm = CommContext(meter, world.device, chained, None if observer is None else observer.host_waited)
+    comm = CommContext(world.meter, world.device, chained, None if observer is None else observer.host_waited)
     recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     execution = make_execution(config, world, builder.overlap(config, world, sizes), comm)
@@ -109,19 +105,12 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     pipeline: PipelinedModel | None = None
     trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
-        sharding = _full(config, world, sizes, model, trainable, dtype, meter, builder)
+        sharding = _full(config, world, sizes, model, trainable, dtype, builder)
     elif world.grid.pp > 1:
-        sharding, pipeline = _pipelined(
-            config, world, stages, model, trainable, dtype, meter, execution.weight_gradients
-        )
+        sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, execution.weight_gradients)
     else:
-        sharding = _zero(config, world, model, trainable, dtype, meter)
-    rows = {spec.name: spec for spec in table}
-    for view in sharding.views([part.master for part in sharding.parts]):
-        spec = rows[view.spec.name]
-        builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std_of(spec, sizes))
-    _zero_buffers(model, table)
-    sharding.publish()
+        sharding = _zero(config, world, model, trainable, dtype)
+    _initialize(config, builder, model, table, sharding)
     job = Job(
         world=world,
         sizes=sizes,
@@ -129,7 +118,6 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         model=model,
         sharding=sharding,
         optimizer=_make_optimizer(config, world, sharding),
-        meter=meter,
         comm=comm,
         metered=not cut_parameters,
         partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
@@ -173,7 +161,6 @@ def _pipelined(
     model: Model,
     specs: list[ParameterSpec],
     dtype: torch.dtype,
-    meter: WaitMeter,
     weight_gradients: WeightGradients | None,
 ) -> tuple[Sharding, PipelinedModel]:
     """Return sharding stage 1 or 2 with a separate part for each chunk, and the model that runs the chunks.
@@ -190,7 +177,7 @@ def _pipelined(
     names = dict(model.named_parameters())
     here = [spec for spec in specs if spec.name in names]
     shardings = {
-        chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype, meter)
+        chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype)
         for chunk in mine
     }
     queues = Queues(pp.rank, world.make_queues(closed=stages.goes_round), world.device)
@@ -204,7 +191,7 @@ def _pipelined(
         device=world.device.torch_device,
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
         weight_gradients=weight_gradients,
-        meter=meter,
+        meter=world.meter,
     )
     return CombinedSharding(tuple(shardings.values())), pipeline
 
@@ -231,7 +218,6 @@ def _full(
     model: Model,
     specs: list[ParameterSpec],
     dtype: torch.dtype,
-    meter: WaitMeter,
     builder: Builder,
 ) -> Sharding:
     """Return sharding stage 3 (FSDP). Experts that are not sharded are handled as in stage 2."""
@@ -254,12 +240,10 @@ def _full(
     if not names:
         return full
     experts = [spec for spec in specs if spec.name in names]
-    return CombinedSharding((full, _zero(config, world, model, experts, dtype, meter)))
+    return CombinedSharding((full, _zero(config, world, model, experts, dtype)))
 
 
-def _zero(
-    config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype, meter: WaitMeter
-) -> ZeroSharding:
+def _zero(config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype) -> ZeroSharding:
     """Return sharding stage 1 or 2."""
     named = dict(model.named_parameters())
     return ZeroSharding(
@@ -273,9 +257,21 @@ def _zero(
         overlap_reduce=config.sharding.overlap_grad_reduce != "off",
         overlap_gather=config.sharding.overlap_param_gather != "off",
         prefetch=config.sharding.sharding_prefetch_segments,
-        meter=meter,
         offload=config.sharding.optimizer_offload,
     )
+
+
+def _initialize(
+    config: Config, builder: Builder, model: Model, table: tuple[ParameterSpec, ...], sharding: Sharding
+) -> None:
+    """Fill the master weights with their initial values, zero the buffers, and publish the weights to the model."""
+    rows = {spec.name: spec for spec in table}
+    for view in sharding.views([part.master for part in sharding.parts]):
+        spec = rows[view.spec.name]
+        std = std_of(spec, config.model)
+        builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std)
+    _zero_buffers(model, table)
+    sharding.publish()
 
 
 def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:

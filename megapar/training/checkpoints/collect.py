@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core.comm import host_messages
 from megapar.core.comm.world import World
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
 from megapar.core.sharding.master_shard import ParameterView, Sharding
@@ -39,7 +39,7 @@ def collect(
     mine = None if view is None else view.tensor.detach().cpu().contiguous()
     if world.rank != 0:
         if world.rank in owners and mine is not None and mine.numel():
-            dist.send(mine, 0)
+            host_messages.send(mine, 0)
         return None
     whole = torch.empty(spec.shape, dtype=dtype)
     for rank in owners:
@@ -49,7 +49,7 @@ def collect(
             whole[box.slices] = mine
         elif box.numel:
             piece = torch.empty(box.sizes, dtype=dtype)
-            dist.recv(piece, rank)
+            host_messages.receive(piece, rank)
             whole[box.slices] = piece
     return whole
 
@@ -86,9 +86,9 @@ def collect_buffers(
             continue
         speaker = next(rank for rank in range(world.grid.world_size) if is_speaker(spec, world.grid, rank))
         if world.rank == speaker and speaker:
-            dist.send(buffers[spec.name].cpu().contiguous(), 0)
+            host_messages.send(buffers[spec.name].cpu().contiguous(), 0)
         elif world.rank == 0:
             whole = torch.empty(spec.shape, dtype=dtype) if speaker else buffers[spec.name].cpu()
             if speaker:
-                dist.recv(whole, speaker)
+                host_messages.receive(whole, speaker)
             yield spec.name, whole

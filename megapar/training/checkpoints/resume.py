@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.core.checkpoint.local import FoundLocal
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.training.building.job import Job
 from megapar.training.checkpoints import state
@@ -40,29 +41,15 @@ def resume(
         checkpoints: checkpoints on disk.
         local_saves: checkpoints in the memory of the nodes. None without them.
     """
-    options = config.checkpoint
     limit = checkpoints.clear_up(local_saves)
     source = checkpoints.source()
     own = source is not None and source.own
-    local = None
-    if local_saves is not None:
-        if not own and not checkpoints.is_restart and (options.ckpt_step is not None or options.finetune):
-            local_saves.remove_after(-1)  # --ckpt-step and --finetune go back from all later checkpoints
-        else:
-            local = local_saves.find(limit)
+    local = None if local_saves is None else _find_local(config, checkpoints, local_saves, limit, own=own)
     if source is None and local is None:
         checkpoints.start_from_scratch()
         checkpoints.follow(None)
         return None
-    # A restarted job resumes from its own checkpoint, and loads all of it.
-    own = own or local is not None
-    wanted = state.LoadOptions(
-        finetune=options.finetune and not own,
-        optimizer=own or not options.no_load_optim,
-        random=own or not options.no_load_rng,
-        override_schedule=config.optimizer.override_opt_param_scheduler,
-        verify=options.checkpoint_verify,  # type: ignore[arg-type]  # one of the flag's choices
-    )
+    wanted = _load_options(config, own=own or local is not None)
 
     def read(folder: Path) -> state.Loaded:
         return state.load(folder, job, progress, schedule, wanted, loss_scale)
@@ -83,3 +70,29 @@ def resume(
         loaded = checkpoints.load(read, source)
     checkpoints.follow(loaded)
     return loaded
+
+
+def _find_local(
+    config: Config, checkpoints: Checkpoints, local_saves: LocalSaves, limit: int | None, *, own: bool
+) -> FoundLocal | None:
+    """Return the newest local checkpoint that may be loaded, of iteration ``limit`` at most, or None.
+
+    ``own``: the checkpoints on disk are those of this job.
+    """
+    options = config.checkpoint
+    if not own and not checkpoints.is_restart and (options.ckpt_step is not None or options.finetune):
+        local_saves.remove_after(-1)  # --ckpt-step and --finetune go back from all later checkpoints
+        return None
+    return local_saves.find(limit)
+
+
+def _load_options(config: Config, *, own: bool) -> state.LoadOptions:
+    """Return what is loaded of a checkpoint: all of it if it is this job's ``own``, because the job was restarted."""
+    options = config.checkpoint
+    return state.LoadOptions(
+        finetune=options.finetune and not own,
+        optimizer=own or not options.no_load_optim,
+        random=own or not options.no_load_rng,
+        override_schedule=config.optimizer.override_opt_param_scheduler,
+        verify=options.checkpoint_verify,  # type: ignore[arg-type]  # one of the flag's choices
+    )

@@ -133,8 +133,21 @@ def how_to_continue(config: Config) -> str:
     return f"to continue, run the same command with --load {shlex.quote(str(checkpoint.save))}"
 
 
-def farewell(config: Config, checkpoint: Path | None, exported: Path | None) -> Iterator[str]:
-    """Yield the outputs of the run with their folders."""
+def farewell(
+    config: Config, iteration: int, stop: str, checkpoint: Path | None, exported: Path | None
+) -> Iterator[str]:
+    """Yield why a run stopped, its outputs with their folders, and how to continue if it stopped before its end.
+
+    Args:
+        config: the configuration of the run.
+        iteration: last iteration done.
+        stop: reason of a stop before the end. "" without one.
+        checkpoint: the newest checkpoint, if any.
+        exported: folder of the exported Hugging Face model, if any.
+    """
+    if stop:
+        saved = "saved" if checkpoint else "nothing is saved without --save"
+        yield f"stopped at iteration {iteration}: {stop}; {saved}"
     for output, folder in (
         ("checkpoint", checkpoint),
         ("TensorBoard files", config.logging.tensorboard_dir),
@@ -142,3 +155,5 @@ def farewell(config: Config, checkpoint: Path | None, exported: Path | None) -> 
     ):
         if folder:
             yield f"{output}: {folder}"
+    if checkpoint and iteration < config.training.train_iters:
+        yield how_to_continue(config)

@@ -69,7 +69,7 @@ class BatchFeed:
         return StepBatches(
             iteration=progress.iteration + 1,
             batches=batches,
-            denominators=self._denominators(batches, share * self._data.size, self._data, self._job.meter),
+            denominators=self._denominators(batches, share * self._data.size, self._data),
             global_batch=global_batch,
             first_sample=progress.consumed_samples,
             first_micro_batch=progress.micro_batches,

@@ -11,7 +11,6 @@ import torch
 
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.meter import WaitMeter
 from megapar.data.batches import MicroBatch
 
 
@@ -25,14 +24,12 @@ class Denominators:
         batches: micro-batches of this rank.
         num_micro_batches: micro-batches of the global batch, on all data ranks together.
         data: the data axis.
-        meter: times the wait.
     """
 
-    def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis, meter: WaitMeter) -> None:
+    def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis) -> None:
         self.num_micro_batches = num_micro_batches
         self._names = sorted(batches[0].counts)
-        self._meter = meter
-        self._kind = f"{data.name}/counts"
+        self._data = data
         labels = [sum(batch.counts[name] for batch in batches) for name in self._names]
         self._counts = torch.tensor([*labels, sum(batch.valid_tokens for batch in batches)], dtype=torch.int64)
         self._work = reduce_numbers(self._counts, data, "counts", async_op=True)
@@ -49,7 +46,7 @@ class Denominators:
 
     def _settled(self) -> list[int]:
         if self._work is not None:
-            self._meter.wait(self._work, self._kind)
+            self._data.meter.wait(self._work, f"{self._data.name}/counts")
             self._work = None
         counts: list[int] = self._counts.tolist()
         return counts

@@ -156,9 +156,9 @@ class Gradients:
         job, world = self._job, self._job.world
         job.sharding.finish()
         job.comm.check_settled()
-        sum_partial(job.sharding, job.partial, world.axis("mp"), job.meter)
+        sum_partial(job.sharding, job.partial, world.axis("mp"))
         if job.tied is not None:
-            sum_tied(job.sharding, job.tied, world.axis("pp"), job.meter)
+            sum_tied(job.sharding, job.tied, world.axis("pp"))
         if factor != 1.0:
             scale_gradients(job.sharding.parts, 1 / factor)
         job.observer.gradients_reduced(job.sharding)

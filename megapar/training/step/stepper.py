@@ -143,7 +143,7 @@ class Stepper:
         """
         interval = self.config.logging.log_interval
         due = interval > 0 and (self.progress.iteration + 1) % interval == 0
-        for meter in (self.job.meter, self.gradients.last_reduction):
+        for meter in (self.job.world.meter, self.gradients.last_reduction):
             meter.on = due or not self.device.is_async
 
     def _apply_votes(self, norm_and_votes: Tensor) -> float:
@@ -200,7 +200,7 @@ class Stepper:
             skipped=verdict.skipped,
             sent_bytes=job.world.sent_bytes.take(),
             seconds=seconds,
-            exposed=job.meter.take() if job.metered and job.meter.on else None,
+            exposed=job.world.meter.take() if job.metered and job.world.meter.on else None,
             waited=self.gradients.last_reduction.take(),
             ended=time.time(),
         )

@@ -16,7 +16,7 @@ import pytest
 
 from megapar.data import build
 from megapar.data.batches import Loader
-from megapar.data.corpus import Packing
+from megapar.data.sample_maker import Packing
 from megapar.data.sampling.counts import PieceCounts
 from megapar.data.sampling.mixture import Blend, Shares
 from megapar.data.sampling.samples import NO_LOSS, Boundaries, DecoderSamples, DocumentWindows, Windows
