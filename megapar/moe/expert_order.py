@@ -88,12 +88,14 @@ def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: in
 
 def permute(x_TH: Tensor, order: ExpertOrder) -> Tensor:
     """Copy the token of each row, zeros beyond the kept pairs: [R, H]. The backward is ``unpermute``."""
-    return _Permute.apply(x_TH, *order)  # type: ignore[no-any-return]
+    rows_RH: Tensor = _Permute.apply(x_TH, *order)
+    return rows_RH
 
 
 def unpermute(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
     """Sum each token's rows: [T, H]. The backward is ``permute``."""
-    return _Unpermute.apply(rows_RH, *order)  # type: ignore[no-any-return]
+    y_TH: Tensor = _Unpermute.apply(rows_RH, *order)
+    return y_TH
 
 
 class _Permute(torch.autograd.Function):

@@ -35,7 +35,8 @@ def grouped_linear(
         sizes_E: the counts on the host; passed if the device's product would otherwise copy them to the host.
     """
     if later is not None:
-        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later, sizes_E)  # type: ignore[no-any-return]
+        product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later, sizes_E)
+        return product
     if sizes_E is not None:
         return linear_by_size(rows_RI, weight_EOI, sizes_E)
     return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E)

@@ -26,7 +26,8 @@ from megapar.moe.expert_order import ExpertOrder, gather_sum
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     """Build the message [R, H + w]: token and weight of each row, zeros in rows without a pair; padding is not set."""
-    return _Pack.apply(x_TH, weights_Tk, *order)  # type: ignore[no-any-return]
+    message: Tensor = _Pack.apply(x_TH, weights_Tk, *order)
+    return message
 
 
 def unpack(
@@ -43,7 +44,8 @@ def unpack(
         order: sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
         room: rows of the result.
     """
-    return _Unpack.apply(message, hidden, dtype, room, *(order or ()))  # type: ignore[no-any-return]
+    parts: tuple[Tensor, Tensor] = _Unpack.apply(message, hidden, dtype, room, *(order or ()))
+    return parts
 
 
 def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:

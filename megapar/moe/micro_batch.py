@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.share import Share
+from megapar.model.decoder.expert_rows import dispatched_rows
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import (
     capacity_on_device,
@@ -113,12 +114,12 @@ class MicroBatchRouting:
         sizes = self.sizes
         if even_splits:
             # Padding may differ between the ranks of ep, but the numbers of rows they exchange may not.
-            return sizes.num_experts * sizes.capacity(positions), False
-        on_host = not (self.slicing.active or self.shares_batch)
-        pairs = (self.tokens if on_host else positions) * sizes.topk
-        if sizes.has_capacity and not self.slicing.active:
-            pairs = min(pairs, sizes.num_experts * sizes.capacity(self.tokens))
-        return pairs, not sizes.has_capacity and (on_host or not padded)
+            return dispatched_rows(sizes, positions, positions, even=True), False
+        if self.slicing.active:  # room for all pairs of the slice
+            return positions * sizes.topk, not (sizes.has_capacity or padded)
+        own = positions if self.shares_batch else self.tokens
+        exact = not (sizes.has_capacity or (self.shares_batch and padded))
+        return dispatched_rows(sizes, own, self.tokens, even=False), exact
 
     def stats(self) -> MoeStats:
         """Return the statistics of the micro-batch, summed over all ranks and slices; call it after the last slice."""

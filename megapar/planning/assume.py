@@ -66,6 +66,13 @@ def assumed(words: Sequence[str]) -> Assumed:
     return result
 
 
+def check_assumed(assumption: Assumed, pp: int) -> None:
+    """Raise ConfigError if a technique needs a pipeline and there is only one stage."""
+    if assumption.dualpipe and pp == 1:
+        message = "--assume dualpipe: one stage (--pp-degree 1) has no pipeline to run in both directions."
+        raise ConfigError([Complaint("assume", message, "Set --pp-degree, or leave out dualpipe.")])
+
+
 def _with(assumption: Assumed, name: str, value: str) -> Assumed:
     if name in ("fp8", "fp8-mlp") and not value:
         return replace(assumption, fp8="mlp" if name == "fp8-mlp" else "all")

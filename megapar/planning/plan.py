@@ -11,7 +11,7 @@ from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.model.spec import ParameterCounts
-from megapar.planning.assume import Assumed
+from megapar.planning.assume import Assumed, check_assumed
 from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import Speed, predict
@@ -22,7 +22,7 @@ MOST_DOUBLED = 10
 
 
 class Plan:
-    """Memory, traffic and time of a configuration.
+    """Memory, traffic and time of a configuration. Raises ConfigError for an assumed technique without its pipeline.
 
     Attributes:
         config: The configuration.
@@ -39,6 +39,7 @@ class Plan:
     def __init__(
         self, config: Config, kind: DeviceKind, assumed: Assumed | None = None, token_budget: float | None = None
     ) -> None:
+        check_assumed(assumed or Assumed(), config.grid.pp)
         self.config = config
         self.kind = kind
         self.run = PlannedRun(config, kind, assumed or Assumed())

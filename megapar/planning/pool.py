@@ -75,7 +75,7 @@ def pool_bytes(run: PlannedRun, stage: int, *, experts_only: bool = False) -> in
 
 def buckets_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> list[PoolBucket]:
     """Return the buckets of a stage in forward order, as in the run."""
-    plan = make_segments(run.config, run.sizes)
+    plan = make_segments(run.config, run.sizes, run.table)
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     rows: dict[tuple[int, bool, bool], int] = {}
     buckets: dict[tuple[int, bool, bool], PoolBucket] = {}

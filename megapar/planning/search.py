@@ -17,6 +17,7 @@ from megapar.arguments import Config
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
+from megapar.errors import ConfigError
 from megapar.planning.assume import Assumed
 from megapar.planning.change import LAYOUT, attempt, flags_of
 from megapar.planning.plan import Plan
@@ -261,7 +262,10 @@ def _evaluate(
     resolved = attempt(config, {**base, **candidate.flags()}, world_size)
     if isinstance(resolved, list):
         return Result(candidate, None, str(resolved[0]))
-    plan = Plan(resolved, kind, assumed)
+    try:
+        plan = Plan(resolved, kind, assumed)
+    except ConfigError as error:
+        return Result(candidate, None, str(error.complaints[0]))
     if not plan.fits:
         over = (plan.fullest.reserved - kind.memory_bytes) / GIBIBYTE
         return Result(candidate, plan, f"needs {over:.1f} GiB more than a device has, on stage {plan.fullest.stage}")

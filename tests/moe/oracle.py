@@ -65,7 +65,7 @@ def best_of(sizes: MoeSizes, scores: list[float]) -> list[int]:
 
 def by_score(sizes: MoeSizes, scores: Tensor) -> list[int]:
     """The experts that the balance losses count for one token: by score, without bias and groups."""
-    return sorted(range(sizes.num_experts), key=lambda e: -float(scores[e]))[: sizes.topk]
+    return sorted(range(sizes.num_experts), key=lambda e: -float(scores[e].detach()))[: sizes.topk]
 
 
 def sequence_loss(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> Tensor:

@@ -103,6 +103,7 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: 
         (("--device-kind", "v100", "--dtype", "bf16"), "has no bf16 products"),
         (("--assume", "dualpipes"), "Did you mean dualpipe?"),
         (("--assume", "latent-attention:1,2"), "five sizes"),
+        (("--assume", "dualpipe"), "has no pipeline to run in both directions. Set --pp-degree"),
         (("--assume", "operator-recompute:up@first"), "numbers and ranges"),
         (("--world-size", "8", "--mp-degree", "3"), "Nearest legal layouts: --mp-degree"),
         (("--numlayers", "3"), "unknown-flag"),
@@ -148,6 +149,16 @@ def test_parameters_are_counted_as_validate_only_and_papers_count_them(
 def test_the_norms_of_latent_attention_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--config", str(CONFIGS / "deepseek-v3.yaml"))
     assert found["parameters"] == 671_026_404_352  # as transformers' DeepseekV3ForCausalLM of the published config.json
+
+
+def test_latent_attention_is_planned_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--config", str(CONFIGS / "tiny.yaml"), "--device-kind", "cpu", "--world-size", "2")
+    line += ("--assume", "latent-attention:64,32,16,8,16")
+    for strategy in ((), ("--sharding-segment-strategy", "segment_anchors", "--segment-anchors", "layers.2")):
+        found = plan(capsys, *line, *strategy)
+        parts = found["memory_bytes"][0]
+        assert parts["gradients"] >= 4 * found["parameters"]
+        assert parts["peak"] >= parts["parameters"] + parts["optimizer"] + parts["gradients"]
 
 
 def test_operators_are_computed_again_where_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,13 @@ def test_every_neighbour_has_its_reason() -> None:
     assert not any(why.startswith("-") for why in found["neighbours"].values())
 
 
+def test_layouts_that_do_not_allow_an_assumed_technique_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--config", str(CONFIGS / "tiny.yaml"), "--assume", "dualpipe")
+    assert {plan["layout"]["pp"] for plan in search(*flags, "--world-size", "2")["best"]} == {2}
+    assert main(["plan", "--search", *flags, "--world-size", "1"]) == 0
+    assert "no layout is legal: [assume] --assume dualpipe: one stage" in capsys.readouterr().out
+
+
 def test_long_sequences_are_shared_by_either_algorithm() -> None:
     flags = ("--num-experts", "0", "--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "8")
     flags += ("--num-query-groups", "2", "--seq-length", "16384", "--dtype", "bf16", "--recompute-interval", "1")

@@ -29,7 +29,8 @@ def reduce_numbers(
     if axis.group is None:
         return None
     axis.note(purpose)
-    return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+    work: dist.Work | None = dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)
+    return work
 
 
 def gather_numbers(own: Tensor, axis: Axis, purpose: str) -> list[Tensor]:

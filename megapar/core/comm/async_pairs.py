@@ -104,7 +104,8 @@ def copy_gradient(y: Tensor) -> Tensor:
 
     For a gradient that has other users as well, such as that of a sum: a buffer in flight must not be shared.
     """
-    return _CopyGradient.apply(y)  # type: ignore[no-any-return]
+    copied: Tensor = _CopyGradient.apply(y)
+    return copied
 
 
 class _CopyGradient(torch.autograd.Function):

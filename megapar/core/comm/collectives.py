@@ -35,7 +35,8 @@ def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = Fal
             axis,
             async_op,
         )
-    return all_gather_single(whole, piece, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+    work: dist.Work | None = all_gather_single(whole, piece, group=axis.group, async_op=async_op)
+    return work
 
 
 def all_reduce(
@@ -43,7 +44,8 @@ def all_reduce(
 ) -> dist.Work | None:
     """Reduce ``x`` over all ranks with ``op``, in place."""
     count_all_reduce(x, axis)
-    return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+    work: dist.Work | None = dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)
+    return work
 
 
 def count_all_reduce(x: Tensor, axis: Axis) -> None:
@@ -78,9 +80,8 @@ def all_to_all(
         leaving = sent.chunk(axis.size) if send is None else sent.split(list(send))
         return _exchange(arriving, leaving, axis, async_op)
     splits = None if receive is None else list(receive), None if send is None else list(send)
-    return dist.all_to_all_single(  # type: ignore[no-any-return]
-        received, sent, *splits, group=axis.group, async_op=async_op
-    )
+    work: dist.Work | None = dist.all_to_all_single(received, sent, *splits, group=axis.group, async_op=async_op)
+    return work
 
 
 def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> JointWork | None:
@@ -110,8 +111,10 @@ def reduce_scatter(
         scratch: Buffer of the size of ``whole`` for the received pieces on a CPU; allocated if None.
     """
     axis.count("reduce_scatter", whole.nbytes * (axis.size - 1) / axis.size)
+    work: dist.Work | None
     if piece.device.type != "cpu":
-        return reduce_scatter_single(piece, whole, group=axis.group, async_op=async_op)  # type: ignore[no-any-return]
+        work = reduce_scatter_single(piece, whole, group=axis.group, async_op=async_op)
+        return work
     received = (torch.empty_like(whole) if scratch is None else scratch).view(axis.size, *piece.shape)
     if _by_pieces(axis):
         work = _exchange(received, whole.view_as(received), axis, async_op)

@@ -110,7 +110,8 @@ def attend_blockwise(
         dropout: probability, applied to the attention weights.
     """
     call = _BlockwiseCall(transport, plan, flash, dropout)
-    return _Blockwise.apply(q, k, v, call)  # type: ignore[no-any-return]
+    out: Tensor = _Blockwise.apply(q, k, v, call)
+    return out
 
 
 @dataclass(frozen=True)

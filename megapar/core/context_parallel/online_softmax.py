@@ -6,7 +6,7 @@ values and outputs. Tested in ``tests/core/context_parallel/test_blockwise.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class OnlineSoftmax:
 
     def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0) -> None:
         self._q, self._dropout = q, dropout
-        self._attend = op("attention_block", q) if flash else block_reference
+        # The operator table types every operator as a function of tensors; this one returns an AttentionBlock.
+        self._attend: Callable[..., Any] = op("attention_block", q) if flash else block_reference
         exact = at_least_fp32(q.dtype)
         self.out = torch.zeros((*q.shape[:-1], value_dim), dtype=exact, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
@@ -57,8 +58,7 @@ class OnlineSoftmax:
         """Attend to the columns k [B, G, L, D] and v [B, G, L, V], tile by tile."""
         for tile in tiles:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
-            # The operator table types every operator as a function of tensors; this one returns an AttentionBlock.
-            block: AttentionBlock = self._attend(  # type: ignore[assignment]
+            block: AttentionBlock = self._attend(
                 self._q[rows], k[columns], v[columns], causal=tile.causal, dropout=self._dropout
             )
             self.drawn.append(block.drawn)

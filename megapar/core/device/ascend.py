@@ -127,7 +127,8 @@ def rotary_npu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def grouped_linear_npu(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
     """Compute ``grouped_linear_reference`` by npu_grouped_matmul, for which the host does not wait for the counts."""
-    return _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)  # type: ignore[no-any-return]
+    product: Tensor = _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)
+    return product
 
 
 def grouped_input_gradient_npu(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
     """Compute ``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout > 0.0:
         return attention_slice_reference(q, k, v, dropout=dropout)
-    return MergedAttention.apply(q, k, v)  # type: ignore[no-any-return]
+    out: Tensor = MergedAttention.apply(q, k, v)
+    return out
 
 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:

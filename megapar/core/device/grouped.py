@@ -39,12 +39,14 @@ def grouped_linear_fused(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) 
     """Compute ``grouped_linear_reference`` in one kernel. The offsets stay on the device."""
     ends_E = counts_E.cumsum(0).to(torch.int32)
     product: Tensor = F.grouped_mm(rows_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
-    return _ContiguousGradient.apply(product)  # type: ignore[no-any-return]
+    result: Tensor = _ContiguousGradient.apply(product)
+    return result
 
 
 def linear_by_size(rows_RI: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
     """Compute ``grouped_linear_reference`` with sizes on the host, without waiting in the forward or backward."""
-    return _LinearBySize.apply(rows_RI, weight_EOI, tuple(sizes_E))  # type: ignore[no-any-return]
+    product: Tensor = _LinearBySize.apply(rows_RI, weight_EOI, tuple(sizes_E))
+    return product
 
 
 def input_gradient_by_size(dy_RO: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:

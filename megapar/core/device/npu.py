@@ -42,10 +42,10 @@ class NpuDevice(Accelerator):
         """Request small buffers for queues and for axes with small messages, if this version of torch_npu allows it."""
         import torch_npu
 
-        groups = getattr(torch_npu._C._distributed_c10d, "ProcessGroupHCCL", None)
+        groups: Any = getattr(torch_npu._C._distributed_c10d, "ProcessGroupHCCL", None)
         if not (queue or is_light(names)) or not hasattr(getattr(groups, "Options", None), "hccl_config"):
             return None
-        options = groups.Options()  # type: ignore[union-attr]
+        options = groups.Options()
         options._timeout = timeout
         options.hccl_config = {"hccl_buffer_size": SMALL_HCCL_MIB}
         return options

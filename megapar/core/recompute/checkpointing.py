@@ -97,7 +97,7 @@ class Forward:
             return unit(*inputs)
         note, replay = self._note(), replay or Replay()
         with self._keeping(replay):
-            return checkpoint(  # type: ignore[no-any-return]
+            y: T = checkpoint(
                 unit,
                 *inputs,
                 use_reentrant=False,
@@ -105,6 +105,7 @@ class Forward:
                 context_fn=lambda: (nullcontext(), self._recompute.again(replay, note)),
                 early_stop=note is None,  # an early stop would falsify the measured bytes
             )
+            return y
 
     def _note(self) -> Callable[[int], None] | None:
         """Return the callback that receives the bytes of the next unit, or None if nothing is measured."""

@@ -49,9 +49,11 @@ class Replay:
     def once(self, find: Callable[[], T]) -> T:
         """Return ``find()`` in the forward, and the recorded value in the recomputation, in call order."""
         if not self.again:
-            self._values.append(find())
-            return self._values[-1]  # type: ignore[no-any-return]
-        return self._recall()  # type: ignore[no-any-return]
+            value = find()
+            self._values.append(value)
+            return value
+        recalled: T = self._recall()
+        return recalled
 
     def arrival(self, find: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that ``find`` makes from messages in flight; the recomputation starts from its value."""

@@ -178,7 +178,8 @@ class ColumnLinear(nn.Module):
     def finish(self, started: Started) -> Tensor:
         """Wait for the all-gather and return the output of ``forward``."""
         if started.token is None or started.ticket is None:
-            return self(started.x)  # type: ignore[no-any-return]
+            y: Tensor = self(started.x)
+            return y
         weight, bias, linear_comm = self._operands()
         gathered = wait(started.token, started.ticket)
         y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, linear_comm)
@@ -232,7 +233,8 @@ class RowLinear(nn.Module):
         if self.mp.size == 1:
             return linear(x, weight, bias, later, closing)
         linear_comm = LinearComm(self.mp, self.overlap, self.comm, later, closing)
-        return self.product.apply(x, weight, bias, linear_comm)  # type: ignore[no-any-return]
+        y: Tensor = self.product.apply(x, weight, bias, linear_comm)
+        return y
 
     def start(self, x: Tensor) -> Started:
         """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""

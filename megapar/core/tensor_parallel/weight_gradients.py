@@ -111,7 +111,8 @@ def linear(
     """
     if later is None and closing is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, later or _now, closing)  # type: ignore[no-any-return]
+    y: Tensor = _Linear.apply(x, weight, bias, later or _now, closing)
+    return y
 
 
 def _now(product: Product) -> Tensor:

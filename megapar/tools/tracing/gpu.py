@@ -147,9 +147,11 @@ def attention(
     """
     if isinstance(attn_mask, _LowerRight):  # the alignment of the kernel
         attn_mask, is_causal = None, True
+    out: Tensor
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        out = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return out
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if attn_mask is not None:
@@ -158,7 +160,8 @@ def attention(
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     grad = query.requires_grad
-    return efficient(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    out = efficient(query, key, value, attn_mask, grad, dropout_p, is_causal, scale=scale)[0]
+    return out
 
 
 class _LowerRight(NamedTuple):

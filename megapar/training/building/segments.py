@@ -5,24 +5,34 @@ The flags call a bucket a segment. Tested in ``tests/config/test_resolve.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megapar.arguments import Config
 from megapar.core.sharding.bucket_plan import PlanError, PlannedBucket, by_anchors, by_bytes, by_unit
 from megapar.core.sharding.cut import ParameterInfo, local_box
 from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
+from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
-def make_segments(config: Config, sizes: ModelSizes) -> list[PlannedBucket]:
+def make_segments(
+    config: Config, sizes: ModelSizes, table: Sequence[ParameterSpec] | None = None
+) -> list[PlannedBucket]:
     """Plan the buckets of ``--sharding-segment-strategy``. Raises ConfigError for anchors that do not fit the model.
 
     The size of a bucket is the number of bytes that rank 0 gathers in the compute dtype. If the device chooses the
     dtype, bf16 is assumed.
+
+    Args:
+        config: The configuration.
+        sizes: Sizes of the model.
+        table: Parameter table of the model; None for that of ``sizes``.
     """
-    rows = [spec for spec in table_of(sizes) if spec.trainable]
+    rows = [spec for spec in table or table_of(sizes) if spec.trainable]
     item = ITEM_BYTES.get(config.training.dtype, 2)
 
     def cost(row: ParameterInfo) -> int:
