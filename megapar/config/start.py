@@ -73,7 +73,7 @@ def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Co
     if not saved or unnamed_restart or _saved_by(environ, _best(Path(save), saved[-1])):
         return []
     message = f"--save {save} contains checkpoints of another run, up to iteration {saved[-1]}."
-    return [Complaint("checkpoint", message, f"Set --load {save} to continue from them, or pass a different folder.")]
+    return [Complaint("checkpoint", message, f"Resume from them with --load {save}, or choose another folder.")]
 
 
 def _best(save: Path, last: int) -> Path:

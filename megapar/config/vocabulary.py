@@ -122,7 +122,7 @@ def _sentencepiece(path: Path, config: Mapping[str, Any]) -> Vocabulary:
 def _complete(ids: Mapping[str, int], config: Mapping[str, Any]) -> Vocabulary:
     """Add the tokens that the configuration names; those without an id get one after the vocabulary."""
     if not ids:
-        raise BadTokenizer("the tokenizer has no tokens")
+        raise BadTokenizer("the tokenizer contains no tokens")
     named = [*_named(config)]
     new = {token for token in named if token not in ids}
     has_mask = any(_content(one.get("mask_token")) for one in _sources(config))

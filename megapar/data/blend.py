@@ -88,7 +88,7 @@ def open_blend(
 def _opened(path: str) -> IndexedDataset:
     dataset = IndexedDataset(path)
     if len(dataset.tokens) == 0:
-        raise DataError(f"{dataset.data_path}: the corpus holds no tokens")
+        raise DataError(f"{dataset.data_path}: the corpus contains no tokens")
     return dataset
 
 

@@ -241,7 +241,7 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
     def make(path: Path) -> None:
         first = next(documents, None)
         if first is None:
-            raise DataError(f"{names}: the corpus holds no documents to train on")
+            raise DataError(f"{names}: the corpus contains no documents to train on")
         path.write_bytes(train(chain([first], documents), vocab_size))
 
     path = made_once(f"tokenizers/{entry}.model", make)

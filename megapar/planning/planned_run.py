@@ -125,9 +125,10 @@ class PlannedRun:
         dtype = self.kind.default_dtype if given == "auto" else given
         if dtype == "fp16" and self.config.sharding.grad_reduce_dtype == "bf16":
             message = (
-                f"--grad-reduce-dtype bf16 would round the gradients of an fp16 run; {self.kind.name} has no bf16."
+                "--grad-reduce-dtype bf16 would lose the precision of the gradients of an fp16 run, and the default "
+                f"dtype of {self.kind.name} is fp16."
             )
-            raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave out --grad-reduce-dtype.")])
+            raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave --grad-reduce-dtype out.")])
         return dtype
 
     @cached_property

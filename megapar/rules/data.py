@@ -124,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         reads=("split", "data_path"),
         when=lambda f: "mock" in f.data_path,
         requires=lambda f: f.split is None,
-        message="--data-path mock generates its held-out tokens, so that --split would have no effect",
+        message="--data-path mock generates its held-out tokens, so --split has no effect",
         fix="Leave --split out.",
         source=SOURCE,
         passing="--data-path mock",
@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
         reads=("text_field", "data_path", "eval_data_path", "data_source"),
         when=lambda f: f.text_field != "text",
         requires=_has_records,
-        message="--text-field applies to JSONL and parquet files and datasets, and would have no effect without any",
+        message="--text-field applies to JSONL and parquet files and datasets, and has no effect without any",
         fix="Set --data-path, or leave --text-field out.",
         source=SOURCE,
         passing="--text-field content --data-path a.jsonl",
@@ -146,7 +146,7 @@ RULES: tuple[Rule, ...] = (
         reads=("packing", *_BOUNDARIES),
         when=lambda f: not f.packing,
         requires=lambda f: not _any_boundary(f),
-        message="--no-packing puts one document in a sample, where document boundaries would have no effect",
+        message="--no-packing puts one document in a sample, where document boundaries have no effect",
         fix="Leave out --no-packing, or --reset-position-ids, --reset-attention-mask and --eod-mask-loss.",
         source=SOURCE,
         passing="--no-packing",
@@ -169,8 +169,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.data_source == "hf",
         requires=lambda f: not f.changed & {"data_path", "eval_data_path", "on_bad_record"},
         message=(
-            "--data-source hf reads only --hf-dataset; --data-path, --eval-data-path and --on-bad-record would have no "
-            "effect"
+            "--data-source hf reads only --hf-dataset; --data-path, --eval-data-path and --on-bad-record have no effect"
         ),
         fix="Leave them out, or leave --data-source hf out.",
         source=SOURCE,

@@ -37,8 +37,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.progressive_iters == 0,
         requires=lambda f: not f.changed & set(_SHAPE),
         message=(
-            "--progressive-batch-multiple and --progressive-length-multiple would have no effect without "
-            "--progressive-iters"
+            "--progressive-batch-multiple and --progressive-length-multiple have no effect without --progressive-iters"
         ),
         fix="Set --progressive-iters, or leave them out.",
         source=NO_EFFECT,

@@ -131,9 +131,9 @@ def test_what_cannot_be_split_or_used_is_refused(tmp_path: Path, small_jsonl: Pa
     with_model = {**SMALL, "tokenizer_model": str(model)}
     with pytest.raises(DataError, match=r"single.txt: .*both need at least one; give more documents, --eval-data-path"):
         build("moe", data_path=[str(single)], split="999999,1", **with_model)
-    with pytest.raises(DataError, match=r"blank.txt: the corpus holds no documents"):
+    with pytest.raises(DataError, match=r"blank.txt: the corpus contains no documents"):
         build("moe", data_path=[str(blank)], **with_model)
-    with pytest.raises(DataError, match=r"blank.txt: the corpus holds no documents"):
+    with pytest.raises(DataError, match=r"blank.txt: the corpus contains no documents"):
         build("moe", data_path=[str(blank)], **SMALL)
     with pytest.raises(DataError, match="fewer than one sample"):
         build("moe", data_path=[str(single)], eval_data_path=[str(single)], **{**with_model, "seq_length": 4096})

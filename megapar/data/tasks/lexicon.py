@@ -43,7 +43,7 @@ class Lexicon:
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} cannot be read: {error}") from error
             if not any(lines):
-                raise DataError(f"{path} holds no entries; it takes one per line")
+                raise DataError(f"{path} contains no entries; it takes one per line")
             texts += [line for line in lines if line]
         return cls(map(tuple, tokenizer.encode_batch(texts)))
 

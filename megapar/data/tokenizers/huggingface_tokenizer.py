@@ -55,7 +55,7 @@ class HuggingFaceTokenizer:
             self._fast.no_padding()
         vocabulary: dict[str, int] = self._inner.get_vocab()
         if not vocabulary:
-            raise DataError(f"{path}: the tokenizer has no tokens")
+            raise DataError(f"{path}: the tokenizer contains no tokens")
         self.vocabulary = vocabulary
         self._size = max(vocabulary.values()) + 1
 

@@ -150,7 +150,7 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
             progress(count, len(job.chunks), seen)
         if join.total.documents == 0:
             shutil.rmtree(folder)
-            raise DataError(f"{job.names}: the corpus holds no documents")
+            raise DataError(f"{job.names}: the corpus contains no documents")
         builder.finalize(hashes.finish)
     return join.total
 

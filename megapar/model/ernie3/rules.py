@@ -78,7 +78,7 @@ def _needs(id: str, flags: tuple[str, ...], task: str, failing: str) -> Rule:
         failing,
         when=lambda f: bool(f.changed & set(flags)) and bool(_tasks(f)),
         requires=lambda f: task in _tasks(f),
-        message=f"{spelled} would do nothing without {task} in --ernie-tasks",
+        message=f"{spelled} has no effect without {task} in --ernie-tasks",
         fix=f"Add {task}:1.0 to --ernie-tasks, or leave the flag out.",
         source=NO_EFFECT,
     )
@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
         ("changed",),
         "--sop-loss-weight 0.5",
         requires=lambda f: "sop_loss_weight" not in f.changed,
-        message="--sop-loss-weight would do nothing: sentence_reorder has its weight in --ernie-tasks",
+        message="--sop-loss-weight has no effect: sentence_reorder has its weight in --ernie-tasks",
         source=NO_EFFECT,
     ),
     _row(
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
         "--memory-length 64",
         when=lambda f: f.generation_segments == 1,
         requires=lambda f: "memory_length" not in f.changed,
-        message="--memory-length would do nothing with one segment",
+        message="--memory-length has no effect with one segment",
         fix="Choose --generation-segments 2, or leave it out.",
         source=NO_EFFECT,
     ),

@@ -40,8 +40,11 @@ def compute_dtype(config: Config, device: Device) -> torch.dtype:
     """
     dtype = DTYPES.get(config.training.dtype, device.default_dtype)
     if dtype == torch.float16 and config.sharding.grad_reduce_dtype == "bf16":
-        message = f"--grad-reduce-dtype bf16 rounds the gradients of an fp16 run away; {device.name} has no bf16."
-        raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave it out.")])
+        message = (
+            "--grad-reduce-dtype bf16 would lose the precision of the gradients of an fp16 run, and the default dtype "
+            f"of {device.name} is fp16."
+        )
+        raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave --grad-reduce-dtype out.")])
     return dtype
 
 

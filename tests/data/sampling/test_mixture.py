@@ -176,7 +176,7 @@ def test_ids_beyond_the_vocabulary_stop_a_run(tmp_path: Path) -> None:
         build("moe", data_path=[path], **{**SMALL, "vocab_size": 999})
     with IndexedDatasetBuilder(tmp_path / "none", "uint16") as builder:
         builder.finalize()
-    with pytest.raises(DataError, match=r"none.bin: the corpus holds no tokens"):
+    with pytest.raises(DataError, match=r"none.bin: the corpus contains no tokens"):
         build("moe", data_path=[str(tmp_path / "none")], **SMALL)
     with pytest.raises(DataError, match="has no cls token"):
         build("ernie", data_path=[path], **SMALL)

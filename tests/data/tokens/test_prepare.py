@@ -391,7 +391,7 @@ def test_the_commands(
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
     assert main(["data", "prepare", "--input", str(empty), "--output", out + "3", "--tokenizer-model", model]) == 1
-    assert "the corpus holds no documents" in capsys.readouterr().err
+    assert "the corpus contains no documents" in capsys.readouterr().err
     for text, vocab_size, message in (
         ("\n", "600", "without text"),
         ("{", "600", "line 1: not a JSON"),

@@ -406,7 +406,7 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path
         ("Qwen3Moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
         ("Qwen3Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
         ("Mixtral", {"sliding_window": 8}, "sliding_window is 8"),
-        ("Mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn.*, where only the default"),
+        ("Mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn.*, but only the default type"),
         ("Mixtral", {"num_experts_per_tok": 1}, "top-1 routing"),
         ("Mixtral", {"architectures": ["LlamaForCausalLM"]}, "supported are Ernie"),
         ("Ernie4_5_Moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),

@@ -85,5 +85,5 @@ def test_any_value_is_taken_or_refused(name: str, value: Any) -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
 def test_numbers_that_are_none_are_refused_wherever_they_stand(tmp_path: Path, number: str) -> None:
     entry: FileEntry = write_bytes(tmp_path / "scalars.json", f'{{"identity": [{{"a": {number}}}]}}'.encode())
-    with pytest.raises(CheckpointError, match="no number that a run saves"):
+    with pytest.raises(CheckpointError, match="is not a number that a run saves"):
         read_scalars(tmp_path, entry, "full")
