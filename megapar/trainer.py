@@ -48,10 +48,10 @@ from megapar.training.health.stragglers import Stragglers
 from megapar.training.health.watch import make_watch, meet
 from megapar.training.reports import messages as report
 from megapar.training.reports import opening
+from megapar.training.reports.first_report import is_first_to_report
 from megapar.training.reports.loggers import PlainTerminal
 from megapar.training.reports.monitor import Monitor, Step
 from megapar.training.reports.record import Record
-from megapar.training.reports.said import is_first_to_report
 from megapar.training.reports.streams import make_patient
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.callbacks import make_callbacks
