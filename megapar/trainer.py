@@ -40,10 +40,11 @@ from megapar.training.checkpoints.lineage import NAMES
 from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.checkpoints.resume import resume
 from megapar.training.checkpoints.verification import Start
-from megapar.training.health import failure, innocent
+from megapar.training.health import failure
 from megapar.training.health.control import StopSignal
 from megapar.training.health.declared import make_declared
 from megapar.training.health.guards import Guards, make_guards
+from megapar.training.health.lost_peer import report_lost_peer
 from megapar.training.health.stragglers import Stragglers
 from megapar.training.health.watch import make_watch, meet
 from megapar.training.reports import messages as report
@@ -103,7 +104,7 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     except BaseException as error:
         failure.note(error, os.environ)
         status = 1
-        if not innocent.reported(error, os.environ):
+        if not report_lost_peer(error, os.environ):
             import traceback
 
             traceback.print_exc()
