@@ -15,6 +15,7 @@ from typing import Any
 from megapar.compatibility import check
 from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
+from megapar.config.default_notes import check_defaults
 from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
 from megapar.config.from_hf import take_published
@@ -31,7 +32,6 @@ from megapar.config.read import (
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
 from megapar.config.start import check_save, check_start
-from megapar.config.unsaid import check_unsaid
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
@@ -72,11 +72,11 @@ def parse(
     with _path_errors_as_complaints(draft):
         files = [] if rules_only else list(check_files(values))
     start = check_start(environ, values) if starting and not validate_only and not rules_only else []
-    unsaid = check_unsaid(values, draft.origins)
+    defaults = check_defaults(values, draft.origins)
     if (starting or validate_only) and not rules_only:
         with _path_errors_as_complaints(draft):
             start += check_save(environ, values)
-        start += () if planning else unsaid.refused
+        start += () if planning else defaults.refused
     complaints = [*draft.complaints, *findings.refused, *([] if rules_only else findings.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
@@ -86,7 +86,7 @@ def parse(
     if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
         notes = (*notes, note)
     warnings = (*draft.warnings, *findings.warnings)
-    reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
+    reminders = tuple(str(one) for one in (*defaults.refused, *defaults.notes))
     return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
 
 
