@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import Config
-from megapar.config.launched import job_id
+from megapar.config.launch_environment import job_id
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.core.health.parent import end_with_launcher

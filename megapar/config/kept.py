@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megapar.config.draft import Draft
 from megapar.config.files import saved_steps
-from megapar.config.launched import starts_before
+from megapar.config.launch_environment import starts_before
 from megapar.config.regular_file import read_regular
 
 FOLDER = "tokenizer"

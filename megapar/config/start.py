@@ -16,7 +16,7 @@ from typing import Any
 
 from megapar.config.files import saved_steps
 from megapar.config.latest_name import newest_of, of_name, read_latest
-from megapar.config.launched import job_id, starts_before
+from megapar.config.launch_environment import job_id, starts_before
 from megapar.config.regular_file import read_regular
 from megapar.config.stored import MAX_BYTES
 from megapar.errors import Complaint

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapar.config.launched import job_id, launch_id, starts_before
+from megapar.config.launch_environment import job_id, launch_id, starts_before
 from megapar.config.run import CheckpointOptions
 from megapar.config.suspects import suspects
 from megapar.core.checkpoint import folder as folders

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.config.launched import launch_id
+from megapar.config.launch_environment import launch_id
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import FoundLocal, LocalCheckpoints

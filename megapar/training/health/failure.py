@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megapar.config.launched import failure_file
+from megapar.config.launch_environment import failure_file
 from megapar.errors import DataError, DistributedError
 from megapar.training.health.lost_peer import is_lost_peer
 

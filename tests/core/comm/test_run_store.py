@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.launched import RANK_FILE
+from megapar.config.launch_environment import RANK_FILE
 from megapar.core.comm import run_store as meeting
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.errors import DistributedError
