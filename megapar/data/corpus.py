@@ -14,7 +14,7 @@ from megapar.config.vocabulary import too_large
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.contents import Content, contents_of
-from megapar.data.sampling.course import Course, Coursed
+from megapar.data.sampling.data_phases import PhasedPieces, Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE, ErnieSamples, Spans
 from megapar.data.sampling.frame import PAIR_MARKS
 from megapar.data.sampling.mixture import Blend
@@ -88,12 +88,12 @@ class Corpus:
     notes: tuple[str, ...] = ()
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
-    _on_course: Callable[[Course], Samples] | None = None
+    _in_phases: Callable[[Phases], Samples] | None = None
 
-    def on_course(self, course: Course) -> Corpus:
+    def in_phases(self, phases: Phases) -> Corpus:
         """Return this corpus with the training samples of a run whose data changed on the way."""
-        assert self._on_course is not None
-        return replace(self, train=self._on_course(course))
+        assert self._in_phases is not None
+        return replace(self, train=self._in_phases(phases))
 
 
 def build(
@@ -312,10 +312,10 @@ class _SampleMaker:
         if self.tasks is not None:
             collate = partial(collate_tasks, names=self.tasks.names)
 
-        def on_course(course: Course) -> Samples:
-            return self._samples(replace(pieces, train=Coursed(pieces.train, course)), tokenizer).train
+        def in_phases(phases: Phases) -> Samples:
+            return self._samples(replace(pieces, train=PhasedPieces(pieces.train, phases)), tokenizer).train
 
-        return Corpus(samples.train, samples.heldout, tokenizer, vocab_size, collate, _on_course=on_course)
+        return Corpus(samples.train, samples.heldout, tokenizer, vocab_size, collate, _in_phases=in_phases)
 
     def _samples(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer) -> TrainHeldout[Samples]:
         if self.tasks is not None:
