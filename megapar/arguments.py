@@ -20,7 +20,6 @@ from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
-from megapar.config.kept import take_kept
 from megapar.config.read import (
     drop_split_of_mock_data,
     read_files,
@@ -32,6 +31,7 @@ from megapar.config.read import (
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
 from megapar.config.start import check_save, check_start
+from megapar.config.stored_tokenizer import take_stored_tokenizer
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
@@ -180,7 +180,7 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
     take_defaults(draft)
-    take_kept(draft)
+    take_stored_tokenizer(draft)
     published = take_published(draft)
     asked = dict(draft.values)
     changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])

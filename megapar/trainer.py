@@ -25,7 +25,7 @@ from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.skipping import effective, merged, parse_range
-from megapar.data.tokenizers.kept_tokenizer import keep
+from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.errors import MegaparError
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building import build
@@ -263,7 +263,7 @@ class Trainer:
         )
         self._notes += notes
         if config.checkpoint.save and world.rank == 0:
-            self._notes += keep(self.corpus.tokenizer, Path(config.checkpoint.save))
+            self._notes += store_tokenizer(self.corpus.tokenizer, Path(config.checkpoint.save))
 
     def _make_stepper(self, loaded: state.Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
-from megapar.config.kept import FOLDER
+from megapar.config.stored_tokenizer import FOLDER
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
 from megapar.data.tokens.cache import cache_folder
 from megapar.errors import ConfigError
