@@ -40,8 +40,8 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
 from megapar.training.building.build import compute_dtype, make_objective, reduce_dtype
 from megapar.training.building.builder import Builder, Model, check_widths, make_execution, make_recompute
+from megapar.training.building.pipeline_split import effective_schedule, make_stages, placed
 from megapar.training.building.segments import make_segments
-from megapar.training.building.stages import effective_schedule, make_stages, placed
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.pipelined import PipelinedModel
 
