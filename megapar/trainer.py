@@ -377,7 +377,7 @@ class Trainer:
         return export.export(self.config, self.job, self.corpus.tokenizer) if done else None
 
     def _flush(self) -> None:
-        self.stepper.settle()
+        self.stepper.resolve_pending()
         self.monitor.failed_saves = self.checkpoints.failures.in_a_row
         with self.watch.section("log", f"after step {self.progress.iteration}"):
             records = self.monitor.flush()
@@ -398,7 +398,7 @@ class Trainer:
     def _check(self, *, saved: bool) -> None:
         """Run the guards that are due after a step or before a save. Raises TrainingError for corrupted state."""
         if guards := self.guards.due(self.progress.iteration, saved=saved):
-            self.stepper.settle()
+            self.stepper.resolve_pending()
             self.job.sharding.wait()
             self._wait_for_offloaded()
             self.guards.check(guards, self.progress.iteration)
@@ -442,7 +442,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         heldout = self.corpus.heldout
         assert heldout is not None  # the rules refuse an evaluation without held-out samples
-        self.stepper.settle()
+        self.stepper.resolve_pending()
         with self.world.meter.paused():
             self.job.sharding.wait()
         section = self.watch.section("evaluation", f"after step {self.progress.iteration}")

@@ -88,7 +88,7 @@ def trace(
             trainer.adapt()
             if isinstance(device, LazyDevice):
                 device.settle()
-        trainer.stepper.settle()
+        trainer.stepper.resolve_pending()
         records = trainer.monitor.flush()
         parameters = _parameters(trainer)
         trainer.loader.close()

@@ -57,7 +57,7 @@ class Stepper:
     """Runs optimizer steps, one per call.
 
     A step with non-finite gradients changes nothing (in fp16, only the loss scale). If the host runs ahead of its
-    device, the device makes that decision (found_inf), and the host reads it one step later in ``settle``.
+    device, the device makes that decision (found_inf), and the host reads it one step later in ``resolve_pending``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Stepper:
         self._time_waits()
         progress, work = self.progress, self.feed.next(loader, self.progress)
         summed = self.gradients.make(work)
-        if self.settle():
+        if self.resolve_pending():
             summed = self.gradients.make(work)
         bad: Tensor | None = None
         if self.step_guard.late:
@@ -115,7 +115,7 @@ class Stepper:
             self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes()))
         return step
 
-    def settle(self) -> bool:
+    def resolve_pending(self) -> bool:
         """Resolve the deferred verdict of the previous step. Returns True if its gradients had to be computed again.
 
         The device skipped the update if the norm was not finite, so the repeated step starts from the same model.
