@@ -51,7 +51,7 @@ from megapar.training.reports import messages as report
 from megapar.training.reports import opening
 from megapar.training.reports.first_report import is_first_to_report
 from megapar.training.reports.loggers import PlainTerminal
-from megapar.training.reports.monitor import Monitor, Step
+from megapar.training.reports.monitor import Monitor
 from megapar.training.reports.record import Record
 from megapar.training.reports.streams import make_patient
 from megapar.training.step.batches import BatchFeed
@@ -60,6 +60,7 @@ from megapar.training.step.evaluate import evaluate
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
 from megapar.training.step.observer import StepObserver
+from megapar.training.step.result import StepResult
 from megapar.training.step.step_guard import StepGuard
 from megapar.training.step.stepper import Stepper
 
@@ -418,7 +419,7 @@ class Trainer:
         if self.terminal is not None:
             self.terminal.print_message(text)
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """Run one optimizer step. See ``Stepper``."""
         return self.stepper.step(self.loader)
 

@@ -24,10 +24,10 @@ from megapar.training.building.job import Job
 from megapar.training.checkpoints.state import Progress
 from megapar.training.health.control import Control
 from megapar.training.health.guards import Guards
-from megapar.training.reports.monitor import Step
 from megapar.training.step.bad_steps import BadStepPolicy
 from megapar.training.step.batches import BatchFeed, StepBatches
 from megapar.training.step.gradients import Gradients, Summed
+from megapar.training.step.result import StepResult
 from megapar.training.step.schedules import LearningRate
 from megapar.training.step.step_guard import StepGuard, StepVerdict
 
@@ -48,7 +48,7 @@ class _Pending:
 
     work: StepBatches
     summed: Summed
-    step: Step
+    step: StepResult
     norm_and_votes: Tensor
     copied: Event
 
@@ -92,7 +92,7 @@ class Stepper:
         self._before_update = before_update
         self._pending: _Pending | None = None
 
-    def step(self, loader: Loader) -> Step:
+    def step(self, loader: Loader) -> StepResult:
         """Run the next step on micro-batches from ``loader``."""
         start = time.perf_counter()
         self._time_waits()
@@ -186,9 +186,9 @@ class Stepper:
             rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
             model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
 
-    def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> Step:
+    def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> StepResult:
         progress, job = self.progress, self.job
-        return Step(
+        return StepResult(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,
