@@ -106,7 +106,7 @@ def trace(
         gradients=recorder.gradients,
         parameters=parameters,
         routing=recorder.routing,
-        judged_late=trainer.stepper.step_guard.late,
+        judged_late=trainer.stepper.step_guard.decided_on_device,
     )
 
 

@@ -100,18 +100,18 @@ class Stepper:
         summed = self.gradients.make(work)
         if self.resolve_pending():
             summed = self.gradients.make(work)
-        bad: Tensor | None = None
-        if self.step_guard.late:
-            bad = summed.norm.isfinite().logical_not().float()
+        found_inf: Tensor | None = None
+        if self.step_guard.decided_on_device:
+            found_inf = summed.norm.isfinite().logical_not().float()
             verdict = StepVerdict(summed, loss_scale=1.0, skipped=False)
         else:
             verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes()))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
-            self._update(work.iteration, verdict.summed, lr, bad)
+            self._update(work.iteration, verdict.summed, lr, found_inf)
         work.count_into(progress, skipped=verdict.skipped)
         step = self._report(work, verdict, lr, time.perf_counter() - start)
-        if bad is not None:
+        if found_inf is not None:
             self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes()))
         return step
 
@@ -153,14 +153,14 @@ class Stepper:
         self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
-    def _update(self, iteration: int, summed: Summed, lr: float, bad: Tensor | None) -> None:
+    def _update(self, iteration: int, summed: Summed, lr: float, found_inf: Tensor | None) -> None:
         """Update the model.
 
         Args:
             iteration: number of the step, from 1.
             summed: the gradients' statistics.
             lr: learning rate.
-            bad: found_inf, a scalar on the device: 1 skips the update. None if the host knows that the step is good.
+            found_inf: a scalar on the device: 1 skips the update. None if the host knows that the step is good.
         """
         job = self.job
         self._before_update()
@@ -168,14 +168,14 @@ class Stepper:
         if self.config.optimizer.clip_grad > 0:
             clip(job.sharding.parts, summed.norm, self.config.optimizer.clip_grad)
         with record_function("megapar: optimizer"):
-            job.optimizer.step(lr, bad)
+            job.optimizer.step(lr, found_inf)
             job.sharding.publish()
         self.guards.after_update(iteration)
-        self._move_router_bias(summed.totals.load, bad)
-        if bad is None:
+        self._move_router_bias(summed.totals.load, found_inf)
+        if found_inf is None:
             self.bad_steps.end_streak()
 
-    def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
+    def _move_router_bias(self, load: Tensor, found_inf: Tensor | None) -> None:
         """Raise the correction bias of experts that received less than their share of the global batch."""
         rate, data = self.config.moe.moe_router_bias_update_rate, self.job.world.axis("data")
         if rate:
@@ -184,7 +184,7 @@ class Stepper:
             model = cast(Decoder, self.job.model)  # the rules refuse a rate for other models
             # Rows are indexed one at a time: an index by a list would wait for the device.
             rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
-            model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
+            model.update_router_bias(rows, rate, None if found_inf is None else 1 - found_inf)
 
     def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> StepResult:
         progress, job = self.progress, self.job
