@@ -33,8 +33,8 @@ from megapar.core.tensor_parallel.fp8 import torchao_lacks
 from megapar.core.tensor_parallel.overlap_price import FUSED
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.errors import Complaint, ConfigError
+from megapar.model.decoder.block import DecoderBlock
 from megapar.model.initialize import std_of
-from megapar.model.layers.block import DecoderBlock
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
