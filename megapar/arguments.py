@@ -182,18 +182,24 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     take_defaults(draft)
     take_stored_tokenizer(draft)
     published = take_published(draft)
-    asked = dict(draft.values)
-    changed = frozenset(name for name, value in asked.items() if value != FLAGS[name].defaults[kind])
+    requested = dict(draft.values)
+    not_default = frozenset(name for name, value in requested.items() if value != FLAGS[name].defaults[kind])
     given = frozenset(name for name, origin in draft.origins.items() if is_given(origin))
-    values: dict[str, Any] = {**asked, "kind": kind, "asked": asked, "changed": changed, "given": given}
+    values: dict[str, Any] = {
+        **requested,
+        "kind": kind,
+        "requested": requested,
+        "not_default": not_default,
+        "given": given,
+    }
     for name in ("sharding", "dp"):
-        if f"{name}_degree" in asked:
-            values[f"{name}_asked"] = asked[f"{name}_degree"]
+        if f"{name}_degree" in requested:
+            values[f"{name}_requested"] = requested[f"{name}_degree"]
     launched = _launched(draft, environ)
     if launched is not None:
         values["launched_size"] = launched
     resolve(values, draft.origins)
-    if "vocab_size" in asked and asked["vocab_size"] is None:
+    if "vocab_size" in requested and requested["vocab_size"] is None:
         values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"
     if (written := export_class(values, published)) is not None:
         values["export_class"] = written

@@ -89,7 +89,7 @@ def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint("tokenizer", f"--tokenizer-model {path} cannot be read: {error}.", fix)
         return
     if vocabulary is None:
-        if values.get("asked", {}).get("vocab_size") is None and derived_rows(values).source.startswith("assumed"):
+        if values.get("requested", {}).get("vocab_size") is None and derived_rows(values).source.startswith("assumed"):
             message = f"--tokenizer-model {path}: its files do not contain the number of its ids."
             yield Complaint("vocabulary", message, "Set --vocab-size.")
         return

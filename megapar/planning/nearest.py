@@ -69,7 +69,7 @@ def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> l
 
     The list is empty if the complaint is not about the layout.
     """
-    values = resolved_values(kind, [*flags, "--world-size", str(world_size), "--rules-only"], {})["asked"]
+    values = resolved_values(kind, [*flags, "--world-size", str(world_size), "--rules-only"], {})["requested"]
     if any(f"{axis}_degree" not in values for axis in FLAGGED):
         return []
     requested = {axis: int(values[f"{axis}_degree"] or 1) for axis in FLAGGED}

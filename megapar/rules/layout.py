@@ -26,25 +26,25 @@ from megapar.schema.rule import (
 SOURCE = "axes and ranks"
 MOE = ("moe",)
 
-_NAMES = ("sharding_asked", "mp_degree", "pp_degree", "cp_degree")
+_NAMES = ("sharding_requested", "mp_degree", "pp_degree", "cp_degree")
 
 
 def _factors(f: Facts) -> bool:
-    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
+    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_requested)
     if f.world_size % used:
         return False
-    return bool(f.hybrid_dp or f.sharding_asked == -1 or f.world_size == used)
+    return bool(f.hybrid_dp or f.sharding_requested == -1 or f.world_size == used)
 
 
 def _near_layouts(f: Facts) -> str:
     """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1."""
-    free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_asked"]
+    free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_requested"]
     layouts = []
     for values in product(*(_near(f.world_size, getattr(f, name)) for name in free)):
         used = math.prod(values)
         if f.world_size % used:
             continue
-        hybrid = f.world_size > used and f.sharding_asked != -1
+        hybrid = f.world_size > used and f.sharding_requested != -1
         distance = sum(_distance(value, getattr(f, name)) for name, value in zip(free, values, strict=True))
         text = " ".join(f"{spell(name)} {value}" for name, value in zip(free, values, strict=True))
         # A penalty of half a factor of e: change --hybrid-dp only if the degrees are clearly nearer that way.
@@ -56,15 +56,15 @@ def _near_layouts(f: Facts) -> str:
 
 def _replicas(f: Facts) -> tuple[int, ...]:
     """Return the legal numbers of replicas: the quotient if --sharding-degree is given, else any divisor of it."""
-    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
+    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_requested)
     if f.world_size % used:
         return ()
     quotient = f.world_size // used
-    return divisors(quotient) if f.sharding_asked == -1 else (quotient,)
+    return divisors(quotient) if f.sharding_requested == -1 else (quotient,)
 
 
 def _dp_choices(f: Facts) -> str:
-    legal = sorted(_replicas(f), key=lambda value: abs(value - f.dp_asked))[:4]
+    legal = sorted(_replicas(f), key=lambda value: abs(value - f.dp_requested))[:4]
     if legal:
         return f"Choose --dp-degree {either(sorted(legal))}."
     return "No value is legal, because the other degrees do not divide the number of ranks: change those."
@@ -72,9 +72,9 @@ def _dp_choices(f: Facts) -> str:
 
 def _near_worlds(f: Facts) -> str:
     """Suggest numbers of ranks that fit the degrees: the nearest one below, if there is one, and above."""
-    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_asked)
-    whole = f.sharding_asked != -1 and not f.hybrid_dp
-    least = used * (2 if f.hybrid_dp and f.sharding_asked != -1 else 1)
+    used = f.mp_degree * f.pp_degree * f.cp_degree * max(1, f.sharding_requested)
+    whole = f.sharding_requested != -1 and not f.hybrid_dp
+    least = used * (2 if f.hybrid_dp and f.sharding_requested != -1 else 1)
     below = used if whole else max(least, f.world_size // used * used)
     above = used if whole else max(least, -(-f.world_size // used) * used)
     return either(sorted({below, above}))
@@ -150,9 +150,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="dp-degree",
-        reads=("dp_asked", "world_size", *_NAMES),
-        when=lambda f: f.dp_asked != -1,
-        requires=lambda f: f.dp_asked in _replicas(f),
+        reads=("dp_requested", "world_size", *_NAMES),
+        when=lambda f: f.dp_requested != -1,
+        requires=lambda f: f.dp_requested in _replicas(f),
         message="--dp-degree must be -1, or the number of ranks divided by sharding x mp x pp x cp",
         fix=_dp_choices,
         source=SOURCE,
@@ -161,8 +161,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="dp-degree-hybrid",
-        reads=("dp_asked", "hybrid_dp"),
-        when=lambda f: f.dp_asked > 1,
+        reads=("dp_requested", "hybrid_dp"),
+        when=lambda f: f.dp_requested > 1,
         requires=lambda f: f.hybrid_dp,
         message="--dp-degree above 1 implies --hybrid-dp, which is switched off here",
         fix="Leave out --no-hybrid-dp (hybrid_dp: false), or --dp-degree.",
@@ -186,9 +186,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hybrid-dp-degree",
-        reads=("hybrid_dp", "sharding_asked", "dp_asked", "world_size"),
-        when=lambda f: f.hybrid_dp and f.dp_asked == -1,
-        requires=lambda f: f.sharding_asked != -1,
+        reads=("hybrid_dp", "sharding_requested", "dp_requested", "world_size"),
+        when=lambda f: f.hybrid_dp and f.dp_requested == -1,
+        requires=lambda f: f.sharding_requested != -1,
         message="--hybrid-dp needs --sharding-degree or --dp-degree: with -1, sharding would use all ranks",
         fix=lambda f: (
             f"Choose --sharding-degree {either(divisors(f.world_size)[:-1][:6])}."
@@ -201,8 +201,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="sharding-degree-zero",
-        reads=("sharding_asked",),
-        requires=lambda f: f.sharding_asked != 0,
+        reads=("sharding_requested",),
+        requires=lambda f: f.sharding_requested != 0,
         message="--sharding-degree must be at least 1, or -1 for all ranks left by the other degrees",
         source=SOURCE,
         passing="--sharding-degree 1",
@@ -390,8 +390,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="tp-comm-overlap-unused",
-        reads=("changed", "mp_degree"),
-        when=lambda f: "tp_comm_overlap" in f.changed,
+        reads=("not_default", "mp_degree"),
+        when=lambda f: "tp_comm_overlap" in f.not_default,
         requires=lambda f: f.mp_degree > 1,
         message="--tp-comm-overlap, on or off, has no effect with --mp-degree 1",
         fix="Leave it out.",

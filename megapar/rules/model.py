@@ -10,8 +10,8 @@ SOURCE = "models"
 RULES: tuple[Rule, ...] = (
     Rule(
         id="hidden-heads",
-        reads=("hidden_size", "num_attention_heads", "asked"),
-        when=lambda f: f.asked.get("head_dim") is None,
+        reads=("hidden_size", "num_attention_heads", "requested"),
+        when=lambda f: f.requested.get("head_dim") is None,
         requires=lambda f: f.hidden_size % f.num_attention_heads == 0,
         message="--num-attention-heads must divide --hidden-size if --head-dim is not given",
         fix=lambda f: (

@@ -20,11 +20,11 @@ def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: T
     spelled = ", ".join(spell(name) for name in names)
     return Rule(
         id=id,
-        reads=(*when_read, "changed"),
+        reads=(*when_read, "not_default"),
         when=when,
-        requires=lambda f: not f.changed & set(names),
+        requires=lambda f: not f.not_default & set(names),
         message=f"{spelled} would have no effect {what}",
-        fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.changed)}.",
+        fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.not_default)}.",
         source=NO_EFFECT,
         **more,
     )
@@ -78,12 +78,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="batch-agrees",
-        reads=(*_BATCH, "asked"),
-        when=lambda f: None not in (f.asked.get("gradient_merge_acc_step"), f.asked.get("global_batch_size")),
-        requires=lambda f: f.global_batch_size == _step_size(f) * f.asked["gradient_merge_acc_step"],
+        reads=(*_BATCH, "requested"),
+        when=lambda f: None not in (f.requested.get("gradient_merge_acc_step"), f.requested.get("global_batch_size")),
+        requires=lambda f: f.global_batch_size == _step_size(f) * f.requested["gradient_merge_acc_step"],
         message="--global-batch-size must be --micro-batch-size x data ranks x --gradient-merge-acc-step",
         fix=lambda f: (
-            f"Leave one out, or choose --global-batch-size {_step_size(f) * f.asked['gradient_merge_acc_step']}."
+            f"Leave one out, or choose --global-batch-size {_step_size(f) * f.requested['gradient_merge_acc_step']}."
         ),
         source=SHARDING,
         passing="--micro-batch-size 2 --gradient-merge-acc-step 4 --global-batch-size 8",
@@ -91,10 +91,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="rampup-global",
-        reads=("rampup_batch_size", "asked"),
+        reads=("rampup_batch_size", "requested"),
         when=lambda f: f.rampup_batch_size is not None,
         requires=lambda f: (
-            f.asked.get("global_batch_size") is not None and f.asked.get("gradient_merge_acc_step") is None
+            f.requested.get("global_batch_size") is not None and f.requested.get("gradient_merge_acc_step") is None
         ),
         message="--rampup-batch-size ends at --global-batch-size: set that, and leave out --gradient-merge-acc-step",
         source=SOURCE,
@@ -121,9 +121,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="merge-mode-stage",
-        reads=("sharding_stage", "asked"),
+        reads=("sharding_stage", "requested"),
         when=lambda f: f.sharding_stage == 1,
-        requires=lambda f: f.asked.get("gradient_merge_mode") != "micro_batch",
+        requires=lambda f: f.requested.get("gradient_merge_mode") != "micro_batch",
         message="--gradient-merge-mode micro_batch at --sharding-stage 1 would be stage 2",
         fix="Choose --sharding-stage 2, or --gradient-merge-mode step.",
         source=SHARDING,
@@ -417,8 +417,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="manual-gc-interval",
-        reads=("manual_gc", "manual_gc_interval", "changed"),
-        when=lambda f: "manual_gc_interval" in f.changed,
+        reads=("manual_gc", "manual_gc_interval", "not_default"),
+        when=lambda f: "manual_gc_interval" in f.not_default,
         requires=lambda f: f.manual_gc == "on",
         message="--manual-gc-interval is the interval of --manual-gc, and has no effect without it",
         fix="Add --manual-gc, or leave the interval out.",

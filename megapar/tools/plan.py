@@ -156,7 +156,7 @@ def _without_layout(kind: str, line: list[str]) -> Config:
     if kind == "moe":
         one_rank += ["--ep-degree", "1", "--expert-mp-degree", "1"]
     values = resolved_values(kind, [*line, "--rules-only"], {})
-    batch = values["asked"].get("global_batch_size")
+    batch = values["requested"].get("global_batch_size")
     if not batch:
         message = "--search compares layouts of one global batch size, which is not given."
         raise ConfigError([Complaint("search", message, "Give --global-batch-size.")])
