@@ -173,6 +173,13 @@ def _path_errors_as_complaints(draft: Draft) -> Iterator[None]:
 
 
 def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
+    """Merge all sources of settings into flat values for the rules.
+
+    The order: files, of which a later one overrides the earlier; the command line, which overrides them; the default of
+    every flag that neither sets. Only values that are still defaults are then replaced, by the tokenizer that is stored
+    with the weights and by what the ``config.json`` of a published model determines (a set flag that contradicts it is
+    a complaint). What is open after that is derived, the number of ranks from WORLD_SIZE.
+    """
     kind, environ = draft.kind, draft.environ
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
