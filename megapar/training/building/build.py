@@ -112,7 +112,10 @@ def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
 
 
 def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
-    """Return the loader of this rank's micro-batches, without skipped samples. The ranks of ``data`` share them."""
+    """Return the loader of this rank's micro-batches, without skipped samples.
+
+    Each rank of ``data`` reads its own part of every global batch.
+    """
     return Loader(
         Skipping(corpus.train, skipped) if skipped else corpus.train,
         collate,
