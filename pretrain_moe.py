@@ -12,7 +12,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training starts; from then on Ctrl-C saves and stops
     config = parse_or_exit("moe", outline=outline)
 
-    from megapar.planning.held import planned_memory
+    from megapar.planning.out_of_memory import planned_memory
     from megapar.trainer import main  # imports torch, so only after the configuration is accepted
 
     main(config, planned_memory)

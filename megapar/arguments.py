@@ -15,11 +15,11 @@ from typing import Any
 from megapar.compatibility import check
 from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, Config, build
+from megapar.config.default_notes import check_defaults
 from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
-from megapar.config.kept import take_kept
 from megapar.config.read import (
     drop_split_of_mock_data,
     read_files,
@@ -31,7 +31,7 @@ from megapar.config.read import (
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
 from megapar.config.start import check_save, check_start
-from megapar.config.unsaid import check_unsaid
+from megapar.config.stored_tokenizer import take_stored_tokenizer
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
@@ -72,11 +72,11 @@ def parse(
     with _path_errors_as_complaints(draft):
         files = [] if rules_only else list(check_files(values))
     start = check_start(environ, values) if starting and not validate_only and not rules_only else []
-    unsaid = check_unsaid(values, draft.origins)
+    defaults = check_defaults(values, draft.origins)
     if (starting or validate_only) and not rules_only:
         with _path_errors_as_complaints(draft):
             start += check_save(environ, values)
-        start += () if planning else unsaid.refused
+        start += () if planning else defaults.refused
     complaints = [*draft.complaints, *findings.refused, *([] if rules_only else findings.not_built), *files, *start]
     if complaints:
         raise ConfigError(complaints)
@@ -86,7 +86,7 @@ def parse(
     if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
         notes = (*notes, note)
     warnings = (*draft.warnings, *findings.warnings)
-    reminders = tuple(str(one) for one in (*unsaid.refused, *unsaid.notes))
+    reminders = tuple(str(one) for one in (*defaults.refused, *defaults.notes))
     return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
 
 
@@ -173,6 +173,13 @@ def _path_errors_as_complaints(draft: Draft) -> Iterator[None]:
 
 
 def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
+    """Merge all sources of settings into flat values for the rules.
+
+    The order: files, of which a later one overrides the earlier; the command line, which overrides them; the default of
+    every flag that neither sets. Only values that are still defaults are then replaced, by the tokenizer that is stored
+    with the weights and by what the ``config.json`` of a published model determines (a set flag that contradicts it is
+    a complaint). What is open after that is derived, the number of ranks from WORLD_SIZE.
+    """
     kind, environ = draft.kind, draft.environ
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
@@ -180,12 +187,18 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
     take_defaults(draft)
-    take_kept(draft)
+    take_stored_tokenizer(draft)
     published = take_published(draft)
     requested = dict(draft.values)
-    changed = frozenset(name for name, value in requested.items() if value != FLAGS[name].defaults[kind])
+    not_default = frozenset(name for name, value in requested.items() if value != FLAGS[name].defaults[kind])
     given = frozenset(name for name, origin in draft.origins.items() if is_given(origin))
-    values: dict[str, Any] = {**requested, "kind": kind, "requested": requested, "changed": changed, "given": given}
+    values: dict[str, Any] = {
+        **requested,
+        "kind": kind,
+        "requested": requested,
+        "not_default": not_default,
+        "given": given,
+    }
     for name in ("sharding", "dp"):
         if f"{name}_degree" in requested:
             values[f"{name}_requested"] = requested[f"{name}_degree"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import Config
-from megapar.config.launched import job_id
+from megapar.config.launch_environment import job_id
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.core.health.parent import end_with_launcher
@@ -25,7 +25,7 @@ from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.skipping import effective, merged, parse_range
-from megapar.data.tokenizers.kept_tokenizer import keep
+from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.errors import MegaparError
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building import build
@@ -40,18 +40,19 @@ from megapar.training.checkpoints.lineage import NAMES
 from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.checkpoints.resume import resume
 from megapar.training.checkpoints.verification import Start
-from megapar.training.health import failure, innocent
+from megapar.training.health import failure
 from megapar.training.health.control import StopSignal
 from megapar.training.health.declared import make_declared
 from megapar.training.health.guards import Guards, make_guards
+from megapar.training.health.lost_peer import report_lost_peer
 from megapar.training.health.stragglers import Stragglers
 from megapar.training.health.watch import make_watch, meet
 from megapar.training.reports import messages as report
 from megapar.training.reports import opening
+from megapar.training.reports.first_report import is_first_to_report
 from megapar.training.reports.loggers import PlainTerminal
-from megapar.training.reports.monitor import Monitor, Step
+from megapar.training.reports.monitor import Monitor
 from megapar.training.reports.record import Record
-from megapar.training.reports.said import is_first_to_report
 from megapar.training.reports.streams import make_patient
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.callbacks import make_callbacks
@@ -59,6 +60,7 @@ from megapar.training.step.evaluate import evaluate
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
 from megapar.training.step.observer import StepObserver
+from megapar.training.step.result import StepResult
 from megapar.training.step.step_guard import StepGuard
 from megapar.training.step.stepper import Stepper
 
@@ -103,7 +105,7 @@ def main(config: Config, planned: Planned | None = None) -> NoReturn:
     except BaseException as error:
         failure.note(error, os.environ)
         status = 1
-        if not innocent.reported(error, os.environ):
+        if not report_lost_peer(error, os.environ):
             import traceback
 
             traceback.print_exc()
@@ -262,7 +264,7 @@ class Trainer:
         )
         self._notes += notes
         if config.checkpoint.save and world.rank == 0:
-            self._notes += keep(self.corpus.tokenizer, Path(config.checkpoint.save))
+            self._notes += store_tokenizer(self.corpus.tokenizer, Path(config.checkpoint.save))
 
     def _make_stepper(self, loaded: state.Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""
@@ -376,7 +378,7 @@ class Trainer:
         return export.export(self.config, self.job, self.corpus.tokenizer) if done else None
 
     def _flush(self) -> None:
-        self.stepper.settle()
+        self.stepper.resolve_pending()
         self.monitor.failed_saves = self.checkpoints.failures.in_a_row
         with self.watch.section("log", f"after step {self.progress.iteration}"):
             records = self.monitor.flush()
@@ -397,7 +399,7 @@ class Trainer:
     def _check(self, *, saved: bool) -> None:
         """Run the guards that are due after a step or before a save. Raises TrainingError for corrupted state."""
         if guards := self.guards.due(self.progress.iteration, saved=saved):
-            self.stepper.settle()
+            self.stepper.resolve_pending()
             self.job.sharding.wait()
             self._wait_for_offloaded()
             self.guards.check(guards, self.progress.iteration)
@@ -417,7 +419,7 @@ class Trainer:
         if self.terminal is not None:
             self.terminal.print_message(text)
 
-    def step(self) -> Step:
+    def step(self) -> StepResult:
         """Run one optimizer step. See ``Stepper``."""
         return self.stepper.step(self.loader)
 
@@ -441,7 +443,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         heldout = self.corpus.heldout
         assert heldout is not None  # the rules refuse an evaluation without held-out samples
-        self.stepper.settle()
+        self.stepper.resolve_pending()
         with self.world.meter.paused():
             self.job.sharding.wait()
         section = self.watch.section("evaluation", f"after step {self.progress.iteration}")

@@ -27,7 +27,7 @@ from megapar.config.run import (
 from megapar.core.grid import Grid
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.sizes import ModelSizes
-from megapar.model.spec import MODELS, model_of
+from megapar.model.spec import MODELS, selected_model
 from megapar.schema.flag import KINDS, Flag, from_flags, to_flag, to_flags
 
 
@@ -181,7 +181,7 @@ def build(
         sharding=from_flags(ShardingOptions, values),
         pipeline=from_flags(PipelineOptions, values),
         recompute=from_flags(RecomputeOptions, values),
-        model=from_flags(model_of(kind, values).sizes, values),
+        model=from_flags(selected_model(kind, values).sizes, values),
         model_options=from_flags(ModelOptions, values),
         moe=from_flags(MoeOptions, values),
         ampipe=from_flags(AmpipeOptions, values),

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.check_data import check_data, check_knowledge, missing
+from megapar.config.checkpoint_names import parse_checkpoint_name
 from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
-from megapar.config.latest_name import of_name
 from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.config.stored import LAYOUT
 from megapar.config.suspects import suspects
@@ -111,7 +111,7 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
 
 def saved_steps(path: Path) -> list[int]:
     """Return the iterations of the checkpoints in a folder, oldest first."""
-    return sorted({name[0] for one in path.glob("iter_*") if (name := of_name(one.name))})
+    return sorted({name[0] for one in path.glob("iter_*") if (name := parse_checkpoint_name(one.name))})
 
 
 def _only_suspects(path: Path) -> Iterator[Complaint]:

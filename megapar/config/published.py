@@ -10,7 +10,7 @@ from megapar.config.config import FLAGS
 from megapar.config.regular_file import read_regular
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
-from megapar.model.architectures import ARCHITECTURES, model_of
+from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.published import Json, PublishedArchitecture
 
 SHOWN = 8
@@ -67,7 +67,7 @@ def flags_of(config: Json) -> tuple[str, dict[str, Any]]:
         raise Unsupported(f"config.json of this {name}: {error}".rstrip(".")) from error
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Unsupported(f"config.json of this {name} contains a value of the wrong type ({error})") from error
-    return model_of(name).kind, flags
+    return model_of_architecture(name).kind, flags
 
 
 def wrong_values(architecture: PublishedArchitecture, config: Json) -> list[str]:

@@ -113,7 +113,7 @@ def read_line(draft: Draft, argv: Sequence[str]) -> None:
         spelling = spellings().get(normal(name[2:]))
         if spelling is None:
             complain_unknown(draft, name, "flag")
-            _values(tokens)
+            _pop_values(tokens)
             continue
         raw = _raw(draft, spelling, tokens, attached if equals else None)
         if raw is None:
@@ -144,14 +144,14 @@ def _complain_stray(draft: Draft, token: str, tokens: list[str]) -> None:
         fix = f"Did you mean --config {token}?"
     draft.complain("unexpected", f"{token!r} was found where a flag was expected.", fix)
     if meant:
-        _values(tokens)
+        _pop_values(tokens)
 
 
 def _negates(one: str, other: str) -> bool:
     return f"no-{one}" == other or f"no-{other}" == one
 
 
-def _values(tokens: list[str]) -> list[str]:
+def _pop_values(tokens: list[str]) -> list[str]:
     """Pop the values that follow a flag from the front of ``tokens``; -1 and -1e-3 are values."""
     taken = []
     while tokens and not tokens[0].startswith("--"):
@@ -174,7 +174,7 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
         words = (flag.choices or SWITCH) + TRUE + FALSE if flag.type == "switch" else TRUE + FALSE
         return tokens.pop(0) if tokens and tokens[0].lower() in words else True
     if flag.takes_list:
-        values = _values(tokens)
+        values = _pop_values(tokens)
         if values:
             return values
     elif tokens and not tokens[0].startswith("--"):

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megapar.config.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
 from megapar.config.files import saved_steps
-from megapar.config.latest_name import newest_of, of_name, read_latest
-from megapar.config.launched import job_id, starts_before
+from megapar.config.launch_environment import job_id, starts_before
 from megapar.config.regular_file import read_regular
 from megapar.config.stored import MAX_BYTES
 from megapar.errors import Complaint
@@ -82,8 +82,8 @@ def _best(save: Path, last: int) -> Path:
         latest = read_latest(save)
     except OSError:
         latest = None
-    named = latest is not None and of_name(latest[0]) is not None and (save / latest[0]).is_dir()
-    return save / (latest[0] if latest is not None and named else newest_of(save, last))
+    named = latest is not None and parse_checkpoint_name(latest[0]) is not None and (save / latest[0]).is_dir()
+    return save / (latest[0] if latest is not None and named else newest_name(save, last))
 
 
 def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:

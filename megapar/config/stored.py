@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megapar.config.latest_name import newest_of, of_name, read_latest
+from megapar.config.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
 from megapar.config.regular_file import open_regular, read_regular
 from megapar.config.suspects import suspects
 
@@ -21,8 +21,8 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
     Returns None if they cannot be read; the loader reports the problem with the checkpoint.
     """
     try:
-        named = (read_latest(root) or ("", 0))[0] if iteration is None else newest_of(root, iteration)
-        if not of_name(named):
+        named = (read_latest(root) or ("", 0))[0] if iteration is None else newest_name(root, iteration)
+        if not parse_checkpoint_name(named):
             return None
         folder = root / named
         if iteration is not None and not folder.exists():

@@ -22,8 +22,8 @@ ENDS, LENGTHS = "ends", "lengths"
 class MicroBatch:
     """One micro-batch of B samples of S positions on this rank.
 
-    With context parallelism, S in ``tensors`` is the number of positions of this rank (see ``data.own``), except in
-    ``ends``. The other attributes always describe whole samples.
+    With context parallelism, S in ``tensors`` is the number of positions of this rank (see
+    ``data.context_parallel_batch``), except in ``ends``. The other attributes always describe whole samples.
 
     Attributes:
         tensors: inputs of the model's forward pass, int64 except ``valid``.

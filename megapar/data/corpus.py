@@ -13,7 +13,7 @@ from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.contents import Content
 from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
-from megapar.data.sampling.course import Course
+from megapar.data.sampling.data_phases import Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.sampling.samples import Samples
@@ -58,12 +58,12 @@ class Corpus:
     notes: tuple[str, ...] = ()
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
-    _on_course: Callable[[Course], Samples] | None = None
+    _in_phases: Callable[[Phases], Samples] | None = None
 
-    def on_course(self, course: Course) -> Corpus:
+    def in_phases(self, phases: Phases) -> Corpus:
         """Return this corpus with the training samples of a run whose data changed on the way."""
-        assert self._on_course is not None
-        return replace(self, train=self._on_course(course))
+        assert self._in_phases is not None
+        return replace(self, train=self._in_phases(phases))
 
 
 def build(
@@ -192,7 +192,7 @@ def _corpus(made: MadeSamples, tokenizer: Tokenizer, vocab_size: int, collate: C
         collate=collate,
         contents=made.contents,
         heldout_contents=made.heldout_contents,
-        _on_course=made.on_course,
+        _in_phases=made.in_phases,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import BlendSource
 from megapar.data.contents import Content, contents_of
-from megapar.data.sampling.course import Course, Coursed
+from megapar.data.sampling.data_phases import PhasedPieces, Phases
 from megapar.data.sampling.ernie import ErnieSamples, Spans
 from megapar.data.sampling.frame import PAIR_MARKS
 from megapar.data.sampling.mixture import Blend
@@ -45,14 +45,14 @@ class MadeSamples:
     Attributes:
         train: training samples by number.
         heldout: held-out samples by number; None if there are none.
-        on_course: makes the training samples of a run whose data changed on the way.
+        in_phases: makes the training samples of a run whose data changed on the way.
         contents: counts of each training corpus.
         heldout_contents: counts of each held-out corpus.
     """
 
     train: Samples
     heldout: Samples | None
-    on_course: Callable[[Course], Samples]
+    in_phases: Callable[[Phases], Samples]
     contents: tuple[Content, ...]
     heldout_contents: tuple[Content, ...] = ()
 
@@ -133,10 +133,10 @@ class SampleMaker(ABC, Generic[P]):
     ) -> MadeSamples:
         samples = self.samples(pieces, tokenizer)
 
-        def on_course(course: Course) -> Samples:
-            return self.samples(replace(pieces, train=Coursed(pieces.train, course)), tokenizer).train
+        def in_phases(phases: Phases) -> Samples:
+            return self.samples(replace(pieces, train=PhasedPieces(pieces.train, phases)), tokenizer).train
 
-        return MadeSamples(samples.train, samples.heldout, on_course, contents, heldout_contents)
+        return MadeSamples(samples.train, samples.heldout, in_phases, contents, heldout_contents)
 
 
 @dataclass(frozen=True)

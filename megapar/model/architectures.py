@@ -14,7 +14,7 @@ ARCHITECTURES: Mapping[str, PublishedArchitecture] = {
 }
 
 
-def model_of(name: str) -> ModelSpec:
+def model_of_architecture(name: str) -> ModelSpec:
     """Return the model that implements the class ``name``."""
     return _SPECS[name]
 

@@ -117,7 +117,7 @@ def spec_of(sizes: ModelSizes) -> ModelSpec:
     return _BY_SIZES[type(sizes)]
 
 
-def model_of(kind: str, values: Mapping[str, Any]) -> ModelSpec:
+def selected_model(kind: str, values: Mapping[str, Any]) -> ModelSpec:
     """Return the model that a trainer's flags select. values: Values of the flags, by name."""
     return MODELS[values["ernie_model"]] if kind == "ernie" else MODELS["decoder"]
 

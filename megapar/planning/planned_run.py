@@ -25,8 +25,8 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
 from megapar.planning.assume import Assumed, with_latent_attention
+from megapar.training.building.pipeline_split import effective_schedule, make_stages
 from megapar.training.building.segments import ITEM_BYTES
-from megapar.training.building.stages import effective_schedule, make_stages
 from megapar.training.building.tensor_overlap import hiding
 
 MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before

@@ -342,9 +342,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "ampipe-options-unused",
-        ("ampipe_degree", "changed"),
+        ("ampipe_degree", "not_default"),
         when=lambda f: f.ampipe_degree == 1,
-        requires=lambda f: not f.changed & {"ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"},
+        requires=lambda f: not f.not_default & {"ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"},
         source=NO_EFFECT,
         message="--ampipe-capacity, --ampipe-slicing and --ampipe-cross-layer have no effect with --ampipe-degree 1",
         passing="--ampipe-degree 2 --ampipe-cross-layer",

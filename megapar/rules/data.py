@@ -165,9 +165,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="hf-source-alone",
-        reads=("data_source", "changed"),
+        reads=("data_source", "not_default"),
         when=lambda f: f.data_source == "hf",
-        requires=lambda f: not f.changed & {"data_path", "eval_data_path", "on_bad_record"},
+        requires=lambda f: not f.not_default & {"data_path", "eval_data_path", "on_bad_record"},
         message=(
             "--data-source hf reads only --hf-dataset; --data-path, --eval-data-path and --on-bad-record have no effect"
         ),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megapar.model.architectures import ARCHITECTURES, model_of, own_architecture
+from megapar.model.architectures import ARCHITECTURES, model_of_architecture, own_architecture
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import MODELS, spec_of
 from megapar.schema.published import Limit, PublishedArchitecture, Settings
@@ -63,7 +63,7 @@ def not_exportable(sizes: ModelSizes, architecture: PublishedArchitecture | None
     if own is None:
         return f"{spec_of(sizes).title} has no Hugging Face format"
     architecture = architecture or own
-    if model_of(architecture.name) is not spec_of(sizes):
+    if model_of_architecture(architecture.name) is not spec_of(sizes):
         return f"{architecture.name} is not {spec_of(sizes).title}"
     settings = spec_of(sizes).published.settings(sizes)
     if not (reasons := _exceeded(architecture, settings)):

@@ -390,8 +390,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="tp-comm-overlap-unused",
-        reads=("changed", "mp_degree"),
-        when=lambda f: "tp_comm_overlap" in f.changed,
+        reads=("not_default", "mp_degree"),
+        when=lambda f: "tp_comm_overlap" in f.not_default,
         requires=lambda f: f.mp_degree > 1,
         message="--tp-comm-overlap, on or off, has no effect with --mp-degree 1",
         fix="Leave it out.",

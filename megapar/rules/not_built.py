@@ -15,8 +15,8 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
     """Build the row that refuses recomputing before the backward pass, with the reason."""
     return Rule(
         id=f"not-built-{name.replace('_', '-')}",
-        reads=(name, "changed"),
-        when=lambda f: name in f.changed,
+        reads=(name, "not_default"),
+        when=lambda f: name in f.not_default,
         requires=lambda f: False,
         message=(
             f"--{name.replace('_', '-')} would recompute {what}: the schedules have forward, backward and "
@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     _ahead("recompute_in_bubble", "in the pipeline bubble", "--recompute-in-bubble"),
     Rule(
         id="not-built-multi-latent-attention",
-        reads=("multi_latent_attention", "changed"),
+        reads=("multi_latent_attention", "not_default"),
         when=lambda f: f.multi_latent_attention,
         requires=lambda f: False,
         message=(

@@ -83,9 +83,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="pipeline-unused",
-        reads=("pp_degree", "changed"),
+        reads=("pp_degree", "not_default"),
         when=lambda f: f.pp_degree == 1,
-        requires=lambda f: not f.changed & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
+        requires=lambda f: not f.not_default & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
         message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method have no effect with --pp-degree 1",
         fix="Leave them out, or choose --pp-degree 2.",
         source=NO_EFFECT,
@@ -318,9 +318,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="recompute-adaptive",
-        reads=("adaptive_recompute_device_size", "changed"),
+        reads=("adaptive_recompute_device_size", "not_default"),
         when=lambda f: f.adaptive_recompute_device_size > 0,
-        requires=lambda f: not f.changed & set(_FLAGS),
+        requires=lambda f: not f.not_default & set(_FLAGS),
         message="--adaptive-recompute-device-size chooses the layers automatically and excludes all other recompute "
         "flags",
         source=NO_EFFECT,

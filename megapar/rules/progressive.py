@@ -33,9 +33,9 @@ def _row(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **mor
 RULES: tuple[Rule, ...] = (
     Rule(
         id="progressive-unused",
-        reads=("progressive_iters", "changed"),
+        reads=("progressive_iters", "not_default"),
         when=lambda f: f.progressive_iters == 0,
-        requires=lambda f: not f.changed & set(_SHAPE),
+        requires=lambda f: not f.not_default & set(_SHAPE),
         message=(
             "--progressive-batch-multiple and --progressive-length-multiple have no effect without --progressive-iters"
         ),
@@ -75,9 +75,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "progressive-warmup",
-        ("changed",),
+        ("not_default",),
         "--lr-warmup-iters 5",
-        requires=lambda f: "lr_warmup_iters" not in f.changed,
+        requires=lambda f: "lr_warmup_iters" not in f.not_default,
         message="--progressive-iters is also the learning rate warmup: --lr-warmup-iters would contradict it",
         fix="Leave --lr-warmup-iters out.",
     ),

@@ -21,11 +21,11 @@ def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: T
     verb = "has" if len(names) == 1 else "have"
     return Rule(
         id=id,
-        reads=(*when_read, "changed"),
+        reads=(*when_read, "not_default"),
         when=when,
-        requires=lambda f: not f.changed & set(names),
+        requires=lambda f: not f.not_default & set(names),
         message=f"{spelled} {verb} no effect {what}",
-        fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.changed)}.",
+        fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.not_default)}.",
         source=NO_EFFECT,
         **more,
     )
@@ -418,8 +418,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="manual-gc-interval",
-        reads=("manual_gc", "manual_gc_interval", "changed"),
-        when=lambda f: "manual_gc_interval" in f.changed,
+        reads=("manual_gc", "manual_gc_interval", "not_default"),
+        when=lambda f: "manual_gc_interval" in f.not_default,
         requires=lambda f: f.manual_gc == "on",
         message="--manual-gc-interval is the interval of --manual-gc, and has no effect without it",
         fix="Add --manual-gc, or leave the interval out.",

@@ -27,19 +27,19 @@ NO_EFFECT = "no effect"  # source of the rows that refuse flags without an effec
 
 # Values that a row may read in addition to flags; any other name is a flag's field name.
 FACTS = (
-    *("kind", "sharding_requested", "dp_requested", "data_ranks", "changed", "requested", "given"),
+    *("kind", "sharding_requested", "dp_requested", "data_ranks", "not_default", "requested", "given"),
     *("launched_size", "export_class"),
 )
-_SILENT = ("kind", "changed", "requested", "given")
+_SILENT = ("kind", "not_default", "requested", "given")
 
 
 class Facts:
     """Read-only values by attribute, restricted to those that a row declares; any other name raises AttributeError.
 
     In addition to the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (WORLD_SIZE of the environment,
-    or 1), ``sharding_requested`` and ``dp_requested`` (the degrees as given, -1 if they are derived), ``changed``
-    (names whose given value is not the default), ``requested`` (values before any is derived), ``given`` (names that
-    the command line or a file sets) and ``export_class`` (the class that --save-hf writes).
+    or 1), ``sharding_requested`` and ``dp_requested`` (the degrees as given, -1 if they are derived), ``requested``
+    (values before any is derived), ``not_default`` (names whose requested value is not the default), ``given`` (names
+    that the command line or a file sets) and ``export_class`` (the class that --save-hf writes).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable
 
 from megapar.config.config import FLAGS
-from megapar.model.architectures import ARCHITECTURES, model_of
+from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.rules.exports import LIMITS
 from megapar.schema.flag import SCRIPTS
 from megapar.schema.published import ANY, PublishedArchitecture, Setting
@@ -43,7 +43,7 @@ def markdown() -> str:
     rows = []
     for one in _all():
         pairs = "(i, i + D / 2)" if one.rotary_halves else "(2i, 2i + 1)"
-        trainer = SCRIPTS[model_of(one.name).kind]
+        trainer = SCRIPTS[model_of_architecture(one.name).kind]
         rows.append((f"`{one.name}`", f"`{trainer}`", pairs if one.sets("rope_theta") else "", one.remark))
     lines = [PREFACE, *_table(("class", "trainer", "rotary pairs", "what is special"), rows)]
     lines += ["", LIMITED, *_limits(), "", KEYS]

@@ -60,7 +60,7 @@ def _row(flag: Flag) -> str:
         meaning += f"; one of {', '.join(f'`{choice}`' for choice in flag.choices)}"
     if flag.aliases:
         meaning += f"; also {', '.join(f'`--{alias.name}`' for alias in flag.aliases)}"
-    if any(rule.kind == NOT_BUILT and rule.reads[0] == flag.name and rule.reads[1] == "changed" for rule in RULES):
+    if any(rule.kind == NOT_BUILT and rule.reads[0] == flag.name and rule.reads[1] == "not_default" for rule in RULES):
         meaning += "; **not built yet**"
     cells = (f"`{flag.spelling}`", flag.unit, _default(flag, "moe"), _default(flag, "ernie"), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

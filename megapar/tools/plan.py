@@ -205,7 +205,12 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.schedule import make_schedule
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
-    from megapar.training.building.stages import effective_schedule, make_stages, outline, pipeline_layers
+    from megapar.training.building.pipeline_split import (
+        effective_schedule,
+        make_stages,
+        pipeline_layers,
+        pipeline_outline,
+    )
 
     sizes = config.model
     if config.grid.pp == 1:
@@ -223,7 +228,7 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     facts = _facts(schedule, simulation, formula)
     title = f"{name}, {config.grid.pp} stages x {vpp} chunks, {schedule.num_micro_batches} micro-batches"
     svg = draw.as_svg(schedule, simulation, f"{title}: bubble {simulation.bubble_share:.1%}")
-    return f"{outline(config, sizes)}{title}\n{draw.as_text(schedule, simulation)}{facts}", svg
+    return f"{pipeline_outline(config, sizes)}{title}\n{draw.as_text(schedule, simulation)}{facts}", svg
 
 
 def _facts(schedule: Schedule, simulation: Simulation, formula: float | None) -> str:

@@ -21,7 +21,7 @@ from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import Answer, check
 from megapar.tools.translation.line import Line, take_apart
 from megapar.tools.translation.source import Script, UnreadableError, read_source
-from megapar.tools.translation.table import NAMES, model_of
+from megapar.tools.translation.table import NAMES, trainer_kind
 from megapar.tools.translation.translated import (
     Translated,
     changing,
@@ -137,7 +137,7 @@ def translate_line(line: Line) -> Translation:
 def _kind(line: Line, framework: str, found: Sequence[Translated]) -> str:
     if line.entry is not None and not line.entry.model:
         return ""
-    return model_of(framework, {normal(item.flag.lstrip("-")): item.value for item in found})
+    return trainer_kind(framework, {normal(item.flag.lstrip("-")): item.value for item in found})
 
 
 def describe(translation: Translation, source: Script | None = None) -> str:

@@ -169,7 +169,7 @@ def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
             left -= TIMED
         seconds = _seconds(day, made, 2 if day.small else TIMED)
         made.monitor.add(made.step())
-        made.stepper.settle()
+        made.stepper.resolve_pending()
         last = made.monitor.flush()[-1]
         device = made.world.device
         peak, source = peak_flops(device, build.compute_dtype(config, device))

@@ -91,5 +91,5 @@ def losses(made: Trainer, steps: int) -> list[float]:
     """Return the mean loss per token of each step. The host waits once, at the end."""
     for _ in range(steps):
         made.monitor.add(made.step())
-    made.stepper.settle()
+    made.stepper.resolve_pending()
     return [record.lm_loss for record in made.monitor.flush()]

@@ -88,7 +88,7 @@ def trace(
             trainer.adapt()
             if isinstance(device, LazyDevice):
                 device.settle()
-        trainer.stepper.settle()
+        trainer.stepper.resolve_pending()
         records = trainer.monitor.flush()
         parameters = _parameters(trainer)
         trainer.loader.close()
@@ -106,7 +106,7 @@ def trace(
         gradients=recorder.gradients,
         parameters=parameters,
         routing=recorder.routing,
-        judged_late=trainer.stepper.step_guard.late,
+        judged_late=trainer.stepper.step_guard.decided_on_device,
     )
 
 

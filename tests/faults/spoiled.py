@@ -88,7 +88,7 @@ def damage_local() -> None:
         if trainer.progress.iteration + 1 == SPEC["iteration"]:
             saves = trainer.local_saves
             assert saves is not None
-            saves.settle()
+            saves.join_save()
             newest = max(saves._local._iterations().items())[1]
             path = newest / f"rank-{RANK:05d}.{SPEC['name']}"
             content = bytearray(path.read_bytes())
@@ -105,9 +105,9 @@ def damage_disk() -> None:
 
     def due(trainer: Trainer, *_: Any) -> bool:
         if trainer.progress.iteration + 1 == SPEC["iteration"]:
-            trainer.checkpoints.settle()
+            trainer.checkpoints.join_save()
             if trainer.local_saves is not None:
-                trainer.local_saves.settle()
+                trainer.local_saves.join_save()
             newest = max(Path(SPEC["name"]).glob("iter_*"))
             path = next(newest.glob("shard-*"))
             content = bytearray(path.read_bytes())

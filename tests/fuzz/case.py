@@ -89,8 +89,8 @@ def atom_of(row: Option, value: Any) -> Atom:
 def case_of(kind: str, world_size: int, line: str | Sequence[str], backend: str = GLOO) -> Case:
     """The case of a command line's flags; every option of it counts as wild."""
     tokens = shlex.split(line) if isinstance(line, str) else list(line)
-    asked: Mapping[str, Any] = resolved_values(kind, tokens, {"WORLD_SIZE": str(world_size)})["requested"]
-    given = tuple((n, v) for n, v in asked.items() if v != FLAGS[n].defaults[kind] and FIXED.get(n) != v)
+    requested: Mapping[str, Any] = resolved_values(kind, tokens, {"WORLD_SIZE": str(world_size)})["requested"]
+    given = tuple((n, v) for n, v in requested.items() if v != FLAGS[n].defaults[kind] and FIXED.get(n) != v)
     return Case(kind, world_size, given, tuple(name for name, _ in given), backend)
 
 

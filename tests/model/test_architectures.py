@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapar.config.published import flags_of
-from megapar.model.architectures import ARCHITECTURES, model_of, own_architecture
+from megapar.model.architectures import ARCHITECTURES, model_of_architecture, own_architecture
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
@@ -51,7 +51,7 @@ def test_an_entry_agrees_with_itself(name: str) -> None:
     own = SimpleNamespace(**settings_of(name))
     assert all(limit.within(own) for limit in architecture.limits)
     if architecture.trained_as:
-        assert model_of(architecture.trained_as) is model_of(name)
+        assert model_of_architecture(architecture.trained_as) is model_of_architecture(name)
 
 
 def test_the_class_of_a_model_that_is_not_from_a_folder() -> None:

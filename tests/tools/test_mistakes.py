@@ -320,7 +320,7 @@ def test_a_rank_that_is_left_in_the_environment_keeps_nobody_silent(capsys: pyte
 
 def test_another_runs_checkpoints_are_not_written_over() -> None:
     line, scalars = ["--save", "run/checkpoints"], Path("run/checkpoints/iter_0000005/scalars.json")
-    told = r"--save run/checkpoints contains checkpoints of another run, up to iteration 5. Resume from them with --load run/"
+    told = r"contains checkpoints of another run, up to iteration 5. Resume from them with --load run/"
     with pytest.raises(ConfigError, match=told):
         parse("moe", line, {}, starting=True)
     parse("moe", [*line, "--load", "run/checkpoints/"], {}, starting=True)

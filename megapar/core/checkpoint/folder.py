@@ -24,7 +24,14 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
-from megapar.config.latest_name import LATEST, OWNERS, iteration_name, of_name, owners_latest, read_latest
+from megapar.config.checkpoint_names import (
+    LATEST,
+    OWNERS,
+    iteration_name,
+    owners_latest,
+    parse_checkpoint_name,
+    read_latest,
+)
 from megapar.config.suspects import suspects
 from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.layout import FILE_NAME
@@ -41,7 +48,7 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 def iteration_of(folder: Path) -> int:
     """Return the iteration of a checkpoint folder, or -1 if the name is not one of a checkpoint."""
-    name = of_name(folder.name)
+    name = parse_checkpoint_name(folder.name)
     return -1 if name is None else name[0]
 
 
@@ -50,7 +57,7 @@ def every_checkpoint(root: Path) -> dict[int, list[Path]]:
     try:
         if not root.is_dir():
             return {}
-        found = sorted((name, path) for path in root.iterdir() if (name := of_name(path.name)))
+        found = sorted((name, path) for path in root.iterdir() if (name := parse_checkpoint_name(path.name)))
     except OSError as error:
         raise CheckpointError(f"{root} cannot be listed: {error}") from error
     every: dict[int, list[Path]] = {}
@@ -87,7 +94,7 @@ def latest(root: Path) -> Path | None:
     if found is None:
         return None
     name, _ = found
-    if not of_name(name) or not _is_finished(root / name):
+    if not parse_checkpoint_name(name) or not _is_finished(root / name):
         raise CheckpointError(f"{root / LATEST} names {name!r}, which is not a checkpoint there. {_choices(root)}")
     return root / name
 
@@ -274,7 +281,7 @@ def _take_name(aside: Path, folder: Path, owner: Owner) -> Path:
             owner.check()  # a successor may also have removed the temporary folder
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-    name = of_name(folder.name)
+    name = parse_checkpoint_name(folder.name)
     assert name is not None, "an owner saves only iterations"
     own = folder.with_name(iteration_name(name[0], owner.epoch))
     _replace_folder(aside, own, owner)  # no other owner uses this name

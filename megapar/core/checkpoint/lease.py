@@ -3,7 +3,7 @@
 root/owner/
   3.json        the third owner: its job and process; created once, and the run that creates it first is the owner
   3.beat        a number that the owner changes every few seconds, or "ended"
-  3.latest      see megapar/config/latest_name.py
+  3.latest      see megapar/config/checkpoint_names.py
 
 The owner is the highest epoch. Nothing here reads a clock, because the clocks of two machines may differ.
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapar.config.latest_name import OWNERS, epochs_of, of_name, owners_latest, read_latest
+from megapar.config.checkpoint_names import OWNERS, epochs_of, owners_latest, parse_checkpoint_name, read_latest
 from megapar.config.regular_file import open_regular
 from megapar.core.health.process import MAX_TEXT, Process
 
@@ -95,7 +95,7 @@ def newest(root: Path) -> int:
 def highest(root: Path) -> int:
     """Return the highest epoch that any file in the folder mentions. Records of owners may have been removed."""
     named = read_latest(root)
-    epochs = [name[1] for path in root.glob("iter_*") if (name := of_name(path.name))]
+    epochs = [name[1] for path in root.glob("iter_*") if (name := parse_checkpoint_name(path.name))]
     return max(newest(root), named[1] if named else 0, *owners_latest(root), *epochs, 0)
 
 

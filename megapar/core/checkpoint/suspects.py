@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from megapar.config.latest_name import LATEST
+from megapar.config.checkpoint_names import LATEST
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.durable import sync_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megapar.config.launched import RANK_FILE
+from megapar.config.launch_environment import RANK_FILE
 from megapar.errors import DistributedError
 
 _GLOO = "GLOO_SOCKET_IFNAME"

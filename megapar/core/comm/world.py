@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megapar.config.launched import starts_before
+from megapar.config.launch_environment import starts_before
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.flight_recorder import FlightRecorder

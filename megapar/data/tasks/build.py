@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megapar.data.sampling.course import Coursed
+from megapar.data.sampling.data_phases import PhasedPieces
 from megapar.data.sampling.frame import Frame
 from megapar.data.sampling.mixture import Shares
 from megapar.data.sampling.samples import DocumentPieces, PieceOrder, Samples, order_of
@@ -90,7 +90,7 @@ class _Side:
     def _order(self, task: Task) -> PieceOrder:
         pieces = self.triples if isinstance(task, KnowledgeText) else self.pieces
         assert pieces is not None
-        if isinstance(pieces, Coursed):
+        if isinstance(pieces, PhasedPieces):
             return pieces.order(self.seed, f"tasks/{task.name}", self._count_of(task))
         return order_of(pieces, self.seed, f"tasks/{task.name}")
 

@@ -30,11 +30,11 @@ from megapar.core.tensor_parallel.layers import (
     parameter,
     vocabulary_range,
 )
+from megapar.model.decoder.block import DecoderBlock, decoder_attention
 from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
-from megapar.model.layers.block import DecoderBlock, decoder_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.layers.loss import check_shard, linear_cross_entropy

@@ -13,7 +13,7 @@ _CAPACITY = ("moe_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_
 
 
 def _spelled(f: Facts, prefixes: tuple[str, ...]) -> list[str]:
-    return ["--" + name.replace("_", "-") for name in sorted(f.changed) if name.startswith(prefixes)]
+    return ["--" + name.replace("_", "-") for name in sorted(f.not_default) if name.startswith(prefixes)]
 
 
 RULES: tuple[Rule, ...] = (
@@ -113,8 +113,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="router-groups-unused",
-        reads=("moe_router_num_groups", "moe_router_group_topk", "changed"),
-        when=lambda f: bool(f.changed & {"moe_router_num_groups", "moe_router_group_topk"}),
+        reads=("moe_router_num_groups", "moe_router_group_topk", "not_default"),
+        when=lambda f: bool(f.not_default & {"moe_router_num_groups", "moe_router_group_topk"}),
         requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
         message="--moe-router-num-groups has no effect, because choices may come from all groups",
         fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave both out.",
@@ -125,11 +125,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="layer-ffn-sizes",
-        reads=("moe_layer_ffn_hidden_sizes", "num_layers", "first_k_dense", "changed"),
+        reads=("moe_layer_ffn_hidden_sizes", "num_layers", "first_k_dense", "not_default"),
         when=lambda f: f.moe_layer_ffn_hidden_sizes is not None,
         requires=lambda f: (
             len(f.moe_layer_ffn_hidden_sizes) == f.num_layers - f.first_k_dense
-            and "moe_ffn_hidden_size" not in f.changed
+            and "moe_ffn_hidden_size" not in f.not_default
         ),
         message="--moe-layer-ffn-hidden-sizes takes one size for each layer with experts, in place of "
         "--moe-ffn-hidden-size",
@@ -141,9 +141,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="mtp-weight-unused",
-        reads=("mtp_depth", "mtp_loss_weight", "changed"),
+        reads=("mtp_depth", "mtp_loss_weight", "not_default"),
         when=lambda f: f.mtp_depth == 0,
-        requires=lambda f: "mtp_loss_weight" not in f.changed,
+        requires=lambda f: "mtp_loss_weight" not in f.not_default,
         message="--mtp-loss-weight has no effect without --mtp-depth 1",
         source=NO_EFFECT,
         passing="--mtp-depth 1 --mtp-loss-weight 0.1",
@@ -163,9 +163,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="experts-unused",
-        reads=("num_experts", "changed"),
+        reads=("num_experts", "not_default"),
         when=lambda f: f.num_experts == 0,
-        requires=lambda f: not any(name.startswith(("moe_", "first_k_dense")) for name in f.changed),
+        requires=lambda f: not any(name.startswith(("moe_", "first_k_dense")) for name in f.not_default),
         message="--moe-... and --first-k-dense have no effect in a dense decoder",
         fix=lambda f: f"Leave out {either(_spelled(f, ('moe_', 'first_k_dense')))}, or give --num-experts.",
         source=NO_EFFECT,
@@ -175,9 +175,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="capacity-unused",
-        reads=("moe_model_type", "num_experts", "changed"),
+        reads=("moe_model_type", "num_experts", "not_default"),
         when=lambda f: f.moe_model_type == "megatron_moe" and f.num_experts > 0,
-        requires=lambda f: not f.changed & set(_CAPACITY),
+        requires=lambda f: not f.not_default & set(_CAPACITY),
         message="capacity and drop flags have no effect in dropless megatron_moe",
         fix=lambda f: f"Leave out {either(_spelled(f, _CAPACITY))}, or choose --moe-model-type deepspeed_moe.",
         source=NO_EFFECT,
@@ -187,9 +187,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="rope-theta-unused",
-        reads=("position_embedding_type", "changed"),
+        reads=("position_embedding_type", "not_default"),
         when=lambda f: f.position_embedding_type != "rope",
-        requires=lambda f: "rope_theta" not in f.changed,
+        requires=lambda f: "rope_theta" not in f.not_default,
         message="--rope-theta has no effect with learned positions",
         source=NO_EFFECT,
         passing="--rope-theta 500000",

@@ -31,10 +31,11 @@ from megapar.core.tensor_parallel.layers import (
     parameter,
     vocabulary_range,
 )
+from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.layers.block import ErnieBlock, HiddenDropout
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
+from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.loss import check_shard, linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
 from megapar.model.layers.self_attention import SelfAttention

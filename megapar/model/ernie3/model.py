@@ -28,12 +28,12 @@ from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.pipeline.stages import Chunk, StageContents
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
+from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.tasks import CLASSES, GENERATION, accuracy_of
 from megapar.model.layers.arrangement import Arrangement
-from megapar.model.layers.block import ErnieBlock
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding
 from megapar.model.layers.stack import run_layers

@@ -26,7 +26,7 @@ from megapar.core.comm.autograd import gather
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.recompute.selective import again
 from megapar.core.tensor_parallel.layers import SEQUENCE_DIM
-from megapar.model.layers.block import ErnieBlock
+from megapar.model.ernie.block import ErnieBlock
 from megapar.model.layers.context import Context
 
 

@@ -74,9 +74,9 @@ def _needs(id: str, flags: tuple[str, ...], task: str, failing: str) -> Rule:
     spelled = either("--" + name.replace("_", "-") for name in flags)
     return _row(
         id,
-        ("ernie_tasks", "changed"),
+        ("ernie_tasks", "not_default"),
         failing,
-        when=lambda f: bool(f.changed & set(flags)) and bool(_tasks(f)),
+        when=lambda f: bool(f.not_default & set(flags)) and bool(_tasks(f)),
         requires=lambda f: task in _tasks(f),
         message=f"{spelled} has no effect without {task} in --ernie-tasks",
         fix=f"Add {task}:1.0 to --ernie-tasks, or leave the flag out.",
@@ -87,9 +87,9 @@ def _needs(id: str, flags: tuple[str, ...], task: str, failing: str) -> Rule:
 RULES: tuple[Rule, ...] = (
     Rule(
         id="ernie3-unused",
-        reads=("ernie_model", "changed"),
+        reads=("ernie_model", "not_default"),
         when=lambda f: not ernie3(f),
-        requires=lambda f: not f.changed & set(_ONLY),
+        requires=lambda f: not f.not_default & set(_ONLY),
         message="tasks, branches and segments belong to ERNIE 3.0",
         fix="Add --ernie-model ernie3, or leave them out.",
         source=NO_EFFECT,
@@ -129,9 +129,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "ernie3-sop-weight",
-        ("changed",),
+        ("not_default",),
         "--sop-loss-weight 0.5",
-        requires=lambda f: "sop_loss_weight" not in f.changed,
+        requires=lambda f: "sop_loss_weight" not in f.not_default,
         message="--sop-loss-weight has no effect: sentence_reorder has its weight in --ernie-tasks",
         source=NO_EFFECT,
     ),
@@ -179,10 +179,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "memory-unused",
-        ("generation_segments", "changed"),
+        ("generation_segments", "not_default"),
         "--memory-length 64",
         when=lambda f: f.generation_segments == 1,
-        requires=lambda f: "memory_length" not in f.changed,
+        requires=lambda f: "memory_length" not in f.not_default,
         message="--memory-length has no effect with one segment",
         fix="Choose --generation-segments 2, or leave it out.",
         source=NO_EFFECT,

@@ -23,10 +23,10 @@ Shape letters: B samples, s positions of a slice on this rank, S sequence, H hid
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.fp32_grad_sum import fp32_grad_sums
@@ -36,7 +36,29 @@ from megapar.moe.passage import Passage, PendingCombines
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
-    from megapar.model.layers.block import DecoderBlock, HiddenDropout
+    from collections.abc import Iterator
+
+    from megapar.model.layers.hidden_dropout import HiddenDropout
+    from megapar.model.layers.mlp import Mlp
+    from megapar.model.layers.norm import LayerNorm, RmsNorm
+    from megapar.model.layers.self_attention import SelfAttention
+    from megapar.moe.layer import MoeLayer
+    from megapar.moe.slicing import Slicing
+
+
+class SliceableBlock(Protocol):
+    """A pre-norm layer that can run in slices, such as ``DecoderBlock``."""
+
+    attention_norm: RmsNorm | LayerNorm
+    attention: SelfAttention
+    drop: HiddenDropout
+    mlp_norm: RmsNorm | LayerNorm
+    mlp: Mlp | None
+    moe: MoeLayer | None
+    slicing: Slicing
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters of the layer."""
 
 
 class Sliced(NamedTuple):
@@ -93,7 +115,7 @@ def join(sliced: Sliced, context: Context) -> Tensor:
     return torch.cat([sliced.take(number, context) for number in range(len(context.own_slices))], dim=1)
 
 
-def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
+def run_sliced(block: SliceableBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
     """Run ``block.forward`` slice by slice.
 
     x and the result are tensors, or ``Sliced`` between layers that pass slices on.
@@ -102,7 +124,7 @@ def run_sliced(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tup
         return _run(block, x, context)
 
 
-def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
+def _run(block: SliceableBlock, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
     layer = _Layer(block, x, context)
     attention, last = layer.attention, len(context.own_slices) - 1
     if not attention.hides:
@@ -133,7 +155,7 @@ def _run(block: DecoderBlock, x: Tensor | Sliced, context: Context) -> tuple[Ten
 class _Layer:
     """One layer and one micro-batch: the steps of a slice before and after attention, called in slice order."""
 
-    def __init__(self, block: DecoderBlock, x: Tensor | Sliced, context: Context) -> None:
+    def __init__(self, block: SliceableBlock, x: Tensor | Sliced, context: Context) -> None:
         self.block, self.context = block, context
         self.attention = CausalSlices(block.attention, context, hides=block.slicing.overlap_mp)
         if isinstance(x, Tensor):

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megapar.config.launched import RANK_FILE, ROUND, failure_file
+from megapar.config.launch_environment import RANK_FILE, ROUND, failure_file
 from megapar.core.health.parent import be_launcher
 from megapar.errors import DistributedError
 from megapar.tools.launcher import unkillable

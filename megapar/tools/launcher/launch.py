@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
-from megapar.config.launched import LAUNCH, STOP_TIMEOUT
+from megapar.config.launch_environment import LAUNCH, STOP_TIMEOUT
 from megapar.core.health.signal_listener import write_stderr
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.schema.flag import SCRIPTS

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from megapar.config.launched import starts_before
+from megapar.config.launch_environment import starts_before
 from megapar.core.health.signal_listener import write_stderr
 
 

@@ -28,8 +28,8 @@ from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.data.batches import Collate, MicroBatch, pinned
+from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
-from megapar.data.own import own_positions
 from megapar.data.sampling.samples import Sample
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
@@ -189,7 +189,7 @@ class FakeBuilder(Builder):
 
     def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
         """Return a collate function of real samples, because the host reads them. They become fake on the device."""
-        own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
+        own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
         collate = pinned(own, world.device.pin)
 
         def made(samples: Sequence[Sample]) -> MicroBatch:

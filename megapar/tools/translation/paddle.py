@@ -422,7 +422,7 @@ tie-word-embeddings | @paddle_usual_tie |
 _OTHERS = ("bert", "t5", "bart", "-vl", "vit", "mamba", "rwkv", "chatglm")
 
 
-def model_of(given: Mapping[str, str]) -> str:
+def trainer_kind(given: Mapping[str, str]) -> str:
     """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
     plain = {name.rpartition(".")[2]: value for name, value in given.items()}
     if any(name in plain for name in ("moe-num-experts", "moe-group", "moe-k", "use-moe")):

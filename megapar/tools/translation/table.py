@@ -53,6 +53,6 @@ OWN: Mapping[str, frozenset[str]] = {
 }
 
 
-def model_of(framework: str, given: Mapping[str, str]) -> str:
+def trainer_kind(framework: str, given: Mapping[str, str]) -> str:
     """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
-    return paddle.model_of(given) if framework == "paddle" else "moe"
+    return paddle.trainer_kind(given) if framework == "paddle" else "moe"

@@ -284,7 +284,7 @@ def _translate_flag(written: str, value: str, spelling: Spelling) -> Translated:
     """Translate a flag or an alias of the trainers."""
     flag = spelling.flag
     for rule in RULES:
-        if rule.kind == NOT_BUILT and rule.reads[0] == flag.name and "changed" in rule.reads:
+        if rule.kind == NOT_BUILT and rule.reads[0] == flag.name and "not_default" in rule.reads:
             verdict = UNSUPPORTED if flag.group in _HARMLESS else OTHER
             return Translated(written, value, verdict, "", f"{rule.message}")
     if flag.name == "recompute_num_layers" and value == "0":

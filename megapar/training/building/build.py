@@ -17,8 +17,8 @@ from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
+from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
-from megapar.data.own import own_positions
 from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
@@ -111,12 +111,15 @@ def make_layout(config: Config) -> SequenceLayout:
 
 def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
     """Return the function that makes pinned micro-batches of this rank's positions from whole samples."""
-    own = own_positions(corpus.collate, make_layout(config), world.axis("cp").rank)
+    own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
     return pinned(own, world.device.pin)
 
 
 def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
-    """Return the loader of this rank's micro-batches, without skipped samples. The ranks of ``data`` share them."""
+    """Return the loader of this rank's micro-batches, without skipped samples.
+
+    Each rank of ``data`` reads its own part of every global batch.
+    """
     return Loader(
         Skipping(corpus.train, skipped) if skipped else corpus.train,
         collate,

@@ -46,7 +46,7 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
 from megapar.training.building.build import DTYPES, compute_dtype, make_collate, make_layout, make_slicing
-from megapar.training.building.stages import effective_schedule
+from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.building.tensor_overlap import hiding
 from megapar.training.step.denominators import Denominators
 

@@ -32,15 +32,15 @@ from megapar.core.tensor_parallel.fp8 import torchao_lacks
 from megapar.core.tensor_parallel.overlap_price import FUSED
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.errors import Complaint, ConfigError
+from megapar.model.decoder.block import DecoderBlock
 from megapar.model.initialize import std_of
-from megapar.model.layers.block import DecoderBlock
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
 from megapar.training.building.build import compute_dtype, make_objective, reduce_dtype
 from megapar.training.building.builder import Builder, Model, check_widths, make_execution, make_recompute
+from megapar.training.building.pipeline_split import effective_schedule, make_stages, placed
 from megapar.training.building.segments import make_segments
-from megapar.training.building.stages import effective_schedule, make_stages, placed
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.pipelined import PipelinedModel
 

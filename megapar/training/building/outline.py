@@ -16,8 +16,8 @@ from megapar.core.units import MEGABYTE, billions
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
+from megapar.training.building.pipeline_split import pipeline_outline
 from megapar.training.building.segments import make_segments
-from megapar.training.building.stages import outline as pipeline_outline
 from megapar.training.checkpoints.identity import another_run
 from megapar.training.checkpoints.model_match import fitted
 from megapar.training.step.learning_rate import another_schedule, make_learning_rate

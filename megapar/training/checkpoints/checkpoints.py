@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapar.config.launched import job_id, launch_id, starts_before
+from megapar.config.launch_environment import job_id, launch_id, starts_before
 from megapar.config.run import CheckpointOptions
 from megapar.config.suspects import suspects
 from megapar.core.checkpoint import folder as folders
@@ -330,7 +330,7 @@ class Checkpoints:
             store.save(folder, shards, scalars, layout=layout, group=group, then=published, owner=self._owner)
 
         in_background = self._background is not None and not final
-        self.settle()
+        self.join_save()
         names = {"job": job_id(os.environ), "launch": launch_id(os.environ), NAMES: self.lineage.agree(self._agree)}
         scalars = {**scalars, **names}
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
@@ -357,7 +357,7 @@ class Checkpoints:
             self._background.settle_copy()
 
     def poll(self) -> None:
-        """Report a background save that has completed, on rank 0. All ranks act on its result in ``settle``.
+        """Report a background save that has completed, on rank 0. All ranks act on its result in ``join_save``.
 
         Raises FolderLostError on the rank that owned the folder if another run owns it now, because no save can
         succeed any more.
@@ -367,7 +367,7 @@ class Checkpoints:
         if self._background is not None and self.log_line is not None and self._under_way and not self._background.busy:
             self._report(self._background.written)
 
-    def settle(self) -> None:
+    def join_save(self) -> None:
         """Wait for the save in progress. Raises CheckpointError if it failed and --on-save-error is stop."""
         written = None if self._background is None else self._background.join()
         if written is not None:

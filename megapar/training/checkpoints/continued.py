@@ -14,7 +14,7 @@ from megapar.arguments import Config
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.data.corpus import Corpus
-from megapar.data.sampling import course
+from megapar.data.sampling.data_phases import Phase, Phases, first_lanes
 from megapar.data.sampling.skipping import Range, sample_at
 from megapar.data.tokenizers.ids import facts_of
 from megapar.errors import Complaint, ConfigError, MegaparError
@@ -74,8 +74,8 @@ def continue_run(
         raise ConfigError([Complaint(*complaint) for complaint in answer["refused"]])
     identity = Identity.from_json(answer["record"])
     assert identity is not None
-    if answer["on_course"] and len(identity.phases) > 1:
-        corpus = corpus.on_course(_course(identity.phases))
+    if answer["in_phases"] and len(identity.phases) > 1:
+        corpus = corpus.in_phases(_sampling_phases(identity.phases))
     return Continuation(answer["record"], corpus, tuple(answer["notes"]))
 
 
@@ -89,9 +89,9 @@ def _compare(
         return {"refused": [["data", f"The data cannot be read again: {error}", ""]]}
     size = config.grid.world_size
     nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    first = DataPhase(0, course.first_lanes(data.weights), data)
+    first = DataPhase(0, first_lanes(data.weights), data)
     here = Identity(OPTIMIZER, tokenizer, (first,), made_by(size, nodes), flags_of(config))
-    alone = {"record": here.to_json(), "refused": [], "on_course": False}
+    alone = {"record": here.to_json(), "refused": [], "in_phases": False}
     if before is None:
         return {**alone, "notes": []}
     saved = Identity.from_json(before.scalars.get(RECORD))
@@ -116,8 +116,8 @@ def _compare(
         notes.append(f"no step is left to train, so the data need not be that of {place}: {differences}")
     refusals = [[complaint.rule, complaint.message, complaint.fix] for complaint in complaints]
     # Without a step to train, the given data may have other sources than the phases, which are the checkpoint's.
-    on_course = trains or _is_same(saved.phases[-1], data)
-    return {"record": record.to_json(), "notes": notes, "refused": refusals, "on_course": on_course}
+    in_phases = trains or _is_same(saved.phases[-1], data)
+    return {"record": record.to_json(), "notes": notes, "refused": refusals, "in_phases": in_phases}
 
 
 def _phases(before: Sequence[DataPhase], data: DataFacts, start: int) -> tuple[DataPhase, ...]:
@@ -153,13 +153,13 @@ def _seen_before(before: Sequence[DataPhase], data: DataFacts, lanes: tuple[str,
     return tuple(continued)
 
 
-def _course(phases: Sequence[DataPhase]) -> course.Course:
-    return tuple(course.Phase(phase.start, phase.data.weights, phase.lanes) for phase in phases)
+def _sampling_phases(phases: Sequence[DataPhase]) -> Phases:
+    return tuple(Phase(phase.start, phase.data.weights, phase.lanes) for phase in phases)
 
 
 def _change(phases: Sequence[DataPhase]) -> str:
     """Describe the position of each source at the beginning of the last phase."""
-    *before, now = _course(phases)
+    *before, now = _sampling_phases(phases)
     ends = [phase.start for phase in phases[1:]]
     positions = []
     for source, lane in zip(phases[-1].data.sources, now.lanes, strict=True):

@@ -33,7 +33,7 @@ from megapar.core.checkpoint.shard_file import (
 )
 from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
 from megapar.core.checkpoint.tiling import tile
-from megapar.data.tokenizers.kept_tokenizer import kept
+from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.model.architectures import ARCHITECTURES, own_architecture
@@ -207,7 +207,7 @@ def megapar_to_hf(
     beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
     facts = {} if beside is None else _facts(beside / FACTS)
     architecture = _architecture(facts, saved)
-    tokenizer = tokenizer or kept(folder.parent)
+    tokenizer = tokenizer or load_stored_tokenizer(folder.parent)
     if tokenizer is not None and tokenizer.size > saved.sizes.vocab_size:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.size} ids and the model {saved.sizes.vocab_size}: "

@@ -42,7 +42,7 @@ class DataPhase:
 
     Attributes:
         start: its first sample.
-        lanes: see ``data.sampling.course.Phase``.
+        lanes: see ``data.sampling.data_phases.Phase``.
         data: the data.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapar.config.latest_name import of_name
+from megapar.config.checkpoint_names import parse_checkpoint_name
 from megapar.core.checkpoint import storage, store
 from megapar.errors import CheckpointError
 
@@ -91,4 +91,4 @@ def scalars_of(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _place(name: str) -> tuple[int, int]:
-    return of_name(name) or (-1, 0)
+    return parse_checkpoint_name(name) or (-1, 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.config.launched import launch_id
+from megapar.config.launch_environment import launch_id
 from megapar.config.suspects import RECORD
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import FoundLocal, LocalCheckpoints
@@ -45,7 +45,7 @@ class LocalSaves:
 
     def save(self, iteration: int, scalars: Mapping[str, Any]) -> None:
         """Start a save in the background, after waiting for the previous one."""
-        self.settle()
+        self.join_save()
         shards = {**state.weights(self._job), **state.moments(self._job)}
         everything = {name: replace(shard, primary=True) for name, shard in shards.items()}
         self._background.begin(
@@ -59,7 +59,7 @@ class LocalSaves:
         """Wait until a save has copied the state that the optimizer is about to change."""
         self._background.settle_copy()
 
-    def settle(self) -> None:
+    def join_save(self) -> None:
         """Wait for the save in progress. If this node's memory is full, log a warning and continue training."""
         written = self._background.join()
         if written is None or written.error is None:
@@ -92,7 +92,7 @@ class LocalSaves:
 
     def remove(self) -> None:
         """Remove all local checkpoints, after a complete run."""
-        self.settle()
+        self.join_save()
         self._local.remove()
 
 

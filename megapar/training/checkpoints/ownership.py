@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megapar.config.launched import job_id, launch_id, slurm_job, starts_before
+from megapar.config.launch_environment import job_id, launch_id, slurm_job, starts_before
 from megapar.config.start import check_save
 from megapar.core.checkpoint import owner as owners
 from megapar.core.checkpoint.lease import Lease

@@ -62,7 +62,7 @@ def resume(
             place = Path(f"local checkpoint {local.iteration}")
             checkpoints.resumed_from = place
             checkpoints.notes.append(f"taking the local checkpoint of iteration {local.iteration}")
-            loaded = state.take(place, local_saves.load(local), job, progress, schedule, wanted, loss_scale)
+            loaded = state.restore_scalars(place, local_saves.load(local), job, progress, schedule, wanted, loss_scale)
             checkpoints.follow(loaded, local=True)
             return loaded
     else:

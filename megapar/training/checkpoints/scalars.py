@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megapar.config.latest_name import of_name
+from megapar.config.checkpoint_names import parse_checkpoint_name
 from megapar.config.shown import shown
 from megapar.config.suspects import NEVER
 from megapar.errors import CheckpointError
@@ -54,7 +54,7 @@ def _iterations(value: Any) -> bool:
 
 
 def _names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) and of_name(item) for item in value)
+    return isinstance(value, list) and all(isinstance(item, str) and parse_checkpoint_name(item) for item in value)
 
 
 _COUNT, _NUMBERS = (_count, "a whole number from 0 on"), (_numbers, "a list of finite numbers")

@@ -173,7 +173,7 @@ def load(
         verify=options.verify,
         group=group,
     )
-    loaded = take(folder, saved, job, progress, schedule, options, loss_scale)
+    loaded = restore_scalars(folder, saved, job, progress, schedule, options, loss_scale)
     return replace(loaded, initial=tuple(block.name for block in fit.initial))
 
 
@@ -181,7 +181,7 @@ def _stored_names(blocks: Iterable[OptionalBlock]) -> tuple[str, ...]:
     return tuple(f"model/{prefix}" for block in blocks for prefix in block.prefixes)
 
 
-def take(
+def restore_scalars(
     folder: Path,
     saved: Mapping[str, Any],
     job: Job,

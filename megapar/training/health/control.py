@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megapar.config.launched import stop_timeout
+from megapar.config.launch_environment import stop_timeout
 from megapar.core.health.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
 
 

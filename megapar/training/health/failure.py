@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megapar.config.launched import failure_file
+from megapar.config.launch_environment import failure_file
 from megapar.errors import DataError, DistributedError
-from megapar.training.health.innocent import lost_another
+from megapar.training.health.lost_peer import is_lost_peer
 
 # Failures of other ranks, and failures of a machine that a restart may cure.
 _OF_OTHERS = (DistributedError, dist.DistError, OSError, KeyboardInterrupt, SystemExit)
@@ -47,7 +47,7 @@ def note(
         "saved": saved,
         "own": not isinstance(error, _OF_OTHERS)
         and not (isinstance(error, RuntimeError) and any(name in text for name in _OF_LIBRARIES)),
-        "lost": lost_another(error),
+        "lost": is_lost_peer(error),
         "samples": getattr(error, "samples", following[1] if isinstance(error, DataError) else ""),
         "at": time.time(),
     }

@@ -17,7 +17,7 @@ from megapar.core.sharding import replicas
 from megapar.data.batches import Loader
 from megapar.errors import TrainingError
 from megapar.training.building.job import Job, copies
-from megapar.training.building.stages import effective_schedule
+from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.checkpoints.verification import Start
 from megapar.training.health.recompute_guard import RecomputeGuard

@@ -109,7 +109,7 @@ class RecomputeGuard:
             job.pipeline.trail = trail
         try:
             with trail.watching(job.model.units()):
-                totals = self._gradients.again(work)
+                totals = self._gradients.repeat(work)
         finally:
             job.sharding.watch(None)
             if job.pipeline is not None:

@@ -10,12 +10,25 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from megapar.training.reports.record import Record
 from megapar.training.reports.time_left import TimeLeft, clock_text
 
 EXPERTS = ".experts.jsonl"
+
+
+class Logger(Protocol):
+    """A sink for records, on the rank that reports."""
+
+    def log(self, record: Record) -> None:
+        """Log one iteration. Called in order."""
+
+    def flush(self) -> None:
+        """Make all records so far durable and visible."""
+
+    def close(self) -> None:
+        """Close the logger at the end of the run."""
 
 
 class JsonLinesLogger:

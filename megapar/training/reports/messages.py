@@ -19,10 +19,9 @@ from megapar.training.building.build import compute_dtype
 from megapar.training.building.job import Job
 from megapar.training.building.memory import expert_bound
 from megapar.training.reports import run_facts as facts
-from megapar.training.reports.loggers import JsonLinesLogger, PlainTerminal, ProgressTerminal, TensorBoardLogger
+from megapar.training.reports.loggers import JsonLinesLogger, Logger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.reports.monitor import Monitor
 from megapar.training.reports.patient_logger import PatientLogger
-from megapar.training.reports.record import Logger
 from megapar.training.step.objective import Objective
 
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import torch
@@ -27,52 +27,15 @@ from megapar.model.ernie3.tasks import CLASSES, TASKS
 from megapar.model.layers.terms import ROUTING
 from megapar.training.health.stragglers import Pace
 from megapar.training.health.stragglers import pace as find_pace
-from megapar.training.reports.record import Logger, Record
+from megapar.training.reports.loggers import Logger
+from megapar.training.reports.record import Record
 from megapar.training.reports.streams import stream_failures
 from megapar.training.step.denominators import Denominators
 from megapar.training.step.objective import Objective
+from megapar.training.step.result import StepResult
 from megapar.training.step.totals import Totals
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
-
-
-@dataclass
-class Step:
-    """The result of one optimizer step. Tensors are this rank's sums, on the device.
-
-    Attributes:
-        iteration: number of the step, from 1.
-        consumed_samples: samples read so far.
-        consumed_tokens: tokens read so far, without padding.
-        lr: learning rate.
-        denominators: denominators of the terms, over the global batch.
-        totals: sums of the loss terms and routing statistics.
-        norm: global gradient norm.
-        loss_scale: loss scale of the gradients.
-        skipped: True if the step did not change the model.
-        sent_bytes: "axis/collective" -> bytes that this rank sent.
-        seconds: duration on the host.
-        exposed: waits of this rank for communication. None if not every wait of the step was timed.
-        waited: other waits for slower ranks.
-        ended: end of the step, in seconds since the epoch.
-        evaluation: means of an evaluation after the step. None without one.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    lr: float
-    denominators: Denominators
-    totals: Totals
-    norm: Tensor
-    loss_scale: float
-    skipped: bool
-    sent_bytes: dict[str, int]
-    seconds: float
-    exposed: Waits | None
-    waited: Waits
-    ended: float
-    evaluation: dict[str, float] | None = None
 
 
 class Monitor:
@@ -120,10 +83,10 @@ class Monitor:
         self._flops_per_token = flops_per_token
         self.peak, self.peak_source = peak, peak_source
         self.failed_saves = 0
-        self._steps: list[Step] = []
+        self._steps: list[StepResult] = []
         self._since = time.perf_counter()
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepResult) -> None:
         """Keep a step for the next flush."""
         self._steps.append(step)
 
@@ -213,7 +176,7 @@ class Monitor:
         for axis in (self._data, self._cp, self._pp):
             reduce_numbers(rows, axis, "losses")
 
-    def _record(self, step: Step, row: list[float], pace: Pace | None) -> Record:
+    def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
         names, items = list(step.totals.sums), step.denominators.items
         means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
         loads = len(names) + 1 + len(ROUTING)
@@ -273,7 +236,7 @@ def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) 
     return sum(row[names.index(name)] for name in words) / max(1, sum(items[name] for name in words))
 
 
-def _work_seconds(step: Step, exposed: Waits) -> float:
+def _work_seconds(step: StepResult, exposed: Waits) -> float:
     """Return the seconds that this rank worked in a step, without waits for other ranks."""
     waited = sum(exposed.seconds().values()) + sum(step.waited.seconds().values())
     return max(0.0, step.seconds - waited)

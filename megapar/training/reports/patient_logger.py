@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megapar.training.reports.record import Logger, Record
+from megapar.training.reports.loggers import Logger
+from megapar.training.reports.record import Record
 
 MOST_KEPT = 10_000  # maximum number of records; the oldest ones are dropped
 LONGEST_PAUSE_SECONDS = 60.0

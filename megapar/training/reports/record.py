@@ -6,7 +6,7 @@ Tested in ``tests/training/test_pace.py`` and ``tests/training/reports/test_time
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megapar.training.health.stragglers import Pace
 
@@ -105,16 +105,3 @@ class Record:
         values["rank_seconds"] = {} if self.pace is None else self.pace.to_dict()
         del values["pace"]
         return {name: value for name, value in values.items() if value is not None or not name.startswith("eval_")}
-
-
-class Logger(Protocol):
-    """A sink for records, on the rank that reports."""
-
-    def log(self, record: Record) -> None:
-        """Log one iteration. Called in order."""
-
-    def flush(self) -> None:
-        """Make all records so far durable and visible."""
-
-    def close(self) -> None:
-        """Close the logger at the end of the run."""

@@ -82,7 +82,7 @@ class Gradients:
             norm, votes = self._reduce(self._loss_factor(work.denominators))
         return Summed(totals, norm, votes)
 
-    def again(self, work: StepBatches) -> Totals:
+    def repeat(self, work: StepBatches) -> Totals:
         """Run forward, backward and the sums over the data ranks again, without a reduction of the norm or the votes.
 
         The sharding holds the gradients afterwards.

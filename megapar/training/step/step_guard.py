@@ -1,4 +1,4 @@
-"""The decision to apply or skip a step's update: found_inf (fp16 overflow), a non-finite norm, or a loss spike.
+"""The decision to apply or skip a step's update: an fp16 overflow, a non-finite norm, or a loss spike.
 
 Tested in ``tests/training/step/test_bad_steps.py``.
 """
@@ -50,7 +50,8 @@ class StepGuard:
         mean_loss: returns the loss of the global batch from this rank's totals.
 
     Attributes:
-        late: True if the device itself skips an update with found_inf set, and the host learns of it one step later.
+        decided_on_device: True if the device itself skips an update with found_inf set, and the host learns of it one
+            step later.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class StepGuard:
         self._skipped_ranges = skipped
         self._mean_loss = mean_loss
         self._skips_spikes = config.reliability.spike_skip
-        self.late = self._may_be_late(config)
+        self.decided_on_device = self._may_decide_on_device(config)
 
-    def _may_be_late(self, config: Config) -> bool:
+    def _may_decide_on_device(self, config: Config) -> bool:
         """Return True unless the next step needs the verdict: for its loss scale, its length, or to skip a spike."""
         next_step_needs_it = self._loss_scale is not None or config.training.progressive_iters > 0 or self._skips_spikes
         device = self._world.device
@@ -112,7 +113,7 @@ class StepGuard:
         return summed, norm, cause
 
     def _check_overflow(self, work: StepBatches, norm: float) -> tuple[float, bool]:
-        """Return the loss scale of this step and found_inf: True if its gradients overflowed.
+        """Return the loss scale of this step, and whether its gradients overflowed.
 
         Raises TrainingError if the scale is already the minimum, with the name of the first non-finite parameter.
         """

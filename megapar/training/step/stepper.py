@@ -24,10 +24,10 @@ from megapar.training.building.job import Job
 from megapar.training.checkpoints.state import Progress
 from megapar.training.health.control import Control
 from megapar.training.health.guards import Guards
-from megapar.training.reports.monitor import Step
 from megapar.training.step.bad_steps import BadStepPolicy
 from megapar.training.step.batches import BatchFeed, StepBatches
 from megapar.training.step.gradients import Gradients, Summed
+from megapar.training.step.result import StepResult
 from megapar.training.step.schedules import LearningRate
 from megapar.training.step.step_guard import StepGuard, StepVerdict
 
@@ -48,7 +48,7 @@ class _Pending:
 
     work: StepBatches
     summed: Summed
-    step: Step
+    step: StepResult
     norm_and_votes: Tensor
     copied: Event
 
@@ -57,7 +57,7 @@ class Stepper:
     """Runs optimizer steps, one per call.
 
     A step with non-finite gradients changes nothing (in fp16, only the loss scale). If the host runs ahead of its
-    device, the device makes that decision (found_inf), and the host reads it one step later in ``settle``.
+    device, the device makes that decision (found_inf), and the host reads it one step later in ``resolve_pending``.
     """
 
     def __init__(
@@ -92,30 +92,30 @@ class Stepper:
         self._before_update = before_update
         self._pending: _Pending | None = None
 
-    def step(self, loader: Loader) -> Step:
+    def step(self, loader: Loader) -> StepResult:
         """Run the next step on micro-batches from ``loader``."""
         start = time.perf_counter()
         self._time_waits()
         progress, work = self.progress, self.feed.next(loader, self.progress)
         summed = self.gradients.make(work)
-        if self.settle():
+        if self.resolve_pending():
             summed = self.gradients.make(work)
-        bad: Tensor | None = None
-        if self.step_guard.late:
-            bad = summed.norm.isfinite().logical_not().float()
+        found_inf: Tensor | None = None
+        if self.step_guard.decided_on_device:
+            found_inf = summed.norm.isfinite().logical_not().float()
             verdict = StepVerdict(summed, loss_scale=1.0, skipped=False)
         else:
             verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes()))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
-            self._update(work.iteration, verdict.summed, lr, bad)
+            self._update(work.iteration, verdict.summed, lr, found_inf)
         work.count_into(progress, skipped=verdict.skipped)
         step = self._report(work, verdict, lr, time.perf_counter() - start)
-        if bad is not None:
+        if found_inf is not None:
             self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes()))
         return step
 
-    def settle(self) -> bool:
+    def resolve_pending(self) -> bool:
         """Resolve the deferred verdict of the previous step. Returns True if its gradients had to be computed again.
 
         The device skipped the update if the norm was not finite, so the repeated step starts from the same model.
@@ -153,14 +153,14 @@ class Stepper:
         self.control.apply_votes(self.guards.apply_votes([round(vote) for vote in votes], self.progress.iteration))
         return norm
 
-    def _update(self, iteration: int, summed: Summed, lr: float, bad: Tensor | None) -> None:
+    def _update(self, iteration: int, summed: Summed, lr: float, found_inf: Tensor | None) -> None:
         """Update the model.
 
         Args:
             iteration: number of the step, from 1.
             summed: the gradients' statistics.
             lr: learning rate.
-            bad: found_inf, a scalar on the device: 1 skips the update. None if the host knows that the step is good.
+            found_inf: a scalar on the device: 1 skips the update. None if the host knows that the step is good.
         """
         job = self.job
         self._before_update()
@@ -168,14 +168,14 @@ class Stepper:
         if self.config.optimizer.clip_grad > 0:
             clip(job.sharding.parts, summed.norm, self.config.optimizer.clip_grad)
         with record_function("megapar: optimizer"):
-            job.optimizer.step(lr, bad)
+            job.optimizer.step(lr, found_inf)
             job.sharding.publish()
         self.guards.after_update(iteration)
-        self._move_router_bias(summed.totals.load, bad)
-        if bad is None:
+        self._move_router_bias(summed.totals.load, found_inf)
+        if found_inf is None:
             self.bad_steps.end_streak()
 
-    def _move_router_bias(self, load: Tensor, bad: Tensor | None) -> None:
+    def _move_router_bias(self, load: Tensor, found_inf: Tensor | None) -> None:
         """Raise the correction bias of experts that received less than their share of the global batch."""
         rate, data = self.config.moe.moe_router_bias_update_rate, self.job.world.axis("data")
         if rate:
@@ -184,11 +184,11 @@ class Stepper:
             model = cast(Decoder, self.job.model)  # the rules refuse a rate for other models
             # Rows are indexed one at a time: an index by a list would wait for the device.
             rows = total if self.job.pipeline is None else [total[row] for row in model.load_rows]
-            model.update_router_bias(rows, rate, None if bad is None else 1 - bad)
+            model.update_router_bias(rows, rate, None if found_inf is None else 1 - found_inf)
 
-    def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> Step:
+    def _report(self, work: StepBatches, verdict: StepVerdict, lr: float, seconds: float) -> StepResult:
         progress, job = self.progress, self.job
-        return Step(
+        return StepResult(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens,

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.mtp import Mtp, following
-from megapar.model.layers.block import DecoderBlock
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import rotary_angles
 from tests.model.small import DENSE, batch_for, build

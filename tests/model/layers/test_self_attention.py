@@ -14,11 +14,12 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
+from megapar.model.decoder.block import decoder_attention
+from megapar.model.ernie.block import ErnieBlock, ernie_attention
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.layers.attention_kinds import ATTENTION_KINDS, make_attention
 from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.attention_slices import CausalSlices
-from megapar.model.layers.block import ErnieBlock, decoder_attention, ernie_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import rotary_angles, rotate
 from megapar.model.layers.self_attention import SelfAttention

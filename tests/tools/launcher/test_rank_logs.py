@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.launched import ROUND
+from megapar.config.launch_environment import ROUND
 from megapar.tools.launcher.rank_logs import RankLogs, log_file
 
 

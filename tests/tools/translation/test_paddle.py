@@ -409,7 +409,7 @@ def test_fleet_s_dictionaries_become_the_layouts_of_the_presets(name: str, tmp_p
 def test_which_trainer_a_model_is_for(line: str, kind: str) -> None:
     words = shlex.split(line)
     given = {normal(name[2:]): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    assert paddle.model_of(given) == kind
+    assert paddle.trainer_kind(given) == kind
 
 
 def test_a_line_that_paddle_starts() -> None:

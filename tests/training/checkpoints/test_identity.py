@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
-from megapar.config.kept import FOLDER
+from megapar.config.stored_tokenizer import FOLDER
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
 from megapar.data.tokens.cache import cache_folder
 from megapar.errors import ConfigError
@@ -226,7 +226,7 @@ def test_under_an_override_sources_go_on_and_the_checkpoint_is_of_the_new_run(ru
 
 
 def test_what_a_run_that_was_overridden_is_worth_on_other_data(runs: Runs, told: list[str]) -> None:
-    """With no step left the course of the phases is not that of the data, which is only evaluated on."""
+    """With no step left the phases stay those of the checkpoint, and other data is only evaluated on."""
     runs.run(2, [runs.a])
     mixed = ["1", runs.a, "1", runs.b]
     runs.run(4, mixed, "--override-data", "sources")
@@ -240,7 +240,7 @@ def test_what_a_run_that_was_overridden_is_worth_on_other_data(runs: Runs, told:
         worth.append(found.evaluation)
         assert any("no step is left to train, so" in line for line in told) is (data == [other])
     assert worth[0] != worth[2]
-    assert runs.run(6, mixed).iteration == 6  # the course is still the checkpoint's
+    assert runs.run(6, mixed).iteration == 6  # the phases are still the checkpoint's
 
 
 def test_a_restart_goes_on_with_the_data_that_was_overridden(runs: Runs) -> None:

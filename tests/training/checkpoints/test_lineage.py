@@ -136,11 +136,11 @@ def test_a_folder_is_the_same_however_it_is_spelled(tmp_path: Path, slash: str) 
 def test_of_a_checkpoint_in_memory_and_one_on_disk_the_newer_is_taken(tmp_path: Path, told: list[str]) -> None:
     root, local = tmp_path / "c", ("--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(tmp_path / "m"))
     line = ("--load", str(root))
-    with patch.object(LocalSaves, "remove", LocalSaves.settle):  # a killed run leaves them
+    with patch.object(LocalSaves, "remove", LocalSaves.join_save):  # a killed run leaves them
         run_here(root, *line, *local, "--exit-interval", "3", **JOB_A)
     run_here(root, *line, "--exit-interval", "5", **JOB_A)  # goes on elsewhere, and comes back
     assert sorted(losses(run_here(root, *line, *local, **JOB_A))) == [6]
-    with patch.object(LocalSaves, "remove", LocalSaves.settle):
+    with patch.object(LocalSaves, "remove", LocalSaves.join_save):
         run_here(root, *line, *local, "--ckpt-step", "2", "--exit-interval", "5", **JOB_A)
     told.clear()
     assert min(losses(run_here(root, *line, *local, "--ckpt-step", "2", **JOB_A))) == 3

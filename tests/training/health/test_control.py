@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from megapar.config.launched import stop_timeout
+from megapar.config.launch_environment import stop_timeout
 from megapar.errors import DistributedError
 from tests.support.process import STICK, finish, read_until, start
 

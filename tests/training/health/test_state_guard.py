@@ -57,7 +57,7 @@ def faulty(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "step", flipping(kind, at)),
-        patch.object(StepGuard, "_may_be_late", lambda self, config: late),
+        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: late),
     ):
         try:
             outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True)

@@ -61,7 +61,7 @@ def spoiled(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
-        patch.object(StepGuard, "_may_be_late", lambda self, config: late),
+        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: late),
     ):
         return list(
             train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records

@@ -19,8 +19,8 @@ from megapar.core.device.base import Device
 from megapar.core.sharding.master_shard import Sharding
 from megapar.trainer import Trainer
 from megapar.training.building.build import make_corpus
-from megapar.training.reports.monitor import Step
 from megapar.training.step.observer import StepObserver
+from megapar.training.step.result import StepResult
 
 SMALL = "--data-path mock --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2"
 SMALL += " --seq-length 16 --vocab-size 128 --micro-batch-size 1 --gradient-merge-acc-step 2 --train-iters 1"
@@ -65,7 +65,7 @@ class Notes(StepObserver):
         self.events.append(where)
 
 
-def step(flags: str, observer: StepObserver) -> Step:
+def step(flags: str, observer: StepObserver) -> StepResult:
     """One step of a trainer."""
     config = parse("moe", f"{SMALL} {flags}".split(), {})
     world = World.start(config.grid, Device(), timedelta(seconds=60))

@@ -7,7 +7,7 @@ import torch
 
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.data.batches import collate_decoder, collate_ernie
-from megapar.data.own import ahead, own_positions
+from megapar.data.context_parallel_batch import ahead, context_parallel_collate
 from megapar.data.sampling.samples import NO_LOSS
 from megapar.model.decoder.mtp import following
 
@@ -33,7 +33,7 @@ def ernie_sample(valid: int, masked: list[int]) -> dict[str, np.ndarray]:
 
 def test_a_decoder_batch_in_zigzag() -> None:
     samples = [decoder_sample(0), decoder_sample(20)]
-    first, second = (own_positions(collate_decoder, ZIGZAG, rank)(samples) for rank in range(2))
+    first, second = (context_parallel_collate(collate_decoder, ZIGZAG, rank)(samples) for rank in range(2))
     assert first.tensors["tokens"].tolist() == [[0, 1, 6, 7], [20, 21, 26, 27]]
     assert second.tensors["labels"].tolist() == [[3, 4, 5, 6], [23, 24, 25, 26]]
     assert second.tensors["positions"].tolist() == [[2, 3, 4, 5]] * 2
@@ -45,7 +45,7 @@ def test_a_decoder_batch_in_zigzag() -> None:
 
 def test_masked_words_go_to_who_holds_them() -> None:
     samples = [ernie_sample(8, [1, 5]), ernie_sample(6, [0, 3])]
-    first, second = (own_positions(collate_ernie, SequenceLayout(2), rank)(samples) for rank in range(2))
+    first, second = (context_parallel_collate(collate_ernie, SequenceLayout(2), rank)(samples) for rank in range(2))
     assert first.tensors["masked_index"].tolist() == [1, 4, 7]
     assert first.tensors["masked_labels"].tolist() == [101, 100, 103]
     assert second.tensors["masked_index"].tolist() == [1]
@@ -57,7 +57,7 @@ def test_masked_words_go_to_who_holds_them() -> None:
 
 
 def test_one_rank_has_the_batch_as_it_is() -> None:
-    assert own_positions(collate_ernie, SequenceLayout(), 0) is collate_ernie
+    assert context_parallel_collate(collate_ernie, SequenceLayout(), 0) is collate_ernie
 
 
 def test_what_stands_ahead_is_what_the_model_takes_from_whole_sequences() -> None:

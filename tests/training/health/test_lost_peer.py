@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.training.health.innocent import lost_another, reported
+from megapar.training.health.lost_peer import is_lost_peer, report_lost_peer
 
 GLOO = (
     "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11955: Connection reset by peer. This is typically "
@@ -13,7 +13,7 @@ GLOO = (
 
 
 def test_a_lost_rank_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert reported(RuntimeError(GLOO), {"WORLD_SIZE": "2", "RANK": "1"})
+    assert report_lost_peer(RuntimeError(GLOO), {"WORLD_SIZE": "2", "RANK": "1"})
     assert capsys.readouterr().err == (
         "rank 1: another rank is gone, see its error (Read error [127.0.0.1]:11955: Connection reset by peer)\n"
     )
@@ -21,10 +21,10 @@ def test_a_lost_rank_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("error", [ValueError(GLOO), RuntimeError("shape"), OSError(5, "Input/output error")])
 def test_what_is_a_rank_s_own_keeps_its_traceback(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not lost_another(error)
-    assert not reported(error, {"WORLD_SIZE": "2", "RANK": "1"})
+    assert not is_lost_peer(error)
+    assert not report_lost_peer(error, {"WORLD_SIZE": "2", "RANK": "1"})
     assert capsys.readouterr().err == ""
 
 
 def test_a_run_of_one_rank_has_no_other() -> None:
-    assert not reported(RuntimeError(GLOO), {})
+    assert not report_lost_peer(RuntimeError(GLOO), {})

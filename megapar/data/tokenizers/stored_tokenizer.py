@@ -10,14 +10,14 @@ import os
 import shutil
 from pathlib import Path
 
-from megapar.config.kept import FACTS, FOLDER, kept_fingerprint
+from megapar.config.stored_tokenizer import FACTS, FOLDER, stored_fingerprint
 from megapar.core.checkpoint.durable import put_new
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, DataError
 
 
-def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
+def store_tokenizer(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
     """Write the tokenizer to ``root``/tokenizer; return warnings for the log. Only one rank calls it.
 
     The folder appears when it is complete. A different tokenizer in its place is renamed, not lost. Runs without text
@@ -27,7 +27,7 @@ def keep(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
         return ()
     folder, fingerprint = root / FOLDER, tokenizer.fingerprint()
     try:
-        previous = kept_fingerprint(folder)
+        previous = stored_fingerprint(folder)
         if previous == fingerprint:
             return ()
         aside = root / f".{FOLDER}.unfinished-{os.getpid()}"
@@ -62,8 +62,8 @@ def _write(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save_hf(folder)
 
 
-def kept(root: Path) -> Tokenizer | None:
-    """Return the tokenizer that ``keep`` wrote, or None. Raises CheckpointError if it is damaged."""
+def load_stored_tokenizer(root: Path) -> Tokenizer | None:
+    """Return the tokenizer that ``store_tokenizer`` wrote, or None. Raises CheckpointError if it is damaged."""
     folder = root / FOLDER
     if not (folder / FACTS).is_file():
         return None

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.latest_name import iteration_name, newest_of, of_name, read_latest
+from megapar.config.checkpoint_names import iteration_name, newest_name, parse_checkpoint_name, read_latest
 
 
 def test_names_of_checkpoints_and_of_nothing_else() -> None:
-    assert of_name(iteration_name(20)) == (20, 0)
-    assert of_name(iteration_name(20, 3)) == (20, 3) == of_name("iter_0000020.e3")
+    assert parse_checkpoint_name(iteration_name(20)) == (20, 0)
+    assert parse_checkpoint_name(iteration_name(20, 3)) == (20, 3) == parse_checkpoint_name("iter_0000020.e3")
     for name in ("iter_20", "iter_0000020.e", "iter_0000020.e0", "iter_0000020.tmp-0123456789ab", "iter_0000020\n"):
-        assert of_name(name) is None
+        assert parse_checkpoint_name(name) is None
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
 
 
 def test_the_newest_of_an_iteration(tmp_path: Path) -> None:
-    assert newest_of(tmp_path, 20) == "iter_0000020"
+    assert newest_name(tmp_path, 20) == "iter_0000020"
     for name in ("iter_0000020", "iter_0000020.e9", "iter_0000020.e10", "iter_0000020.tmp-0123456789ab-e11"):
         (tmp_path / name).mkdir()
-    assert newest_of(tmp_path, 20) == "iter_0000020.e10"
+    assert newest_name(tmp_path, 20) == "iter_0000020.e10"

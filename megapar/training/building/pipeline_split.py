@@ -1,4 +1,7 @@
-"""Pipeline stages of a configuration. Does not import torch."""
+"""The split of a model into pipeline stages, from a configuration. Does not import torch.
+
+Tested in ``tests/training/test_pipeline.py`` and ``tests/tools/test_plan.py``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def make_stages(config: Config, sizes: ModelSizes) -> Stages:
     return Stages.of(starts, sizes.num_blocks, pp, style_of(effective_schedule(config), vpp))
 
 
-def outline(config: Config, sizes: ModelSizes) -> str:
+def pipeline_outline(config: Config, sizes: ModelSizes) -> str:
     """Describe the pipeline for --validate-only: the layers of every chunk, and its share of the FLOPs."""
     if config.grid.pp == 1:
         return ""

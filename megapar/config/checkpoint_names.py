@@ -30,15 +30,15 @@ def iteration_name(iteration: int, epoch: int = 0) -> str:
     return f"iter_{iteration:07d}" + (f".e{epoch}" if epoch else "")
 
 
-def of_name(name: str) -> tuple[int, int] | None:
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     """Return (iteration, epoch in the name or 0), or None if it is not the name of a checkpoint."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
-def newest_of(root: Path, iteration: int) -> str:
+def newest_name(root: Path, iteration: int) -> str:
     """Return the name of the newest checkpoint of an iteration; the plain name if there is none."""
-    names = (of_name(path.name) for path in root.glob(f"{iteration_name(iteration)}*"))
+    names = (parse_checkpoint_name(path.name) for path in root.glob(f"{iteration_name(iteration)}*"))
     return iteration_name(iteration, max((name[1] for name in names if name), default=0))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megapar.data import build
-from megapar.data.sampling.course import Coursed, Phase, first_lanes
+from megapar.data.sampling.data_phases import Phase, PhasedPieces, first_lanes
 from megapar.data.sampling.mixture import Blend
 from megapar.data.sampling.samples import DecoderSamples, Windows
 from megapar.data.tasks.build import TaskData
@@ -38,11 +38,13 @@ def _of(drawn: list[int], source: int) -> list[int]:
     return [one for one in drawn if source <= one < source + 1000]
 
 
-def test_a_course_of_one_phase_is_the_order_of_before() -> None:
+def test_a_single_phase_is_the_order_of_before() -> None:
     blend = Blend([_windows(A), _windows(B)], _weights(1, 2))
     phase = Phase(0, _weights(1, 2), first_lanes(_weights(1, 2)))
-    assert _read(DecoderSamples(Coursed(blend, (phase,)), 4, 3), 0, 200) == _read(DecoderSamples(blend, 4, 3), 0, 200)
-    single = Coursed(_windows(A), (Phase(0, None, first_lanes(None)),))
+    assert _read(DecoderSamples(PhasedPieces(blend, (phase,)), 4, 3), 0, 200) == _read(
+        DecoderSamples(blend, 4, 3), 0, 200
+    )
+    single = PhasedPieces(_windows(A), (Phase(0, None, first_lanes(None)),))
     assert _read(DecoderSamples(single, 4, 3), 0, 99) == _read(DecoderSamples(_windows(A), 4, 3), 0, 99)
     assert _read(DecoderSamples(single, 4, None), 0, 3) == [0, 4, 8]
 
@@ -58,10 +60,10 @@ def test_sources_that_stay_go_on_and_new_ones_begin_at_their_start() -> None:
     ]
     drawn: list[int] = []
     for number, (phase, sources) in enumerate(phases):
-        course = tuple(one for one, _ in phases[: number + 1])
+        run = tuple(one for one, _ in phases[: number + 1])
         parts = [_windows(source) for source in sources]
         pieces = parts[0] if phase.weights is None else Blend(parts, phase.weights)
-        samples = DecoderSamples(Coursed(pieces, course), 4, seed=9)
+        samples = DecoderSamples(PhasedPieces(pieces, run), 4, seed=9)
         end = phases[number + 1][0].start if number + 1 < len(phases) else 137
         drawn += _read(samples, phase.start, end)
         with pytest.raises(IndexError):
@@ -80,7 +82,7 @@ def test_sources_that_stay_go_on_and_new_ones_begin_at_their_start() -> None:
 
 def test_as_many_lanes_as_sources() -> None:
     with pytest.raises(ValueError, match="2 sources on 1 lanes"):
-        Coursed(Blend([_windows(A), _windows(B)], _weights(1, 1)), (Phase(0, None, ("",)),))
+        PhasedPieces(Blend([_windows(A), _windows(B)], _weights(1, 1)), (Phase(0, None, ("",)),))
 
 
 @pytest.mark.parametrize("tasks", [None, TaskData("knowledge_mlm:1,document_lm:2")])
@@ -88,8 +90,8 @@ def test_every_kind_of_samples_goes_on(tasks: TaskData | None, small_jsonl: Path
     """The same weights once more are no change: tasks count for themselves, and so does every source of theirs."""
     data: dict[str, Any] = {"vocab_size": 600, "seq_length": 32, "seed": 1, "tasks": tasks}
     corpus = build("ernie", data_path=[str(small_jsonl)], **data)
-    course = (Phase(0, None, ("",)), Phase(7, None, ("",)), Phase(30, None, ("",)))
-    again = corpus.on_course(course)
+    run_phases = (Phase(0, None, ("",)), Phase(7, None, ("",)), Phase(30, None, ("",)))
+    again = corpus.in_phases(run_phases)
     for number in range(30, 70):
         for name, array in corpus.train[number].items():
             assert np.array_equal(array, again.train[number][name])

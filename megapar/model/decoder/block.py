@@ -1,4 +1,4 @@
-"""Transformer layers of the models: pre-norm for the decoder (dense or mixture of experts), post-norm for ERNIE.
+"""One layer of the decoder, pre-norm: attention, then a dense MLP or a mixture of experts.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
 
@@ -16,49 +16,19 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
-from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
 from megapar.model.layers.attention_kinds import make_attention
 from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
+from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.mlp import Mlp
-from megapar.model.layers.norm import LayerNorm, make_norm
+from megapar.model.layers.norm import make_norm
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class HiddenDropout(nn.Module):
-    """Dropout on the output of attention or MLP.
-
-    Attributes:
-        probability: Dropout probability.
-        layer: Global number of the layer.
-        rank: Number of this rank among those that hold other positions.
-        share: Factor on the probability, for dropout that grows during training.
-    """
-
-    def __init__(self, probability: float, layer: int, rank: int) -> None:
-        super().__init__()
-        self.probability, self.layer, self.rank = probability, layer, rank
-        self.share = 1.0
-
-    def forward(self, x: Tensor, context: Context, half: str, number: int = 0) -> Tensor:
-        """Drop elements of x [B, S(/mp), H].
-
-        Args:
-            x: Output of attention or MLP.
-            context: Context of the forward.
-            half: ``attention`` or ``mlp``.
-            number: Number of the slice, if x is one of several.
-        """
-        if not self.training:
-            return x
-        place = context.place(f"layers.{self.layer}.{half}", number)
-        return context.streams.dropout(x, self.probability * self.share, place, self.rank)
 
 
 class DecoderBlock(nn.Module):
@@ -135,53 +105,6 @@ class DecoderBlock(nn.Module):
         return x + self.drop(y, context, "mlp"), stats
 
 
-class ErnieBlock(nn.Module):
-    """Post-norm layer: norm(x + dropout(attention(x))), then norm(x + dropout(mlp(x))).
-
-    x is [B, S(/mp), H] throughout. The norms' gradients are partial sums over mp under sequence parallelism.
-
-    Attributes:
-        cut: This rank's activations hold only some positions (sequence parallelism).
-    """
-
-    def __init__(
-        self,
-        sizes: ErnieSizes,
-        layer: int,
-        *,
-        cp: ContextParallel,
-        **options: Unpack[LayerOptions],
-    ) -> None:
-        super().__init__()
-        dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
-        mp, sequence_parallel = options["mp"], options["sequence_parallel"]
-        self.cut = sequence_parallel and mp.size > 1
-        share = cp.share(mp, sequence_parallel=sequence_parallel)
-        self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
-        H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
-        self.attention = make_attention(
-            ernie_attention(sizes),
-            layer,
-            cp=cp,
-            **options,
-        )
-        self.attention_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
-        self.mlp = Mlp(
-            H,
-            sizes.ffn_hidden_size,
-            gated=False,
-            bias=True,
-            **options,
-        )
-        self.mlp_norm = LayerNorm(H, epsilon, dtype=dtype, device=device, run=run)
-
-    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
-        """Return [B, S(/mp), H] for x [B, S(/mp), H], and None: the layer has no routing statistics."""
-        _, x = self.attention_norm.after(x, self.drop(self.attention(x, context), context, "attention"))
-        _, y = self.mlp_norm.after(x, self.drop(self.mlp(x), context, "mlp"))
-        return y, None
-
-
 def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
     """Return the sizes of a decoder layer's attention."""
     return AttentionSizes(
@@ -194,24 +117,6 @@ def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
         causal=True,
         bias=sizes.add_bias_linear,
         qk_norm=sizes.qk_norm,
-        epsilon=sizes.layernorm_epsilon,
-        dropout=sizes.attention_dropout,
-        flash=sizes.use_flash_attn,
-    )
-
-
-def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
-    """Return the sizes of an ERNIE layer's attention: multi-head, so each query head has a key-value head."""
-    return AttentionSizes(
-        kind="grouped_query",
-        hidden_size=sizes.hidden_size,
-        num_groups=sizes.num_attention_heads,
-        queries_per_group=1,
-        key_dim=sizes.head_dim,
-        value_dim=sizes.head_dim,
-        causal=False,
-        bias=True,
-        qk_norm=False,
         epsilon=sizes.layernorm_epsilon,
         dropout=sizes.attention_dropout,
         flash=sizes.use_flash_attn,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megapar.config.draft import Draft
 from megapar.config.files import saved_steps
-from megapar.config.launched import starts_before
+from megapar.config.launch_environment import starts_before
 from megapar.config.regular_file import read_regular
 
 FOLDER = "tokenizer"
@@ -18,8 +18,8 @@ FACTS = "megapar.json"
 _MOCK = ("mock",)
 
 
-def kept_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint in a folder that ``data.tokenizers.kept_tokenizer.keep`` wrote, None for other folders."""
+def stored_fingerprint(folder: Path) -> str | None:
+    """Return the fingerprint in a folder that ``data.tokenizers.stored_tokenizer`` wrote, None for other folders."""
     try:
         facts = json.loads(read_regular(folder / FACTS))
     except (OSError, ValueError, RecursionError):
@@ -28,7 +28,7 @@ def kept_fingerprint(folder: Path) -> str | None:
     return fingerprint if isinstance(fingerprint, str) else None
 
 
-def take_kept(draft: Draft) -> None:
+def take_stored_tokenizer(draft: Draft) -> None:
     """Set --tokenizer-model, if it is not given, to the tokenizer that was stored with the weights.
 
     The weights were trained on its ids. A tokenizer trained again, on documents that have changed since, would give
@@ -38,7 +38,7 @@ def take_kept(draft: Draft) -> None:
         return
     restarted_from = draft.values.get("save") if starts_before(draft.environ) else None
     for root in (restarted_from, draft.values.get("load")):
-        if root and kept_fingerprint(Path(root) / FOLDER) is not None and saved_steps(Path(root)):
+        if root and stored_fingerprint(Path(root) / FOLDER) is not None and saved_steps(Path(root)):
             draft.values["tokenizer_model"] = str(Path(root) / FOLDER)
             draft.origins["tokenizer_model"] = "derived"
             return

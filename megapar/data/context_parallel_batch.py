@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _BY_POSITION = ("tokens", "labels", "positions", "token_types", "task_types", "valid", "tokens_ahead", "labels_ahead")
 
 
-def own_positions(collate: Collate, layout: SequenceLayout, rank: int) -> Collate:
+def context_parallel_collate(collate: Collate, layout: SequenceLayout, rank: int) -> Collate:
     """Return ``collate`` with its tensors reduced to the positions of ``rank``; counts stay those of whole samples."""
     return collate if layout.size == 1 else lambda samples: _cut(collate(samples), layout, rank)
 

@@ -42,7 +42,7 @@ class Phase:
         return count if self.weights is None else Shares(self.weights).count(self.lanes.index(lane), count)
 
 
-Course = tuple[Phase, ...]
+Phases = tuple[Phase, ...]
 """The phases of a run, the current one last."""
 
 
@@ -51,18 +51,18 @@ def first_lanes(weights: Sequence[Fraction] | None) -> tuple[str, ...]:
     return ("",) if weights is None else tuple(f"mixture/{number}/" for number in range(len(weights)))
 
 
-class Coursed(Generic[Pieces_co]):
-    """Pieces in the order of the last phase of a course; ``order`` has no samples before it."""
+class PhasedPieces(Generic[Pieces_co]):
+    """Pieces in the order of the last phase of a run; ``order`` has no samples before it."""
 
-    def __init__(self, pieces: Pieces_co, course: Course) -> None:
+    def __init__(self, pieces: Pieces_co, phases: Phases) -> None:
         """Take the pieces of the last phase, with as many parts as it has lanes."""
         self._pieces = pieces
-        self._course = course
+        self._phases = phases
         self._parts: tuple[TokenPieces, ...] = (pieces,)
         if isinstance(pieces, Blend) and pieces.weights is not None:
             self._parts = pieces.parts
-        if len(self._parts) != len(course[-1].lanes):
-            raise ValueError(f"{len(self._parts)} sources on {len(course[-1].lanes)} lanes")
+        if len(self._parts) != len(phases[-1].lanes):
+            raise ValueError(f"{len(self._parts)} sources on {len(phases[-1].lanes)} lanes")
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -70,7 +70,7 @@ class Coursed(Generic[Pieces_co]):
     def __getitem__(self, number: int) -> np.ndarray:
         return self._pieces[number]
 
-    def document(self: Coursed[DocumentPieces], number: int) -> int:
+    def document(self: PhasedPieces[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the pieces have documents."""
         return self._pieces.document(number)
 
@@ -82,8 +82,8 @@ class Coursed(Generic[Pieces_co]):
         """See samples.Ordered. ``count`` maps n to the number of samples of this order among the run's first n."""
         if seed is None:
             return order_of(self._pieces, None, stream)
-        *before, last = self._course
-        starts = [count(phase.start) for phase in self._course]
+        *before, last = self._phases
+        starts = [count(phase.start) for phase in self._phases]
         counts = [end - start for start, end in pairwise(starts)]
         orders = [order_of(part, seed, lane + stream) for part, lane in zip(self._parts, last.lanes, strict=True)]
         taken = [sum(phase.taken(lane, n) for phase, n in zip(before, counts, strict=True)) for lane in last.lanes]

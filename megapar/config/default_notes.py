@@ -18,7 +18,7 @@ LARGE_MODEL = 10**9
 """Parameters of attention and MLP, 12 x layers x hidden size^2, from which training on 2 MB of text is a mistake."""
 
 
-class Unsaid(NamedTuple):
+class DefaultNotes(NamedTuple):
     """Findings about defaults.
 
     Attributes:
@@ -30,12 +30,12 @@ class Unsaid(NamedTuple):
     notes: tuple[Complaint, ...]
 
 
-def check_unsaid(values: Mapping[str, Any], origins: Mapping[str, str]) -> Unsaid:
+def check_defaults(values: Mapping[str, Any], origins: Mapping[str, str]) -> DefaultNotes:
     """Return the findings for flat values, any of which may be missing, and their origins."""
     text, saving = _built_in_text(values, origins), _saving(values)
     refused = text is not None and _is_published(values, origins)
     notes = [*saving] if refused or text is None else [text, *saving]
-    return Unsaid((text,) if text is not None and refused else (), tuple(notes))
+    return DefaultNotes((text,) if text is not None and refused else (), tuple(notes))
 
 
 def _built_in_text(values: Mapping[str, Any], origins: Mapping[str, str]) -> Complaint | None:

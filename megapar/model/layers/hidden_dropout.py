@@ -1,0 +1,42 @@
+"""Dropout on hidden states, the output of attention or MLP.
+
+Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
+
+Tested in ``tests/model/test_models.py``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megapar.model.layers.context import Context
+
+
+class HiddenDropout(nn.Module):
+    """Dropout on the output of attention or MLP.
+
+    Attributes:
+        probability: Dropout probability.
+        layer: Global number of the layer.
+        rank: Number of this rank among those that hold other positions.
+        share: Factor on the probability, for dropout that grows during training.
+    """
+
+    def __init__(self, probability: float, layer: int, rank: int) -> None:
+        super().__init__()
+        self.probability, self.layer, self.rank = probability, layer, rank
+        self.share = 1.0
+
+    def forward(self, x: Tensor, context: Context, half: str, number: int = 0) -> Tensor:
+        """Drop elements of x [B, S(/mp), H].
+
+        Args:
+            x: Output of attention or MLP.
+            context: Context of the forward.
+            half: ``attention`` or ``mlp``.
+            number: Number of the slice, if x is one of several.
+        """
+        if not self.training:
+            return x
+        place = context.place(f"layers.{self.layer}.{half}", number)
+        return context.streams.dropout(x, self.probability * self.share, place, self.rank)

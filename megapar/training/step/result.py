@@ -1,0 +1,53 @@
+"""The result of an optimizer step, which the stepper returns and the monitor turns into a record.
+
+Tested in ``tests/training/step/test_observer.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megapar.core.comm.meter import Waits
+from megapar.training.step.denominators import Denominators
+from megapar.training.step.totals import Totals
+
+
+@dataclass
+class StepResult:
+    """The result of one optimizer step. Tensors are this rank's sums, on the device.
+
+    Attributes:
+        iteration: number of the step, from 1.
+        consumed_samples: samples read so far.
+        consumed_tokens: tokens read so far, without padding.
+        lr: learning rate.
+        denominators: denominators of the terms, over the global batch.
+        totals: sums of the loss terms and routing statistics.
+        norm: global gradient norm.
+        loss_scale: loss scale of the gradients.
+        skipped: True if the step did not change the model.
+        sent_bytes: "axis/collective" -> bytes that this rank sent.
+        seconds: duration on the host.
+        exposed: waits of this rank for communication. None if not every wait of the step was timed.
+        waited: other waits for slower ranks.
+        ended: end of the step, in seconds since the epoch.
+        evaluation: means of an evaluation after the step. None without one.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lr: float
+    denominators: Denominators
+    totals: Totals
+    norm: Tensor
+    loss_scale: float
+    skipped: bool
+    sent_bytes: dict[str, int]
+    seconds: float
+    exposed: Waits | None
+    waited: Waits
+    ended: float
+    evaluation: dict[str, float] | None = None
