@@ -233,7 +233,7 @@ class Bucket:
         columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
         return columns
 
-    # Gradients: add (each backward) -> launch (once complete) -> settle -> shard's gradient
+    # Gradients: add (each backward) -> start_grad_reduce (once complete) -> finish_grad_reduce -> shard's gradient
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
@@ -283,8 +283,8 @@ class Bucket:
                 self._columns(flat, member).zero_()
         return flat
 
-    def launch(self, *, overlap: bool) -> None:
-        """Launch the reduction of the gradients accumulated since the last launch."""
+    def start_grad_reduce(self, *, overlap: bool) -> None:
+        """Launch the reduction of the gradients accumulated since the last one."""
         flat = self._pack()
         if self.shard.group is None:
             self._reduced = flat[0]
@@ -297,7 +297,7 @@ class Bucket:
         if work is not None:
             self._work.append(work)
 
-    def settle(self, *, last: bool, overlap: bool) -> None:
+    def finish_grad_reduce(self, *, last: bool, overlap: bool) -> None:
         """Wait for the reduce-scatter and accumulate its result; after the step's last one launch the replica sum."""
         if self._reduced is None:
             return
@@ -353,13 +353,17 @@ class Bucket:
             self._pool.give(buffer)
         self._lent.clear()
 
-    # Parameters: publish (after the optimizer) -> receive (before the forward)
+    # Parameters: start_param_gather (after the optimizer) -> finish_param_gather (before the forward)
 
-    def publish(self, *, overlap: bool) -> None:
-        """Launch the all-gather of rows in the compute dtype (unshard); ``receive`` copies them to the parameters."""
+    def start_param_gather(self, *, overlap: bool) -> None:
+        """Launch the all-gather of rows in the compute dtype (unshard).
+
+        ``finish_param_gather`` copies them to the parameters.
+        """
         if self.aliased:
             return
-        self.receive()  # a gather still in flight must complete: its messages would be mistaken for the next gather's
+        # A gather still in flight must complete: its messages would be mistaken for the next gather's.
+        self.finish_param_gather()
         # A copy even if the dtypes agree: the optimizer may step while the row is in flight.
         # From host memory it is copied first and cast on the device: a cast on the host would not wait for the values.
         master = self.master.to(self.members[0].parameter.device, non_blocking=True)
@@ -372,9 +376,9 @@ class Bucket:
         work = transport.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
         self._gather = (flat, row, work)
         if work is None:
-            self.receive()
+            self.finish_param_gather()
 
-    def receive(self) -> None:
+    def finish_param_gather(self) -> None:
         """Wait for the gather in flight, if any, and fill the parameters."""
         if self._gather is not None:
             flat, row, work = self._gather

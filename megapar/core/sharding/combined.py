@@ -36,10 +36,10 @@ class CombinedSharding:
         for member in self._members:
             member.finish()
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Make the next forward compute with the new masters."""
         for member in self._members:
-            member.publish()
+            member.start_param_gather()
 
     def wait(self) -> None:
         """Wait until nothing is in flight."""

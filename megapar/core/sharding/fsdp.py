@@ -171,7 +171,7 @@ class FullSharding:
         for part, (_, parameter, _) in zip(self.parts, self._entries, strict=True):
             part.grad = torch.zeros_like(part.master) if parameter.grad is None else _local(parameter.grad)
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Do nothing: masters are the parameters, unsharded when they are used."""
 
     def wait(self) -> None:

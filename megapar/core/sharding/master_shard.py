@@ -70,7 +70,7 @@ class Sharding(Protocol):
     def finish(self) -> None:
         """Complete every part's gradient; called after the step's last backward."""
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Make the next forward compute with the new masters; called after the optimizer changed them."""
 
     def wait(self) -> None:

@@ -2,12 +2,13 @@
 
 A step, with buckets in the order in which the backward completes them (last layer first):
 
-    forward      [1] receive(bucket): wait for the gather that publish launched
-    backward     [2] add(gradient); if the bucket is complete: [3] launch its reduce-scatter
-                 [4] settle the previous bucket, for its sum over replicas; on a CPU the oldest, if many are in flight
-    finish       [5] settle all: gradients of this rank's rows, summed over every data rank
-    optimizer    update the masters
-    publish      [6] launch the gathers, first layer first; the next forward waits for each when it needs it
+    forward              [1] finish the bucket's gather, which start_param_gather launched
+    backward             [2] add a gradient; if the bucket is complete: [3] start its reduce-scatter
+                         [4] finish the previous bucket's, for its sum over replicas; on a CPU the oldest's, if many are
+                             in flight
+    finish               [5] finish all: gradients of this rank's rows, summed over every data rank
+    optimizer            update the masters
+    start_param_gather   [6] launch the gathers, first layer first; the next forward waits for each when it needs it
 
 The triggers are hooks on parameters, so any caller may run the backward. Buckets are launched in the same planned order
 on every rank: one that is complete early waits for its predecessors, and missing gradients are zero.
@@ -87,11 +88,11 @@ class ZeroSharding:
         self.buckets = _make_buckets(world, plan, parameters, dtypes, not reduce_every_micro_batch, meter, offload)
         self._to_gather = len(self.buckets)  # the first bucket whose gather is still to be launched
         self._last = False
-        self._running = False  # a micro-batch's backward may have left buckets to launch
+        self._running = False  # a micro-batch's backward may have left reductions to start
         self._ready: set[int] = set()
         self._next = len(self.buckets) - 1
         self._trail: DigestTrail | None = None
-        self._in_flight: deque[int] = deque()  # launched and not settled, oldest first
+        self._in_flight: deque[int] = deque()  # started and not finished, oldest first
         # No limit on an accelerator: a wait would block the stream of the backward, and the allocator reuses memory.
         self._most_in_flight_bytes = math.inf if world.device.is_async else IN_FLIGHT_BYTES
         for number, bucket in enumerate(self.buckets):
@@ -100,7 +101,7 @@ class ZeroSharding:
         for name, modules in units.items():
             mine = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
             for module in modules:
-                module.register_forward_pre_hook(self._receiver(mine))
+                module.register_forward_pre_hook(self._before_forward(mine))
         self.parts: list[MasterShard] = []
         for bucket in self.buckets:
             for part in bucket.ranges:
@@ -121,7 +122,7 @@ class ZeroSharding:
         the micro-batches of a step and reduces once.
         """
         if self._running and self._reducing:
-            self._settle_all()
+            self._finish_all()
         self._running = True
         self._last = last
         self._ready.clear()
@@ -131,7 +132,7 @@ class ZeroSharding:
 
     def finish(self) -> None:
         """Launch buckets with missing gradients and wait for all reductions."""
-        self._settle_all()  # [5]
+        self._finish_all()  # [5]
         self._running = False
         for bucket in self.buckets:
             bucket.finish()
@@ -141,29 +142,29 @@ class ZeroSharding:
             for part in bucket.ranges:
                 next(parts).grad = bucket.gradient[part.start : part.end]
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Gather the new parameters, now or overlapped with the next forward."""
         self._to_gather = 0
         self._gather_up_to(self._prefetch if self._overlap_gather else len(self.buckets))
 
     def _gather_up_to(self, number: int) -> None:
         while self._to_gather <= min(number, len(self.buckets) - 1):
-            self.buckets[self._to_gather].publish(overlap=self._overlap_gather)  # [6]
+            self.buckets[self._to_gather].start_param_gather(overlap=self._overlap_gather)  # [6]
             self._to_gather += 1
 
-    def _receiver(self, numbers: Sequence[int]) -> Callable[..., None]:
-        def receive(*_: object) -> None:
+    def _before_forward(self, numbers: Sequence[int]) -> Callable[..., None]:
+        def finish_gathers(*_: object) -> None:
             for number in numbers:
                 self._gather_up_to(number + self._prefetch)
-                self.buckets[number].receive()  # [1]
+                self.buckets[number].finish_param_gather()  # [1]
 
-        return receive
+        return finish_gathers
 
     def wait(self) -> None:
         """Wait for all gathers."""
         self._gather_up_to(len(self.buckets))
         for bucket in self.buckets:
-            bucket.receive()
+            bucket.finish_param_gather()
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Yield each parameter's piece of ``tensors``, which correspond to ``parts`` one to one."""
@@ -201,37 +202,39 @@ class ZeroSharding:
         if self.buckets[number].add(index) and self._overlap_reduce and self._reducing:  # [2]
             self._ready.add(number)
             while self._next in self._ready:
-                self._launch_next()
+                self._start_next()
 
     @property
     def _reducing(self) -> bool:
         return self._reduce_every or self._last
 
-    def _launch_next(self) -> None:
-        self.buckets[self._next].launch(overlap=self._overlap_reduce)  # [3]
+    def _start_next(self) -> None:
+        self.buckets[self._next].start_grad_reduce(overlap=self._overlap_reduce)  # [3]
         # The previous bucket sums its row over the replicas while this one's reduce-scatter runs.
         if self._last and self._next + 1 < len(self.buckets):
             before = self.buckets[self._next + 1]
             if before.replica.group is not None:
-                before.settle(last=True, overlap=self._overlap_reduce)  # [4]
+                before.finish_grad_reduce(last=True, overlap=self._overlap_reduce)  # [4]
         self._in_flight.append(self._next)
         self._next -= 1
-        self._settle_oldest()
+        self._finish_oldest()
 
-    def _settle_oldest(self) -> None:
-        """Settle the oldest buckets while too many bytes are in flight; later buckets reuse their buffers."""
+    def _finish_oldest(self) -> None:
+        """Finish the oldest reductions while too many bytes are in flight; later buckets reuse their buffers."""
         while len(self._in_flight) > LEAST_IN_FLIGHT:
             if sum(self.buckets[number].nbytes for number in self._in_flight) <= self._most_in_flight_bytes:
                 return
-            self.buckets[self._in_flight.popleft()].settle(last=self._last, overlap=self._overlap_reduce)  # [4]
+            self.buckets[self._in_flight.popleft()].finish_grad_reduce(
+                last=self._last, overlap=self._overlap_reduce
+            )  # [4]
 
-    def _settle_all(self) -> None:
-        """Launch the remaining buckets, then wait for all, in the planned order."""
+    def _finish_all(self) -> None:
+        """Start the remaining reductions, then finish all, in the planned order."""
         while self._next >= 0:
-            self._launch_next()
+            self._start_next()
         self._in_flight.clear()
         for bucket in reversed(self.buckets):
-            bucket.settle(last=self._last, overlap=self._overlap_reduce)
+            bucket.finish_grad_reduce(last=self._last, overlap=self._overlap_reduce)
 
 
 def _make_buckets(

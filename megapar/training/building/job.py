@@ -121,7 +121,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         spec = rows[view.spec.name]
         builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std_of(spec, sizes))
     _zero_buffers(model, table)
-    sharding.publish()
+    sharding.start_param_gather()
     job = Job(
         world=world,
         sizes=sizes,

@@ -47,7 +47,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
         # A pipeline stage has only the buffers of its layers.
         if not spec.trainable and spec.name in buffers and weights.holds(spec, architecture):
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
-    job.sharding.publish()
+    job.sharding.start_param_gather()
     notes = [f"weights: {folder} ({architecture.name})"]
     if foreign:
         notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")

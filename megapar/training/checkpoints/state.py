@@ -194,7 +194,7 @@ def take(
     if not options.finetune:
         iteration = folders.iteration_of(folder)
         check_scalars(str(folder), saved, iteration if iteration >= 0 else None, optimizer=options.optimizer)
-    job.sharding.publish()
+    job.sharding.start_param_gather()
     if options.finetune:
         return Loaded(progress, {})
     if options.optimizer:

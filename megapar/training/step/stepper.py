@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, publish.
+"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, gather.
 
 Tested in ``tests/training/step/test_observer.py`` and ``tests/test_trainer.py``.
 """
@@ -169,7 +169,7 @@ class Stepper:
             clip(job.sharding.parts, summed.norm, self.config.optimizer.clip_grad)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, bad)
-            job.sharding.publish()
+            job.sharding.start_param_gather()
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, bad)
         if bad is None:
