@@ -44,19 +44,19 @@ class BucketParameter:
         spec: its row of the parameter table.
         parameter: the local parameter (cut by mp, ep and emp).
         counted: True if this rank counts it in the global norm.
-        parts: number of pieces into which sharding cuts it.
+        num_pieces: number of pieces into which sharding cuts it.
         dim: the dim along which sharding cuts it.
         split: number of its dims that other axes cut.
         piece: shape of one rank's piece, including padding.
         offset: first element of the piece in a row.
         box: this rank's piece of the global tensor, without padding.
-        padded: True if ``parts`` does not divide the dim.
+        padded: True if ``num_pieces`` does not divide the dim.
     """
 
     spec: ParameterInfo
     parameter: nn.Parameter
     counted: bool
-    parts: int
+    num_pieces: int
     dim: int
     split: int
     piece: tuple[int, ...]
@@ -72,7 +72,7 @@ class BucketParameter:
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a whole local tensor as [n, *piece]; a view unless it needs padding."""
         if self.padded:
-            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.parts)
+            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.num_pieces)
         cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
         return cut.movedim(self.dim, 0)
 
@@ -89,17 +89,17 @@ def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
     return not spec.decay, spec.router, spec.axes
 
 
-def make_members(parameters: Sequence[Entry], parts: int) -> tuple[BucketParameter, ...]:
+def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketParameter, ...]:
     """Lay parameters out in a row, in the same order on every rank; parameters treated alike are adjacent."""
     members: list[BucketParameter] = []
     offset = 0
     for spec, parameter, box, counted in sorted(parameters, key=_alike):
         sizes = tuple(parameter.shape)
-        dim = shard_dim(sizes, parts)
-        piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
-        padded = piece[dim] * parts != sizes[dim]
+        dim = shard_dim(sizes, num_pieces)
+        piece = (*sizes[:dim], -(-sizes[dim] // num_pieces), *sizes[dim + 1 :])
+        padded = piece[dim] * num_pieces != sizes[dim]
         split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
-        members.append(BucketParameter(spec, parameter, counted, parts, dim, split, piece, offset, box, padded))
+        members.append(BucketParameter(spec, parameter, counted, num_pieces, dim, split, piece, offset, box, padded))
         offset += prod(piece)
     return tuple(members)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from megapar.core.comm import collectives as transport
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.meter import WaitMeter
-from megapar.core.sharding.master_shard import Sharding
+from megapar.core.sharding.sharding import Sharding
 
 
 def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitMeter) -> None:
@@ -24,7 +24,7 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
     selected = set(names)
     if mp.group is None or not selected:
         return
-    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in selected]
     if not pieces:
         return  # a stage without such parameters, the same on all its mp ranks
@@ -42,7 +42,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     """
     if pp.rank not in (0, pp.size - 1):
         return
-    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name == name]
     own = torch.cat([piece.flatten() for piece in pieces])
     other = torch.empty_like(own)

@@ -59,7 +59,7 @@ class ZeroSharding:
 
     Attributes:
         buckets: in forward order.
-        parts: this rank's master shards, by bucket and range.
+        master_shards: this rank's master shards, by bucket and range.
     """
 
     full = False
@@ -102,18 +102,18 @@ class ZeroSharding:
             mine = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
             for module in modules:
                 module.register_forward_pre_hook(self._before_forward(mine))
-        self.parts: list[MasterShard] = []
+        self.master_shards: list[MasterShard] = []
         for bucket in self.buckets:
-            for part in bucket.ranges:
-                master = bucket.master[part.start : part.end]
-                self.parts.append(MasterShard(master, None, part.decay, part.counted, part.router))
+            for span in bucket.ranges:
+                master = bucket.master[span.start : span.end]
+                self.master_shards.append(MasterShard(master, None, span.decay, span.counted, span.router))
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         for bucket in self.buckets:
             bucket.begin_step()
-        for part in self.parts:
-            part.grad = None
+        for shard in self.master_shards:
+            shard.grad = None
 
     def begin_micro_batch(self, *, last: bool, gradients: int = 1) -> None:
         """Prepare for a micro-batch. Gradients are reduced in it or, at stage 1, only in the last one.
@@ -136,11 +136,11 @@ class ZeroSharding:
         self._running = False
         for bucket in self.buckets:
             bucket.finish()
-        parts = iter(self.parts)
+        shards = iter(self.master_shards)
         for bucket in self.buckets:
             assert bucket.gradient is not None
-            for part in bucket.ranges:
-                next(parts).grad = bucket.gradient[part.start : part.end]
+            for span in bucket.ranges:
+                next(shards).grad = bucket.gradient[span.start : span.end]
 
     def start_param_gather(self) -> None:
         """Gather the new parameters, now or overlapped with the next forward."""
@@ -167,13 +167,13 @@ class ZeroSharding:
             bucket.finish_param_gather()
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Yield each parameter's piece of ``tensors``, which correspond to ``parts`` one to one."""
+        """Yield each parameter's piece of ``tensors``, which correspond to ``master_shards`` one to one."""
         remaining = iter(tensors)
         for bucket in self.buckets:
-            ranges = [(part, next(remaining)) for part in bucket.ranges]
+            ranges = [(span, next(remaining)) for span in bucket.ranges]
             for member in bucket.members:
-                part, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
-                start = member.offset - part.start
+                span, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
+                start = member.offset - span.start
                 local = flat[start : start + member.numel].view(member.piece)
                 yield ParameterView(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 

@@ -38,7 +38,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     own = pieces_of(job.table, architecture)
     weights.check_tied(architecture, own, job.world.rank, job.world.grid.world_size)
     rows = {spec.name: spec for spec in job.table}
-    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+    for view in job.sharding.views([shard.master for shard in job.sharding.master_shards]):
         spec = rows[view.spec.name]
         if weights.holds(spec, architecture):
             weights.fill(view.tensor, spec, view.box, architecture)

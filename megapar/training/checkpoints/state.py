@@ -54,7 +54,7 @@ def model_facts(job: Job) -> dict[str, Any]:
 
 def weights(job: Job) -> dict[str, Shard]:
     """Return the shards of the master weights and of the router's correction biases."""
-    state = _shards(job, "model", [part.master for part in job.sharding.parts])
+    state = _shards(job, "model", [shard.master for shard in job.sharding.master_shards])
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
         if not spec.trainable and spec.name in buffers:

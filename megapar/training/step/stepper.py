@@ -166,7 +166,7 @@ class Stepper:
         self._before_update()
         self.guards.before_update()
         if self.config.optimizer.clip_grad > 0:
-            clip(job.sharding.parts, summed.norm, self.config.optimizer.clip_grad)
+            clip(job.sharding.master_shards, summed.norm, self.config.optimizer.clip_grad)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, bad)
             job.sharding.start_param_gather()
