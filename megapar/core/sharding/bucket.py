@@ -196,7 +196,7 @@ class Bucket:
         self._reduced: Tensor | None = None
         self._summed: Tensor | None = None  # over the replicas
         self._lent: list[Tensor] = []  # buffers that the collective in flight reads and writes
-        self._work: list[dist.Work] = []
+        self._works: list[tuple[dist.Work, str]] = []  # the reductions in flight, each with the kind of its bytes
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
         if self.aliased:
@@ -295,7 +295,7 @@ class Bucket:
         self._reduced = self._pool.take((self.row,), self._reduce_dtype)
         work = transport.reduce_scatter(self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch)
         if work is not None:
-            self._work.append(work)
+            self._works.append((work, f"{self.shard.name}/reduce_scatter"))
 
     def finish_grad_reduce(self, *, last: bool, overlap: bool) -> None:
         """Wait for the reduce-scatter and accumulate its result; after the step's last one launch the replica sum."""
@@ -314,7 +314,7 @@ class Bucket:
             self._summed = self.gradient if same else self._lend((self.row,)).copy_(self.gradient)
             work = transport.all_reduce(self._summed, self.replica, async_op=overlap)
             if work is not None:
-                self._work.append(work)
+                self._works.append((work, f"{self.replica.name}/all_reduce"))
 
     def _accumulate_reduced(self, reduced: Tensor) -> None:
         """Add to the main gradient, in the master's dtype."""
@@ -338,9 +338,9 @@ class Bucket:
         self._give_back()
 
     def _wait(self) -> None:
-        for work in self._work:
-            self._meter.wait(work, f"{self.shard.name}/reduce")
-        self._work.clear()
+        for work, kind in self._works:
+            self._meter.wait(work, kind)
+        self._works.clear()
 
     def _lend(self, shape: Sequence[int]) -> Tensor:
         """Return a buffer in the reduce dtype, valid until ``_give_back``."""
