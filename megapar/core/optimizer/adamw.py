@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import widest
 from megapar.core.sharding.master_shard import MasterShard
@@ -46,7 +46,7 @@ def global_norm(
     if grads:
         total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()
     if world.group is not None:
-        transport.all_reduce(total, world)
+        collectives.all_reduce(total, world)
     return total[0].sqrt().to(dtype), total[1:]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapar.core.box import Box
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.meter import WaitMeter
@@ -293,7 +293,9 @@ class Bucket:
         # On a CPU the reduce-scatter is an exchange of pieces, which needs a buffer for those that arrive.
         scratch = self._lend(flat.shape) if flat.device.type == "cpu" else None
         self._reduced = self._pool.take((self.row,), self._reduce_dtype)
-        work = transport.reduce_scatter(self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch)
+        work = collectives.reduce_scatter(
+            self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch
+        )
         if work is not None:
             self._works.append((work, f"{self.shard.name}/reduce_scatter"))
 
@@ -312,7 +314,7 @@ class Bucket:
             assert self.gradient is not None
             same = self.gradient.dtype == self._reduce_dtype
             self._summed = self.gradient if same else self._lend((self.row,)).copy_(self.gradient)
-            work = transport.all_reduce(self._summed, self.replica, async_op=overlap)
+            work = collectives.all_reduce(self._summed, self.replica, async_op=overlap)
             if work is not None:
                 self._works.append((work, f"{self.replica.name}/all_reduce"))
 
@@ -373,7 +375,7 @@ class Bucket:
             self._pool.give(row)
             return
         flat = self._pool.take((self.shard.size, self.row), self.dtype)
-        work = transport.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
+        work = collectives.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
         self._gather = (flat, row, work)
         if work is None:
             self.finish_param_gather()

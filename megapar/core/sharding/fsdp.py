@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.health.trail import DigestTrail
@@ -206,7 +206,7 @@ class _AllGather(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return transport.all_gather(output_tensor, input_tensor, self._axis, async_op=async_op)
+        return collectives.all_gather(output_tensor, input_tensor, self._axis, async_op=async_op)
 
 
 class _ReduceScatter(_Comm):
@@ -234,14 +234,14 @@ class _ReduceScatter(_Comm):
         assert op == dist.ReduceOp.SUM, op
         if self.trail is not None:
             self.trail.gradient(self._unit, f"the segment of {self._member}", input_tensor)
-        return transport.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
+        return collectives.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
 
 
 def _count_replica_sum(replica: Axis) -> Callable[[Tensor], None]:
     """Return a hook that counts the bytes of the replica sum, which FSDP2 runs itself."""
 
     def count(gradient: Tensor) -> None:
-        transport.count_all_reduce(gradient, replica)
+        collectives.count_all_reduce(gradient, replica)
 
     return count
 

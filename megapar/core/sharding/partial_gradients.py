@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.sharding.sharding import Sharding
@@ -29,7 +29,7 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, meter: WaitM
     if not pieces:
         return  # a stage without such parameters, the same on all its mp ranks
     message = torch.cat([piece.flatten() for piece in pieces])
-    work = transport.all_reduce(message, mp, async_op=True)
+    work = collectives.all_reduce(message, mp, async_op=True)
     assert work is not None
     meter.wait(work, f"{mp.name}/all_reduce")
     _scatter(message, pieces)
@@ -48,7 +48,7 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis, meter: WaitMeter) -> None:
     other = torch.empty_like(own)
     peer = pp.size - 1 - pp.rank
     # One call for both: if each rank's queue had a send before its receive, an accelerator would deadlock.
-    work = transport.send_receive(other, own, pp, peer, peer)
+    work = collectives.send_receive(other, own, pp, peer, peer)
     assert work is not None
     meter.wait(work, f"{pp.name}/send")
     _scatter(own + other, pieces)
