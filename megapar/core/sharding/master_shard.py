@@ -1,6 +1,6 @@
 """Master shards: this rank's flat pieces of the master weights, with gradients, for the optimizer to update.
 
-Tested in ``tests/core/optimizer/test_adamw.py``.
+Tested in ``tests/core/optimizer/test_gradient_norm.py``.
 """
 
 from __future__ import annotations

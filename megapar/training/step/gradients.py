@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.health.first_nonfinite import FirstNonfinite, watch
-from megapar.core.optimizer.adamw import global_norm, scale_gradients
+from megapar.core.optimizer.gradient_norm import global_norm, scale_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied

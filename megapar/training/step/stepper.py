@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.device.base import Event
-from megapar.core.optimizer.adamw import clip
+from megapar.core.optimizer.gradient_norm import clip_gradients
 from megapar.data.batches import Loader
 from megapar.model.decoder.model import Decoder
 from megapar.training.building.job import Job
@@ -166,7 +166,7 @@ class Stepper:
         self._before_update()
         self.guards.before_update()
         if self.config.optimizer.clip_grad > 0:
-            clip(job.sharding.master_shards, summed.norm, self.config.optimizer.clip_grad)
+            clip_gradients(job.sharding.master_shards, summed.norm, self.config.optimizer.clip_grad)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, bad)
             job.sharding.start_param_gather()
