@@ -305,7 +305,7 @@ COPIES: Mapping[str, str] = MappingProxyType(
         "PackedDocuments.of": "starts of documents, a few numbers",
         "_reorder": "order of the parts of a message, which the host computes from the counts",
         "Accelerator.host_copy": "counts and log sums, to page-locked memory with an event",
-        "Bucket.publish": "offloaded master weights, to the device",
+        "Bucket.start_param_gather": "offloaded master weights, to the device",
         "OffloadedOptimizer._load": "master weights and moments from the host",
         "OffloadedOptimizer._store": "the same, back",
         "SavedTensor._send": "saved tensors of offloaded units",

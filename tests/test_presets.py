@@ -55,6 +55,6 @@ def test_it_steps_as_rank_0_of_its_own_world(path: Path, tmp_path: Path, monkeyp
         step = trainer.step()
         assert trainer.world.grid.world_size == ranks_of(path)
         assert isinstance(step.norm, torch.Tensor)
-        assert all(isinstance(part.master, FakeTensor) for part in trainer.job.sharding.parts)
+        assert all(isinstance(shard.master, FakeTensor) for shard in trainer.job.sharding.master_shards)
         assert trainer.progress.consumed_samples == first_batch(config)
         assert any(step.sent_bytes.values()) == (config.grid.world_size > 1)

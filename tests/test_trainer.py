@@ -167,7 +167,7 @@ def test_every_iteration_is_an_object_of_the_metrics_file(tmp_path: Path) -> Non
     assert times == sorted(times)
     assert len(set(times)) > 1
     waited = lines[-1]["exposed_seconds"]
-    assert {"shard/reduce", "shard/all_gather"} & set(waited)
+    assert {"shard/reduce_scatter", "shard/all_gather"} & set(waited)
     assert sum(waited.values()) == pytest.approx(lines[-1]["exposed_communication_seconds"])
     assert outcome.records[-1].loss == lines[-1]["loss"]
     assert list(board.glob("events*"))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.communication_hiding.shape import AUTO, WAYS, make_sizes
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.pair import join
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.async_pairs import start, wait
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllToAll, Exchange
@@ -110,7 +110,7 @@ class Steps:
         if request == "talk":
             return self._timed(self._talk)
         if kind == "alone":
-            with patch.object(transport, "all_to_all", _stay):
+            with patch.object(collectives, "all_to_all", _stay):
                 figures = self._timed(lambda: self._step(self.models[rest]))
                 return {**figures, "forward": self.turned - self.began}
         if kind == "memory":

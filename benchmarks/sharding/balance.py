@@ -53,8 +53,8 @@ def _training(flags: Sequence[str]) -> list[str]:
 
 
 def _count(trainer: Trainer, stage: int) -> dict[str, int]:
-    parts = trainer.job.sharding.parts
-    masters = sum(part.master.nbytes for part in parts)
+    shards = trainer.job.sharding.master_shards
+    masters = sum(shard.master.nbytes for shard in shards)
     parameters = sum(
         p.to_local().nbytes if stage == 3 and hasattr(p, "to_local") else p.nbytes
         for p in trainer.job.model.parameters()

@@ -15,7 +15,7 @@ from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.steps import make_trainer
 from megapar.arguments import parse
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.meter import Waits
 from megapar.core.sharding.bucket import Bucket
 from megapar.core.sharding.zero import ZeroSharding
@@ -109,13 +109,13 @@ def _fly(launches: Sequence[Launch]) -> None:
 def _reduction(segment: Bucket) -> Launch:
     whole = torch.zeros(segment.shard.size * segment.row, device=segment.master.device)
     piece, scratch = torch.zeros_like(whole[: segment.row]), torch.zeros_like(whole)
-    return lambda: transport.reduce_scatter(piece, whole, segment.shard, async_op=True, scratch=scratch)
+    return lambda: collectives.reduce_scatter(piece, whole, segment.shard, async_op=True, scratch=scratch)
 
 
 def _gather(segment: Bucket) -> Launch:
     row = torch.zeros(segment.row, dtype=segment.dtype, device=segment.master.device)
     whole = row.new_zeros(segment.shard.size * segment.row)
-    return lambda: transport.all_gather(whole, row, segment.shard, async_op=True)
+    return lambda: collectives.all_gather(whole, row, segment.shard, async_op=True)
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def timed(calls: Iterable[tuple[object, str]]) -> Iterator[list[float]]:
 def look_seconds(trainer: Trainer) -> float:
     """Of one look at all parameters and masters, as the replica guard takes it."""
     start = time.perf_counter()
-    held = (*trainer.job.model.parameters(), *(part.master for part in trainer.job.sharding.parts))
+    held = (*trainer.job.model.parameters(), *(shard.master for shard in trainer.job.sharding.master_shards))
     torch.stack([digest(tensor) for tensor in held])
     trainer.world.device.synchronize()
     return time.perf_counter() - start

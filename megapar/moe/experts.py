@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
-from megapar.core.recompute.selective import forget
+from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
@@ -147,7 +147,7 @@ class Experts(nn.Module):
     ) -> Tensor:
         if up_bias is not None:
             hidden = hidden + up_bias
-        out_RH = forget(self._activate, hidden, down) if self.selective else down(self._activate(hidden))
+        out_RH = without_output(self._activate, hidden, down) if self.selective else down(self._activate(hidden))
         if down_bias is not None:
             out_RH = _AddOnce.apply(out_RH, down_bias, self.adds_down_bias)
         return out_RH

@@ -91,7 +91,7 @@ class DeferredDispatch:
         self.tokens, self._deferred = defer((x_TH, weights_Tk), count, dispatcher.comm)
         self._routed = self._device.event()
         self._row_counts: RowCounts | None = None
-        if (dispatcher.exchanges_counts or slicing.expert_pieces) and not (replay is not None and replay.again):
+        if (dispatcher.exchanges_counts or slicing.expert_pieces) and not (replay is not None and replay.recomputing):
             self._row_counts = self._on_ep_stream(self._exchange_counts)
 
     @property

@@ -224,7 +224,7 @@ class TokenDispatcher:
         """
         back = plan.exchange.conjugate()
         # The backward needs the rows sent, for the weights, but not those received.
-        unused = closing is not None and closing.again
+        unused = closing is not None and closing.recomputing
         return start(Unsent(back) if unused else back, rows_RH, self.comm)
 
     @property

@@ -6,7 +6,7 @@ Memory can peak at only a few moments of a step, and each is a sum:
     backward    a backward starts: activations, gradients of earlier micro-batches, temporary tensors of the backward
     reduction   the backward of the newest layer is done: the other activations, and gradients that are reduced
     end         the last backward is nearly done: all gradients, and the buffers of their reduction
-    publish     the optimizer is done: new parameters are gathered
+    gather      the optimizer is done: new parameters are gathered
 
 Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
 buffers of the reduction's dtype (stage 2). torch has no caching allocator on a CPU, so communication buffers are kept
@@ -118,7 +118,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         "backward": (kept.backward, early, kept.backward_transient + state.tied + state.ahead),
         "reduction": (kept.reduction, early, state.tied + state.regathered),
         "end": (kept.end, whole, kept.end_transient + 2 * state.tied + state.regathered),
-        "publish": (0.0, whole if pooled else state.row, 0.0 if full or pooled else state.gathered),
+        "gather": (0.0, whole if pooled else state.row, 0.0 if full or pooled else state.gathered),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     activations, gradients, buffers = moments[moment]

@@ -20,7 +20,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
-from megapar.core.sharding.master_shard import Sharding
+from megapar.core.sharding.sharding import Sharding
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
@@ -155,7 +155,7 @@ class Recorder(StepObserver):
     def gradients_reduced(self, sharding: Sharding) -> None:
         """Collect every whole gradient on rank 0."""
         assert self.trainer is not None
-        grads = [part.grad for part in sharding.parts if part.grad is not None]
+        grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
         self.gradients.append(_whole(self.trainer, grads))
 
 
@@ -170,7 +170,7 @@ def _device(backend: str) -> Device:
 
 def _parameters(trainer: Trainer) -> dict[str, Tensor]:
     job = trainer.job
-    masters = [part.master for part in job.sharding.parts]
+    masters = [shard.master for shard in job.sharding.master_shards]
     buffers = collect_buffers(trainer.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
     return _whole(trainer, masters) | {name: value.clone() for name, value in buffers}
 
@@ -178,7 +178,7 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
     """Whole parameters on rank 0, as ``collect_all`` has them; here each rank sends all of its pieces at once.
 
-    tensors: beside the parts, masters or gradients.
+    tensors: beside the master shards, masters or gradients.
     """
     world, grid = trainer.world, trainer.world.grid
     views = {view.spec.name: view for view in trainer.job.sharding.views(tensors)}

@@ -65,7 +65,9 @@ def flip_in_memory() -> None:
             note()
             held = self.job.sharding.views
             tensors = {
-                "master": lambda: [view.tensor for view in held([part.master for part in self.job.sharding.parts])],
+                "master": lambda: [
+                    view.tensor for view in held([shard.master for shard in self.job.sharding.master_shards])
+                ],
                 "moment": lambda: [view.tensor for view in held(self.job.optimizer.moments("exp_avg"))],
                 "parameter": lambda: list(self.job.model.parameters()),
             }[SPEC["name"]]()

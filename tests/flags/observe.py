@@ -211,7 +211,7 @@ def _digest(trainer: Trainer) -> str:
     job, digest = trainer.job, hashlib.sha256()
     optimizer = job.optimizer
     kept = [
-        *(part.master for part in job.sharding.parts),
+        *(shard.master for shard in job.sharding.master_shards),
         *optimizer.moments("exp_avg"),
         *optimizer.moments("exp_avg_sq"),
     ]

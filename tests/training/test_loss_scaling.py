@@ -58,9 +58,10 @@ def train(
     records = trainer.monitor.flush()
     trainer.loader.close()
     trainer.job.sharding.wait()
-    parts = trainer.job.sharding.parts
+    shards = trainer.job.sharding.master_shards
     masters = {
-        n: t.clone() for n, t in collect_all(world, trainer.job.table, trainer.job.sharding, [p.master for p in parts])
+        n: t.clone()
+        for n, t in collect_all(world, trainer.job.table, trainer.job.sharding, [shard.master for shard in shards])
     }
     world.close()
     return records, masters
@@ -129,7 +130,7 @@ def first_gradients(rank: int, world_size: int, dtype: str, tokens: int) -> tupl
     with patch.multiple(Denominators, **counts):
         trainer.step()
     trainer.loader.close()
-    grads = [part.grad for part in trainer.job.sharding.parts if part.grad is not None]
+    grads = [shard.grad for shard in trainer.job.sharding.master_shards if shard.grad is not None]
     found = {view.spec.name: view.tensor.clone() for view in trainer.job.sharding.views(grads)}
     return found, sum(not value.any() for value in found.values())
 

@@ -72,6 +72,13 @@ def test_replicas_sum_the_owned_shard_once(stage: int) -> None:
     assert found["replica/all_reduce"] == 2 * (padded(last + others, 2) // 2 * 8) // 2
 
 
+def test_a_wait_has_the_kind_of_the_bytes_that_were_sent() -> None:
+    flags = ("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "2")
+    record = run(4, "ernie", "--train-iters", "4", *flags).records[2]
+    waits = {kind for kind in record.exposed_seconds if kind.startswith(("shard/", "replica/"))}
+    assert {"shard/reduce_scatter", "replica/all_reduce"} <= waits <= record.sent_bytes.keys()
+
+
 def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
     last, others = specs("ernie")
     elements = padded(last + others, 2)

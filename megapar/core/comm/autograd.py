@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Conjugate, Copy, Reduce, ReduceScatter
 
@@ -46,7 +46,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
     """All-reduce ``x`` in place, outside autograd, and return it."""
     if axis.size > 1:
         with axis.waiting("all_reduce"):
-            transport.all_reduce(x, axis, op)
+            collectives.all_reduce(x, axis, op)
     return x
 
 

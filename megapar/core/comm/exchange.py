@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 
 
@@ -88,7 +88,7 @@ class AllToAll:
         """Exchange [sum(send), ..] to [sum(receive), ..], in rank order."""
         rows = x.shape[0] if self.receive is None else sum(self.receive)
         y = x.new_empty((rows, *x.shape[1:]))
-        return y, transport.all_to_all(y, x, self.axis, self.receive, self.send, async_op=True)
+        return y, collectives.all_to_all(y, x, self.axis, self.receive, self.send, async_op=True)
 
     def conjugate(self) -> AllToAll:
         """Return the exchange that sends every row back."""
@@ -114,7 +114,7 @@ class AllGather:
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
         """Gather [n, ..] to [size * n, ..]."""
         y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:])) if self.into is None else self.into
-        return y, transport.all_gather(y, x, self.axis, async_op=async_op)
+        return y, collectives.all_gather(y, x, self.axis, async_op=async_op)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
         """Gather [.., n, ..] to [.., size * n, ..], in rank order."""
@@ -141,7 +141,7 @@ class ReduceScatter:
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
         """Sum [size * n, ..] and scatter it to [n, ..]."""
         y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:])) if self.into is None else self.into
-        return y, transport.reduce_scatter(y, x, self.axis, async_op=async_op)
+        return y, collectives.reduce_scatter(y, x, self.axis, async_op=async_op)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
         """Sum [.., size * n, ..] and scatter to [.., n, ..]. Raises ValueError if the axis does not divide the dim."""
@@ -189,13 +189,13 @@ class Reduce:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Sum [n, ..] to [n, ..]."""
         y = x if self.in_place else x.clone()
-        return y, transport.all_reduce(y, self.axis, async_op=True)
+        return y, collectives.all_reduce(y, self.axis, async_op=True)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
         """Sum [..] to [..]; ``dim`` has no effect."""
         y = x if self.in_place else x.clone(memory_format=torch.contiguous_format)
         with self.axis.waiting(self.kind):
-            transport.all_reduce(y, self.axis)
+            collectives.all_reduce(y, self.axis)
         return y
 
     def conjugate(self) -> Copy:
@@ -241,7 +241,7 @@ class SendReceive:
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Send [n, ..] and receive [n, ..]."""
         y = torch.zeros_like(x) if self.source is None else torch.empty_like(x)
-        return y, transport.send_receive(y, x, self.axis, self.to, self.source)
+        return y, collectives.send_receive(y, x, self.axis, self.to, self.source)
 
     def conjugate(self) -> SendReceive:
         """Return the exchange that sends the gradient to the source of the message."""

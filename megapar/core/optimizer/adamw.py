@@ -1,4 +1,7 @@
-"""AdamW on this rank's master weights (a shard of them), the global gradient norm, and gradient clipping."""
+"""AdamW on this rank's master weights, a shard of them.
+
+Tested in ``tests/equivalence/test_equivalence.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
-from megapar.core.comm.axis import Axis
-from megapar.core.device.dtypes import widest
 from megapar.core.sharding.master_shard import MasterShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def global_norm(
-    parts: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = ()
-) -> tuple[Tensor, Tensor]:
-    """Return the global gradient norm, and sums of other numbers that share its all-reduce. The host does not wait.
-
-    The 2-norm counts each parameter of the model once, however it is replicated or split: exactly one rank counts each
-    shard (``MasterShard.counted``), and one sum over the world adds them. The squares are added in the device's widest
-    dtype, so that the order of ranks does not affect the result.
-
-    Args:
-        parts: this rank's master shards, with gradients.
-        world: the axis of all ranks.
-        besides: small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
-
-    Returns:
-        The norm (a scalar, the same on all ranks) and the sums of ``besides``, both on the device of the gradients.
-    """
-    grads = [part.grad for part in parts if part.counted and part.grad is not None and part.grad.numel()]
-    made = next((part.grad for part in parts if part.grad is not None), parts[0].master)
-    device, dtype = made.device, parts[0].master.dtype
-    total = torch.zeros(1 + len(besides), dtype=widest(device), device=device)
-    for i, number in enumerate(besides, start=1):
-        if isinstance(number, Tensor):
-            total[i].copy_(number)
-        elif number:
-            total[i].fill_(number)  # a copy from the host would wait for the device
-    if grads:
-        total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()
-    if world.group is not None:
-        transport.all_reduce(total, world)
-    return total[0].sqrt().to(dtype), total[1:]
-
-
-def clip(parts: Sequence[MasterShard], norm: Tensor, limit: float) -> None:
-    """Clip gradients: scale all of them by min(1, limit / (norm + 1e-6)), without a host wait."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    grads = [part.grad for part in parts if part.grad is not None]
-    torch._foreach_mul_(grads, factor)
-
-
-def scale_gradients(parts: Sequence[MasterShard], factor: float) -> None:
-    """Multiply all gradients by one number."""
-    torch._foreach_mul_([part.grad for part in parts if part.grad is not None], factor)
 
 
 @dataclass(frozen=True)
@@ -80,13 +35,13 @@ class AdamW:
 
 
 class Optimizer:
-    """AdamW (decoupled weight decay) over master shards; moments correspond to ``parts`` one to one."""
+    """AdamW (decoupled weight decay) over master shards; moments correspond to ``shards`` one to one."""
 
-    def __init__(self, parts: Sequence[MasterShard], settings: AdamW) -> None:
-        self._parts = parts
+    def __init__(self, shards: Sequence[MasterShard], settings: AdamW) -> None:
+        self._shards = shards
         groups = [
             {
-                "params": [part.master for part in parts if (part.decay, part.router) == kind],
+                "params": [shard.master for shard in shards if (shard.decay, shard.router) == kind],
                 "weight_decay": settings.weight_decay if kind[0] else 0.0,
                 "ratio": settings.router_lr_ratio if kind[1] else 1.0,
             }
@@ -96,10 +51,10 @@ class Optimizer:
         self._adamw: Any = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=0.0, betas=settings.betas, eps=settings.eps, fused=True
         )
-        for part in parts:
-            self._adamw.state[part.master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=part.master.device),
-                **{name: torch.zeros_like(part.master) for name in MOMENTS},
+        for shard in shards:
+            self._adamw.state[shard.master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=shard.master.device),
+                **{name: torch.zeros_like(shard.master) for name in MOMENTS},
             }
 
     def step(self, lr: float, found_inf: Tensor | None = None) -> None:
@@ -110,22 +65,22 @@ class Optimizer:
         self._adamw.found_inf = found_inf
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["ratio"]
-        for part in self._parts:
-            part.master.grad = part.grad
+        for shard in self._shards:
+            shard.master.grad = shard.grad
         self._adamw.step()
-        for part in self._parts:
-            part.master.grad = None
+        for shard in self._shards:
+            shard.master.grad = None
 
     def moments(self, name: str) -> list[Tensor]:
-        """Return ``exp_avg`` or ``exp_avg_sq`` of every part."""
-        return [self._adamw.state[part.master][name] for part in self._parts]
+        """Return ``exp_avg`` or ``exp_avg_sq`` of every shard."""
+        return [self._adamw.state[shard.master][name] for shard in self._shards]
 
     @property
     def num_steps(self) -> int:
         """Number of updates so far, used for the bias correction."""
-        return int(self._adamw.state[self._parts[0].master]["step"].item())
+        return int(self._adamw.state[self._shards[0].master]["step"].item())
 
     @num_steps.setter
     def num_steps(self, steps: int) -> None:
-        for part in self._parts:
-            self._adamw.state[part.master]["step"].fill_(float(steps))
+        for shard in self._shards:
+            self._adamw.state[shard.master]["step"].fill_(float(steps))

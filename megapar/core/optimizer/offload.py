@@ -1,6 +1,6 @@
 """AdamW with optimizer state and master weights offloaded to host memory, copied to the device for the update.
 
-The device has two slots; program order of the streams for parts 0, 1, 2, ..:
+The device has two slots; program order of the streams for shards 0, 1, 2, ..:
 
     in        load 0   load 1             load 2 (after store 0)   ..
     compute            update 0  update 1                update 2
@@ -26,35 +26,36 @@ from megapar.core.sharding.master_shard import MasterShard
 
 
 class SlotReader(Protocol):
-    """A reader of each part's master and moments while they are on the device."""
+    """A reader of each shard's master and moments while they are on the device."""
 
     def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Read the tensors of part ``number`` before the update, as they are in host memory."""
+        """Read the tensors of shard ``number`` before the update, as they are in host memory."""
 
     def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
-        """Read the tensors of part ``number`` after the update."""
+        """Read the tensors of shard ``number`` after the update."""
 
 
 class OffloadedOptimizer:
-    """The updates of ``Optimizer``, bit for bit, for parts whose masters are in host memory.
+    """The updates of ``Optimizer``, bit for bit, for shards whose masters are in host memory.
 
-    Gradients are on the device. Moments are pinned host tensors that correspond to ``parts`` one to one.
+    Gradients are on the device. Moments are pinned host tensors that correspond to ``shards`` one to one.
 
     Attributes:
-        slots: device memory for the master and the moments of two parts, [2, 3, elements of the largest part].
+        slots: device memory for the master and the moments of two shards, [2, 3, elements of the largest shard].
         seen_by: reader of the tensors while they are on the device; None: no reader.
     """
 
-    def __init__(self, parts: Sequence[MasterShard], device: Device, settings: AdamW) -> None:
-        self._parts = parts
+    def __init__(self, shards: Sequence[MasterShard], device: Device, settings: AdamW) -> None:
+        self._shards = shards
         self._device = device
         self._settings = settings
         self._moments = {
-            name: [device.pinned_zeros(part.master.numel(), part.master.dtype) for part in parts] for name in MOMENTS
+            name: [device.pinned_zeros(shard.master.numel(), shard.master.dtype) for shard in shards]
+            for name in MOMENTS
         }
-        largest = max(part.master.numel() for part in parts)
+        largest = max(shard.master.numel() for shard in shards)
         largest += largest % 2  # so that each tensor is aligned to 64-bit integers
-        self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=parts[0].master.dtype, device=device.torch_device)
+        self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=shards[0].master.dtype, device=device.torch_device)
         self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self._in, self._out = device.new_stream(), device.new_stream()
         self.seen_by: SlotReader | None = None
@@ -68,13 +69,13 @@ class OffloadedOptimizer:
         self._in.wait_stream(current)
         self._load(0)
         steps = self._step.clone()  # each update increments its own copy
-        for number, part in enumerate(self._parts):
+        for number, shard in enumerate(self._shards):
             current.wait_stream(self._in)
-            if number + 1 < len(self._parts):
+            if number + 1 < len(self._shards):
                 self._load(number + 1)
             if self.seen_by is not None:
                 self.seen_by.arrived(number, self._views(number)[1])
-            self._update(number, part, lr, steps.clone(), found_inf)
+            self._update(number, shard, lr, steps.clone(), found_inf)
             if self.seen_by is not None:
                 self.seen_by.leaves(number, self._views(number)[1])
             self._store(number, current)
@@ -82,9 +83,9 @@ class OffloadedOptimizer:
         current.wait_stream(self._out)
 
     def visit(self) -> None:
-        """Copy every part's master and moments to the device for the reader, without changing them."""
+        """Copy every shard's master and moments to the device for the reader, without changing them."""
         current = self._device.current_stream()
-        for number in range(len(self._parts)):
+        for number in range(len(self._shards)):
             self._in.wait_stream(current)
             self._load(number)
             current.wait_stream(self._in)
@@ -92,8 +93,8 @@ class OffloadedOptimizer:
                 self.seen_by.arrived(number, self._views(number)[1])
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a part's master and moments: (in host memory, in its slot)."""
-        host = [self._parts[number].master, *(self._moments[name][number] for name in MOMENTS)]
+        """Return a shard's master and moments: (in host memory, in its slot)."""
+        host = [self._shards[number].master, *(self._moments[name][number] for name in MOMENTS)]
         slot = self.slots[number % 2, :, : host[0].numel()]
         return host, list(slot.unbind())
 
@@ -110,13 +111,13 @@ class OffloadedOptimizer:
             for target, source in zip(*self._views(number), strict=True):
                 target.copy_(source, non_blocking=True)
 
-    def _update(self, number: int, part: MasterShard, lr: float, step: Tensor, found_inf: Tensor | None) -> None:
-        assert part.grad is not None
+    def _update(self, number: int, shard: MasterShard, lr: float, step: Tensor, found_inf: Tensor | None) -> None:
+        assert shard.grad is not None
         settings = self._settings
         master, first, second = self._views(number)[1]
         adamw(
             params=[master],
-            grads=[part.grad],
+            grads=[shard.grad],
             exp_avgs=[first],
             exp_avg_sqs=[second],
             max_exp_avg_sqs=[],
@@ -125,15 +126,15 @@ class OffloadedOptimizer:
             amsgrad=False,
             beta1=settings.betas[0],
             beta2=settings.betas[1],
-            lr=lr * settings.router_lr_ratio if part.router else lr,
-            weight_decay=settings.weight_decay if part.decay else 0.0,
+            lr=lr * settings.router_lr_ratio if shard.router else lr,
+            weight_decay=settings.weight_decay if shard.decay else 0.0,
             eps=settings.eps,
             maximize=False,
             found_inf=found_inf,
         )
 
     def moments(self, name: str) -> list[Tensor]:
-        """Return ``exp_avg`` or ``exp_avg_sq`` of every part, in host memory."""
+        """Return ``exp_avg`` or ``exp_avg_sq`` of every shard, in host memory."""
         return self._moments[name]
 
     @property

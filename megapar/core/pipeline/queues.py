@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.base import Device
@@ -48,7 +48,7 @@ class Queues:
 
         The caller must keep ``x`` alive and unchanged until it has waited for the returned work.
         """
-        return transport.send(x, self._axes[self.rank, to], 1)
+        return collectives.send(x, self._axes[self.rank, to], 1)
 
     def receive(self, room: Callable[[], Tensor], source: int) -> tuple[Tensor, dist.Work]:
         """Launch a receive that waits for no computation; return (buffer, work) for ``finish_receive``.
@@ -62,7 +62,7 @@ class Queues:
 
         def launch() -> tuple[Tensor, dist.Work]:
             buffer = room()
-            return buffer, transport.receive(buffer, axis, 0)
+            return buffer, collectives.receive(buffer, axis, 0)
 
         # An event from when the queues were made: by default the receive stream would wait for the current stream.
         return self._device.launch(launch, self._stream, after=self._before)

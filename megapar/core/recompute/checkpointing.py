@@ -73,9 +73,9 @@ class Recompute:
         """Begin one forward of one micro-batch through this rank's layers."""
         return Forward(self)
 
-    def again(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
+    def recomputation(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
         """Return the context for the recomputation of a unit. note: receives the bytes that the unit keeps."""
-        return _Again(self._comm, self._sent_bytes, replay, note, self._around())
+        return _Recomputation(self._comm, self._sent_bytes, replay, note, self._around())
 
 
 class Forward:
@@ -102,7 +102,7 @@ class Forward:
                 *inputs,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=lambda: (nullcontext(), self._recompute.again(replay, note)),
+                context_fn=lambda: (nullcontext(), self._recompute.recomputation(replay, note)),
                 early_stop=note is None,  # an early stop would falsify the measured bytes
             )
             return y
@@ -122,7 +122,7 @@ class Forward:
         return self._before.hooks()
 
 
-class _Again:
+class _Recomputation:
     """The context of a recomputation, reusable: counts no bytes, and waits for unfinished collectives at the end.
 
     A recomputation ends with the last tensor that the backward needs, which may be between a launch and its wait.

@@ -1,7 +1,7 @@
 """Replay: values that the forward of a recomputed unit passes to its recomputation.
 
 forward    .. counts^v dispatch^v experts  combine^v      counts are recorded
-again      ..          dispatch^v experts                 counts are replayed; the last product is skipped: its value
+recompute  ..          dispatch^v experts                 counts are replayed; the last product is skipped: its value
                                                           is the unit's output, which is already there
 
 Messages in flight when the unit begins (slices of the previous layer) arrive inside it but are not computed by it: the
@@ -24,11 +24,11 @@ class Replay:
     """The recorded values of one unit in one micro-batch; lives as long as the unit's graph.
 
     Attributes:
-        again: True during the recomputation.
+        recomputing: True during the recomputation.
     """
 
     def __init__(self) -> None:
-        self.again = False
+        self.recomputing = False
         self._values: list[Any] = []
         self._next = 0
         self._keep: Callable[[Tensor], Any] = _identity
@@ -40,15 +40,15 @@ class Replay:
 
     def start(self) -> None:
         """Begin the recomputation, from the start of the unit."""
-        self.again, self._next = True, 0
+        self.recomputing, self._next = True, 0
 
     def stop(self) -> None:
         """End the recomputation, whether or not it reached the end of the unit."""
-        self.again = False
+        self.recomputing = False
 
     def once(self, find: Callable[[], T]) -> T:
         """Return ``find()`` in the forward, and the recorded value in the recomputation, in call order."""
-        if not self.again:
+        if not self.recomputing:
             value = find()
             self._values.append(value)
             return value
@@ -57,7 +57,7 @@ class Replay:
 
     def arrival(self, find: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that ``find`` makes from messages in flight; the recomputation starts from its value."""
-        if self.again:
+        if self.recomputing:
             kept, needs_grad = self._recall()
             return self._whole(kept).detach().requires_grad_(needs_grad)
         with kept_as_it_is():

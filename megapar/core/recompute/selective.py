@@ -1,7 +1,8 @@
 """Selective recompute: parts of a layer that are cheap to compute and large to keep (attention core, activations).
 
-``again`` drops the tensors that a function saves for its backward. The function's output is saved by the next layer as
-its input: ``forget`` drops that too, and recomputes the output for the next layer's backward.
+``recompute_in_backward`` drops the tensors that a function saves for its backward: the attention core. The function's
+output is saved by the next layer as its input. ``without_output`` drops that too, and recomputes the output for the
+next layer's backward: the activations of an MLP and of experts.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5.
 """
@@ -17,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 
-def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def recompute_in_backward(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Return ``function(*inputs)``, keeping only the inputs for its backward.
 
     The function must launch no collectives and draw random numbers only from streams (``core.random``).
@@ -26,14 +27,17 @@ def again(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     return y
 
 
-def forget(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``consumer(function(x))``, keeping ``x`` and what the consumer saves except its input."""
+def without_output(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``consumer(function(x))``, keeping ``x`` and what the consumer saves except its input.
+
+    Megatron's ``CheckpointWithoutOutput``.
+    """
     if not torch.is_grad_enabled():
         return consumer(function(x))
-    y = again(function, x)
+    y = recompute_in_backward(function, x)
     if not y.is_contiguous():
         return consumer(y)
-    with _Forgotten(function, x.detach(), y.untyped_storage()._cdata).hooks():
+    with _DroppedOutput(function, x.detach(), y.untyped_storage()._cdata).hooks():
         return consumer(y)
 
 
@@ -45,7 +49,7 @@ class _View(NamedTuple):
     offset: int
 
 
-class _Forgotten:
+class _DroppedOutput:
     """An output that is recomputed and kept only while the consumer's backward reads its views."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor, storage: int) -> None:

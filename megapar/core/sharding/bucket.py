@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapar.core.box import Box
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.sharding.cut import ParameterInfo, shard_dim
@@ -43,19 +43,19 @@ class BucketParameter:
         spec: its row of the parameter table.
         parameter: the local parameter (cut by mp, ep and emp).
         counted: True if this rank counts it in the global norm.
-        parts: number of pieces into which sharding cuts it.
+        num_pieces: number of pieces into which sharding cuts it.
         dim: the dim along which sharding cuts it.
         split: number of its dims that other axes cut.
         piece: shape of one rank's piece, including padding.
         offset: first element of the piece in a row.
         box: this rank's piece of the global tensor, without padding.
-        padded: True if ``parts`` does not divide the dim.
+        padded: True if ``num_pieces`` does not divide the dim.
     """
 
     spec: ParameterInfo
     parameter: nn.Parameter
     counted: bool
-    parts: int
+    num_pieces: int
     dim: int
     split: int
     piece: tuple[int, ...]
@@ -71,7 +71,7 @@ class BucketParameter:
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a whole local tensor as [n, *piece]; a view unless it needs padding."""
         if self.padded:
-            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.parts)
+            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.num_pieces)
         cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
         return cut.movedim(self.dim, 0)
 
@@ -88,17 +88,17 @@ def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
     return not spec.decay, spec.router, spec.axes
 
 
-def make_members(parameters: Sequence[Entry], parts: int) -> tuple[BucketParameter, ...]:
+def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketParameter, ...]:
     """Lay parameters out in a row, in the same order on every rank; parameters treated alike are adjacent."""
     members: list[BucketParameter] = []
     offset = 0
     for spec, parameter, box, counted in sorted(parameters, key=_alike):
         sizes = tuple(parameter.shape)
-        dim = shard_dim(sizes, parts)
-        piece = (*sizes[:dim], -(-sizes[dim] // parts), *sizes[dim + 1 :])
-        padded = piece[dim] * parts != sizes[dim]
+        dim = shard_dim(sizes, num_pieces)
+        piece = (*sizes[:dim], -(-sizes[dim] // num_pieces), *sizes[dim + 1 :])
+        padded = piece[dim] * num_pieces != sizes[dim]
         split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
-        members.append(BucketParameter(spec, parameter, counted, parts, dim, split, piece, offset, box, padded))
+        members.append(BucketParameter(spec, parameter, counted, num_pieces, dim, split, piece, offset, box, padded))
         offset += prod(piece)
     return tuple(members)
 
@@ -192,7 +192,7 @@ class Bucket:
         self._reduced: Tensor | None = None
         self._summed: Tensor | None = None  # over the replicas
         self._lent: list[Tensor] = []  # buffers that the collective in flight reads and writes
-        self._work: list[dist.Work] = []
+        self._works: list[tuple[dist.Work, str]] = []  # the reductions in flight, each with the kind of its bytes
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
         if self.aliased:
@@ -229,7 +229,7 @@ class Bucket:
         columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
         return columns
 
-    # Gradients: add (each backward) -> launch (once complete) -> settle -> shard's gradient
+    # Gradients: add (each backward) -> start_grad_reduce (once complete) -> finish_grad_reduce -> shard's gradient
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
@@ -279,8 +279,8 @@ class Bucket:
                 self._columns(flat, member).zero_()
         return flat
 
-    def launch(self, *, overlap: bool) -> None:
-        """Launch the reduction of the gradients accumulated since the last launch."""
+    def start_grad_reduce(self, *, overlap: bool) -> None:
+        """Launch the reduction of the gradients accumulated since the last one."""
         flat = self._pack()
         if self.shard.group is None:
             self._reduced = flat[0]
@@ -289,11 +289,13 @@ class Bucket:
         # On a CPU the reduce-scatter is an exchange of pieces, which needs a buffer for those that arrive.
         scratch = self._lend(flat.shape) if flat.device.type == "cpu" else None
         self._reduced = self._pool.take((self.row,), self._reduce_dtype)
-        work = transport.reduce_scatter(self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch)
+        work = collectives.reduce_scatter(
+            self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch
+        )
         if work is not None:
-            self._work.append(work)
+            self._works.append((work, f"{self.shard.name}/reduce_scatter"))
 
-    def settle(self, *, last: bool, overlap: bool) -> None:
+    def finish_grad_reduce(self, *, last: bool, overlap: bool) -> None:
         """Wait for the reduce-scatter and accumulate its result; after the step's last one launch the replica sum."""
         if self._reduced is None:
             return
@@ -308,9 +310,9 @@ class Bucket:
             assert self.gradient is not None
             same = self.gradient.dtype == self._reduce_dtype
             self._summed = self.gradient if same else self._lend((self.row,)).copy_(self.gradient)
-            work = transport.all_reduce(self._summed, self.replica, async_op=overlap)
+            work = collectives.all_reduce(self._summed, self.replica, async_op=overlap)
             if work is not None:
-                self._work.append(work)
+                self._works.append((work, f"{self.replica.name}/all_reduce"))
 
     def _accumulate_reduced(self, reduced: Tensor) -> None:
         """Add to the main gradient, in the master's dtype."""
@@ -334,9 +336,9 @@ class Bucket:
         self._give_back()
 
     def _wait(self) -> None:
-        for work in self._work:
-            self.shard.meter.wait(work, f"{self.shard.name}/reduce")
-        self._work.clear()
+        for work, kind in self._works:
+            self.shard.meter.wait(work, kind)
+        self._works.clear()
 
     def _lend(self, shape: Sequence[int]) -> Tensor:
         """Return a buffer in the reduce dtype, valid until ``_give_back``."""
@@ -349,13 +351,17 @@ class Bucket:
             self._pool.give(buffer)
         self._lent.clear()
 
-    # Parameters: publish (after the optimizer) -> receive (before the forward)
+    # Parameters: start_param_gather (after the optimizer) -> finish_param_gather (before the forward)
 
-    def publish(self, *, overlap: bool) -> None:
-        """Launch the all-gather of rows in the compute dtype (unshard); ``receive`` copies them to the parameters."""
+    def start_param_gather(self, *, overlap: bool) -> None:
+        """Launch the all-gather of rows in the compute dtype (unshard).
+
+        ``finish_param_gather`` copies them to the parameters.
+        """
         if self.aliased:
             return
-        self.receive()  # a gather still in flight must complete: its messages would be mistaken for the next gather's
+        # A gather still in flight must complete: its messages would be mistaken for the next gather's.
+        self.finish_param_gather()
         # A copy even if the dtypes agree: the optimizer may step while the row is in flight.
         # From host memory it is copied first and cast on the device: a cast on the host would not wait for the values.
         master = self.master.to(self.members[0].parameter.device, non_blocking=True)
@@ -365,12 +371,12 @@ class Bucket:
             self._pool.give(row)
             return
         flat = self._pool.take((self.shard.size, self.row), self.dtype)
-        work = transport.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
+        work = collectives.all_gather(flat.view(-1), row, self.shard, async_op=overlap)
         self._gather = (flat, row, work)
         if work is None:
-            self.receive()
+            self.finish_param_gather()
 
-    def receive(self) -> None:
+    def finish_param_gather(self) -> None:
         """Wait for the gather in flight, if any, and fill the parameters."""
         if self._gather is not None:
             flat, row, work = self._gather

@@ -10,16 +10,17 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from megapar.core.health.trail import DigestTrail
-from megapar.core.sharding.master_shard import MasterShard, ParameterView, Sharding
+from megapar.core.sharding.master_shard import MasterShard, ParameterView
+from megapar.core.sharding.sharding import Sharding
 
 
 class CombinedSharding:
-    """A sharding composed of members, each with its own parameters; ``parts`` concatenates the members' parts."""
+    """A sharding composed of members, each with its own parameters; ``master_shards`` concatenates theirs."""
 
     def __init__(self, members: Sequence[Sharding]) -> None:
         self._members = members
         self.full = any(member.full for member in members)  # whole experts are the same piece either way
-        self.parts: list[MasterShard] = [part for member in members for part in member.parts]
+        self.master_shards: list[MasterShard] = [shard for member in members for shard in member.master_shards]
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -36,10 +37,10 @@ class CombinedSharding:
         for member in self._members:
             member.finish()
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Make the next forward compute with the new masters."""
         for member in self._members:
-            member.publish()
+            member.start_param_gather()
 
     def wait(self) -> None:
         """Wait until nothing is in flight."""
@@ -47,10 +48,10 @@ class CombinedSharding:
             member.wait()
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Yield each parameter's piece of ``tensors``, which correspond to ``parts`` one to one."""
+        """Yield each parameter's piece of ``tensors``, which correspond to ``master_shards`` one to one."""
         start = 0
         for member in self._members:
-            end = start + len(member.parts)
+            end = start + len(member.master_shards)
             yield from member.views(tensors[start:end])
             start = end
 

@@ -54,17 +54,17 @@ class ParameterInfo(Protocol):
         """The pp coordinate that owns it; a tied embedding is on the last stage too."""
 
 
-def shard_dim(sizes: Sequence[int], parts: int, *, full: bool = False) -> int:
-    """Return the dim along which ``parts`` ranks shard a tensor: the largest one that ``parts`` divides.
+def shard_dim(sizes: Sequence[int], num_pieces: int, *, full: bool = False) -> int:
+    """Return the dim along which ``num_pieces`` ranks shard a tensor: the largest one that ``num_pieces`` divides.
 
     If there is none, return the dim with the least padding, or dim 0 with ``full`` (stage 3).
     """
-    even = [dim for dim, size in enumerate(sizes) if size % parts == 0 and size > 0]
+    even = [dim for dim, size in enumerate(sizes) if size % num_pieces == 0 and size > 0]
     if even:
         return max(even, key=lambda dim: (sizes[dim], -dim))
     if full:
         return 0
-    return min(range(len(sizes)), key=lambda dim: (-(-sizes[dim] // parts) * parts / max(1, sizes[dim]), dim))
+    return min(range(len(sizes)), key=lambda dim: (-(-sizes[dim] // num_pieces) * num_pieces / max(1, sizes[dim]), dim))
 
 
 def box_at(spec: ParameterInfo, places: Mapping[str, tuple[int, int]]) -> Box:
@@ -88,9 +88,9 @@ def local_box(spec: ParameterInfo, grid: Grid, rank: int) -> Box:
 def master_box(spec: ParameterInfo, grid: Grid, rank: int, *, full: bool = False) -> Box:
     """Return the piece whose master weights and optimizer state a rank keeps. full: stage 3."""
     box = local_box(spec, grid, rank)
-    parts = grid.expert_shards if spec.expert else grid.shards
+    num_pieces = grid.expert_shards if spec.expert else grid.shards
     return box.cut(
-        shard_dim(box.sizes, parts, full=full), parts, grid.shard_group(rank, expert=spec.expert).index(rank)
+        shard_dim(box.sizes, num_pieces, full=full), num_pieces, grid.shard_group(rank, expert=spec.expert).index(rank)
     )
 
 

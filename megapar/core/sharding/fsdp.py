@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.health.trail import DigestTrail
@@ -30,10 +30,11 @@ _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 class FullSharding:
     """Parameters, gradients and optimizer state sharded over the shard axis, replicated over dp (hybrid sharding).
 
-    FSDP2 unshards a group before its forward and backward and reshards it after each. Gradients are sums over data
-    ranks, never means. Experts that are sharded over different ranks than the other parameters form separate groups. If
-    each expert is whole on one rank there is nothing to shard: the parameters that ``whole_experts`` returns stay plain
-    parameters in the compute dtype, for another ``Sharding``.
+    FSDP2 unshards a group before its forward and backward and reshards it after each. The group that the forward uses
+    last stays unsharded until its backward. Gradients are sums over data ranks, never means. Experts that are sharded
+    over different ranks than the other parameters form separate groups. If each expert is whole on one rank there is
+    nothing to shard: the parameters that ``whole_experts`` returns stay plain parameters in the compute dtype, for
+    another ``Sharding``.
 
     Args:
         world: groups and meshes.
@@ -74,16 +75,16 @@ class FullSharding:
         self._model, self._shard = model, shard
         self._reduce_every = reduce_every_micro_batch
         self._dtypes = (compute_dtype, master_dtype, reduce_dtype)
-        left = whole_experts(world, specs)
+        unsharded = whole_experts(world, specs)
         self._unit_of = {spec.name: spec.unit for spec in specs}
         self._reductions: list[_ReduceScatter] = []
-        self._ignored = {model.get_parameter(spec.name) for spec in left}
+        self._ignored = {model.get_parameter(spec.name) for spec in unsharded}
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
         # The backward begins with the group that the forward uses last (if tied, also first): it stays unsharded.
         last = groups[0] if "head" in together else groups[-1]
         for modules in groups:
-            self._wrap(modules if len(modules) > 1 else modules[0], world, stays=modules is last)
+            self._wrap(modules if len(modules) > 1 else modules[0], world, keep_unsharded=modules is last)
         self._wrap(model, world)
         _prefetch(groups, prefetch)
         for module in model.modules():
@@ -91,12 +92,12 @@ class FullSharding:
                 # Sums, never means, on every backend: the loss carries its own denominators.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        names = {spec.name for spec in left}
+        names = {spec.name for spec in unsharded}
         _allocate(model, names, compute_dtype, world.device.torch_device)
         named = dict(model.named_parameters())
         mine = [spec for spec in specs if spec.name not in names]
         self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank, full=True)) for spec in mine]
-        self.parts = [
+        self.master_shards = [
             MasterShard(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank), spec.router)
             for spec, parameter, _ in self._entries
         ]
@@ -117,11 +118,11 @@ class FullSharding:
         *,
         expert: bool = False,
         fp32: bool = False,
-        stays: bool = False,
+        keep_unsharded: bool = False,
     ) -> None:
         """Make one group of one or several modules, which are unsharded and reduced together.
 
-        stays: keep the group unsharded between forward and backward.
+        keep_unsharded: do not reshard the group between forward and backward.
         """
         compute, master, reduce = self._dtypes
         policy = MixedPrecisionPolicy(
@@ -141,7 +142,7 @@ class FullSharding:
             mp_policy=policy,
             shard_placement_fn=place,
             ignored_params=self._ignored,
-            reshard_after_forward=not stays,
+            reshard_after_forward=not keep_unsharded,
         )
         first = module[0] if isinstance(module, list) else module
         names_here = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -151,12 +152,12 @@ class FullSharding:
         first.set_custom_all_gather(_AllGather(shard))  # type: ignore[arg-type]
         first.set_custom_reduce_scatter(self._reductions[-1])  # type: ignore[arg-type]
         if replica.size > 1:
-            first.set_all_reduce_hook(_counts(replica))
+            first.set_all_reduce_hook(_count_replica_sum(replica))
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
-        for part, (_, parameter, _) in zip(self.parts, self._entries, strict=True):
-            part.grad = None
+        for shard, (_, parameter, _) in zip(self.master_shards, self._entries, strict=True):
+            shard.grad = None
             parameter.grad = None
 
     def begin_micro_batch(self, *, last: bool) -> None:
@@ -168,10 +169,10 @@ class FullSharding:
 
     def finish(self) -> None:
         """Collect the gradients, zero for a parameter without one. FSDP2 waited at the end of the backward."""
-        for part, (_, parameter, _) in zip(self.parts, self._entries, strict=True):
-            part.grad = torch.zeros_like(part.master) if parameter.grad is None else _local(parameter.grad)
+        for shard, (_, parameter, _) in zip(self.master_shards, self._entries, strict=True):
+            shard.grad = torch.zeros_like(shard.master) if parameter.grad is None else _local(parameter.grad)
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Do nothing: masters are the parameters, unsharded when they are used."""
 
     def wait(self) -> None:
@@ -183,7 +184,7 @@ class FullSharding:
             reduction.trail = trail
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Yield each parameter's piece of ``tensors``; each part is one parameter here."""
+        """Yield each parameter's piece of ``tensors``; each master shard is one parameter here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
             yield ParameterView(spec, box, tensor)
 
@@ -205,7 +206,7 @@ class _AllGather(_Comm):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return transport.all_gather(output_tensor, input_tensor, self._axis, async_op=async_op)
+        return collectives.all_gather(output_tensor, input_tensor, self._axis, async_op=async_op)
 
 
 class _ReduceScatter(_Comm):
@@ -233,16 +234,16 @@ class _ReduceScatter(_Comm):
         assert op == dist.ReduceOp.SUM, op
         if self.trail is not None:
             self.trail.gradient(self._unit, f"the segment of {self._member}", input_tensor)
-        return transport.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
+        return collectives.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
 
 
-def _counts(replica: Axis) -> Callable[[Tensor], None]:
+def _count_replica_sum(replica: Axis) -> Callable[[Tensor], None]:
     """Return a hook that counts the bytes of the replica sum, which FSDP2 runs itself."""
 
-    def summed(gradient: Tensor) -> None:
-        transport.count_all_reduce(gradient, replica)
+    def count(gradient: Tensor) -> None:
+        collectives.count_all_reduce(gradient, replica)
 
-    return summed
+    return count
 
 
 def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str]) -> list[list[nn.Module]]:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
-from megapar.core.sharding.master_shard import Sharding
+from megapar.core.sharding.sharding import Sharding
 
 
 def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis) -> None:
@@ -23,12 +23,12 @@ def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis) -> None:
     selected = set(names)
     if mp.group is None or not selected:
         return
-    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name in selected]
     if not pieces:
         return  # a stage without such parameters, the same on all its mp ranks
     message = torch.cat([piece.flatten() for piece in pieces])
-    work = transport.all_reduce(message, mp, async_op=True)
+    work = collectives.all_reduce(message, mp, async_op=True)
     assert work is not None
     mp.meter.wait(work, f"{mp.name}/all_reduce")
     _scatter(message, pieces)
@@ -41,13 +41,13 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis) -> None:
     """
     if pp.rank not in (0, pp.size - 1):
         return
-    grads = [part.grad for part in sharding.parts if part.grad is not None]
+    grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name == name]
     own = torch.cat([piece.flatten() for piece in pieces])
     other = torch.empty_like(own)
     peer = pp.size - 1 - pp.rank
     # One call for both: if each rank's queue had a send before its receive, an accelerator would deadlock.
-    work = transport.send_receive(other, own, pp, peer, peer)
+    work = collectives.send_receive(other, own, pp, peer, peer)
     assert work is not None
     pp.meter.wait(work, f"{pp.name}/send")
     _scatter(own + other, pieces)

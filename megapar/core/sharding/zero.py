@@ -2,12 +2,13 @@
 
 A step, with buckets in the order in which the backward completes them (last layer first):
 
-    forward      [1] receive(bucket): wait for the gather that publish launched
-    backward     [2] add(gradient); if the bucket is complete: [3] launch its reduce-scatter
-                 [4] settle the previous bucket, for its sum over replicas; on a CPU the oldest, if many are in flight
-    finish       [5] settle all: gradients of this rank's rows, summed over every data rank
-    optimizer    update the masters
-    publish      [6] launch the gathers, first layer first; the next forward waits for each when it needs it
+    forward              [1] finish the bucket's gather, which start_param_gather launched
+    backward             [2] add a gradient; if the bucket is complete: [3] start its reduce-scatter
+                         [4] finish the previous bucket's, for its sum over replicas; on a CPU the oldest's, if many are
+                             in flight
+    finish               [5] finish all: gradients of this rank's rows, summed over every data rank
+    optimizer            update the masters
+    start_param_gather   [6] launch the gathers, first layer first; the next forward waits for each when it needs it
 
 The triggers are hooks on parameters, so any caller may run the backward. Buckets are launched in the same planned order
 on every rank: one that is complete early waits for its predecessors, and missing gradients are zero.
@@ -56,7 +57,7 @@ class ZeroSharding:
 
     Attributes:
         buckets: in forward order.
-        parts: this rank's master shards, by bucket and range.
+        master_shards: this rank's master shards, by bucket and range.
     """
 
     full = False
@@ -84,11 +85,11 @@ class ZeroSharding:
         self.buckets = _make_buckets(world, plan, parameters, dtypes, not reduce_every_micro_batch, offload)
         self._to_gather = len(self.buckets)  # the first bucket whose gather is still to be launched
         self._last = False
-        self._running = False  # a micro-batch's backward may have left buckets to launch
+        self._running = False  # a micro-batch's backward may have left reductions to start
         self._ready: set[int] = set()
         self._next = len(self.buckets) - 1
         self._trail: DigestTrail | None = None
-        self._in_flight: deque[int] = deque()  # launched and not settled, oldest first
+        self._in_flight: deque[int] = deque()  # started and not finished, oldest first
         # No limit on an accelerator: a wait would block the stream of the backward, and the allocator reuses memory.
         self._most_in_flight_bytes = math.inf if world.device.is_async else IN_FLIGHT_BYTES
         for number, bucket in enumerate(self.buckets):
@@ -97,19 +98,19 @@ class ZeroSharding:
         for name, modules in units.items():
             mine = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
             for module in modules:
-                module.register_forward_pre_hook(self._receiver(mine))
-        self.parts: list[MasterShard] = []
+                module.register_forward_pre_hook(self._before_forward(mine))
+        self.master_shards: list[MasterShard] = []
         for bucket in self.buckets:
-            for part in bucket.ranges:
-                master = bucket.master[part.start : part.end]
-                self.parts.append(MasterShard(master, None, part.decay, part.counted, part.router))
+            for span in bucket.ranges:
+                master = bucket.master[span.start : span.end]
+                self.master_shards.append(MasterShard(master, None, span.decay, span.counted, span.router))
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
         for bucket in self.buckets:
             bucket.begin_step()
-        for part in self.parts:
-            part.grad = None
+        for shard in self.master_shards:
+            shard.grad = None
 
     def begin_micro_batch(self, *, last: bool, gradients: int = 1) -> None:
         """Prepare for a micro-batch. Gradients are reduced in it or, at stage 1, only in the last one.
@@ -118,7 +119,7 @@ class ZeroSharding:
         the micro-batches of a step and reduces once.
         """
         if self._running and self._reducing:
-            self._settle_all()
+            self._finish_all()
         self._running = True
         self._last = last
         self._ready.clear()
@@ -128,48 +129,48 @@ class ZeroSharding:
 
     def finish(self) -> None:
         """Launch buckets with missing gradients and wait for all reductions."""
-        self._settle_all()  # [5]
+        self._finish_all()  # [5]
         self._running = False
         for bucket in self.buckets:
             bucket.finish()
-        parts = iter(self.parts)
+        shards = iter(self.master_shards)
         for bucket in self.buckets:
             assert bucket.gradient is not None
-            for part in bucket.ranges:
-                next(parts).grad = bucket.gradient[part.start : part.end]
+            for span in bucket.ranges:
+                next(shards).grad = bucket.gradient[span.start : span.end]
 
-    def publish(self) -> None:
+    def start_param_gather(self) -> None:
         """Gather the new parameters, now or overlapped with the next forward."""
         self._to_gather = 0
         self._gather_up_to(self._prefetch if self._overlap_gather else len(self.buckets))
 
     def _gather_up_to(self, number: int) -> None:
         while self._to_gather <= min(number, len(self.buckets) - 1):
-            self.buckets[self._to_gather].publish(overlap=self._overlap_gather)  # [6]
+            self.buckets[self._to_gather].start_param_gather(overlap=self._overlap_gather)  # [6]
             self._to_gather += 1
 
-    def _receiver(self, numbers: Sequence[int]) -> Callable[..., None]:
-        def receive(*_: object) -> None:
+    def _before_forward(self, numbers: Sequence[int]) -> Callable[..., None]:
+        def finish_gathers(*_: object) -> None:
             for number in numbers:
                 self._gather_up_to(number + self._prefetch)
-                self.buckets[number].receive()  # [1]
+                self.buckets[number].finish_param_gather()  # [1]
 
-        return receive
+        return finish_gathers
 
     def wait(self) -> None:
         """Wait for all gathers."""
         self._gather_up_to(len(self.buckets))
         for bucket in self.buckets:
-            bucket.receive()
+            bucket.finish_param_gather()
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Yield each parameter's piece of ``tensors``, which correspond to ``parts`` one to one."""
+        """Yield each parameter's piece of ``tensors``, which correspond to ``master_shards`` one to one."""
         remaining = iter(tensors)
         for bucket in self.buckets:
-            ranges = [(part, next(remaining)) for part in bucket.ranges]
+            ranges = [(span, next(remaining)) for span in bucket.ranges]
             for member in bucket.members:
-                part, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
-                start = member.offset - part.start
+                span, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
+                start = member.offset - span.start
                 local = flat[start : start + member.numel].view(member.piece)
                 yield ParameterView(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
@@ -198,37 +199,39 @@ class ZeroSharding:
         if self.buckets[number].add(index) and self._overlap_reduce and self._reducing:  # [2]
             self._ready.add(number)
             while self._next in self._ready:
-                self._launch_next()
+                self._start_next()
 
     @property
     def _reducing(self) -> bool:
         return self._reduce_every or self._last
 
-    def _launch_next(self) -> None:
-        self.buckets[self._next].launch(overlap=self._overlap_reduce)  # [3]
+    def _start_next(self) -> None:
+        self.buckets[self._next].start_grad_reduce(overlap=self._overlap_reduce)  # [3]
         # The previous bucket sums its row over the replicas while this one's reduce-scatter runs.
         if self._last and self._next + 1 < len(self.buckets):
             before = self.buckets[self._next + 1]
             if before.replica.group is not None:
-                before.settle(last=True, overlap=self._overlap_reduce)  # [4]
+                before.finish_grad_reduce(last=True, overlap=self._overlap_reduce)  # [4]
         self._in_flight.append(self._next)
         self._next -= 1
-        self._settle_oldest()
+        self._finish_oldest()
 
-    def _settle_oldest(self) -> None:
-        """Settle the oldest buckets while too many bytes are in flight; later buckets reuse their buffers."""
+    def _finish_oldest(self) -> None:
+        """Finish the oldest reductions while too many bytes are in flight; later buckets reuse their buffers."""
         while len(self._in_flight) > LEAST_IN_FLIGHT:
             if sum(self.buckets[number].nbytes for number in self._in_flight) <= self._most_in_flight_bytes:
                 return
-            self.buckets[self._in_flight.popleft()].settle(last=self._last, overlap=self._overlap_reduce)  # [4]
+            self.buckets[self._in_flight.popleft()].finish_grad_reduce(
+                last=self._last, overlap=self._overlap_reduce
+            )  # [4]
 
-    def _settle_all(self) -> None:
-        """Launch the remaining buckets, then wait for all, in the planned order."""
+    def _finish_all(self) -> None:
+        """Start the remaining reductions, then finish all, in the planned order."""
         while self._next >= 0:
-            self._launch_next()
+            self._start_next()
         self._in_flight.clear()
         for bucket in reversed(self.buckets):
-            bucket.settle(last=self._last, overlap=self._overlap_reduce)
+            bucket.finish_grad_reduce(last=self._last, overlap=self._overlap_reduce)
 
 
 def _make_buckets(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 
 SEQUENCE_DIM = 1
@@ -37,7 +37,7 @@ def fused_gather_product(
         (the gathered x, or None unless ``keep``, the product [B, S, O]).
     """
     assert axis.group is not None
-    transport.count_all_gather(x, axis)
+    collectives.count_all_gather(x, axis)
     whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x.contiguous(), [right], SEQUENCE_DIM, axis.group.group_name, return_A=keep
     )
@@ -52,5 +52,5 @@ def fused_product_scatter(x: Tensor, right: Tensor, axis: Axis) -> Tensor:
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x.contiguous(), right, "sum", SEQUENCE_DIM, axis.group.group_name
     )
-    transport.count_reduce_scatter(y, axis)
+    collectives.count_reduce_scatter(y, axis)
     return y.contiguous()

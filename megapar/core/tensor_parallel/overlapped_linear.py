@@ -125,7 +125,7 @@ class LinearComm(NamedTuple):
     @property
     def unused(self) -> bool:
         """True if the output is not needed: the unit that ends with it is recomputed, for its saved tensors only."""
-        return self.closing is not None and self.closing.again
+        return self.closing is not None and self.closing.recomputing
 
     def weight_gradient(self, product: Callable[[], Tensor]) -> Tensor | None:
         """Return the product, or None if it is deferred."""

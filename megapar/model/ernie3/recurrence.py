@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megapar.core.comm.autograd import gather
 from megapar.core.device.ops import attention_reference, op
-from megapar.core.recompute.selective import again
+from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.layers import SEQUENCE_DIM
 from megapar.model.ernie.block import ErnieBlock
 from megapar.model.layers.context import Context
@@ -114,7 +114,7 @@ def _run(
             return core(q, k, v, dropout).transpose(1, 2)
 
     heads = attention.project(x, None)
-    y = attention.output(again(attend, *heads) if attention.selective else attend(*heads))
+    y = attention.output(recompute_in_backward(attend, *heads) if attention.selective else attend(*heads))
     x = block.attention_norm(x + block.drop(y, context, f"attention.{place}"))
     out: Tensor = block.mlp_norm(x + block.drop(block.mlp(x), context, f"mlp.{place}"))
     return out

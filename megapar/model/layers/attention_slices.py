@@ -20,7 +20,7 @@ from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
-from megapar.core.recompute.selective import again
+from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.layers import Started
 from megapar.model.layers.context import Context
 
@@ -91,7 +91,7 @@ class CausalSlices:
             q, k, v = to_heads(q, k, v, attention.cp.axis, attention.cp.comm)
         place, total = context.whole_slices[number], context.whole_slices[-1].stop
         heads = (q, self._keys.add(k, place, total), self._values.add(v, place, total), number)
-        y = again(self._attend, *heads) if attention.selective else self._attend(*heads)
+        y = recompute_in_backward(self._attend, *heads) if attention.selective else self._attend(*heads)
         if attention.cp.deals_heads:
             y = to_positions(y, attention.cp.axis, attention.cp.comm)
         self._attended[number] = y

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
-from megapar.core.recompute.selective import forget
+from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear
 
@@ -69,7 +69,7 @@ class Mlp(nn.Module):
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         if self.selective:
-            return forget(partial(self.run, activation), first(x), self.down)
+            return without_output(partial(self.run, activation), first(x), self.down)
         y: Tensor = self.down(self.run(activation, first(x)), closing)
         return y
 

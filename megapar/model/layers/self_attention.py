@@ -29,7 +29,7 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.device.packed_attention import packed_attention_reference
-from megapar.core.recompute.selective import again
+from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started
 from megapar.model.layers.attention_sizes import AttentionSizes
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module, ABC):
             q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.comm)
         # Blocks of keys from other ranks are never kept, and recomputation would send them again.
         selective = self.selective and context.plan is None
-        y = again(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
+        y = recompute_in_backward(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
         return to_positions(y, self.cp.axis, self.cp.comm) if self.cp.deals_heads else y
 
     @contextmanager

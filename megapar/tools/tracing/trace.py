@@ -107,10 +107,10 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
     model, optimizer = trainer.job.model, trainer.job.optimizer
     held_here = (t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers()))
     tensors = list(held_here)
-    parts = trainer.job.sharding.parts
+    shards = trainer.job.sharding.master_shards
     moments = [m for name in ("exp_avg", "exp_avg_sq") for m in optimizer.moments(name)]
     held = {tensor.untyped_storage()._cdata for tensor in tensors}
-    masters = [part.master for part in parts if part.master.untyped_storage()._cdata not in held]
+    masters = [shard.master for shard in shards if shard.master.untyped_storage()._cdata not in held]
     return TracedStep(
         config=trainer.config,
         rank=rank,

@@ -25,8 +25,8 @@ from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
-from megapar.core.sharding.master_shard import Sharding
 from megapar.core.sharding.replicas import Replica, axes_of
+from megapar.core.sharding.sharding import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.fp8 import torchao_lacks
 from megapar.core.tensor_parallel.overlap_price import FUSED
@@ -201,8 +201,8 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
     betas = optimizer.adam_beta1, optimizer.adam_beta2
     settings = AdamW(betas, optimizer.adam_eps, optimizer.weight_decay, config.moe.moe_router_lr_ratio)
     if config.sharding.optimizer_offload:
-        return OffloadedOptimizer(sharding.parts, world.device, settings)
-    return Optimizer(sharding.parts, settings)
+        return OffloadedOptimizer(sharding.master_shards, world.device, settings)
+    return Optimizer(sharding.master_shards, settings)
 
 
 def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
@@ -264,14 +264,14 @@ def _zero(config: Config, world: World, model: Model, specs: list[ParameterSpec]
 def _initialize(
     config: Config, builder: Builder, model: Model, table: tuple[ParameterSpec, ...], sharding: Sharding
 ) -> None:
-    """Fill the master weights with their initial values, zero the buffers, and publish the weights to the model."""
+    """Fill the master weights with their initial values, zero the buffers, and gather the weights for the model."""
     rows = {spec.name: spec for spec in table}
-    for view in sharding.views([part.master for part in sharding.parts]):
+    for view in sharding.views([shard.master for shard in sharding.master_shards]):
         spec = rows[view.spec.name]
         std = std_of(spec, config.model)
         builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std)
     _zero_buffers(model, table)
-    sharding.publish()
+    sharding.start_param_gather()
 
 
 def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
@@ -284,7 +284,7 @@ def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
 
 def copies(job: Job) -> Iterator[Replica]:
     """Yield everything that is replicated on other ranks: master weights, whole parameters, buffers of the table."""
-    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+    for view in job.sharding.views([shard.master for shard in job.sharding.master_shards]):
         for axis in axes_of(view.spec, job.world, sharded=True):
             yield Replica(f"the master of {view.spec.name}", view.tensor, axis)
     rows = {spec.name: spec for spec in job.table}

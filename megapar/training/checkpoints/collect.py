@@ -13,7 +13,8 @@ from torch import Tensor
 from megapar.core.comm import host_messages
 from megapar.core.comm.world import World
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
-from megapar.core.sharding.master_shard import ParameterView, Sharding
+from megapar.core.sharding.master_shard import ParameterView
+from megapar.core.sharding.sharding import Sharding
 from megapar.model.parameter import ParameterSpec
 
 
@@ -63,7 +64,7 @@ def collect_all(
         world: process groups of all axes.
         table: rows of the whole model. Its trainable parameters are collected in this order.
         sharding: the sharding of this rank's parameters.
-        tensors: a tensor for each of the sharding's parts, such as its master weights.
+        tensors: a tensor for each of the sharding's master shards, such as its master weights.
     """
     mine = {view.spec.name: view for view in sharding.views(tensors)}
     dtype = next(iter(mine.values())).tensor.dtype

@@ -75,6 +75,6 @@ def save_hf(
 
 
 def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
-    masters = [part.master for part in job.sharding.parts]
+    masters = [shard.master for shard in job.sharding.master_shards]
     yield from collect_all(job.world, job.table, job.sharding, masters)
     yield from collect_buffers(job.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)

@@ -38,7 +38,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     own = pieces_of(job.table, architecture)
     weights.check_tied(architecture, own, job.world.rank, job.world.grid.world_size)
     rows = {spec.name: spec for spec in job.table}
-    for view in job.sharding.views([part.master for part in job.sharding.parts]):
+    for view in job.sharding.views([shard.master for shard in job.sharding.master_shards]):
         spec = rows[view.spec.name]
         if weights.holds(spec, architecture):
             weights.fill(view.tensor, spec, view.box, architecture)
@@ -47,7 +47,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
         # A pipeline stage has only the buffers of its layers.
         if not spec.trainable and spec.name in buffers and weights.holds(spec, architecture):
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
-    job.sharding.publish()
+    job.sharding.start_param_gather()
     notes = [f"weights: {folder} ({architecture.name})"]
     if foreign:
         notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")

@@ -54,7 +54,7 @@ def model_facts(job: Job) -> dict[str, Any]:
 
 def weights(job: Job) -> dict[str, Shard]:
     """Return the shards of the master weights and of the router's correction biases."""
-    state = _shards(job, "model", [part.master for part in job.sharding.parts])
+    state = _shards(job, "model", [shard.master for shard in job.sharding.master_shards])
     buffers = dict(job.model.named_buffers())
     for spec in job.table:
         if not spec.trainable and spec.name in buffers:
@@ -194,7 +194,7 @@ def restore_scalars(
     if not options.finetune:
         iteration = folders.iteration_of(folder)
         check_scalars(str(folder), saved, iteration if iteration >= 0 else None, optimizer=options.optimizer)
-    job.sharding.publish()
+    job.sharding.start_param_gather()
     if options.finetune:
         return Loaded(progress, {})
     if options.optimizer:

@@ -118,9 +118,9 @@ class RecomputeGuard:
             trail.sums(f"the loss {name}", value)
         for name, value in (("losses", totals.routing), ("load", totals.load), ("drops", totals.dropped)):
             trail.sums(f"the routing's {name}", value)
-        for part in job.sharding.parts:
-            assert part.grad is not None
-            trail.reduced(part.grad)
+        for shard in job.sharding.master_shards:
+            assert shard.grad is not None
+            trail.reduced(shard.grad)
         return trail.end()
 
     def _next_ones(self, work: StepBatches) -> StepBatches:

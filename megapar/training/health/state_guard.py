@@ -122,7 +122,7 @@ class StateGuard:
     def _begin(self, steps: int) -> None:
         job, self._steps = self._job, steps
         self._held_after = deque(maxlen=steps)
-        masters = [part.master for part in job.sharding.parts]
+        masters = [shard.master for shard in job.sharding.master_shards]
         homes = list(zip(masters, *(job.optimizer.moments(name) for name in MOMENTS), strict=True))
         if isinstance(job.optimizer, OffloadedOptimizer):
             visiting = VisitingTensors(homes, steps, job.optimizer.visit)
@@ -135,7 +135,7 @@ class StateGuard:
         """Return the number of steps in which all parts are compared: that of the slowest rank, on every rank."""
         job = self._job
         step = statistics.median(b - a for a, b in itertools.pairwise(updates))
-        masters = [part.master for part in job.sharding.parts]
+        masters = [shard.master for shard in job.sharding.master_shards]
         optimizer = job.optimizer
         sample = [optimizer.slots] if isinstance(optimizer, OffloadedOptimizer) else masters
         total = sum(master.nbytes for master in masters) * (1 + len(MOMENTS))
@@ -150,7 +150,7 @@ class StateGuard:
     def _names(self, changed: Sequence[tuple[int, int]]) -> list[str]:
         """Return the names of the tensors in these address ranges."""
         job = self._job
-        masters = [part.master for part in job.sharding.parts]
+        masters = [shard.master for shard in job.sharding.master_shards]
         kinds = {"master": masters, **{name: job.optimizer.moments(name) for name in MOMENTS}}
         return [
             f"{kind} of {view.spec.name}"

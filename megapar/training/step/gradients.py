@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.health.first_nonfinite import FirstNonfinite, watch
-from megapar.core.optimizer.adamw import global_norm, scale_gradients
+from megapar.core.optimizer.gradient_norm import global_norm, scale_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
@@ -104,7 +104,7 @@ class Gradients:
         """Return the name of the last parameter in forward order, over all ranks, with a non-finite gradient."""
         job = self._job
         order = {spec.name: number for number, spec in enumerate(job.table)}
-        grads = [part.grad for part in job.sharding.parts if part.grad is not None]
+        grads = [shard.grad for shard in job.sharding.master_shards if shard.grad is not None]
         bad = [order[view.spec.name] for view in job.sharding.views(grads) if not view.tensor.isfinite().all().item()]
         last = torch.tensor(max(bad, default=-1), device=job.world.device.torch_device)
         all_reduce_(last, job.world.axis("world"), dist.ReduceOp.MAX)
@@ -160,8 +160,8 @@ class Gradients:
         if job.tied is not None:
             sum_tied(job.sharding, job.tied, world.axis("pp"))
         if factor != 1.0:
-            scale_gradients(job.sharding.parts, 1 / factor)
+            scale_gradients(job.sharding.master_shards, 1 / factor)
         job.observer.gradients_reduced(job.sharding)
         with self.last_reduction.around("world/all_reduce"):
-            norm, votes = global_norm(job.sharding.parts, world.axis("world"), self._votes())
+            norm, votes = global_norm(job.sharding.master_shards, world.axis("world"), self._votes())
         return norm, votes

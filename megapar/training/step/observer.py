@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from megapar.core.sharding.master_shard import Sharding
+from megapar.core.sharding.sharding import Sharding
 
 
 class StepObserver:

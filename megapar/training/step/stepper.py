@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, publish.
+"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, gather.
 
 Tested in ``tests/training/step/test_observer.py`` and ``tests/test_trainer.py``.
 """
@@ -17,7 +17,7 @@ from torch.profiler import record_function
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.device.base import Event
-from megapar.core.optimizer.adamw import clip
+from megapar.core.optimizer.gradient_norm import clip_gradients
 from megapar.data.batches import Loader
 from megapar.model.decoder.model import Decoder
 from megapar.training.building.job import Job
@@ -166,10 +166,10 @@ class Stepper:
         self._before_update()
         self.guards.before_update()
         if self.config.optimizer.clip_grad > 0:
-            clip(job.sharding.parts, summed.norm, self.config.optimizer.clip_grad)
+            clip_gradients(job.sharding.master_shards, summed.norm, self.config.optimizer.clip_grad)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, found_inf)
-            job.sharding.publish()
+            job.sharding.start_param_gather()
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, found_inf)
         if found_inf is None:

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
@@ -21,13 +21,13 @@ def send_everything(rank: int, world_size: int, rendezvous: str) -> tuple[dict[t
     axis = world.axis("sharding")
     own = torch.full((6,), float(rank + 1))
     whole, piece, received = torch.empty(18), torch.empty(2), torch.empty(3)
-    transport.all_gather(whole, own, axis)
-    transport.reduce_scatter(piece, own, axis)
-    transport.all_reduce(own, axis)
+    collectives.all_gather(whole, own, axis)
+    collectives.reduce_scatter(piece, own, axis)
+    collectives.all_reduce(own, axis)
     send = [[1, 2, 3], [1, 0, 0], [1, 1, 0]][rank]
     receive = [[1, 1, 1], [2, 0, 1], [3, 0, 0]][rank]
-    transport.all_to_all(torch.empty(sum(receive), 5), torch.ones(sum(send), 5), axis, receive, send)
-    transport.all_to_all(received, torch.arange(3.0), axis)
+    collectives.all_to_all(torch.empty(sum(receive), 5), torch.ones(sum(send), 5), axis, receive, send)
+    collectives.all_to_all(received, torch.arange(3.0), axis)
     values = [whole.sum().item(), piece.sum().item(), own.sum().item()]
     world.close()
     return dict(world.sent_bytes), values

@@ -100,7 +100,7 @@ def test_a_change_is_seen_when_its_part_has_its_turn() -> None:
     assert place == (tensors[1].data_ptr(), tensors[1].data_ptr() + 4 * BLOCK)
 
 
-def make_parts(sizes: Sequence[int]) -> list[MasterShard]:
+def make_shards(sizes: Sequence[int]) -> list[MasterShard]:
     torch.manual_seed(2)
     # Pieces of one storage, of which some begin at an odd place.
     master = torch.randn(sum(sizes))
@@ -110,9 +110,10 @@ def make_parts(sizes: Sequence[int]) -> list[MasterShard]:
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq"])
 def test_what_lies_in_host_memory_is_compared_as_it_comes(steps: int, name: str) -> None:
-    parts = make_parts((7, 3 * BLOCK + 5, BLOCK, 9))
-    optimizer = OffloadedOptimizer(parts, Device(), AdamW((0.9, 0.95), 1e-8, 0.1))
-    homes = list(zip([part.master for part in parts], *map(optimizer.moments, ("exp_avg", "exp_avg_sq")), strict=True))
+    shards = make_shards((7, 3 * BLOCK + 5, BLOCK, 9))
+    optimizer = OffloadedOptimizer(shards, Device(), AdamW((0.9, 0.95), 1e-8, 0.1))
+    moments = map(optimizer.moments, ("exp_avg", "exp_avg_sq"))
+    homes = list(zip([shard.master for shard in shards], *moments, strict=True))
     visiting = optimizer.seen_by = VisitingTensors(homes, steps, optimizer.visit)
     for _ in range(3):
         optimizer.step(1e-3)
@@ -138,10 +139,10 @@ def test_what_lies_in_host_memory_is_compared_as_it_comes(steps: int, name: str)
 
 def test_looking_changes_nothing() -> None:
     sizes = (7, 3 * BLOCK + 5, BLOCK)
-    offloaded, plain = make_parts(sizes), make_parts(sizes)
+    offloaded, plain = make_shards(sizes), make_shards(sizes)
     numbers = AdamW((0.9, 0.95), 1e-8, 0.1)
     optimizer, other = OffloadedOptimizer(offloaded, Device(), numbers), Optimizer(plain, numbers)
-    homes = [(part.master,) for part in offloaded]
+    homes = [(shard.master,) for shard in offloaded]
     optimizer.seen_by = VisitingTensors(homes, 1, optimizer.visit)
     for _ in range(3):
         optimizer.step(1e-2)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapar.core.comm import collectives as transport
+from megapar.core.comm import collectives
 from megapar.core.comm.async_pairs import start, wait
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
@@ -79,7 +79,7 @@ def sends(rank: int, world_size: int) -> dict[str, Any]:
     sent = dict(sent_bytes)
     y.sum().backward()
     assert x.grad is not None
-    transport.all_reduce(torch.zeros(3), mp)
+    collectives.all_reduce(torch.zeros(3), mp)
     return {
         "value": y.tolist(),
         "grad": x.grad.tolist(),

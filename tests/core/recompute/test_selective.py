@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device.memory_tracker import MemoryTracker
-from megapar.core.recompute.selective import again, forget
+from megapar.core.recompute.selective import recompute_in_backward, without_output
 
 ROWS, WIDTH = 64, 32
 KILOBYTES = ROWS * WIDTH * 4
@@ -34,7 +34,7 @@ def test_forgotten_outputs(consumer: Callable[[Tensor], Tensor], times: int) -> 
     """The gradient is the same, also by a second backward through the same graph."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     for number in range(times):
-        y = forget(torch.sigmoid, x, consumer)
+        y = without_output(torch.sigmoid, x, consumer)
         (got,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         assert torch.equal(got, torch.autograd.grad(y.sum(), x)[0]), number
         (want,) = torch.autograd.grad(consumer(torch.sigmoid(x)).sum(), x)
@@ -57,12 +57,12 @@ def test_what_is_held() -> None:
 
     weight = torch.full((WIDTH, WIDTH), 0.1, requires_grad=True)
     assert held(lambda x: F.linear(activation(x), weight)) == 3
-    assert held(lambda x: F.linear(again(activation, x), weight)) == 2
-    assert held(lambda x: forget(activation, x, lambda inner: F.linear(inner, weight))) == 1
+    assert held(lambda x: F.linear(recompute_in_backward(activation, x), weight)) == 2
+    assert held(lambda x: without_output(activation, x, lambda inner: F.linear(inner, weight))) == 1
 
 
 def test_without_gradients() -> None:
-    """Nothing to forget."""
+    """Nothing to drop."""
     with torch.no_grad():
-        y = forget(torch.sigmoid, torch.zeros(2, 3), torch.neg)
+        y = without_output(torch.sigmoid, torch.zeros(2, 3), torch.neg)
     assert y.tolist() == [[-0.5] * 3] * 2

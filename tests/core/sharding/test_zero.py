@@ -34,22 +34,22 @@ def train(
     """(most reductions in flight at once, the parameters after two steps)."""
     flying: set[int] = set()
     most = 0
-    launch, settle = segment.Bucket.launch, segment.Bucket.settle
+    start, finish = segment.Bucket.start_grad_reduce, segment.Bucket.finish_grad_reduce
 
-    def launched(self: segment.Bucket, **options: bool) -> None:
+    def started(self: segment.Bucket, **options: bool) -> None:
         nonlocal most
-        launch(self, **options)
+        start(self, **options)
         flying.add(id(self))
         most = max(most, len(flying))
 
-    def settled(self: segment.Bucket, **options: bool) -> None:
-        settle(self, **options)
+    def finished(self: segment.Bucket, **options: bool) -> None:
+        finish(self, **options)
         flying.discard(id(self))
 
     with (
         patch.object(zero, "IN_FLIGHT_BYTES", most_bytes),
-        patch.object(segment.Bucket, "launch", launched),
-        patch.object(segment.Bucket, "settle", settled),
+        patch.object(segment.Bucket, "start_grad_reduce", started),
+        patch.object(segment.Bucket, "finish_grad_reduce", finished),
     ):
         found = trace(rank, world_size, rendezvous, *row, 2, backend="late")
     return most, None if found is None else found.parameters

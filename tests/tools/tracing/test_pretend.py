@@ -49,14 +49,14 @@ def step_as(rank: int, world_size: int, rendezvous: str, name: str, stage: int) 
         config = parse("ernie", flags, {"WORLD_SIZE": "32", "RANK": str(pretended)})
         with pretend(config, pretended) as trainer:
             step = trainer.step()
-            parts: list[MasterShard] = trainer.job.sharding.parts
+            shards: list[MasterShard] = trainer.job.sharding.master_shards
             axes = {axis: trainer.world.axis(axis).ranks for axis in ("sharding", "mp", "dp")}
             seen.append(
                 {
                     "axes": axes,
-                    "fake": all(isinstance(part.master, FakeTensor) for part in parts)
+                    "fake": all(isinstance(shard.master, FakeTensor) for shard in shards)
                     and isinstance(step.norm, torch.Tensor),
-                    "elements": sum(part.master.numel() for part in parts),
+                    "elements": sum(shard.master.numel() for shard in shards),
                     "sent": step.sent_bytes,
                 }
             )

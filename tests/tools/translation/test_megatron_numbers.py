@@ -174,12 +174,14 @@ def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str])
         named = [*model.named_parameters(), *model.named_buffers()]
         return {name: tensor.detach().double().numpy().copy() for name, tensor in named}
 
-    states, steps, parts = [state()], [], trainer.job.sharding.parts
+    states, steps, shards = [state()], [], trainer.job.sharding.master_shards
     for _ in range(2):
         steps.append(trainer.step())
         states.append(state())
     samples = [corpus.train[i] for i in range(8)]
-    kept = [tensor for part in parts for tensor in (part.master, part.grad)] + trainer.job.optimizer.moments("exp_avg")
+    kept = [tensor for shard in shards for tensor in (shard.master, shard.grad)] + trainer.job.optimizer.moments(
+        "exp_avg"
+    )
     trainer.loader.close()
     world.close()
     return {

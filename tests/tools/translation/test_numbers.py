@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megapar.config.read import normal, spellings
-from megapar.core.optimizer.adamw import clip
+from megapar.core.optimizer.gradient_norm import clip_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import router_losses, router_sums
@@ -188,7 +188,7 @@ def test_gradients_are_clipped_as_paddle_s_to_a_millionth(size: float) -> None:
     part = SimpleNamespace(grad=torch.zeros(0))
     part.grad = torch.tensor([0.6, 0.8], dtype=torch.float64) * size
     expected = part.grad / (max(size, 1.0) + 1e-6)
-    clip([part], torch.tensor(size, dtype=torch.float64), 1.0)  # type: ignore[list-item]
+    clip_gradients([part], torch.tensor(size, dtype=torch.float64), 1.0)  # type: ignore[list-item]
     torch.testing.assert_close(part.grad, expected, rtol=1.01e-6, atol=0)
 
 

@@ -261,7 +261,9 @@ def _masters(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> d
         world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60), f"file://{rendezvous}")
         job = make_job(config, world)
         load_hf(Path(config.checkpoint.load_hf or ""), job)
-        found = dict(collect_all(world, job.table, job.sharding, [part.master for part in job.sharding.parts]))
+        found = dict(
+            collect_all(world, job.table, job.sharding, [shard.master for shard in job.sharding.master_shards])
+        )
         world.close()
     return found
 

@@ -229,7 +229,7 @@ def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], n
     for step in range(3):
         trainer.step()
         if step == 1 and rank == bad_rank:
-            masters = [part.master for part in trainer.job.sharding.parts]
+            masters = [shard.master for shard in trainer.job.sharding.master_shards]
             view = next((v for v in trainer.job.sharding.views(masters) if v.spec.name == name), None)
             tensor = view.tensor if view is not None else dict(trainer.job.model.named_buffers())[name]
             tensor.view(-1)[0] += 1e-12

@@ -16,7 +16,7 @@ import megapar
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.sharding.master_shard import Sharding
+from megapar.core.sharding.sharding import Sharding
 from megapar.trainer import Trainer
 from megapar.training.building.build import make_corpus
 from megapar.training.step.observer import StepObserver
@@ -59,7 +59,7 @@ class Notes(StepObserver):
         return experts_Tk
 
     def gradients_reduced(self, sharding: Sharding) -> None:
-        self.events.append(f"gradients {all(part.grad is not None for part in sharding.parts)}")
+        self.events.append(f"gradients {all(shard.grad is not None for shard in sharding.master_shards)}")
 
     def host_waited(self, where: str) -> None:
         self.events.append(where)

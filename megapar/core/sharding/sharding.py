@@ -1,0 +1,47 @@
+"""The interface of all sharding stages: who owns parameters, gradients and optimizer state.
+
+Tested in ``tests/equivalence/test_equivalence.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.master_shard import MasterShard, ParameterView
+
+
+class Sharding(Protocol):
+    """Storage of parameters, gradients and optimizer state; the common interface of all stages.
+
+    Attributes:
+        master_shards: this rank's master shards.
+        full: masters are cut as by ``master_box(full=True)``.
+    """
+
+    master_shards: list[MasterShard]
+    full: bool
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients."""
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        """Prepare for a micro-batch; called before each forward. last: it is the step's last one."""
+
+    def finish(self) -> None:
+        """Complete the gradient of every master shard; called after the step's last backward."""
+
+    def start_param_gather(self) -> None:
+        """Make the next forward compute with the new masters; called after the optimizer changed them."""
+
+    def wait(self) -> None:
+        """Wait until nothing is in flight; needed before parameters are read outside a forward, and at the end."""
+
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+        """Yield each parameter's piece of ``tensors`` (masters, moments or gradients), one tensor per shard."""
+
+    def watch(self, trail: DigestTrail | None) -> None:
+        """Record each gradient of this rank in ``trail`` before ranks sum it; None: stop."""
