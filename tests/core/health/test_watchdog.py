@@ -276,7 +276,8 @@ def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:
     told: list[str] = []
     ended = threading.Event()
     sections = Sections({}, least_seconds=0.5) if rank == 0 else Sections({"first-step": 0.7})
-    watchdog = Watchdog(sections, tell=told.append, end=lambda status: ended.set())
+    records = Path(f"{rendezvous}-records")  # torch's flight recorder may be on in this process
+    watchdog = Watchdog(sections, records=records, tell=told.append, end=lambda status: ended.set())
     axis = Axis("data", world_size, rank, None, tuple(range(world_size)))
     watchdog.meet(rank, world_size, store, axis.recorder, lambda: {"data": axis.ranks})
     watchdog.start()
