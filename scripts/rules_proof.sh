@@ -3,7 +3,7 @@
 #
 #   scripts/rules_proof.sh                                  every row that is not from a published document
 #   scripts/rules_proof.sh mp-heads cp-ring-length          these rows
-#   scripts/rules_proof.sh --write docs/rules_proof.md      also write the page
+#   scripts/rules_proof.sh --write docs/rules_proof.md      also write the page; with ids, only their lines
 #   scripts/rules_proof.sh --results proof.json             store each row's result, and continue from there next time
 #
 # Exit status 1 if a row has no effect.

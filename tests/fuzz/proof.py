@@ -269,13 +269,14 @@ def _last(error: RanksFailed) -> str:
     return f"rank {rank}: {(raised or lines)[-1][:200]}"
 
 
-def page(verdicts: Sequence[Verdict]) -> str:
-    """docs/rules_proof.md."""
-    lines = [HEADER]
+def page(verdicts: Sequence[Verdict], before: str = "") -> str:
+    """docs/rules_proof.md, with the lines that ``before`` has of rows without a verdict."""
+    lines = {line.split("`")[1]: line for line in before.splitlines() if line.startswith("| `")}
     for verdict in verdicts:
         cells = (f"`{verdict.rule}`", f"`{verdict.case}`", verdict.kind, verdict.text)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        line = "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        lines[verdict.rule] = line
+    return "\n".join([HEADER, *(lines[rule.id] for rule in asked() if rule.id in lines)]) + "\n"
 
 
 HEADER = """# What each rule is for
@@ -298,7 +299,7 @@ def main(argv: list[str]) -> int:
     """Status 1 where a row is worth nothing."""
     parser = argparse.ArgumentParser(prog="scripts/rules_proof.sh", description=__doc__)
     parser.add_argument("rows", nargs="*", help="ids of rows; all without")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the table of all rows there")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the rows to this page, keeping others")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep every row's result there and go on from it")
     options = parser.parse_args(argv)
     kept = {} if options.results is None or not options.results.exists() else json.loads(options.results.read_text())
@@ -314,7 +315,8 @@ def main(argv: list[str]) -> int:
                 options.results.write_text(json.dumps(kept, indent=1))
     verdicts = [known[rule.id] for rule in wanted]
     if options.write is not None:
-        options.write.write_text(page(verdicts))
+        before = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+        options.write.write_text(page(verdicts, before), encoding="utf-8")
     worthless = [verdict.rule for verdict in verdicts if verdict.kind not in WORTH]
     print(f"{len(verdicts)} rows, worth nothing: {', '.join(worthless) or 'none'}")
     return 1 if worthless else 0

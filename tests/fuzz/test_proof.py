@@ -12,7 +12,7 @@ import tests.fuzz.proof as proof
 from megapar.arguments import parse
 from megapar.compatibility import RULES, Rule
 from megapar.errors import ConfigError
-from tests.fuzz.proof import ARGUMENT, LATE_ERROR, NO_EFFECT, NOTHING, asked, page, prove, without
+from tests.fuzz.proof import ARGUMENT, LATE_ERROR, NO_EFFECT, NOTHING, Verdict, asked, page, prove, without
 from tests.fuzz.proofs import PROOFS
 
 BY_ID = {rule.id: rule for rule in RULES}
@@ -53,6 +53,16 @@ def test_a_row_that_is_for_nothing_is_seen() -> None:
 def test_the_page_has_every_row_that_is_asked() -> None:
     text = Path(__file__).parents[2].joinpath("docs/rules_proof.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE) == [rule.id for rule in asked()]
+
+
+def test_a_new_verdict_keeps_the_lines_of_other_rows() -> None:
+    before = Path(__file__).parents[2].joinpath("docs/rules_proof.md").read_text(encoding="utf-8")
+    after = page([Verdict("warmup", "--a-case", NO_EFFECT, "of a flag")], before)
+    lines = before.splitlines()
+    changed = [i for i, line in enumerate(after.splitlines()) if line != lines[i]]
+    assert [lines[i].split("`")[1] for i in changed] == ["warmup"]
+    assert len(after.splitlines()) == len(lines)
+    assert page([], before) == before
 
 
 def test_every_proof_is_of_a_row() -> None:
