@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,10 @@ _FLAGS: Mapping[str, str] = MappingProxyType(
         "wsd_decay_iters": "--lr-wsd-decay-iters",
         "wsd_decay_style": "--lr-wsd-decay-style",
     }
+)
+# Field of the schedule -> its value in checkpoints that are older than it.
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {item.name: item.default for item in fields(LearningRate) if item.default is not MISSING}
 )
 _OF_WSD = ("wsd_decay_iters", "wsd_decay_style")
 _OF_DECAY = ("floor", "decay_iters")
@@ -45,7 +50,7 @@ def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
     Both arguments are as ``LearningRate.to_dict`` returns them. A field that an old checkpoint does not contain had its
     default. Fields that the style does not use are not compared.
     """
-    before = {"wsd_decay_style": LearningRate.wsd_decay_style, **saved}
+    before = {**_DEFAULTS, **saved}
     styles = {before.get("style"), now["style"]}
     unused = (*(() if "wsd" in styles else _OF_WSD), *(_OF_DECAY if styles == {"constant"} else ()))
     apart = [name for name in now if name not in unused and before.get(name) != now[name]]
