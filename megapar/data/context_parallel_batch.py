@@ -25,7 +25,7 @@ def _cut(batch: MicroBatch, layout: SequenceLayout, rank: int) -> MicroBatch:
 
     whole = {name: tensor.numpy() for name, tensor in batch.tensors.items()}
     if "labels" in whole:
-        whole["tokens_ahead"], whole["labels_ahead"] = ahead(whole["tokens"], whole["labels"])
+        whole["tokens_ahead"], whole["labels_ahead"] = tokens_and_labels_ahead(whole["tokens"], whole["labels"])
     length = whole["tokens"].shape[1]
     own = np.array(layout.positions(length, rank), dtype=np.int64)
     arrays = {name: array[:, own] if name in _BY_POSITION else array for name, array in whole.items()}
@@ -42,7 +42,7 @@ def _cut(batch: MicroBatch, layout: SequenceLayout, rank: int) -> MicroBatch:
     return MicroBatch(tensors, batch.counts, batch.valid_tokens, batch.tokens)
 
 
-def ahead(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def tokens_and_labels_ahead(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (token t + 1, label of t + 1) for every position t of [B, S], for multi-token prediction.
 
     The label is NO_LOSS if t has no label. The model does the same itself when it has whole sequences.

@@ -14,7 +14,7 @@ from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.config import FLAGS, GROUPS
 from megapar.config.help import default_text
 from megapar.schema.flag import Flag
-from megapar.tools import architectures, rules
+from megapar.tools import architectures, preset_table, rules
 from megapar.tools.parser import Parser
 
 PREFACE = """# Flags
@@ -75,7 +75,12 @@ def _default(flag: Flag, kind: str) -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = MappingProxyType(
-    {"architectures.md": architectures.markdown, "compatibility.md": rules.markdown, "flags.md": flags_markdown}
+    {
+        "architectures.md": architectures.markdown,
+        "compatibility.md": rules.markdown,
+        "flags.md": flags_markdown,
+        "presets.md": preset_table.markdown,
+    }
 )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.data.batches import collate_decoder, collate_ernie
-from megapar.data.context_parallel_batch import ahead, context_parallel_collate
+from megapar.data.context_parallel_batch import context_parallel_collate, tokens_and_labels_ahead
 from megapar.data.sampling.samples import NO_LOSS
 from megapar.model.decoder.mtp import following
 
@@ -65,6 +65,8 @@ def test_what_stands_ahead_is_what_the_model_takes_from_whole_sequences() -> Non
     tokens = generator.integers(0, 50, (3, 8))
     labels = np.where(generator.random((3, 8)) < 0.3, NO_LOSS, tokens + 1)
     for ours, theirs in zip(
-        ahead(tokens, labels), following(torch.from_numpy(tokens), torch.from_numpy(labels)), strict=True
+        tokens_and_labels_ahead(tokens, labels),
+        following(torch.from_numpy(tokens), torch.from_numpy(labels)),
+        strict=True,
     ):
         assert ours.tolist() == theirs.tolist()

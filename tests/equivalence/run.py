@@ -38,8 +38,8 @@ class Trace:
     """What one run computed.
 
     losses, lm_losses, aux_losses, norms, dropped: per step. gradients: per step, of every parameter, before clipping.
-    parameters: every master and buffer after the last step. routing: the experts that were chosen. judged_late: whether
-    each step was over before the host knew its norm.
+    parameters: every master and buffer after the last step. routing: the experts that were chosen.
+    decided_on_device: whether each step was over before the host knew its norm.
     """
 
     losses: list[float]
@@ -50,7 +50,7 @@ class Trace:
     gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
     routing: Routing = field(default_factory=dict)
-    judged_late: bool = False
+    decided_on_device: bool = False
 
 
 def trace(
@@ -106,7 +106,7 @@ def trace(
         gradients=recorder.gradients,
         parameters=parameters,
         routing=recorder.routing,
-        judged_late=trainer.stepper.step_guard.decided_on_device,
+        decided_on_device=trainer.stepper.step_guard.decided_on_device,
     )
 
 

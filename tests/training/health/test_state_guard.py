@@ -43,12 +43,12 @@ def faulty(
     rendezvous: str,
     flags: Sequence[str],
     kind: str = "",
-    late: bool = False,
+    on_device: bool = False,
     at: int = 3,
 ) -> tuple[list[float], list[str], tuple[str, tuple[int, ...], tuple[str, ...]] | None]:
     """Losses, what was said, and what the run ended with: one bit of the last rank's state flips behind a step.
 
-    kind: of state; "" none. late: steps are judged as on an accelerator.
+    kind: of state; "" none. on_device: steps are decided as on an accelerator.
     """
     told: list[str] = []
     line = last_wins((*SMALL["moe"], *COMMON), ("--dtype", "fp32", *flags))
@@ -57,7 +57,7 @@ def faulty(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "step", flipping(kind, at)),
-        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: late),
+        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
     ):
         try:
             outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
@@ -98,12 +98,12 @@ def test_a_sound_run_is_the_same_with_it(layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind", "late"),
+    ("layout", "kind", "on_device"),
     [(layout, KINDS[i % 3], i % 2 == 1) for i, layout in enumerate([*LAYOUTS, "sharding 2", "offloaded", "stage 3"])],
 )
-def test_a_flipped_bit_is_named_on_every_rank(layout: str, kind: str, late: bool) -> None:
+def test_a_flipped_bit_is_named_on_every_rank(layout: str, kind: str, on_device: bool) -> None:
     world_size, flags = LAYOUTS[layout]
-    errors = {found[2] for found in run_ranks(world_size, faulty, (*flags, *ALL), kind, late, group=False)}
+    errors = {found[2] for found in run_ranks(world_size, faulty, (*flags, *ALL), kind, on_device, group=False)}
     (error,) = errors
     assert error is not None
     message, ranks, parameters = error
@@ -113,7 +113,7 @@ def test_a_flipped_bit_is_named_on_every_rank(layout: str, kind: str, late: bool
     assert parameters
     assert all(name.startswith(f"{kind} of ") for name in parameters)
     # The host hears of it in the next step, or one later; what lies in host memory, when it is brought.
-    assert int(message.split()[1].rstrip(":")) <= 3 + late + (layout == "offloaded")
+    assert int(message.split()[1].rstrip(":")) <= 3 + on_device + (layout == "offloaded")
 
 
 def test_nothing_is_saved_after_it(tmp_path: Path) -> None:

@@ -48,11 +48,11 @@ def spoiled(
     times: int = 10**6,
     bad_rank: int = 0,
     factor: float = float("nan"),
-    late: bool = False,
+    on_device: bool = False,
 ) -> tuple[list[Record], list[str]]:
     """Train while a module of a rank is multiplied in these steps, so many times each; records, and what was said.
 
-    late: steps are judged as on an accelerator.
+    on_device: steps are decided as on an accelerator.
     """
     told: list[str] = []
     line = last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags))
@@ -61,7 +61,7 @@ def spoiled(
         patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
-        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: late),
+        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
     ):
         return list(
             train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records
@@ -95,11 +95,13 @@ def run_spoiled(steps: Sequence[int], times: int, bad_rank: int, factor: float) 
     return spoil
 
 
-@pytest.mark.parametrize(("layout", "late"), [(layout, late) for late, layout in enumerate(LAYOUTS)])
-def test_a_bad_number_is_named_by_module_and_rank_and_its_step_skipped(layout: str, late: int) -> None:
+@pytest.mark.parametrize(("layout", "on_device"), [(layout, on_device) for on_device, layout in enumerate(LAYOUTS)])
+def test_a_bad_number_is_named_by_module_and_rank_and_its_step_skipped(layout: str, on_device: int) -> None:
     world_size, flags = LAYOUTS[layout]
     bad_rank, nan = world_size - 1, float("nan")
-    (records, told), *_ = run_ranks(world_size, spoiled, flags, [2], 10**6, bad_rank, nan, late % 2 == 1, group=False)
+    (records, told), *_ = run_ranks(
+        world_size, spoiled, flags, [2], 10**6, bad_rank, nan, on_device % 2 == 1, group=False
+    )
     assert [record.skipped for record in records] == [False, True, False, False, False, False]
     (warning,) = [line for line in told if "gradient norm" in line]
     assert f"first bad: the output of layers.1.mlp_norm on rank {bad_rank}; samples 8-15" in warning.replace(
@@ -107,26 +109,28 @@ def test_a_bad_number_is_named_by_module_and_rank_and_its_step_skipped(layout: s
     )
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_number_that_is_bad_once_only_costs_a_second_run_of_the_step(late: bool) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_number_that_is_bad_once_only_costs_a_second_run_of_the_step(on_device: bool) -> None:
     clean = run_ranks(1, spoiled, (), group=False)[0][0]
-    records, told = run_ranks(1, spoiled, (), [3], 1, 0, float("nan"), late, group=False)[0]
+    records, told = run_ranks(1, spoiled, (), [3], 1, 0, float("nan"), on_device, group=False)[0]
     assert [(r.loss, r.grad_norm, r.lr) for r in records] == [(r.loss, r.grad_norm, r.lr) for r in clean]
     assert any("a rank computed wrongly" in line for line in told)
 
 
 @pytest.mark.parametrize("flags", [(), ("--optimizer-offload", "--clip-grad", "0.1"), ("--sharding-stage", "3")])
-def test_what_is_judged_late_changes_nothing_either(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_is_decided_on_the_device_changes_nothing_either(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Bad steps, also the last one, a checkpoint behind one and decay of the learning rate: as judged at once."""
     world_size = 2 if "3" in flags else 1
 
-    def outcome(late: bool) -> tuple[list[tuple[Any, ...]], list[str], bytes]:
-        save = ("--save", str(tmp_path / str(late)), "--save-interval", "3", "--log-interval", "4")
+    def outcome(on_device: bool) -> tuple[list[tuple[Any, ...]], list[str], bytes]:
+        save = ("--save", str(tmp_path / str(on_device)), "--save-interval", "3", "--log-interval", "4")
         nan = float("nan")
-        records, told = run_ranks(world_size, spoiled, (*flags, *save), [2, 3, 6], 10**6, 0, nan, late, group=False)[0]
-        scalars = json.loads((tmp_path / str(late) / "iter_0000003" / "scalars.json").read_text())
+        records, told = run_ranks(
+            world_size, spoiled, (*flags, *save), [2, 3, 6], 10**6, 0, nan, on_device, group=False
+        )[0]
+        scalars = json.loads((tmp_path / str(on_device) / "iter_0000003" / "scalars.json").read_text())
         assert (scalars["skipped_steps"], scalars["optimizer_steps"]) == (2, 1)
-        shard = next((tmp_path / str(late) / "iter_0000006").glob("shard-00000*")).read_bytes()
+        shard = next((tmp_path / str(on_device) / "iter_0000006").glob("shard-00000*")).read_bytes()
         kept = [(r.loss, r.lr, r.skipped) for r in records]
         return kept, [line for line in told if "WARNING" in line], shard
 
