@@ -87,8 +87,8 @@ def test_the_split_backward_gives_the_gradients_of_the_whole_one(dtype: torch.dt
 
     def gradients(store: WeightGradients | None) -> list[torch.Tensor]:
         x, weight.grad = rows.clone().requires_grad_(), None
-        later = None if store is None else store.of(weight)
-        loss = grouped_linear(x, weight, torch.tensor(counts), later).sin().sum()
+        defer_wgrad = None if store is None else store.of(weight)
+        loss = grouped_linear(x, weight, torch.tensor(counts), defer_wgrad).sin().sum()
         if store is None:
             loss.backward()
         else:

@@ -162,7 +162,7 @@ class ColumnLinear(nn.Module):
         if self.fp8 is not None:
             y = self.fp8(x, weight, bias)
         elif self.mp.size == 1:
-            y = linear(x, weight, bias, linear_comm.later)
+            y = linear(x, weight, bias, linear_comm.defer_wgrad)
         else:
             y = self.product.apply(x, weight, bias, linear_comm)
         out: Tensor = y.unflatten(-1, self.out_dims)
@@ -188,8 +188,8 @@ class ColumnLinear(nn.Module):
     def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
         """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
-        return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, later)
+        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, defer_wgrad)
 
 
 class RowLinear(nn.Module):
@@ -223,21 +223,21 @@ class RowLinear(nn.Module):
         self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
-    def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
-        """Multiply [B, S, I/mp] to [B, S(/mp), O]. ``closing`` is the recomputed unit whose output this is."""
+    def forward(self, x: Tensor, ends_unit: Replay | None = None) -> Tensor:
+        """Multiply [B, S, I/mp] to [B, S(/mp), O]. ``ends_unit`` is the recomputed unit whose output this is."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         if self.fp8 is not None:
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:
-            return linear(x, weight, bias, later, closing)
-        linear_comm = LinearComm(self.mp, self.overlap, self.comm, later, closing)
+            return linear(x, weight, bias, defer_wgrad, ends_unit)
+        linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, ends_unit)
         return self.product.apply(x, weight, bias, linear_comm)  # type: ignore[no-any-return]
 
     def start(self, x: Tensor) -> Started:
         """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
-        y = linear(x, local(self.weight), None, later)
+        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        y = linear(x, local(self.weight), None, defer_wgrad)
         if self.mp.size == 1:
             return Started(y)
         if not self.sequence_parallel:
