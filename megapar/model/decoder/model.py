@@ -37,7 +37,7 @@ from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.block import DecoderBlock, decoder_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
-from megapar.model.layers.loss import check_shard, linear_cross_entropy
+from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import rotary_angles
 from megapar.model.layers.stack import run_layers
@@ -72,7 +72,7 @@ class LmHead(nn.Module):
         """
         weight = self._weight(tied)
         return [
-            linear_cross_entropy(
+            vocab_parallel_linear_cross_entropy(
                 self._enter(x).flatten(0, 1), weight, None, labels.flatten(), vocab_size=self.vocab_size, mp=self.mp
             )
             for x, labels in inputs

@@ -35,7 +35,7 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.block import ErnieBlock, HiddenDropout
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
-from megapar.model.layers.loss import check_shard, linear_cross_entropy
+from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
 from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.layers.stack import run_layers
@@ -112,7 +112,7 @@ class MaskedLmHead(nn.Module):
             word: The word embedding's weight, [V/mp, H].
         """
         hidden = copy(self._transformed(rows), self.mp)
-        return linear_cross_entropy(
+        return vocab_parallel_linear_cross_entropy(
             hidden, local(word), local(self.bias), labels, vocab_size=self.vocab_size, mp=self.mp
         )
 
