@@ -21,7 +21,7 @@ from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, linear
-from megapar.moe.grouped import grouped_linear
+from megapar.moe.expert_linear import grouped_linear
 
 T = TypeVar("T")
 

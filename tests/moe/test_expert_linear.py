@@ -4,7 +4,7 @@ from torch import nn
 
 from megapar.core.device.grouped import grouped_linear_fused, grouped_linear_reference
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
-from megapar.moe.grouped import grouped_linear
+from megapar.moe.expert_linear import grouped_linear
 
 COUNTS = ([3, 0, 5, 8], [16, 0, 0, 0], [0, 0, 0, 16], [4, 4, 4, 4])
 
