@@ -71,7 +71,7 @@ def one_round(
     figures["save"] = seconds(lambda: store.save(root / "ours", state, scalars, layout=LAYOUT, group=None))
     background.begin(state, lambda copies: store.save(root / "behind", copies, scalars, layout=LAYOUT, group=None))
     compute(step_seconds, device)
-    background.settle_copy()
+    background.wait_for_copy()
     figures["stall"] = background.written.stall_seconds
     written = background.join()
     assert written is not None

@@ -18,7 +18,7 @@ from megapar.core.device.base import Device
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner
 from megapar.core.pipeline.schedule import make_schedule
-from megapar.core.tensor_parallel.weight_gradients import Later, WeightGradients
+from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, WeightGradients
 
 WIDTH = 256
 
@@ -27,8 +27,8 @@ class _Sleep(torch.autograd.Function):
     """A layer that takes the same time forward, for its input's gradient and for its weight's."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, later: Later, seconds: float) -> Tensor:
-        ctx.later, ctx.seconds = later, seconds
+    def forward(ctx: Any, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad, seconds: float) -> Tensor:
+        ctx.defer_wgrad, ctx.seconds = defer_wgrad, seconds
         time.sleep(seconds)
         return x + weight
 
@@ -39,7 +39,7 @@ class _Sleep(torch.autograd.Function):
             return grads[0].sum(0)
 
         time.sleep(ctx.seconds)
-        return grads[0], ctx.later(product), None, None
+        return grads[0], ctx.defer_wgrad(product), None, None
 
 
 class SleepingLayers:
@@ -49,14 +49,14 @@ class SleepingLayers:
         self._last = last_chunk
         self._seconds = seconds
         self._weight = nn.Parameter(torch.zeros(WIDTH))
-        self._later = weight_gradients.of(self._weight)
+        self._defer_wgrad = weight_gradients.of(self._weight)
 
     def empty(self, micro_batch: int, chunk: int) -> Tensor:
         return torch.empty(4, WIDTH)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         x = torch.ones(4, WIDTH) if x is None else x
-        y = _Sleep.apply(x, self._weight, self._later, self._seconds)
+        y = _Sleep.apply(x, self._weight, self._defer_wgrad, self._seconds)
         return (None, y.sum()) if chunk == self._last else (y, None)
 
     def before_backward(self, chunk: int, micro_batch: int) -> None:

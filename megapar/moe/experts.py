@@ -20,8 +20,8 @@ from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
-from megapar.core.tensor_parallel.weight_gradients import Later, linear
-from megapar.moe.grouped import grouped_linear
+from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, linear
+from megapar.moe.expert_linear import grouped_linear
 
 T = TypeVar("T")
 
@@ -104,10 +104,10 @@ class Experts(nn.Module):
                 local(getattr(self, f"{name}_bias")).flatten(1).index_select(0, expert_R)
                 for name in (self.up_name, "down")
             )
-        hidden = grouped_linear(rows_RH, up, counts_E, self._later(self.up_name), sizes_E)
+        hidden = grouped_linear(rows_RH, up, counts_E, self._defer_wgrad(self.up_name), sizes_E)
 
         def down(inner: Tensor) -> Tensor:
-            return grouped_linear(inner, local(self.down), counts_E, self._later("down"), sizes_E)
+            return grouped_linear(inner, local(self.down), counts_E, self._defer_wgrad("down"), sizes_E)
 
         return self._finish(hidden, up_bias, down, down_bias)
 
@@ -122,12 +122,12 @@ class Experts(nn.Module):
 
         def make(e: int) -> Callable[[Tensor], Tensor]:
             def one(rows_RH: Tensor) -> Tensor:
-                hidden = linear(rows_RH, up[e]().flatten(0, -2), None, self._later(self.up_name, e))
+                hidden = linear(rows_RH, up[e]().flatten(0, -2), None, self._defer_wgrad(self.up_name, e))
                 biases = [None if own is None else own() for own in (up_bias[e], down_bias[e])]
                 return self._finish(
                     hidden,
                     None if biases[0] is None else biases[0].flatten(),
-                    lambda inner: linear(inner, down[e](), None, self._later("down", e)),
+                    lambda inner: linear(inner, down[e](), None, self._defer_wgrad("down", e)),
                     None if biases[1] is None else biases[1].expand_as(rows_RH),
                 )
 
@@ -152,7 +152,7 @@ class Experts(nn.Module):
             out_RH = _AddOnce.apply(out_RH, down_bias, self.adds_down_bias)
         return out_RH
 
-    def _later(self, name: str, piece: int | None = None) -> Later | None:
+    def _defer_wgrad(self, name: str, piece: int | None = None) -> DeferWgrad | None:
         return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name), piece)
 
     def _activate(self, hidden: Tensor) -> Tensor:

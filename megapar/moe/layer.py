@@ -90,7 +90,7 @@ class MoeLayer(nn.Module):
         Args:
             sizes: global sizes and routing options.
             shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
-                only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``closing``, as ``Mlp``.
+                only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``.
             ep: each rank has a contiguous chunk of the experts; None: one rank.
             emp: each expert's features are sharded over it; all of mp, or one rank; None: one rank.
             mp: the axis of tensor parallelism; None: one rank.
@@ -130,7 +130,7 @@ class MoeLayer(nn.Module):
         valid_BS: Tensor | None = None,
         valid_tokens: int | None = None,
         replay: Replay | None = None,
-        closing: Replay | None = None,
+        ends_unit: Replay | None = None,
     ) -> tuple[Tensor, MoeStats]:
         """Send every non-padding token through its k experts: the passage of one slice.
 
@@ -143,17 +143,17 @@ class MoeLayer(nn.Module):
             valid_tokens: non-padding tokens of the whole micro-batch, passed on the host so that capacity and buffer
                 sizes do not wait for the device; optional without padding.
             replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's splits.
-            closing: of the recomputed unit that ends with this layer; its recomputation does not send the combine,
+            ends_unit: of the recomputed unit that ends with this layer; its recomputation does not send the combine,
                 since only the unit's output needs it.
         """
         batch, length, _ = x_BSH.shape
         tokens = _host_count(valid_BS, valid_tokens, batch * length * self.share.size)
         capacity = self.sizes.capacity(tokens)
-        passage = self._passage(Slicing(), self.dispatcher, tokens, capacity, replay, closing)
+        passage = self._passage(Slicing(), self.dispatcher, tokens, capacity, replay, ends_unit)
         passage.send(x_BSH, valid_BS)
         combines, (sent,), _ = passage.work()
         y_BSH = combines.finish(0, sent).view_as(x_BSH)
-        shared_BSH = self.shared_experts(x_BSH, closing)
+        shared_BSH = self.shared_experts(x_BSH, ends_unit)
         if shared_BSH is not None:
             y_BSH = y_BSH + shared_BSH
         return y_BSH, passage.stats()
@@ -165,7 +165,7 @@ class MoeLayer(nn.Module):
         own_valid_BS: Tensor | None,
         batch: int,
         replay: Replay | None = None,
-        closing: Replay | None = None,
+        ends_unit: Replay | None = None,
     ) -> Passage:
         """Begin the passage of one micro-batch through this layer, slice by slice as in ``slicing``.
 
@@ -175,7 +175,7 @@ class MoeLayer(nn.Module):
             own_valid_BS: bool, False for padding, of this rank's positions; None: no padding in the micro-batch.
             batch: samples.
             replay: see ``forward``.
-            closing: see ``forward``.
+            ends_unit: see ``forward``.
         """
         positions = batch * length
         tokens = _host_count(own_valid_BS, valid_tokens, positions * self.share.size)
@@ -187,7 +187,7 @@ class MoeLayer(nn.Module):
         slicing = self.slicing
         even_splits = self.dispatcher.even_splits and slicing.capacity == "slice" and not slicing.expert_pieces
         dispatcher = replace(self.dispatcher, even_splits=even_splits)
-        return self._passage(slicing, dispatcher, tokens, capacity, replay, closing)
+        return self._passage(slicing, dispatcher, tokens, capacity, replay, ends_unit)
 
     def _passage(
         self,
@@ -196,23 +196,23 @@ class MoeLayer(nn.Module):
         tokens: int,
         capacity: int | Tensor,
         replay: Replay | None,
-        closing: Replay | None,
+        ends_unit: Replay | None,
     ) -> Passage:
         local_capacity = self.local_capacity
         routing = self.routing_class(
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
-        return Passage(self, routing, dispatcher, slicing, replay, closing)
+        return Passage(self, routing, dispatcher, slicing, replay, ends_unit)
 
     def slice_by(self, slicing: Slicing) -> None:
         """Set the slicing of later passages."""
         self.slicing = slicing
 
-    def shared_experts(self, x: Tensor, closing: Replay | None) -> Tensor | None:
+    def shared_experts(self, x: Tensor, ends_unit: Replay | None) -> Tensor | None:
         """Return the output of the shared experts, [.., H] to [.., H]; None if there are none."""
         if self.shared is None:
             return None
-        y: Tensor = self.shared(x) if closing is None else self.shared(x, closing)
+        y: Tensor = self.shared(x) if ends_unit is None else self.shared(x, ends_unit)
         return y
 
     def host_sizes(

@@ -30,7 +30,7 @@ from megapar.moe.capacity import (
 )
 from megapar.moe.router import Routing
 from megapar.moe.slicing import Slicing
-from megapar.moe.stats import MoeStats, RouterSums, add_sums, count_pairs, gather_sums, router_losses, sequence_loss
+from megapar.moe.stats import MoeStats, RouterSums, add_sums, aux_and_z_loss, count_pairs, gather_sums, sequence_loss
 
 Totals = tuple[RouterSums, Tensor]  # sums of the micro-batch, and [P, k, E] counts of the pieces that add up to it
 
@@ -126,7 +126,7 @@ class MicroBatchRouting:
         sizes = self.sizes
         sums, counts_PkE = self._sum_slices() if self._totals is None else self._totals
         first_only = sizes.has_capacity and sizes.drop_policy == "choice"
-        aux, z = router_losses(sums, self.tokens, first_choices_only=first_only)
+        aux, z = aux_and_z_loss(sums, self.tokens, first_choices_only=first_only)
         sequence = sequence_loss(sums)
         orthogonal = torch.zeros_like(z) if self._orthogonal is None else self._orthogonal
         load_E = sums.counts.sum(0)

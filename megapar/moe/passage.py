@@ -119,7 +119,7 @@ class _PieceWork:
     def combine(self) -> PendingRows:
         """Multiply the summed outputs by the gate weights and launch the combine."""
         out_RH = self._dispatcher.wait_leave(self._leaving, self.plan)  # [7]
-        return self._dispatcher.start_combine(weigh(out_RH, self._weights_R), self.plan, self._passage.closing)
+        return self._dispatcher.start_combine(weigh(out_RH, self._weights_R), self.plan, self._passage.ends_unit)
 
 
 class Passage:
@@ -130,7 +130,7 @@ class Passage:
         routing: decides which pairs are kept, and computes the statistics.
         dispatcher: sends tokens to their experts.
         slicing: the number of slices, and what is overlapped with what.
-        closing: of the recomputed unit that ends with this layer; its recomputation does not send combines.
+        ends_unit: of the recomputed unit that ends with this layer; its recomputation does not send combines.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Passage:
         dispatcher: TokenDispatcher,
         slicing: Slicing,
         replay: Replay | None,
-        closing: Replay | None,
+        ends_unit: Replay | None,
     ) -> None:
         """Create a passage without slices.
 
@@ -148,7 +148,7 @@ class Passage:
         exchanges no counts.
         """
         self.layer, self.routing, self.dispatcher, self.slicing = layer, routing, dispatcher, slicing
-        self.closing, self._replay = closing, replay
+        self.ends_unit, self._replay = ends_unit, replay
         self._slices: list[_Slice] = []
         self._device = dispatcher.comm.device
 
@@ -228,7 +228,7 @@ class Passage:
             c, p = jobs[number]
             sent[c].append(pieces[number].combine())
             if self.slicing.active and p == len(self._slices[c].dispatch.plans) - 1:
-                shared[c] = self.layer.shared_experts(self._slices[c].x_BsH, self.closing)
+                shared[c] = self.layer.shared_experts(self._slices[c].x_BsH, self.ends_unit)
 
         for number, piece in enumerate(pieces):
             while entered <= min(number + ahead, len(pieces) - 1):

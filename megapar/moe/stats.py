@@ -141,7 +141,7 @@ def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None
     return RouterSums(probs.sum(0), z.sum(), counts_PkE.sum(0), whole, best.detach().long().sum(0)), counts_PkE
 
 
-def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:
+def aux_and_z_loss(sums: RouterSums, valid_tokens: int, *, first_choices_only: bool = False) -> tuple[Tensor, Tensor]:
     """Return (load balancing loss, z-loss) from the sums over a micro-batch of ``valid_tokens`` non-padding tokens.
 
     aux = E/k · Σ_e mean(p_e) · mean(count_e), where count_e is 1 for a token's best k experts by score, regardless of
@@ -163,7 +163,7 @@ def router_losses(sums: RouterSums, valid_tokens: int, *, first_choices_only: bo
 def sequence_loss(sums: RouterSums) -> Tensor:
     """Return the sequence-wise load balancing loss: the sum over samples of E/k · Σ_e mean(p_e) · mean(count_e).
 
-    The means are over the tokens of a sample; a sample without tokens adds 0. count_e: see ``router_losses``.
+    The means are over the tokens of a sample; a sample without tokens adds 0. count_e: see ``aux_and_z_loss``.
     Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
     """
     topk, num_experts = sums.counts.shape

@@ -216,16 +216,16 @@ class TokenDispatcher:
         rows_RH = wait(*leaving)
         return rows_RH if self.is_local else rows_RH[: plan.received]
 
-    def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, closing: Replay | None) -> PendingRows:
+    def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, ends_unit: Replay | None) -> PendingRows:
         """Send the weighted outputs [R_in, H] back to the ranks of their tokens, where ``unpermute`` sums them.
 
-        closing: of the recomputed unit that ends with this layer; its recomputation sends nothing, since only the
+        ends_unit: of the recomputed unit that ends with this layer; its recomputation sends nothing, since only the
         unit's output needs the result.
         """
         back = plan.exchange.conjugate()
         # The backward needs the rows sent, for the weights, but not those received.
-        unused = closing is not None and closing.recomputing
-        return start(Unsent(back) if unused else back, rows_RH, self.comm)
+        output_unused = ends_unit is not None and ends_unit.recomputing
+        return start(Unsent(back) if output_unused else back, rows_RH, self.comm)
 
     @property
     def is_local(self) -> bool:

@@ -151,7 +151,7 @@ def group_bytes(run: PlannedRun, stage: int) -> int:
 
 def num_queues(run: PlannedRun, stage: int) -> int:
     """Return the number of pipeline queues that start or end at a stage."""
-    rounds = queue_rounds(run.config.grid.pp, closed=run.stages.goes_round)
+    rounds = queue_rounds(run.config.grid.pp, closed=run.stages.last_sends_to_first)
     return sum(len(group) == 2 and stage in group for groups in rounds for group in groups)
 
 

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megapar.core.comm.axis import Axis
 from megapar.core.device.ops import OPS
 from megapar.core.device.packed_attention import PackedDocuments
-from megapar.model.layers.loss import linear_cross_entropy
+from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
 from megapar.moe.expert_order import sort_by_expert, unpermute
 from megapar.moe.message import fill
 from scripts.gpu_day.day import Answer, Day
@@ -176,7 +176,7 @@ def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
 
         def work(rows: int = rows) -> None:
             held = {"mp": Axis.single("mp"), "logits_bytes": 4 * rows * sizes.V}
-            loss = linear_cross_entropy(hidden, head, None, labels, vocab_size=sizes.V, **held)
+            loss = vocab_parallel_linear_cross_entropy(hidden, head, None, labels, vocab_size=sizes.V, **held)
             torch.autograd.grad(loss, (hidden, head))
 
         try:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapar.core.comm.axis import Axis
 from megapar.core.device import ops
 from megapar.core.device.kinds import device_class
-from megapar.model.layers.loss import linear_cross_entropy
+from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
 
 ROWS, HIDDEN, VOCABULARY = 8192, 2560, 103424  # of ERNIE-4.5-21B-A3B
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
@@ -49,7 +49,9 @@ def seen_on(device: str) -> Seen:
         hidden = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16)
         weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
         labels, mp, held = torch.zeros(ROWS, dtype=torch.int64), Axis.single("mp"), device_class(device).logits_bytes
-        linear_cross_entropy(hidden, weight, None, labels, vocab_size=VOCABULARY, mp=mp, logits_bytes=held)
+        vocab_parallel_linear_cross_entropy(
+            hidden, weight, None, labels, vocab_size=VOCABULARY, mp=mp, logits_bytes=held
+        )
     return seen
 
 

@@ -99,7 +99,7 @@ def test_collectives_of_mp(sequence_parallel: bool) -> None:
         assert got["more"] == again
 
 
-def test_alone_the_closing_product_is_not_made_again() -> None:
+def test_alone_the_last_product_of_a_unit_is_not_made_again() -> None:
     """One rank: same gradients, and one product less than in a forward."""
     products: list[int] = []
     batch = batch_for(GPT)

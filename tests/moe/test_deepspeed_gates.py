@@ -13,7 +13,7 @@ import torch
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import keep_by_order, keep_by_probability, queue_starts
 from megapar.moe.router import Routing, gate_weights
-from megapar.moe.stats import router_losses, router_sums
+from megapar.moe.stats import aux_and_z_loss, router_sums
 
 ROWS = json.loads((Path(__file__).parent / "golden" / "deepspeed_gates.json").read_text())["rows"]
 
@@ -53,7 +53,7 @@ def test_capacity_counts_and_loss(row):
     tokens = len(row["logits"])
     assert sizes(row).capacity(tokens) == row["capacity"]
     assert routing.sums.counts.sum(0).tolist() == row["counts"]
-    aux, _ = router_losses(routing.sums, tokens, first_choices_only=row["policy"] == "choice")
+    aux, _ = aux_and_z_loss(routing.sums, tokens, first_choices_only=row["policy"] == "choice")
     assert float(aux) == pytest.approx(row["aux"], rel=1e-6)
 
 

@@ -2,7 +2,7 @@ import torch
 
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.router import choose
-from megapar.moe.stats import add_sums, count_pairs, router_losses, router_sums, sequence_loss
+from megapar.moe.stats import add_sums, aux_and_z_loss, count_pairs, router_sums, sequence_loss
 
 
 def drawn(tokens=12, experts=5, topk=3, seed=0):
@@ -25,7 +25,7 @@ def test_sums_of_slices_give_the_loss_and_the_gradient_of_the_whole():
     for cuts in ([12], [5, 0, 7], [1] * 12):
         logits, probs, experts = drawn()
         pieces = zip(*(t.split(cuts) for t in (logits, probs, experts, valid)), strict=True)
-        aux, z = router_losses(add_sums([router_sums(*piece) for piece in pieces]), 10)
+        aux, z = aux_and_z_loss(add_sums([router_sums(*piece) for piece in pieces]), 10)
         (gradient,) = torch.autograd.grad(aux + 0.1 * z, logits)
         results.append((aux.detach(), z.detach(), gradient))
     for other in results[1:]:
@@ -37,23 +37,23 @@ def test_sums_of_slices_give_the_loss_and_the_gradient_of_the_whole():
 def test_even_load_gives_one_and_all_on_one_expert_gives_the_number_of_experts():
     even = torch.full((8, 4), 0.25)
     spread = torch.arange(8).remainder(4)[:, None]
-    assert router_losses(router_sums(even.log(), even, spread, None), 8)[0] == 1.0
+    assert aux_and_z_loss(router_sums(even.log(), even, spread, None), 8)[0] == 1.0
     single = torch.eye(4)[torch.zeros(8, dtype=torch.long)]
-    aux, _ = router_losses(router_sums(single, single, torch.zeros(8, 1, dtype=torch.long), None), 8)
+    aux, _ = aux_and_z_loss(router_sums(single, single, torch.zeros(8, 1, dtype=torch.long), None), 8)
     assert aux == 4.0
 
 
 def test_first_choices_only():
     logits, probs, experts = drawn()
     sums = router_sums(logits, probs, experts, None)
-    aux, _ = router_losses(sums, 12, first_choices_only=True)
+    aux, _ = aux_and_z_loss(sums, 12, first_choices_only=True)
     first = torch.bincount(experts[:, 0], minlength=5).double() / 12
     torch.testing.assert_close(aux, 5 * (probs.mean(0) * first).sum(), rtol=1e-12, atol=0)
 
 
 def test_no_valid_token_gives_zero_and_zero_gradient():
     logits, probs, experts = drawn()
-    aux, z = router_losses(router_sums(logits, probs, experts, torch.zeros(12, dtype=torch.bool)), 0)
+    aux, z = aux_and_z_loss(router_sums(logits, probs, experts, torch.zeros(12, dtype=torch.bool)), 0)
     assert aux == 0
     assert z == 0
     (gradient,) = torch.autograd.grad(aux + z, logits)
@@ -71,11 +71,11 @@ def test_losses_count_the_best_experts_by_score_where_biases_and_groups_chose_ot
         shares = shares / shares.sum(1, keepdim=True)
         chosen = choose(logits.softmax(1) if score == "softmax" else logits.sigmoid(), bias, sizes)
         sums = router_sums(logits, shares, chosen, None, 4, sizes.loss_choices)
-        aux, _ = router_losses(sums, 40)
+        aux, _ = aux_and_z_loss(sums, 40)
         best = torch.zeros(6).double().scatter_add_(0, shares.topk(2).indices.flatten(), torch.ones(80).double())
         torch.testing.assert_close(aux, 6 / 2 * (shares.mean(0) * best / 40).sum(), rtol=1e-12, atol=0)
         assert sums.counts.sum(0).tolist() == torch.bincount(chosen.flatten(), minlength=6).tolist()
-        by_sample = [router_losses(router_sums(*(t[i : i + 10] for t in (logits, shares, chosen)), None, 0, 2), 10)[0]
+        by_sample = [aux_and_z_loss(router_sums(*(t[i : i + 10] for t in (logits, shares, chosen)), None, 0, 2), 10)[0]
                      for i in range(0, 40, 10)]  # fmt: skip
         torch.testing.assert_close(sequence_loss(sums), torch.stack(by_sample).sum(), rtol=1e-12, atol=0)
         if score == "softmax":

@@ -74,7 +74,7 @@ def test_the_plan_counts_the_communicators_that_a_run_makes(world_size: int, fla
         for rank in range(world_size):
             world = World(config.grid, rank, Gpu(), None, timedelta(1), range(world_size))
             if config.grid.pp > 1:
-                world.make_queues(closed=plan.run.stages.goes_round)
+                world.make_queues(closed=plan.run.stages.last_sends_to_first)
             stage = plan.memory[config.grid.dense(rank)["pp"]]
             if rank < plan.kind.node:  # further ranks of a group may lie otherwise on the nodes
                 assert stage.groups == world.group_bytes

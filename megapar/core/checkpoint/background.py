@@ -1,6 +1,6 @@
 """Background saves: a thread copies the state and writes it while training continues.
 
-    step i      | begin       forward, backward of step i + 1 | settle_copy | update ...
+    step i      | begin       forward, backward of step i + 1 | wait_for_copy | update ...
     thread      |   copy to host memory ......................|..| hash, write, fsync, rename
 
 The saved state changes only in the optimizer update. The copy therefore overlaps with the next forward and backward,
@@ -79,7 +79,7 @@ class Background:
     ) -> None:
         """Start a thread that copies this rank's part of ``state`` and calls ``write`` with the copies.
 
-        ``state`` must not change before ``settle_copy`` has returned. Call ``join`` before the next ``begin``.
+        ``state`` must not change before ``wait_for_copy`` has returned. Call ``join`` before the next ``begin``.
 
         Args:
             failed: Called instead of ``write`` if the copy failed, because the other ranks wait for this one.
@@ -155,7 +155,7 @@ class Background:
         """The result of the newest save, so far."""
         return self._written
 
-    def settle_copy(self) -> None:
+    def wait_for_copy(self) -> None:
         """Wait until the copy is complete. The wait counts as the stall of the save."""
         if self._thread is not None and not self._copied.is_set():
             start = time.perf_counter()

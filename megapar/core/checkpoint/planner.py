@@ -254,7 +254,10 @@ class ShardLoadPlanner(LoadPlanner):
 
 
 def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
-    """Return reads that cover every element of a target exactly once. Raises CheckpointError if there are none."""
+    """Return reads that cover every element of a target exactly once, from files of any layout (resharding).
+
+    Raises CheckpointError if there are none.
+    """
     if not shard.box.numel:
         return []
     tiling = layout.tensors[shard.name].tiling(len(layout.files))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megapar.core.checkpoint import together
+from megapar.core.checkpoint import collective_io
 from megapar.core.checkpoint.folder import checkpoints, find, iteration_folder, latest, publish, remove_aside
 from megapar.core.checkpoint.layout import CheckpointLayout
 from megapar.core.checkpoint.layout import parse as parse_layout
@@ -69,7 +69,7 @@ def save(
     failure = state if isinstance(state, CheckpointError) else None
     planner, held = ShardSavePlanner(scalars, failure), {} if isinstance(state, CheckpointError) else dict(state)
     try:
-        together.save(f"saving {folder}", held, planner, writer, group)
+        collective_io.save(f"saving {folder}", held, planner, writer, group)
     except BaseException:
         if group is None or dist.get_rank(group) == 0:
             remove_aside(folder, owner)
@@ -85,7 +85,7 @@ def load(
     verify: Verify = "full",
     group: dist.ProcessGroup | None,
 ) -> dict[str, Json]:
-    """Fill the targets' tensors in place from a checkpoint of any layout, and return its scalars.
+    """Fill the targets' tensors in place from a checkpoint of any layout (resharding), and return its scalars.
 
     Every rank of ``group`` calls this. Before the first target is written, all files that any rank needs are verified,
     and every element has a source. Raises CheckpointError, on every rank, for a missing, damaged, incomplete or
@@ -101,7 +101,7 @@ def load(
         group: The ranks that load; None for this process alone.
     """
     reader = ShardReader(folder, verify)
-    together.load(f"loading {folder}", targets, ShardLoadPlanner(folder, expect_model, ignore), reader, group)
+    collective_io.load(f"loading {folder}", targets, ShardLoadPlanner(folder, expect_model, ignore), reader, group)
     return reader.scalars
 
 

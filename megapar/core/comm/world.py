@@ -36,9 +36,9 @@ GRACE = timedelta(seconds=3)
 class World:
     """This rank's view of the device mesh: ``axis(name)`` is its place on any axis, such as ``"dp"``, data parallel.
 
-    Ranks are renumbered in the order dp, pp, sharding, cp, mp, regardless of the order in which they were launched:
-    torch sorts the ranks of a group by number, and the ranks of every axis, including those of the expert view, must
-    be in the order of their coordinates there. Rank 0 is the same in both orders.
+    Ranks are renumbered in the order dp, pp, sharding, cp, mp, regardless of the order in which they were launched.
+    torch sorts a group's ranks by number. Renumbering makes that order equal to the order of coordinates, on every axis
+    and in the expert view. Rank 0 is the same in both orders.
 
     Attributes:
         grid: Sizes of all axes, in the order of ``rank``.

@@ -1,1 +1,4 @@
-"""Devices and their operators. No other package mentions cuda or npu."""
+"""Devices and their operators.
+
+Only this package calls a device's API; cost formulas and tools name kinds of devices.
+"""

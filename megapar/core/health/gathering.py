@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megapar.core.health import standing
+from megapar.core.health import rank_reports
+from megapar.core.health.rank_reports import Report
 from megapar.core.health.sections import STEP, Overdue
-from megapar.core.health.standing import Report
 
 ALARM = "alarm"
 GRACE_SECONDS = 3.0
@@ -31,7 +31,7 @@ class Survey:
 
     Attributes:
         reports: Rank to its report, on the rank that explains; only its own on the other ranks.
-        late: The late ranks, see ``standing``.
+        late: The late ranks, see ``rank_reports``.
         overdue: The section that takes too long.
         explains: This rank prints the report.
     """
@@ -50,7 +50,7 @@ def survey_of(reports: Mapping[int, Report], own: Report, world_size: int, *, ex
     overdue = [Overdue(*one["overdue"]) for one in reports.values() if one["overdue"]]
     about = Overdue(own["section"] or STEP, own["detail"], own["seconds"], 0.0, False)
     longest = max(overdue, key=lambda one: one.seconds, default=about)
-    return Survey(reports, standing.late_ranks(reports, world_size, longest.name), longest, explains)
+    return Survey(reports, rank_reports.late_ranks(reports, world_size, longest.name), longest, explains)
 
 
 class Gathering:

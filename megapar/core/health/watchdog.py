@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megapar.core.comm.flight_recorder import FlightRecorder
-from megapar.core.health import standing
+from megapar.core.health import rank_reports
 from megapar.core.health.gathering import (
     ALARM,
     GRACE_SECONDS,
@@ -33,9 +33,9 @@ from megapar.core.health.gathering import (
     survey_of,
     warning,
 )
+from megapar.core.health.rank_reports import Report
 from megapar.core.health.sections import FIRST, STEP, Overdue, Sections
 from megapar.core.health.signal_listener import takes_text
-from megapar.core.health.standing import Report
 from megapar.core.torch_names import flight_record
 
 STATUS = 1
@@ -170,9 +170,9 @@ class Watchdog:
 
     def _final_report(self, own: Report, gathered: Survey) -> None:
         overdue = gathered.overdue
-        self._print_report(own, gathered, f"ended by the watchdog; {standing.place(own, overdue.name)}")
+        self._print_report(own, gathered, f"ended by the watchdog; {rank_reports.place(own, overdue.name)}")
         # Skipped if the disk may be the cause: this rank would block in the kernel too, where no signal ends it.
-        if overdue.name not in standing.AT_FILES and (record := flight_record()):
+        if overdue.name not in rank_reports.AT_FILES and (record := flight_record()):
             self._keep(record)
         with suppress(Exception):
             sys.stderr.flush()
@@ -202,10 +202,10 @@ class Watchdog:
         overdue = gathered.overdue
         with suppress(Exception):  # a closed terminal must not prevent the end
             if self._world_size == 1 or self._store is None:
-                where = standing.place(own, overdue.name)
-                self._tell(f"{standing.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
+                where = rank_reports.place(own, overdue.name)
+                self._tell(f"{rank_reports.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
             elif gathered.explains:
-                self._tell(standing.explain(gathered.reports, self._world_size, overdue, self._named(overdue.name)))
+                self._tell(rank_reports.explain(gathered.reports, self._world_size, overdue, self._named(overdue.name)))
             elif otherwise:
                 self._tell(f"rank {self._rank}: {otherwise}")
 
@@ -220,7 +220,7 @@ class Watchdog:
 
     def report(self) -> dict[str, Any]:
         """Return the report of this rank."""
-        return standing.report(self.iteration, self.sections, self._recorder, self._axes(), self._watched)
+        return rank_reports.report(self.iteration, self.sections, self._recorder, self._axes(), self._watched)
 
     def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Survey]:
         """Return the report of this rank and the survey of all ranks that responded.

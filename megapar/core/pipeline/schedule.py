@@ -1,7 +1,9 @@
 """Schedules as data: a list of actions for every pipeline rank, performed one at a time.
 
-The orders come from torch.distributed.pipelining, which also places sends and receives between the computations so that
-both ends of every pair of ranks have the same order. This rules out deadlocks, as ``simulate`` proves.
+1F1B and GPipe are ordered here (``_one_chunk``). Interleaved and zero bubble take torch's order. For p ranks, v chunks
+per rank and a multiple of p micro-batches, interleaved has Megatron's warmup: 2 (p - 1 - rank) + (v - 1) p forwards.
+torch then inserts the sends and receives, so that both ends of every pair of ranks have the same order. This rules out
+deadlocks, as ``simulate`` proves.
 
 An action is written as in torch: chunk, kind, micro-batch. ``2F0`` is the forward of micro-batch 0 through chunk 2.
 

@@ -45,7 +45,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class StageContents:
+class RankLayers:
     """The part of a model that one rank builds.
 
     Attributes:
@@ -59,8 +59,8 @@ class StageContents:
     last: bool
 
     @classmethod
-    def whole(cls, num_layers: int) -> StageContents:
-        """Return the contents of a single rank: the whole model."""
+    def whole(cls, num_layers: int) -> RankLayers:
+        """Return the layers of a single rank: the whole model."""
         return cls(tuple(range(num_layers)), True, True)
 
 
@@ -167,7 +167,7 @@ class Stages:
         return cls.of((0,), num_layers, 1)
 
     @property
-    def goes_round(self) -> bool:
+    def last_sends_to_first(self) -> bool:
         """True if a chunk of the last rank sends its output to a chunk of the first."""
         ends = {(one.rank, other.rank) for one, other in pairwise(self.chunks)}
         return self.num_ranks > 1 and (self.num_ranks - 1, 0) in ends
@@ -176,11 +176,11 @@ class Stages:
         """Return the chunks of a pp coordinate, in forward order."""
         return tuple(chunk for chunk in self.chunks if chunk.rank == rank)
 
-    def holding(self, rank: int) -> StageContents:
+    def rank_layers(self, rank: int) -> RankLayers:
         """Return the part of the model that a pp coordinate builds."""
         mine = self.on(rank)
         layers = tuple(layer for chunk in mine for layer in chunk.layers)
-        return StageContents(layers, any(chunk.first for chunk in mine), any(chunk.last for chunk in mine))
+        return RankLayers(layers, any(chunk.first for chunk in mine), any(chunk.last for chunk in mine))
 
     def rank_of_unit(self, unit: str) -> int:
         """Return the pp coordinate that owns a unit of the parameter table: embedding, layers.N or head."""

@@ -162,7 +162,7 @@ class ColumnLinear(nn.Module):
         if self.fp8 is not None:
             y = self.fp8(x, weight, bias)
         elif self.mp.size == 1:
-            y = linear(x, weight, bias, linear_comm.later)
+            y = linear(x, weight, bias, linear_comm.defer_wgrad)
         else:
             y = self.product.apply(x, weight, bias, linear_comm)
         out: Tensor = y.unflatten(-1, self.out_dims)
@@ -189,8 +189,8 @@ class ColumnLinear(nn.Module):
     def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
         """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
-        return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, later)
+        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, defer_wgrad)
 
 
 class RowLinear(nn.Module):
@@ -224,22 +224,22 @@ class RowLinear(nn.Module):
         self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
-    def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
-        """Multiply [B, S, I/mp] to [B, S(/mp), O]. ``closing`` is the recomputed unit whose output this is."""
+    def forward(self, x: Tensor, ends_unit: Replay | None = None) -> Tensor:
+        """Multiply [B, S, I/mp] to [B, S(/mp), O]. ``ends_unit`` is the recomputed unit whose output this is."""
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
         if self.fp8 is not None:
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:
-            return linear(x, weight, bias, later, closing)
-        linear_comm = LinearComm(self.mp, self.overlap, self.comm, later, closing)
+            return linear(x, weight, bias, defer_wgrad, ends_unit)
+        linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, ends_unit)
         y: Tensor = self.product.apply(x, weight, bias, linear_comm)
         return y
 
     def start(self, x: Tensor) -> Started:
         """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""
-        later = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
-        y = linear(x, local(self.weight), None, later)
+        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        y = linear(x, local(self.weight), None, defer_wgrad)
         if self.mp.size == 1:
             return Started(y)
         if not self.sequence_parallel:
@@ -266,21 +266,21 @@ class VocabularyEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
-        self.start, rows = vocabulary_range(vocab_size, self.mp)
+        self.first_token, rows = vocabulary_range(vocab_size, self.mp)
         self.weight = parameter((rows, hidden_size), options["dtype"], options["device"])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up [B, S] int64 to [B, S(/mp), H]."""
-        return look_up(tokens, self.weight, self.start, self.mp, sequence_parallel=self.sequence_parallel)
+        return look_up(tokens, self.weight, self.first_token, self.mp, sequence_parallel=self.sequence_parallel)
 
 
-def look_up(tokens: Tensor, word: Tensor, start: int, mp: Axis, *, sequence_parallel: bool) -> Tensor:
-    """Look up tokens [B, S] in ``word`` [V/mp, H], whose first row is token ``start``. Returns [B, S(/mp), H]."""
+def look_up(tokens: Tensor, word: Tensor, first_token: int, mp: Axis, *, sequence_parallel: bool) -> Tensor:
+    """Look up tokens [B, S] in ``word`` [V/mp, H], whose first row is ``first_token``. Returns [B, S(/mp), H]."""
     weight = local(word)
     if mp.size == 1:
         return F.embedding(tokens, weight)
-    own = (tokens >= start) & (tokens < start + weight.shape[0])
-    rows = F.embedding(torch.where(own, tokens - start, 0), weight)
+    own = (tokens >= first_token) & (tokens < first_token + weight.shape[0])
+    rows = F.embedding(torch.where(own, tokens - first_token, 0), weight)
     sum_rows: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
     return sum_rows(rows * own.unsqueeze(-1).to(rows.dtype), mp)
 
@@ -305,7 +305,9 @@ def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
     return box.offsets[0], box.sizes[0]
 
 
-def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored: int = -100) -> Tensor:
+def vocab_parallel_cross_entropy_(
+    logits: Tensor, labels: Tensor, first_token: int, mp: Axis, ignored: int = -100
+) -> Tensor:
     """Compute vocab parallel cross-entropy. Overwrites ``logits`` with the gradient of the sum of the losses.
 
     Only three numbers per row are sent.
@@ -313,7 +315,7 @@ def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored
     Args:
         logits: [N, V/mp] in max(fp32, dtype), this rank's part of the vocabulary.
         labels: [N] int64 over the whole vocabulary.
-        start: First token on this rank.
+        first_token: First token on this rank.
         mp: The axis over which the vocabulary is cut.
         ignored: Label of rows whose loss and gradient are 0.
 
@@ -322,8 +324,8 @@ def cross_entropy_(logits: Tensor, labels: Tensor, start: int, mp: Axis, ignored
     """
     peak = all_reduce_(logits.amax(-1), mp, dist.ReduceOp.MAX)
     logits.sub_(peak.unsqueeze(-1))
-    own = (labels >= start) & (labels < start + logits.shape[-1])
-    column = torch.where(own, labels - start, 0).unsqueeze(-1)
+    own = (labels >= first_token) & (labels < first_token + logits.shape[-1])
+    column = torch.where(own, labels - first_token, 0).unsqueeze(-1)
     target = logits.gather(-1, column).squeeze(-1).masked_fill(~own, 0.0)
     total = logits.exp_().sum(-1)
     total, target = all_reduce_(torch.stack((total, target)), mp).unbind()

@@ -4,19 +4,19 @@ Program order: ``^`` launch, ``v`` wait, ``own`` this rank's rows, ``1`` and ``2
 ``g`` all-gather, ``r`` reduce-scatter, ``a`` all-reduce.
 
     sequence parallel
-        column  forward    g1^ g2^  own product  g1v product 1  g2v product 2
+        column  forward    g1^ g2^  own rows  g1v rows of 1  g2v rows of 2
                 backward   g^ (of x, again)  dgrad  r^  gv wgrad  rv
-        row     forward    product 1  r1^  product 2  r2^  r1v r2v
+        row     forward    rows of 1  r1^  rows of 2  r2^  r1v r2v
                 backward   g1^ g2^  own dgrad  own wgrad  g1v dgrad 1  g2v dgrad 2  wgrad of the other ranks
     otherwise
         column  forward    product
                 backward   dgrad 1  a1^  dgrad 2  a2^  wgrad  a1v a2v
-        row     forward    product 1  a1^  product 2  a2^  a1v a2v
+        row     forward    rows of 1  a1^  rows of 2  a2^  a1v a2v
                 backward   dgrad  wgrad
 
-If nothing is hidden, or torch's fused operators do it, forward, dgrad and wgrad are one product each:
-``LinearComm.gather_product`` and ``.product_scatter`` compute a product and its collective. A piece of the other ranks'
-rows is two products, of the ranks before this one and of those after it.
+With ``blocking`` (no overlap) and with ``fused`` (torch overlaps inside its operator), forward, dgrad and wgrad are one
+product each: ``LinearComm.gather_product`` and ``.product_scatter`` compute a product and its collective. A piece of
+the other ranks' rows is two products, of the ranks before this one and of those after it.
 
 Everything launched inside a call is waited for inside it, so nothing is in flight when hooks, casts or a recomputation
 run. Only this rank's rows of a gathered input are kept for the backward, which gathers the others again under dgrad.
@@ -112,24 +112,25 @@ class LinearComm(NamedTuple):
         mp: The axis.
         overlap: How finely collectives are cut.
         comm: Launches and tracks them.
-        later: Called with the product of a weight gradient; returns it, or None if deferred. None: computed at once.
-        closing: The recomputed unit whose output is the output of this layer.
+        defer_wgrad: Called with the product of a weight gradient; returns it, or None if deferred. None: compute it
+            at once.
+        ends_unit: The recomputed unit whose output is the output of this layer.
     """
 
     mp: Axis
     overlap: Overlap
     comm: CommContext
-    later: Callable[[Callable[[], Tensor]], Tensor | None] | None = None
-    closing: Replay | None = None
+    defer_wgrad: Callable[[Callable[[], Tensor]], Tensor | None] | None = None
+    ends_unit: Replay | None = None
 
     @property
-    def unused(self) -> bool:
+    def output_unused(self) -> bool:
         """True if the output is not needed: the unit that ends with it is recomputed, for its saved tensors only."""
-        return self.closing is not None and self.closing.recomputing
+        return self.ends_unit is not None and self.ends_unit.recomputing
 
     def weight_gradient(self, product: Callable[[], Tensor]) -> Tensor | None:
         """Return the product, or None if it is deferred."""
-        return product() if self.later is None else self.later(product)
+        return product() if self.defer_wgrad is None else self.defer_wgrad(product)
 
     def gather_product(
         self, x: Tensor, right: Tensor | None, bias: Tensor | None, keep: bool = False
@@ -244,7 +245,7 @@ class ScatteredRow(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         size, batch = layer.mp.size, x.shape[0]
         x_MBsI, right = x.unflatten(1, (size, -1)).transpose(0, 1), weight.t()
-        if layer.unused:
+        if layer.output_unused:
             return x.new_zeros((batch, x_MBsI.shape[2], weight.shape[0]))
         if layer.overlap.whole:
             y = layer.product_scatter(x, right)
@@ -278,7 +279,7 @@ class ScatteredRow(torch.autograd.Function):
             dx = x.new_empty(x.shape)
             dx_MBsI = dx.unflatten(1, (mp.size, -1)).transpose(0, 1)
             layer.overlap.multiply(dy, weight, None, dx_MBsI[mp.rank])
-        if needs_dw and layer.later is None:  # under the gathers
+        if needs_dw and layer.defer_wgrad is None:  # under the gathers
             dw = _own_product(dy, x_BMsI, mp)
         pieces = []
         for rows, dy_MBpO in _landings(flights, layer):
@@ -329,7 +330,7 @@ class ReducedRow(torch.autograd.Function):
         """Return y [.., O]."""
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
-        if layer.unused:
+        if layer.output_unused:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         y, flights = _multiply_and_sum(x.flatten(0, -2), weight.t(), layer)
         for flight in flights:

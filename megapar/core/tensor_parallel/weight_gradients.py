@@ -25,7 +25,7 @@ from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.recompute.replay import Replay
 
 Product = Callable[[], Tensor]
-Later = Callable[[Product], Tensor | None]
+DeferWgrad = Callable[[Product], Tensor | None]
 
 
 class WeightGradients:
@@ -35,7 +35,7 @@ class WeightGradients:
         self._open: list[tuple[nn.Parameter, int | None, Product]] | None = None
         self._kept: dict[Hashable, list[tuple[nn.Parameter, int | None, Product]]] = {}
 
-    def of(self, parameter: nn.Parameter, piece: int | None = None) -> Later:
+    def of(self, parameter: nn.Parameter, piece: int | None = None) -> DeferWgrad:
         """Return the function that a layer calls in its backward with the product of this parameter's gradient.
 
         It returns the gradient, or None if the product is deferred.
@@ -45,13 +45,13 @@ class WeightGradients:
             piece: Index along dim 0 of the part that the product belongs to; None for the whole parameter.
         """
 
-        def later(product: Product) -> Tensor | None:
+        def defer(product: Product) -> Tensor | None:
             if self._open is None:
                 return product()
             self._open.append((parameter, piece, product))
             return None
 
-        return later
+        return defer
 
     @contextmanager
     def keep(self, key: Hashable) -> Iterator[None]:
@@ -98,7 +98,7 @@ def _sum(products: list[Product]) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, later: Later | None, closing: Replay | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, defer_wgrad: DeferWgrad | None, ends_unit: Replay | None = None
 ) -> Tensor:
     """Compute x [.., I] @ w [O, I]^T + b [O] -> [.., O].
 
@@ -106,12 +106,12 @@ def linear(
         x: Input.
         weight: Weight.
         bias: Bias, or None.
-        later: Called in the backward with the product of the weight gradient; None to compute it at once.
-        closing: The recomputed unit whose output is this product. Its recomputation skips it.
+        defer_wgrad: Called in the backward with the product of the weight gradient; None to compute it at once.
+        ends_unit: The recomputed unit whose output is this product. Its recomputation skips it.
     """
-    if later is None and closing is None:
+    if defer_wgrad is None and ends_unit is None:
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, later or _now, closing)
+    y: Tensor = _Linear.apply(x, weight, bias, defer_wgrad or _now, ends_unit)
     return y
 
 
@@ -122,11 +122,11 @@ def _now(product: Product) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, closing: Replay | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer_wgrad: DeferWgrad, ends_unit: Replay | None
     ) -> Tensor:
-        ctx.later, ctx.biased = later, bias is not None
+        ctx.defer_wgrad, ctx.biased = defer_wgrad, bias is not None
         ctx.save_for_backward(x, weight)
-        if closing is not None and closing.recomputing:
+        if ends_unit is not None and ends_unit.recomputing:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
         return F.linear(x, weight, bias)
 
@@ -136,5 +136,5 @@ class _Linear(torch.autograd.Function):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         rows = dy.flatten(0, -2)
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dw = ctx.later(lambda: rows.t() @ x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        dw = ctx.defer_wgrad(lambda: rows.t() @ x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return dx, dw, rows.sum(0) if ctx.biased else None, None, None

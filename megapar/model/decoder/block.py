@@ -100,8 +100,8 @@ class DecoderBlock(nn.Module):
         x, normed = self.mlp_norm.after(x, self.drop(attended, context, "attention"))
         if self.moe is None:
             assert self.mlp is not None
-            return x + self.drop(self.mlp(normed, context.closing), context, "mlp"), None
-        y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.closing)
+            return x + self.drop(self.mlp(normed, context.ends_unit), context, "mlp"), None
+        y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.ends_unit)
         return x + self.drop(y, context, "mlp"), stats
 
 

@@ -18,7 +18,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.packed_attention import PackedDocuments
-from megapar.core.pipeline.stages import Chunk, StageContents
+from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import (
@@ -37,7 +37,7 @@ from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
-from megapar.model.layers.loss import check_shard, linear_cross_entropy
+from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import rotary_angles
 from megapar.model.layers.stack import run_layers
@@ -72,7 +72,7 @@ class LmHead(nn.Module):
         """
         weight = self._weight(tied)
         return [
-            linear_cross_entropy(
+            vocab_parallel_linear_cross_entropy(
                 self._enter(x).flatten(0, 1), weight, None, labels.flatten(), vocab_size=self.vocab_size, mp=self.mp
             )
             for x, labels in inputs
@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         emp: Axis over which the width of experts is split.
         sequence_parallel: Split positions over mp outside the matrix products.
         cp: Method and axis of context parallelism; batches then have this rank's positions only.
-        holding: Part of the model on this pipeline stage; None for all.
+        rank_layers: Part of the model on this pipeline stage; None for all.
         slicing: Slices of the sequence, run as drawn in ``model.layers.ampipe``.
         recompute: Activation checkpointing; None to keep all activations.
         moe_layer: Class of mixture-of-experts layers.
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         emp: Axis,
         sequence_parallel: bool = False,
         cp: ContextParallel | None = None,
-        holding: StageContents | None = None,
+        rank_layers: RankLayers | None = None,
         slicing: Slicing | None = None,
         recompute: Recompute | None = None,
         moe_layer: type[MoeLayer] = MoeLayer,
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
-        held = holding or StageContents.whole(sizes.num_layers)
+        held = rank_layers or RankLayers.whole(sizes.num_layers)
         self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()

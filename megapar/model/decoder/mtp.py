@@ -58,7 +58,7 @@ class Mtp(nn.Module):
         H, norm, epsilon = sizes.hidden_size, sizes.normalization, sizes.layernorm_epsilon
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
-        self.start = vocabulary_range(sizes.vocab_size, self.mp)[0]
+        self.first_token = vocabulary_range(sizes.vocab_size, self.mp)[0]
         self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
@@ -74,7 +74,7 @@ class Mtp(nn.Module):
             word: The embedding's weight, [V/mp, H].
             context: Context of the forward.
         """
-        embedded = look_up(tokens, word, self.start, self.mp, sequence_parallel=self.sequence_parallel)
+        embedded = look_up(tokens, word, self.first_token, self.mp, sequence_parallel=self.sequence_parallel)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
         x, _ = self.block(self.proj(both), context)
         return join(x, context) if isinstance(x, Sliced) else x

@@ -18,7 +18,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.pipeline.stages import Chunk, StageContents
+from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import (
@@ -36,7 +36,7 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
 from megapar.model.layers.hidden_dropout import HiddenDropout
-from megapar.model.layers.loss import check_shard, linear_cross_entropy
+from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
 from megapar.model.layers.self_attention import SelfAttention
 from megapar.model.layers.stack import run_layers
@@ -113,7 +113,7 @@ class MaskedLmHead(nn.Module):
             word: The word embedding's weight, [V/mp, H].
         """
         hidden = copy(self._transformed(rows), self.mp)
-        return linear_cross_entropy(
+        return vocab_parallel_linear_cross_entropy(
             hidden, local(word), local(self.bias), labels, vocab_size=self.vocab_size, mp=self.mp
         )
 
@@ -139,7 +139,7 @@ class Ernie(nn.Module):
         mp: Tensor parallel axis.
         sequence_parallel: Split positions over mp outside the matrix products.
         cp: Method and axis of context parallelism; batches then have this rank's positions only.
-        holding: Part of the model on this pipeline stage; None for all.
+        rank_layers: Part of the model on this pipeline stage; None for all.
         recompute: Activation checkpointing; None to keep all activations.
         dtype: Compute dtype.
         device: Device of the parameters.
@@ -156,14 +156,14 @@ class Ernie(nn.Module):
         mp: Axis,
         sequence_parallel: bool = False,
         cp: ContextParallel | None = None,
-        holding: StageContents | None = None,
+        rank_layers: RankLayers | None = None,
         recompute: Recompute | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
-        held = holding or StageContents.whole(sizes.num_layers)
+        held = rank_layers or RankLayers.whole(sizes.num_layers)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.recompute = recompute
         self.cp = cp or ContextParallel()
@@ -186,7 +186,7 @@ class Ernie(nn.Module):
     def _layer(self, layer: int, **options: Unpack[LayerOptions]) -> nn.Module:
         return ErnieBlock(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: StageContents, **options: Unpack[LayerOptions]) -> None:
+    def _make_heads(self, held: RankLayers, **options: Unpack[LayerOptions]) -> None:
         H, sop = self.sizes.hidden_size, self.sizes.sop and held.last
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         self.pooler = Pooler(H, H, dtype=dtype, device=device) if sop else None

@@ -25,7 +25,7 @@ from megapar.core.comm.autograd import gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.pipeline.stages import Chunk, StageContents
+from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
 from megapar.model.ernie.block import ErnieBlock
@@ -158,15 +158,15 @@ class Ernie3(Ernie):
     Args:
         sizes: Sizes of the model.
         mp: Tensor parallel axis.
-        holding: Part of the model on this pipeline stage; None for all.
+        rank_layers: Part of the model on this pipeline stage; None for all.
         common: The other arguments of ``Ernie``.
     """
 
     sizes: Ernie3Sizes
 
-    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, holding: StageContents | None = None, **common: Any) -> None:
-        held = holding or StageContents.whole(sizes.num_blocks)
-        super().__init__(sizes, mp=mp, holding=held, **common)
+    def __init__(self, sizes: Ernie3Sizes, *, mp: Axis, rank_layers: RankLayers | None = None, **common: Any) -> None:
+        held = rank_layers or RankLayers.whole(sizes.num_blocks)
+        super().__init__(sizes, mp=mp, rank_layers=held, **common)
         self.segments = Slicing(degree=sizes.segments)
         self._arrangement = Arrangement(self.segments, mp, sequence_parallel=self.sequence_parallel)
 
@@ -175,7 +175,7 @@ class Ernie3(Ernie):
             return UniversalBlock(self.sizes, layer, cp=self.cp, **options)
         return BranchLayer(self.sizes, layer, cp=self.cp, **options)
 
-    def _make_heads(self, held: StageContents, **options: Unpack[LayerOptions]) -> None:
+    def _make_heads(self, held: RankLayers, **options: Unpack[LayerOptions]) -> None:
         self.lm_head = self.pooler = self.sop_head = None
         self.heads = TaskHeads(self.sizes, **options) if held.last else None
 

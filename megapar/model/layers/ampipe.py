@@ -179,12 +179,12 @@ class _Layer:
         normed = block.mlp_norm(x_BsH)
         if block.moe is None:
             assert block.mlp is not None
-            x_BsH = x_BsH + block.drop(block.mlp(normed, context.closing), context, "mlp", number)
+            x_BsH = x_BsH + block.drop(block.mlp(normed, context.ends_unit), context, "mlp", number)
         else:
             valid, slices = context.own_valid, context.own_slices
             if self._passage is None:
                 self._passage = block.moe.passage(
-                    slices[-1].stop, context.valid_tokens, valid, x_BsH.shape[0], context.replay, context.closing
+                    slices[-1].stop, context.valid_tokens, valid, x_BsH.shape[0], context.replay, context.ends_unit
                 )
             self._passage.send(normed, None if valid is None else valid[:, slices[number]])  # [2]
         self._residuals[number] = x_BsH

@@ -50,7 +50,7 @@ class Context:
     closes_unit: bool = False
 
     @property
-    def closing(self) -> Replay | None:
+    def ends_unit(self) -> Replay | None:
         """The unit whose output the layer makes. Work that only the output needs is skipped in the recomputation."""
         return self.replay if self.closes_unit else None
 

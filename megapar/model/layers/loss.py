@@ -16,13 +16,13 @@ from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
-from megapar.core.tensor_parallel.layers import cross_entropy_, vocabulary_range
+from megapar.core.tensor_parallel.layers import vocab_parallel_cross_entropy_, vocabulary_range
 from megapar.model.cost.logits import rows_at_a_time
 
 IGNORED = -100
 
 
-def linear_cross_entropy(
+def vocab_parallel_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -48,25 +48,27 @@ def linear_cross_entropy(
         mp: The tensor parallel axis.
         logits_bytes: Most bytes of logits, in max(fp32, dtype), that exist at a time; None for the device's default.
     """
-    start, rows = check_shard(weight, vocab_size, mp)
+    first_token, rows = check_shard(weight, vocab_size, mp)
     held = device_class(hidden.device.type).logits_bytes if logits_bytes is None else logits_bytes
     chunk = rows_at_a_time(hidden.shape[0], rows * at_least_fp32(hidden.dtype).itemsize, held)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, start, mp, chunk, torch.is_grad_enabled())
+    loss: Tensor = _VocabParallelLinearCrossEntropy.apply(
+        hidden, weight, bias, labels, first_token, mp, chunk, torch.is_grad_enabled()
+    )
     return loss
 
 
 def check_shard(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
     """Return (first token, number of tokens) of this rank's shard. Raises ValueError if ``weight`` has other rows."""
-    start, rows = vocabulary_range(vocab_size, mp)
+    first_token, rows = vocabulary_range(vocab_size, mp)
     if weight.shape[0] != rows:
         raise ValueError(
             f"the head got {weight.shape[0]} vocabulary rows, but rank {mp.rank} of {mp.size} holds {rows}. "
             "Unshard the weight before the head runs."
         )
-    return start, rows
+    return first_token, rows
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -74,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        start: int,
+        first_token: int,
         mp: Axis,
         chunk: int,
         differentiate: bool,
@@ -89,7 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             count = min(chunk, hidden.shape[0] - first)
             rows = hidden.narrow(0, first, count)
             logits = F.linear(rows, weight, bias).to(exact)
-            loss += cross_entropy_(logits, labels.narrow(0, first, count), start, mp, IGNORED).sum()
+            loss += vocab_parallel_cross_entropy_(
+                logits, labels.narrow(0, first, count), first_token, mp, IGNORED
+            ).sum()
             if d_hidden is None or d_weight is None:
                 continue
             if d_bias is not None:

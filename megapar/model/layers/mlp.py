@@ -58,19 +58,19 @@ class Mlp(nn.Module):
             **options,
         )
 
-    def forward(self, x: Tensor, closing: Replay | None = None) -> Tensor:
+    def forward(self, x: Tensor, ends_unit: Replay | None = None) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H].
 
         Args:
             x: The input.
-            closing: The recomputed unit whose output is made here; its recomputation skips the last product.
+            ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
         """
         activation = _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
         if self.selective:
             return without_output(partial(self.run, activation), first(x), self.down)
-        y: Tensor = self.down(self.run(activation, first(x)), closing)
+        y: Tensor = self.down(self.run(activation, first(x)), ends_unit)
         return y
 
 

@@ -23,7 +23,7 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import Compiled, plain
 from megapar.core.device.kinds import kind_of
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
-from megapar.core.pipeline.stages import StageContents
+from megapar.core.pipeline.stages import RankLayers
 from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import recompute_choice
@@ -69,7 +69,7 @@ class Builder:
         config: Config,
         world: World,
         sizes: ModelSizes,
-        holding: StageContents,
+        rank_layers: RankLayers,
         dtype: torch.dtype,
         execution: Execution,
         recompute: Recompute | None,
@@ -82,7 +82,7 @@ class Builder:
             config: the resolved configuration.
             world: process groups of all axes.
             sizes: sizes of the model.
-            holding: the stages' layers that this rank has.
+            rank_layers: the stages' layers that this rank has.
             dtype: dtype of the parameters.
             execution: how layers run.
             recompute: activation checkpointing of whole layers. None without it.
@@ -97,7 +97,7 @@ class Builder:
                 make_layout(config),
                 comm=execution.comm or CommContext(),
             ),
-            "holding": holding,
+            "rank_layers": rank_layers,
             "dtype": dtype,
             "device": torch.device("meta") if meta else world.device.torch_device,
             "execution": execution,

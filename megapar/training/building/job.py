@@ -97,9 +97,9 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     execution = make_execution(config, world, builder.overlap(config, world, sizes), comm)
-    holding = stages.holding(world.axis("pp").rank)
+    rank_layers = stages.rank_layers(world.axis("pp").rank)
     model_dtype = at_least_fp32(dtype) if cut_parameters else dtype
-    model = builder.model(config, world, sizes, holding, model_dtype, execution, recompute, meta=cut_parameters)
+    model = builder.model(config, world, sizes, rank_layers, model_dtype, execution, recompute, meta=cut_parameters)
     if config.training.fp8:
         check_widths(model)
     pipeline: PipelinedModel | None = None
@@ -124,7 +124,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         pipeline=pipeline,
         observer=observer or StepObserver(),
     )
-    if pipeline is not None and model.embedding is not None and holding.first != holding.last:
+    if pipeline is not None and model.embedding is not None and rank_layers.first != rank_layers.last:
         job.tied = "embedding.word.weight" if model.tied_weight is not None else None
     if observer is not None:
         _observe_routing(model, observer)
@@ -180,7 +180,7 @@ def _pipelined(
         chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype)
         for chunk in mine
     }
-    queues = Queues(pp.rank, world.make_queues(closed=stages.goes_round), world.device)
+    queues = Queues(pp.rank, world.make_queues(closed=stages.last_sends_to_first), world.device)
     pipeline = PipelinedModel(
         model=model,
         stages=stages,

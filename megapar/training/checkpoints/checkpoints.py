@@ -354,7 +354,7 @@ class Checkpoints:
     def before_update(self) -> None:
         """Wait until a save has copied the state that the optimizer is about to change."""
         if self._background is not None:
-            self._background.settle_copy()
+            self._background.wait_for_copy()
 
     def poll(self) -> None:
         """Report a background save that has completed, on rank 0. All ranks act on its result in ``join_save``.

@@ -57,7 +57,7 @@ class LocalSaves:
 
     def before_update(self) -> None:
         """Wait until a save has copied the state that the optimizer is about to change."""
-        self._background.settle_copy()
+        self._background.wait_for_copy()
 
     def join_save(self) -> None:
         """Wait for the save in progress. If this node's memory is full, log a warning and continue training."""

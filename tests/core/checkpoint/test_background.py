@@ -31,7 +31,7 @@ def test_the_thread_of_a_save_chooses_its_rank_s_device():
     saves = Background(device)
     whole = torch.arange(6.0)
     saves.begin({"x": Shard.whole("x", whole)}, found.update)
-    saves.settle_copy()
+    saves.wait_for_copy()
     written = saves.join()
     assert written is not None
     assert written.error is None

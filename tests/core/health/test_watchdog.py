@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.core.health import watchdog as watchdog_module
+from megapar.core.health.rank_reports import explain, late_ranks, line_of
 from megapar.core.health.sections import Overdue, Sections
-from megapar.core.health.standing import explain, late_ranks, line_of
 from megapar.core.health.watchdog import Watchdog
 from megapar.training.health.stragglers import Pace, Stragglers, summary
 from tests.support.ranks import run_ranks

@@ -71,10 +71,10 @@ def test_chunks_go_round_or_down_and_up() -> None:
     assert [chunk.rank for chunk in loop.chunks] == [0, 1, 0, 1]
     assert [chunk.rank for chunk in v.chunks] == [0, 1, 1, 0]
     assert loop.on(1) == (Chunk(1, 1, range(2, 3), False, False), Chunk(3, 1, range(5, 8), False, True))
-    assert v.holding(0).layers == (0, 1, 5, 6, 7)
-    assert v.holding(0).first
-    assert v.holding(0).last
-    assert not loop.holding(0).last
+    assert v.rank_layers(0).layers == (0, 1, 5, 6, 7)
+    assert v.rank_layers(0).first
+    assert v.rank_layers(0).last
+    assert not loop.rank_layers(0).last
 
 
 def test_every_unit_has_one_stage() -> None:

@@ -20,9 +20,9 @@ from megapar.core.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
     VocabularyEmbedding,
-    cross_entropy_,
     gather_vocabulary,
     local,
+    vocab_parallel_cross_entropy_,
     vocabulary_range,
 )
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
@@ -292,10 +292,10 @@ def test_pieces_are_as_many_as_pay(rows, row_bytes, lengths):
 
 
 def embed(mp, sequence_parallel):
-    start, rows = vocabulary_range(VOCABULARY, mp)
+    first_token, rows = vocabulary_range(VOCABULARY, mp)
     layer = VocabularyEmbedding(VOCABULARY, 4, mp=mp, sequence_parallel=sequence_parallel, dtype=DTYPE, device=None)
     with torch.no_grad():
-        layer.weight.copy_(draw(0, VOCABULARY, 4)[start : start + rows])
+        layer.weight.copy_(draw(0, VOCABULARY, 4)[first_token : first_token + rows])
     tokens = torch.tensor([[0, 6, 3, 4, 3, 1], [5, 2, 2, 6, 0, 4]])
     x, dx = layer(tokens), draw(1, 2, 6, 4)
     x.backward(dx.chunk(mp.size, 1)[mp.rank] if sequence_parallel else dx)
@@ -316,10 +316,10 @@ def test_embedding_of_an_uneven_vocabulary_equals_one_rank(sequence_parallel):
 
 def entropy_on_ranks(rank, world_size):
     mp = world(rank, world_size)
-    start, columns = vocabulary_range(VOCABULARY, mp)
+    first_token, columns = vocabulary_range(VOCABULARY, mp)
     logits = 5 * draw(0, 6, VOCABULARY)
-    piece = logits[:, start : start + columns].clone()
-    losses = cross_entropy_(piece, torch.tensor([0, 6, -100, 3, 4, 2]), start, mp)
+    piece = logits[:, first_token : first_token + columns].clone()
+    losses = vocab_parallel_cross_entropy_(piece, torch.tensor([0, 6, -100, 3, 4, 2]), first_token, mp)
     return losses, piece, gather_vocabulary(piece, VOCABULARY, mp)
 
 
@@ -331,7 +331,13 @@ def test_cross_entropy_of_a_cut_vocabulary(ranks):
     expected.sum().backward()
     if ranks == 1:
         whole = logits.detach().clone()
-        results = [(cross_entropy_(whole, labels, 0, SINGLE), whole, gather_vocabulary(whole, VOCABULARY, SINGLE))]
+        results = [
+            (
+                vocab_parallel_cross_entropy_(whole, labels, 0, SINGLE),
+                whole,
+                gather_vocabulary(whole, VOCABULARY, SINGLE),
+            )
+        ]
     else:
         results = run_ranks(ranks, entropy_on_ranks)
     for losses, _, gathered in results:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.model.layers.loss import IGNORED, linear_cross_entropy
+from megapar.model.layers.loss import IGNORED, vocab_parallel_linear_cross_entropy
 
 SINGLE = Axis.single("mp")
 
 
 def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """``linear_cross_entropy`` on one rank, written plainly: all logits at once, gradients by autograd."""
+    """The same loss on one rank, written plainly: all logits at once, gradients by autograd."""
     logits = F.linear(hidden, weight, bias).to(at_least_fp32(hidden.dtype))
     return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
@@ -40,7 +40,9 @@ def gradients(loss, tensors):
 @pytest.mark.parametrize("logits_bytes", [1, 13 * 4 * 8, 1 << 20])
 def test_equals_the_reference(rows, bias, logits_bytes):
     hidden, weight, offset, labels = inputs(rows, bias=bias)
-    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_bytes=logits_bytes)
+    loss = vocab_parallel_linear_cross_entropy(
+        hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_bytes=logits_bytes
+    )
     expected = reference_cross_entropy(hidden, weight, offset, labels)
     assert torch.allclose(loss, expected, rtol=1e-13, atol=1e-13)
     tensors = (hidden, weight, offset)
@@ -51,7 +53,9 @@ def test_equals_the_reference(rows, bias, logits_bytes):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_lower_precisions_are_near(dtype, tolerance):
     hidden, weight, offset, labels = inputs(40, dtype=dtype)
-    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_bytes=13 * 7 * 4)
+    loss = vocab_parallel_linear_cross_entropy(
+        hidden, weight, offset, labels, vocab_size=13, mp=SINGLE, logits_bytes=13 * 7 * 4
+    )
     assert loss.dtype == torch.float32
     exact = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, offset))
     expected = reference_cross_entropy(*exact, labels)
@@ -65,14 +69,14 @@ def test_all_ignored_and_no_rows_are_zero():
     for rows in (0, 4):
         hidden, weight, offset, labels = inputs(rows)
         labels.fill_(-100)
-        loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
+        loss = vocab_parallel_linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
         assert float(loss) == 0.0
         assert not any(bool(g.any()) for g in gradients(loss, (hidden, weight, offset)))
 
 
 def test_large_logits_do_not_overflow():
     hidden, weight, offset, labels = inputs(6)
-    loss = linear_cross_entropy(1e4 * hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
+    loss = vocab_parallel_linear_cross_entropy(1e4 * hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
     expected = reference_cross_entropy(1e4 * hidden, weight, offset, labels)
     assert torch.allclose(loss, expected, rtol=1e-12)
 
@@ -80,14 +84,16 @@ def test_large_logits_do_not_overflow():
 def test_gradients_are_those_of_small_differences():
     hidden, weight, offset, labels = inputs(5)
     torch.autograd.gradcheck(
-        lambda *own: linear_cross_entropy(*own, labels, vocab_size=13, mp=SINGLE, logits_bytes=13 * 2 * 8),
+        lambda *own: vocab_parallel_linear_cross_entropy(
+            *own, labels, vocab_size=13, mp=SINGLE, logits_bytes=13 * 2 * 8
+        ),
         (hidden, weight, offset),
     )
 
 
 def test_backward_may_run_twice():
     hidden, weight, offset, labels = inputs(6)
-    loss = linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
+    loss = vocab_parallel_linear_cross_entropy(hidden, weight, offset, labels, vocab_size=13, mp=SINGLE)
     first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
     second = torch.autograd.grad(2 * loss, weight)[0]
     assert torch.allclose(2 * first, second, rtol=1e-14)
@@ -95,7 +101,7 @@ def test_backward_may_run_twice():
 
 def test_a_frozen_weight_gets_no_gradient():
     hidden, weight, _, labels = inputs(6, bias=False)
-    loss = linear_cross_entropy(hidden, weight.detach(), None, labels, vocab_size=13, mp=SINGLE)
+    loss = vocab_parallel_linear_cross_entropy(hidden, weight.detach(), None, labels, vocab_size=13, mp=SINGLE)
     expected = reference_cross_entropy(hidden, weight, None, labels)
     a, b = torch.autograd.grad(loss, hidden)[0], torch.autograd.grad(expected, hidden)[0]
     assert torch.allclose(a, b, rtol=1e-12)
@@ -104,4 +110,4 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_a_weight_that_is_not_this_ranks_piece_is_refused():
     hidden, weight, _, labels = inputs(6, bias=False)
     with pytest.raises(ValueError, match="13 vocabulary rows, but rank 0 of 1 holds 26"):
-        linear_cross_entropy(hidden, weight, None, labels, vocab_size=26, mp=SINGLE)
+        vocab_parallel_linear_cross_entropy(hidden, weight, None, labels, vocab_size=26, mp=SINGLE)

@@ -4,7 +4,7 @@ from torch import nn
 
 from megapar.core.device.grouped import grouped_linear_fused, grouped_linear_reference
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
-from megapar.moe.grouped import grouped_linear
+from megapar.moe.expert_linear import grouped_linear
 
 COUNTS = ([3, 0, 5, 8], [16, 0, 0, 0], [0, 0, 0, 16], [4, 4, 4, 4])
 
@@ -87,8 +87,8 @@ def test_the_split_backward_gives_the_gradients_of_the_whole_one(dtype: torch.dt
 
     def gradients(store: WeightGradients | None) -> list[torch.Tensor]:
         x, weight.grad = rows.clone().requires_grad_(), None
-        later = None if store is None else store.of(weight)
-        loss = grouped_linear(x, weight, torch.tensor(counts), later).sin().sum()
+        defer_wgrad = None if store is None else store.of(weight)
+        loss = grouped_linear(x, weight, torch.tensor(counts), defer_wgrad).sin().sum()
         if store is None:
             loss.backward()
         else:

@@ -15,14 +15,14 @@ from torch.autograd.function import once_differentiable
 
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import op
-from megapar.core.tensor_parallel.weight_gradients import Later
+from megapar.core.tensor_parallel.weight_gradients import DeferWgrad
 
 
 def grouped_linear(
     rows_RI: Tensor,
     weight_EOI: Tensor,
     counts_E: Tensor,
-    later: Later | None = None,
+    defer_wgrad: DeferWgrad | None = None,
     sizes_E: tuple[int, ...] | None = None,
 ) -> Tensor:
     """Multiply each row by the transposed weight of its expert: [R, O].
@@ -31,11 +31,11 @@ def grouped_linear(
         rows_RI: the rows of expert 0, then those of expert 1, and so on.
         weight_EOI: the weights of all experts.
         counts_E: int64, rows of each expert, possibly 0; they must sum to R, because further rows are not computed.
-        later: defers the product for the weight's gradient (``weight_gradients``); None: compute it in the backward.
+        defer_wgrad: defers the product of the weight gradient (``weight_gradients``); None: the backward computes it.
         sizes_E: the counts on the host; passed if the device's product would otherwise copy them to the host.
     """
-    if later is not None:
-        product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, later, sizes_E)
+    if defer_wgrad is not None:
+        product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)
         return product
     if sizes_E is not None:
         return linear_by_size(rows_RI, weight_EOI, sizes_E)
@@ -43,13 +43,13 @@ def grouped_linear(
 
 
 class _SplitBackward(torch.autograd.Function):
-    """Backward with dx [R, I] computed at once and dw [E, O, I] deferred to ``later``."""
+    """Backward with dx [R, I] computed at once and dw [E, O, I] deferred to ``defer_wgrad``."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, later: Later, sizes: tuple[int, ...] | None
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, defer_wgrad: DeferWgrad, sizes: tuple[int, ...] | None
     ) -> Tensor:
-        ctx.later, ctx.sizes = later, sizes
+        ctx.defer_wgrad, ctx.sizes = defer_wgrad, sizes
         ctx.save_for_backward(rows, weight, counts)
         return grouped_linear(rows, weight, counts, sizes_E=sizes)
 
@@ -67,4 +67,4 @@ class _SplitBackward(torch.autograd.Function):
                 return weight_gradient_by_size(dy, rows, sizes)
             return op("grouped_weight_gradient", dy)(dy, rows, counts)
 
-        return dx, ctx.later(product) if ctx.needs_input_grad[1] else None, None, None, None
+        return dx, ctx.defer_wgrad(product) if ctx.needs_input_grad[1] else None, None, None, None
