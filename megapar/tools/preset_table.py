@@ -39,10 +39,10 @@ COLUMNS = ("file", "what it is", "model", "ranks", "use", "source")
 
 def markdown() -> str:
     """Return the page."""
-    return "\n".join([PREFACE, _row(COLUMNS), _row(["---"] * len(COLUMNS)), *map(_row, rows(CONFIGS)), ""])
+    return "\n".join([PREFACE, _row(COLUMNS), _row(["---"] * len(COLUMNS)), *map(_row, preset_rows(CONFIGS)), ""])
 
 
-def rows(folder: Path) -> list[tuple[str, ...]]:
+def preset_rows(folder: Path) -> list[tuple[str, ...]]:
     """Return the cells of each file, in the order of the file names."""
     return [_cells(path) for path in sorted(folder.glob("*.yaml"))]
 
@@ -54,17 +54,17 @@ def _cells(path: Path) -> tuple[str, ...]:
     values: Mapping[str, Any] = yaml.safe_load(text)
     ranks = f"{values['world_size']:,}" if "world_size" in values else "any"
     file = f"[`{path.name}`](../configs/{path.name})"
-    return file, title(text), _model(values), ranks, _use(path), source(text)
+    return file, header_title(text), _model(values), ranks, _use(path), header_source(text)
 
 
-def title(text: str) -> str:
+def header_title(text: str) -> str:
     """Return the first sentence of a file's header, up to a semicolon; a remark in parentheses with one is left out."""
     paragraph = " ".join(line[2:] for line in text.partition("\n#\n")[0].splitlines() if line.startswith("# "))
     outside = re.sub(r" \([^)]*;[^)]*\)", "", paragraph)
     return re.split(r"\.(?=\s+[A-Z]|\s+source:|$)|;", outside)[0]
 
 
-def source(text: str) -> str:
+def header_source(text: str) -> str:
     """Return the ``source:`` of a file's header; its further lines are indented."""
     found = re.search(r"^# source: (.+(?:\n# {2,}.+)*)", text, re.MULTILINE)
     return "" if found is None else re.sub(r"\n# +", " ", found[1])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megapar.tools.preset_table import CONFIGS, rows, source, title
+from megapar.tools.preset_table import CONFIGS, header_source, header_title, preset_rows
 
 
 def test_each_file_has_a_complete_row() -> None:
-    found = rows(CONFIGS)
+    found = preset_rows(CONFIGS)
     assert [row[0].partition("`")[2].partition("`")[0] for row in found] == sorted(
         p.name for p in CONFIGS.glob("*.yaml")
     )
@@ -23,7 +23,7 @@ def test_a_row_says_what_the_file_says(tmp_path: Path) -> None:
         f"{header}script: pretrain_ernie.py\nworld_size: 1024\nernie_model: ernie3\nnum_layers: 2\nhidden_size: 2048\n",
         encoding="utf-8",
     )
-    assert rows(tmp_path) == [
+    assert preset_rows(tmp_path) == [
         (
             "[`small.yaml`](../configs/small.yaml)",
             "A small one: on 1,024 ranks",
@@ -36,12 +36,12 @@ def test_a_row_says_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_a_file_for_the_planner_alone_is_marked() -> None:
-    use = {row[0].partition("`")[2].partition(".yaml")[0]: row[4] for row in rows(CONFIGS)}
+    use = {row[0].partition("`")[2].partition(".yaml")[0]: row[4] for row in preset_rows(CONFIGS)}
     assert use["deepseek-v3"] == "plans only"
     assert use["ernie-4.5-300b-a47b"] == "trains, without its `assume`"
 
 
 def test_a_title_ends_with_its_sentence() -> None:
-    assert title("# ERNIE-4.5 has 0.3 B. More.\n# source: x\n") == "ERNIE-4.5 has 0.3 B"
-    assert title("# Minutes on a laptop.\n# source: x\n") == "Minutes on a laptop"
-    assert source("# Nothing.\n") == ""
+    assert header_title("# ERNIE-4.5 has 0.3 B. More.\n# source: x\n") == "ERNIE-4.5 has 0.3 B"
+    assert header_title("# Minutes on a laptop.\n# source: x\n") == "Minutes on a laptop"
+    assert header_source("# Nothing.\n") == ""
