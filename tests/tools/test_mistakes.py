@@ -130,7 +130,7 @@ TOOLS = [
     (["launch", "--nproc-per-node", "two", "pretrain_moe.py"], "'two' is not a whole number >= 1"),
     (["launch", "corpus.json"], "script corpus.json does not exist", "Did you mean corpus.jsonl?"),
     (["data", "prepare", "--inputs", "a", "--output", "b", "--tokenizer-model", "c"], "Did you mean --input?"),
-    (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "give --input or --hf-dataset"),
+    (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "pass --input or --hf-dataset"),
     (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
     (["report", "run"], "run contains no metrics", "--metrics-jsonl"),
     (["plan", "--world-size", "-1"], "'-1' is not a whole number >= 1"),
@@ -158,7 +158,7 @@ TOOLS = [
     ),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "run"],
-        "--output run is a folder; give a file, such as run/tokenizer.model",
+        "--output run is a folder; pass a file, such as run/tokenizer.model",
     ),
     (
         ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output", "run/"],
@@ -320,7 +320,7 @@ def test_a_rank_that_is_left_in_the_environment_keeps_nobody_silent(capsys: pyte
 
 def test_another_runs_checkpoints_are_not_written_over() -> None:
     line, scalars = ["--save", "run/checkpoints"], Path("run/checkpoints/iter_0000005/scalars.json")
-    told = r"--save run/checkpoints contains checkpoints of another run, up to iteration 5. Set --load run/"
+    told = r"contains checkpoints of another run, up to iteration 5. Resume from them with --load run/"
     with pytest.raises(ConfigError, match=told):
         parse("moe", line, {}, starting=True)
     parse("moe", [*line, "--load", "run/checkpoints/"], {}, starting=True)

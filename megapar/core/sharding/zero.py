@@ -57,7 +57,7 @@ class ZeroSharding:
         offload: keep masters in pinned host memory.
 
     Attributes:
-        buckets: in forward order.
+        buckets: the buckets, in forward order.
         parts: this rank's master shards, by bucket and range.
     """
 

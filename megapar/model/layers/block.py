@@ -219,7 +219,7 @@ def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
 
 
 def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:
-    """Build the shared experts, one MLP that every token passes. Return None for a layer without them."""
+    """Build the shared experts, one MLP that every token passes through. Return None for a layer without them."""
     if not moe.shared_experts:
         return None
     return Mlp(

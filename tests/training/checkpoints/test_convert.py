@@ -429,7 +429,7 @@ def test_what_the_model_cannot_be_is_refused(
 def test_flags_that_contradict_the_model_are_complaints(folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=r"--hidden-size 64 contradicts --load-hf .*: 32"):
         parse("moe", ["--load-hf", str(folders["Mixtral"]), "--seq-length", "16", "--hidden-size", "64"], {})
-    with pytest.raises(ConfigError, match=r"is a model of pretrain_moe.py, not of pretrain_ernie.py"):
+    with pytest.raises(ConfigError, match=r"is a model for pretrain_moe.py, not for pretrain_ernie.py"):
         parse("ernie", ["--load-hf", str(folders["Mixtral"]), "--seq-length", "16"], {})
     config = parse("moe", ["--load-hf", str(folders["Qwen3Moe"]), "--seq-length", "16"], {})
     assert (config.model.qk_norm, config.model.head_dim, config.model.first_k_dense) == (True, 12, 1)
