@@ -57,7 +57,7 @@ def check_data(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield Complaint(
             "tokenizer",
             f"{indexed[0]} contains tokens of an existing tokenizer, and the text next to it ({texts[0]}) must be "
-            "tokenised with the same one.",
+            "tokenized with the same one.",
             "Set --tokenizer-model to that tokenizer.",
         )
 

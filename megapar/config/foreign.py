@@ -1,4 +1,4 @@
-"""Checkpoints of other frameworks, recognised by file names alone; no file is opened.
+"""Checkpoints of other frameworks, recognized by file names alone; no file is opened.
 
 Tested in ``tests/tools/test_mistakes.py``.
 """

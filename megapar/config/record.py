@@ -18,7 +18,7 @@ FIELD = "text"
 """Field of a JSONL record, and column of a parquet file, that contains the document."""
 
 LONGEST_LINE = 1 << 24
-"""Maximum bytes of a record or a line. Tokenising needs some 50 times the memory of the document; a long book has a
+"""Maximum bytes of a record or a line. Tokenizing needs some 50 times the memory of the document; a long book has a
 third of this."""
 
 _BLOCK_BYTES = 1 << 18

@@ -147,7 +147,7 @@ class DataOptions:
     reset_position_ids: bool = flag(False, "restart position ids at every document", models=MOE)
     reset_attention_mask: bool = flag(False, "restrict attention to the tokens of the same document", models=MOE)
     eod_mask_loss: bool = flag(False, "mask the loss at end-of-document input tokens", models=MOE)
-    packing: bool = flag(True, "concatenate documents to full sequences; off: one document per sample", models=MOE)
+    packing: bool = flag(True, "concatenate documents into full sequences; off: one document per sample", models=MOE)
     on_bad_record: str = flag(
         "stop", "on a record that cannot be read, stop the run or skip the record", choices=("stop", "skip")
     )

@@ -132,7 +132,7 @@ def _split(source: BlendSource, split: Split, cache: TokenCache) -> TrainHeldout
         heldout = 0 if stores.heldout is None else stores.heldout.documents
         raise DataError(
             f"{source.name}: of {tokens.documents} documents {stores.train.documents} are for training and {heldout} "
-            "held out, and both need at least one; give more documents, --eval-data-path, another --split, or "
+            "held out, and both need at least one; pass more documents, --eval-data-path, another --split, or "
             "--split 100,0 with --eval-interval 0"
         )
     return stores

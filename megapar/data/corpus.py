@@ -83,7 +83,7 @@ def build(
     tasks: TaskData | None = None,
     text_field: str = FIELD,
 ) -> Corpus:
-    """Open, check, tokenise and cut a corpus. Slow work is done once and kept in the cache folder.
+    """Open, check, tokenize and cut a corpus. Slow work is done once and kept in the cache folder.
 
     Any number of processes may call this at once. Raises DataError if the data is broken, and ConfigError if the
     tokenizer has more ids than ``vocab_size``.
@@ -215,8 +215,8 @@ def _own_tokenizer(
     indexed = [source.name for source in everything if source.indexed]
     if indexed and any(source.sources for source in everything):
         raise DataError(
-            f"{indexed[0]} contains the tokens of an earlier tokenizer, and text that is mixed with it must be "
-            "tokenised by the same one; give --tokenizer-model"
+            f"{indexed[0]} contains tokens of an existing tokenizer, and the text next to it must be tokenized with "
+            "the same one; set --tokenizer-model to that tokenizer"
         )
     if indexed:
         return NoTokenizer(vocab_size), None

@@ -37,7 +37,7 @@ def fill(target: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: 
         for piece in spec.pieces:
             _fill_piece(target, spec, piece, box, seed, init_std)
     else:
-        raise ValueError(f"{spec.name} has an unknown initialisation, {spec.init!r}; use normal, ones or zeros")
+        raise ValueError(f"{spec.name} has an unknown initialization, {spec.init!r}; use normal, ones or zeros")
 
 
 def std_of(spec: ParameterSpec, sizes: ModelSizes) -> float:

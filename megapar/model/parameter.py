@@ -1,6 +1,6 @@
 """Rows of a model's parameter table: parameters and checkpointed buffers, and rows that several tables share. No torch.
 
-Names and shapes are global and do not depend on the layout. Buckets, memory, counts, checkpoints, initialisation and
+Names and shapes are global and do not depend on the layout. Buckets, memory, counts, checkpoints, initialization and
 export are computed from the table. A test compares it with the module tree.
 
 Shape letters: V vocabulary, H hidden, P positions, G key-value heads (groups), D head size, F MLP width, E experts.

@@ -37,7 +37,7 @@ class Experts(nn.Module):
         wgrad     one [out, in] product per expert over its rows, whole on its rank
     If F is sharded over emp, the result is a partial sum over emp, and so is dgrad; down_bias [E, H] is then whole on
     every rank of emp, is added on the first (``adds_down_bias``), and has the whole gradient on all.
-    Parameters are created uninitialised.
+    Parameters are created uninitialized.
 
     Attributes:
         gated: a gate and an up projection, instead of up alone.

@@ -83,7 +83,7 @@ class MoeLayer(nn.Module):
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
     ) -> None:
-        """Create the layer with uninitialised parameters.
+        """Create the layer with uninitialized parameters.
 
         Raises DistributedError if the axes do not fit together, ValueError if they do not divide the sizes.
 
@@ -98,8 +98,8 @@ class MoeLayer(nn.Module):
             share: all ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
                 sequence parallelism, else this rank.
             slicing: how ``passage`` divides the sequence; None: one slice.
-            dtype: of the experts; the router is max(fp32, dtype).
-            device: of the parameters.
+            dtype: dtype of the experts; the router is max(fp32, dtype).
+            device: device of the parameters.
             execution: how the layer runs; its ``comm`` launches all collectives of the layer.
         """
         super().__init__()

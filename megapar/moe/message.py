@@ -40,7 +40,7 @@ def unpack(
     Args:
         message: [R, H + w].
         hidden: H.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         order: sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
         room: rows of the result.
     """

@@ -18,14 +18,14 @@ from megapar.core.tensor_parallel.layers import local
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
 
-SMALLEST_TOTAL = 1e-12  # lower bound of the divisor in renormalisation; the value of the ERNIE 4.5 models
+SMALLEST_TOTAL = 1e-12  # lower bound of the divisor in renormalization; the value of the ERNIE 4.5 models
 
 
 class Routing(NamedTuple):
     """The router's choices for T tokens. Padding is routed like other tokens here, and masked later.
 
     Attributes:
-        probs: [T, E] full scores (not normalised for sigmoid), max(fp32, dtype), differentiable.
+        probs: [T, E] full scores (not normalized for sigmoid), max(fp32, dtype), differentiable.
         experts: [T, k] int64, best choice first.
         sums: sums over the non-padding tokens.
         orthogonal: scalar, see ``Router.orthogonal_loss``; None if that loss is not used.
@@ -58,7 +58,7 @@ class Router(nn.Module):
         copies: int = 1,
         run: FunctionRunner = plain,
     ) -> None:
-        """Create a router with an uninitialised weight.
+        """Create a router with an uninitialized weight.
 
         copies: ranks that share the tokens of a micro-batch, whose gradients of the weight are summed.
         """
@@ -92,7 +92,7 @@ class Router(nn.Module):
         return experts_Tk
 
     def orthogonal_loss(self) -> Tensor:
-        """Return the mean squared entry of W W^T - 1 with normalised rows of W: 0 if the experts' rows are orthogonal.
+        """Return the mean squared entry of W W^T - 1 with normalized rows of W: 0 if the experts' rows are orthogonal.
 
         Its gradient is divided by ``copies``. Source: the orthogonal loss of ERNIE 4.5 (its technical report).
         """
@@ -146,12 +146,12 @@ def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
 def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0) -> Tensor:
     """Compute the gate weights of the expert outputs from the unbiased scores, 0 for dropped pairs: [T, k].
 
-    k = 1: the raw score. k >= 2: renormalised over the kept choices (deepspeed_moe) or over all choices (megatron_moe).
+    k = 1: the raw score. k >= 2: renormalized over the kept choices (deepspeed_moe) or over all choices (megatron_moe).
 
     Args:
         routing: the router's choices.
         kept_Tk: bool; None: every pair is kept.
-        over_kept: renormalise over the kept choices only.
+        over_kept: renormalize over the kept choices only.
         scaling: factor on all weights.
     """
     weights_Tk = _shares(routing, kept_Tk, over_kept)

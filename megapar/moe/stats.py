@@ -43,7 +43,7 @@ class RouterSums(NamedTuple):
     """Sums over the non-padding tokens of one piece of a micro-batch.
 
     Attributes:
-        probs: [E] sum of the full scores, before bias and renormalisation, differentiable.
+        probs: [E] sum of the full scores, before bias and renormalization, differentiable.
         z: scalar sum of squared log-sum-exps, differentiable.
         counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
         by_sample: [B, 2, E] for each sample, the sum of the scores (differentiable), and the number of tokens that have

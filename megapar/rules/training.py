@@ -17,14 +17,14 @@ ERNIE = ("ernie",)
 
 def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:
     """Build a row that refuses flags without an effect; ``what`` names the circumstances."""
-    spelled = ", ".join(spell(name) for name in names)
-    verb = "has" if len(names) == 1 else "have"
+    *others, last = map(spell, names)
+    subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
     return Rule(
         id=id,
         reads=(*when_read, "not_default"),
         when=when,
         requires=lambda f: not f.not_default & set(names),
-        message=f"{spelled} {verb} no effect {what}",
+        message=f"{subject} no effect {what}",
         fix=lambda f: f"Leave out {either(spell(n) for n in names if n in f.not_default)}.",
         source=NO_EFFECT,
         **more,

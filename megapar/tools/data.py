@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Run prepare, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
     parser = Parser(prog="megapar data", description="Prepare and check files of tokens, and train tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _prepare_flags(commands.add_parser("prepare", help="tokenise documents into PREFIX.bin and PREFIX.idx"))
+    _prepare_flags(commands.add_parser("prepare", help="tokenize documents into PREFIX.bin and PREFIX.idx"))
     _check_flags(commands.add_parser("check", help="check every index entry and every token of indexed files"))
     _train_flags(commands.add_parser("train-tokenizer", help="train a sentencepiece model on documents"))
     args = parser.parse_args(argv)
@@ -68,7 +68,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from megapar.data.tokens.prepare import prepare
 
     if not args.input and args.hf_dataset is None:
-        print("megapar data prepare: give --input or --hf-dataset", file=sys.stderr)
+        print("megapar data prepare: pass --input or --hf-dataset", file=sys.stderr)
         return 2
     start = time.monotonic()
     shown = _Progress()
@@ -178,15 +178,15 @@ def _train(args: argparse.Namespace) -> int:
     from megapar.data.tokens.prepare import input_chunks
 
     if not args.input and args.hf_dataset is None:
-        print("megapar data train-tokenizer: give --input or --hf-dataset", file=sys.stderr)
+        print("megapar data train-tokenizer: pass --input or --hf-dataset", file=sys.stderr)
         return 2
     output = Path(args.output)
     if output.is_dir():
-        raise DataError(f"--output {output} is a folder; give a file, such as {output / 'tokenizer.model'}")
+        raise DataError(f"--output {output} is a folder; pass a file, such as {output / 'tokenizer.model'}")
     if output.exists() and (
         not args.overwrite or any(output.samefile(one) for one in args.input if Path(one).exists())
     ):
-        raise DataError(f"--output {output} already exists; give another file, or --overwrite to replace an old model")
+        raise DataError(f"--output {output} already exists; pass another file, or --overwrite to replace an old model")
     bad, numbers = BadRecords(stops=args.on_bad_record == "stop"), LineNumbers()
     chunks = input_chunks(args.input, args.hf_dataset, args.hf_split, args.field, _report)
     model = train((text for chunk in chunks for text in chunk.documents(bad, numbers)), args.vocab_size)

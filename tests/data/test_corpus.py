@@ -129,7 +129,7 @@ def test_what_cannot_be_split_or_used_is_refused(tmp_path: Path, small_jsonl: Pa
     model = tmp_path / "t.model"
     model.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
     with_model = {**SMALL, "tokenizer_model": str(model)}
-    with pytest.raises(DataError, match=r"single.txt: .*both need at least one; give more documents, --eval-data-path"):
+    with pytest.raises(DataError, match=r"single.txt: .*both need at least one; pass more documents, --eval-data-path"):
         build("moe", data_path=[str(single)], split="999999,1", **with_model)
     with pytest.raises(DataError, match=r"blank.txt: the corpus contains no documents"):
         build("moe", data_path=[str(blank)], **with_model)

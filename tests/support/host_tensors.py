@@ -2,7 +2,7 @@
 
 A list used as an index and a number written into a 0-dim view become tensors in pageable host memory, which the device
 has to be waited for to copy; so does a tensor made of a list that is sent to another device. On a CPU they are tensors
-like any other, so they are recognised by their birth: torch lifts them (``aten.lift_fresh``). A 0-dim one may be filled
+like any other, so they are recognized by their birth: torch lifts them (``aten.lift_fresh``). A 0-dim one may be filled
 with, or enter arithmetic: its value travels with the kernel.
 """
 

@@ -130,7 +130,7 @@ TOOLS = [
     (["launch", "--nproc-per-node", "two", "pretrain_moe.py"], "'two' is not a whole number >= 1"),
     (["launch", "corpus.json"], "script corpus.json does not exist", "Did you mean corpus.jsonl?"),
     (["data", "prepare", "--inputs", "a", "--output", "b", "--tokenizer-model", "c"], "Did you mean --input?"),
-    (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "give --input or --hf-dataset"),
+    (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "pass --input or --hf-dataset"),
     (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
     (["report", "run"], "run contains no metrics", "--metrics-jsonl"),
     (["plan", "--world-size", "-1"], "'-1' is not a whole number >= 1"),
@@ -158,7 +158,7 @@ TOOLS = [
     ),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "run"],
-        "--output run is a folder; give a file, such as run/tokenizer.model",
+        "--output run is a folder; pass a file, such as run/tokenizer.model",
     ),
     (
         ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output", "run/"],

@@ -526,7 +526,7 @@ def test_unreadable_and_empty_inputs_are_refused(tmp_path: Path, capsys: pytest.
         ([str(tmp_path / "empty.json")], "has no keys with values"),
         ([str(tmp_path / "torn.json")], "cannot be read"),
         ([str(tmp_path / "other.sh")], "nothing in it starts a training script"),
-        (["pretrain_gpt.py"], "give the command that starts it after --"),
+        (["pretrain_gpt.py"], "pass the command that starts it after --"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(["translate", *words])

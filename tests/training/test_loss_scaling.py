@@ -113,7 +113,9 @@ def test_overflow_at_the_least_scale_stops_and_names_the_first_bad_parameter() -
     scale = replace(SCALE, value=2.0)
     flags = (*FP64, "--sharding-degree", "2")
     bad = Bad(step=0, rank=1, parameter="layers.0.attention_norm.weight")
-    with pytest.raises(RanksFailed, match=r"at the least loss scale, 1; .* that of layers\.0\.attention_norm\.weight"):
+    with pytest.raises(
+        RanksFailed, match=r"at the minimum loss scale, 1; .* that of layers\.0\.attention_norm\.weight"
+    ):
         run_ranks(2, train, "moe", flags, scale, bad, group=False)
 
 

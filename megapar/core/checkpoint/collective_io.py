@@ -45,8 +45,8 @@ def save(
     Args:
         what: The operation, such as "saving runs/a"; the start of error messages.
         state: Tensor name to this rank's shard.
-        planner: Of this save.
-        writer: Of this save.
+        planner: Planner of this save.
+        writer: Writer of this save.
         group: The ranks that save; None for this process alone.
     """
     collected: list[Metadata] = []

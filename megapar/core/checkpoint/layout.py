@@ -58,8 +58,8 @@ class FileEntry:
 
     Attributes:
         name: Its plain name, without a folder.
-        size: In bytes.
-        sha256: In hexadecimal.
+        size: Size in bytes.
+        sha256: Hash in hexadecimal.
     """
 
     name: str
@@ -77,8 +77,8 @@ class TensorEntry:
 
     Attributes:
         name: The same on every rank.
-        shape: Of the global tensor.
-        dtype: Of its elements.
+        shape: Shape of the global tensor.
+        dtype: Dtype of its elements.
         cut: The JSON of its tiling. A rank parses it for its own tensors only.
     """
 

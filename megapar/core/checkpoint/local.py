@@ -51,7 +51,7 @@ class FoundLocal:
     """A complete local checkpoint.
 
     Attributes:
-        iteration: After which it was saved.
+        iteration: The iteration after which it was saved.
         start: Id of the start of the job that wrote it.
         holders: Rank to the rank whose node has its files.
     """
@@ -113,7 +113,7 @@ class LocalCheckpoints:
         sends its neighbour an empty copy and then raises OSError, for example because the memory is full.
 
         Args:
-            iteration: After which the state was taken.
+            iteration: The iteration after which the state was taken.
             state: Tensor name to shard, or the error because of which this rank has no state.
             scalars: JSON values by name.
         """

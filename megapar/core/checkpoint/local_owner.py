@@ -55,9 +55,9 @@ class LocalOwner:
 
     Args:
         root: The folder of all jobs on this node.
-        folder: Of this job.
+        folder: The folder of this job.
         launch: The launcher's identity.
-        clock: In seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, root: Path, folder: Path, launch: str, clock: Callable[[], float] = time.monotonic) -> None:

@@ -36,7 +36,7 @@ class Watch:
 
     Attributes:
         report: Receives a message for the user if the wait is long.
-        clock: In seconds, monotonic.
+        clock: Returns the time in seconds; monotonic.
         pause: Waits for this many seconds.
     """
 
@@ -117,7 +117,7 @@ class Owner:
 
     Attributes:
         root: The folder.
-        lease: Of this owner.
+        lease: The lease of this owner.
         followed: The lease of the previous owner, if known.
     """
 

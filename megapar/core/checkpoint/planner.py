@@ -163,8 +163,8 @@ class Read:
 
     Attributes:
         file: The shard file to read.
-        name: Of the tensor.
-        dtype: Of the tensor.
+        name: Name of the tensor.
+        dtype: Dtype of the tensor.
         piece: The box of the global tensor that the file contains.
         part: The box to copy, within ``piece``.
         item: The same copy in DCP's form.
@@ -183,7 +183,7 @@ class Reads:
     """The reads of one rank, for the storage reader.
 
     Attributes:
-        reads: Of tensors.
+        reads: The reads of tensors.
         scalars: The file of the scalars.
     """
 
@@ -195,7 +195,7 @@ class ShardLoadPlanner(LoadPlanner):
     """Load plans that fill any boxes from any stored boxes. Reads layout.json instead of using DCP's Metadata.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Folder of the checkpoint.
         expect_model: Facts that the checkpoint's model must have; None skips the comparison.
         ignore: Prefixes of tensor names that may be stored although no rank has a target for them.
     """
@@ -228,7 +228,9 @@ class ShardLoadPlanner(LoadPlanner):
         targets = {name for plan in global_plan for name in plan.planner_data}
         extra = [name for name in self._layout.tensors if name not in targets and not name.startswith(self._ignore)]
         if extra:
-            raise CheckpointMismatchError(f"{self._folder} holds tensors that this run does not have: {_listed(extra)}")
+            raise CheckpointMismatchError(
+                f"{self._folder} contains tensors that this run does not have: {_listed(extra)}"
+            )
         return [LoadPlan([]) for _ in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -308,9 +310,9 @@ def _check_targets(folder: Path, layout: CheckpointLayout, targets: Iterable[Sha
         elif (entry.shape, entry.dtype) != (tuple(shard.shape), shard.tensor.dtype):
             wrong.append(_mismatch(entry, shard))
     if missing:
-        raise CheckpointMismatchError(f"{folder} does not hold tensors that this run has: {_listed(missing)}")
+        raise CheckpointMismatchError(f"{folder} does not contain tensors that this run has: {_listed(missing)}")
     if wrong:
-        raise CheckpointMismatchError(f"{folder} holds tensors of another shape or dtype: {_listed(wrong)}")
+        raise CheckpointMismatchError(f"{folder} contains tensors of another shape or dtype: {_listed(wrong)}")
 
 
 def _mismatch(entry: TensorEntry, shard: Shard) -> str:

@@ -24,7 +24,7 @@ class Shard:
 
     Attributes:
         name: The same on every rank.
-        shape: Of the global tensor.
+        shape: Shape of the global tensor.
         box: The part of the global tensor that this rank holds.
         tensor: Local tensor [box.sizes], on any device, with any strides. Read at save, written in place at load.
         primary: This rank may write the box at save. If several primary ranks hold the same box, one of them writes it.
@@ -38,7 +38,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         if isinstance(self.tensor, DTensor):
-            raise CheckpointError(f"{self.name}: give the local tensor of the DTensor, and its box")
+            raise CheckpointError(f"{self.name}: pass the local tensor of the DTensor, and its box")
         ends = (o + s for o, s in zip(self.box.offsets, self.box.sizes, strict=True))
         fits = len(self.shape) == len(self.box.sizes) and all(
             offset >= 0 and end <= size for offset, end, size in zip(self.box.offsets, ends, self.shape, strict=True)

@@ -55,7 +55,7 @@ class WriterInfo:
 
     Attributes:
         folder: The temporary folder.
-        rank: Of the writer; part of its file's name.
+        rank: Rank of the writer; part of its file's name.
     """
 
     folder: Path
@@ -68,7 +68,7 @@ class WrittenPiece:
 
     Attributes:
         file: The file that contains it.
-        box: Of the global tensor.
+        box: The box in the global tensor.
     """
 
     file: FileEntry
@@ -89,7 +89,7 @@ class ShardWriter(StorageWriter):
         folder: The final folder.
         description: "model" and "grid" of layout.json.
         then: Called with the final folder on the rank that renames it, afterwards.
-        owner: Of the folder's root, on that rank.
+        owner: Owner of the folder's root, on that rank.
     """
 
     def __init__(

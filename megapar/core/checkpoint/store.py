@@ -62,8 +62,8 @@ def save(
         layout: {"model": facts that a load compares, "grid": axis sizes for the reader}.
         group: The ranks that save; None for this process alone.
         then: Called on the renaming rank with the final folder, for example to publish it.
-        owner: Of the folder's root, on the first rank of ``group``. With it, an existing ``folder`` is kept, and the
-            new checkpoint gets another name.
+        owner: Owner of the folder's root, on the first rank of ``group``. With it, an existing ``folder`` is kept, and
+            the new checkpoint gets another name.
     """
     writer = ShardWriter(folder, layout, then, owner)
     failure = state if isinstance(state, CheckpointError) else None

@@ -24,7 +24,7 @@ def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Co
         root: The folder of the checkpoints.
         after: The last iteration whose state is known to be correct.
         upto: The last iteration that may be affected.
-        owner: Of the root.
+        owner: Owner of the root.
         others: Names of checkpoints that the fault did not affect. ``latest`` is set back to one of them only if no
             other checkpoint is left.
     """

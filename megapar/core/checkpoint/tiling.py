@@ -37,7 +37,7 @@ class BoxGrid:
     """A grid of cells.
 
     Attributes:
-        shape: Of the global tensor.
+        shape: Shape of the global tensor.
         starts: For each dim, the first index of each cell along it, ascending from 0.
         files: The file number of each cell in row-major order [product of the lengths of ``starts``].
     """

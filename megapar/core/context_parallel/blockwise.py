@@ -89,7 +89,7 @@ class Transport(Protocol):
     """Transport of columns to the ranks whose rows attend to them, and of their gradients back."""
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
-        """Attend to all columns: call ``see`` for the own tiles and for each arrival."""
+        """Attend to all columns: call ``see`` for this rank's own tiles and for each arrival."""
         ...
 
     def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:

@@ -1,6 +1,6 @@
 """Keys and values of all ranks at once: one all-gather, and one reduce-scatter for the gradients.
 
-Computing the own tiles hides the all-gather, and in the backward both messages.
+Computing this rank's own tiles hides the all-gather, and in the backward both messages.
 Source: Llama 3, arXiv 2407.21783, section 3.3.2. Tested in ``tests/core/context_parallel/test_blockwise.py``.
 """
 
@@ -41,7 +41,7 @@ class Gathered:
     comm: CommContext
 
     def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
-        """Overlap the all-gather with the own tiles."""
+        """Overlap the all-gather with this rank's own tiles."""
         whole, mine = self._gather_buffer(own)
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         see(plan.own, mine)

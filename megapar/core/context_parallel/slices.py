@@ -142,7 +142,7 @@ class RingSlices:
             see(tiles)
 
     def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """Overlap the return of the own block's gradients with the near tiles."""
+        """Overlap the return of this rank's gradients with the near tiles."""
         returning: InFlight | None = None
         for step, tiles in enumerate(plan.others, start=1):
             see(tiles)

@@ -53,7 +53,7 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
 
 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """Compute ``attention_slice_reference`` by torch's fused kernels, without materialising a mask."""
+    """Compute ``attention_slice_reference`` by torch's fused kernels, without materializing a mask."""
     bias = alignments.causal_lower_right(q.shape[2], k.shape[2])
     grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)

@@ -49,7 +49,7 @@ class BlockGradients(NamedTuple):
 def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
     """Compute softmax(q k^T / sqrt(D)) v by plain products, q [B, N, S, D], k [B, G, L, D], v [B, G, L, V].
 
-    Materialises all scores. ``dropout`` is the probability of dropping an attention weight; the log-sum-exp covers all
+    Materializes all scores. ``dropout`` is the probability of dropping an attention weight; the log-sum-exp covers all
     weights.
     """
     k, v = (_repeated(x, q) for x in (k, v))

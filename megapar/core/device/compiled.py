@@ -116,7 +116,7 @@ def _counts(x: Tensor, leading: int) -> int:
 def _form(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Hashable | None:
     """Return the key of the compiled form for these arguments; None for fewer than two rows, which run uncompiled.
 
-    torch specialises on a size of one, so a single sample has separate forms.
+    torch specializes on a size of one, so a single sample has separate forms.
     """
     dims = getattr(function, _COUNTED, ())
     form: list[Hashable] = [torch.is_grad_enabled()]

@@ -4,7 +4,7 @@
     o      merged from both by their log-sum-exps, and so is the gradient: each part's backward with the merged
            output and log-sum-exp gives exactly the share of that part (as in ring attention, arXiv 2310.01889)
 
-Neither a mask nor the scores are materialised.
+Neither a mask nor the scores are materialized.
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, P = L - S of the prefix,
 D head size of q and k, V of v and the output.

@@ -52,4 +52,4 @@ class NpuDevice(Accelerator):
 
     def compiler_lacks(self) -> str:
         """Return a reason in every case: this version does not compile for NPUs."""
-        return "torch.compile makes code for CPUs and GPUs here"
+        return "torch.compile generates code only for CPUs and GPUs"

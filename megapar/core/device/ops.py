@@ -65,7 +65,7 @@ def op(name: str, like: Tensor) -> Callable[..., Tensor]:
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Compute grouped-query attention softmax(q k^T / sqrt(D)) v by plain products. Materialises all scores.
+    """Compute grouped-query attention softmax(q k^T / sqrt(D)) v by plain products. Materializes all scores.
 
     Each key-value head serves N / G consecutive query heads.
 
@@ -96,7 +96,7 @@ def attention_reference(
 def attention_fused(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``attention_reference`` by torch's fused kernels, without materialising the scores."""
+    """Compute ``attention_reference`` by torch's fused kernels, without materializing the scores."""
     mask = None if causal or valid is None else valid[:, None, None, :]
     grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
     size = v.shape[-1]

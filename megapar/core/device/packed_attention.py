@@ -80,7 +80,7 @@ class DocumentPiece(NamedTuple):
 def packed_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v, causal inside each document. Materialises all scores.
+    """Compute softmax(q k^T / sqrt(D)) v, causal inside each document. Materializes all scores.
 
     Each key-value head serves N / G consecutive query heads.
 

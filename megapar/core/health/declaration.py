@@ -55,8 +55,8 @@ class Node:
     """Ranks of one host with the same declaration.
 
     Attributes:
-        host: Its name.
-        ranks: In ascending order.
+        host: Name of the host.
+        ranks: The ranks, in ascending order.
         entry: The text of the Declaration.
     """
 
@@ -71,7 +71,7 @@ def differences(nodes: Sequence[Node], fix: Callable[[str], str]) -> list[Compla
     If set flags differ, derived ones are not reported. Raises DistributedError for an entry that is not a declaration.
 
     Args:
-        nodes: Of the job.
+        nodes: Nodes of the job.
         fix: Returns the remedy for a flag or fact of this name. Each remedy is given once.
     """
     by_entry: dict[bytes, list[Node]] = {}

@@ -43,7 +43,7 @@ class RestingTensors:
     """Digests of tensors that stay in one memory.
 
     Args:
-        tensors: To digest.
+        tensors: The tensors to digest.
         steps: The number of updates after which every element was digested once.
     """
 

@@ -57,8 +57,8 @@ class Gathering:
     """One exchange of reports between all ranks.
 
     Args:
-        store: Of the ranks.
-        prefix: Of the keys of this exchange; unique for each one.
+        store: Store of the ranks.
+        prefix: Prefix of the keys of this exchange; unique for each one.
         key: Set to make the other ranks report.
         rank: This rank.
         world_size: The number of ranks.

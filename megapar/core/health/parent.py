@@ -88,7 +88,7 @@ def end_with(pid: int, start: str | None = None) -> None:
     """Start a thread that ends this process with status 1 within two seconds of another process's end.
 
     Args:
-        pid: Of the other process.
+        pid: Pid of the other process.
         start: Its start time from ``started``; None if it is the parent of this process.
     """
     if pid in _watched:

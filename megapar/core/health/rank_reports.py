@@ -31,8 +31,8 @@ def report(
 
     Args:
         iteration: The last step that began.
-        sections: Of this rank.
-        recorder: Of this rank's collectives.
+        sections: Sections of this rank.
+        recorder: Recorder of this rank's collectives.
         axes: Name to the ranks of each axis with several.
         watched: Id of the thread that trains.
     """

@@ -42,10 +42,10 @@ class Overdue(NamedTuple):
     """A section that takes too long.
 
     Attributes:
-        name: Of the section.
-        detail: Of the section.
+        name: Name of the section.
+        detail: Detail of the section.
         seconds: Its time so far.
-        limit: In seconds; 0 if another rank raised the alarm.
+        limit: Limit in seconds; 0 if another rank raised the alarm.
         ends: The run must end.
     """
 
@@ -64,7 +64,7 @@ class Sections:
             ``least_seconds``, or ``FACTOR`` times the longest one so far, and again after twice the time of a report.
         least_seconds: See ``limits``.
         compiled: Returns the count of compilations so far. A step with a compilation counts as a first step.
-        clock: In seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class DigestPoint(NamedTuple):
     Attributes:
         phase: FORWARD, BACKWARD or REDUCED.
         order: Ascending within the phase; the same on every rank.
-        name: For messages.
+        name: Name for messages.
     """
 
     phase: int
@@ -40,7 +40,7 @@ class DigestRecord(NamedTuple):
     """A finished trail, on the host.
 
     Attributes:
-        places: In order of execution.
+        places: The places, in order of execution.
         digests: One for each place.
     """
 

@@ -46,7 +46,7 @@ class Watchdog:
     """Monitors one rank from a thread.
 
     Args:
-        sections: Of this rank, with their limits.
+        sections: Sections of this rank, with their limits.
         rank: This rank, for messages before ``meet``.
         named: Returns the origin of a section's limit, for messages.
         records: Folder for the dump of torch's flight recorder (always on with NCCL, TORCH_FR_BUFFER_SIZE for gloo).
@@ -99,7 +99,7 @@ class Watchdog:
             rank: This rank.
             world_size: The number of ranks.
             store: A connection for this watchdog alone; None with one rank.
-            recorder: Of this rank's collectives.
+            recorder: Recorder of this rank's collectives.
             axes: Returns name to ranks of each axis with several.
         """
         self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
@@ -226,7 +226,7 @@ class Watchdog:
         """Return the report of this rank and the survey of all ranks that responded.
 
         Args:
-            prefix: Of the keys in the store; "" for the alarm.
+            prefix: Prefix of the keys in the store; "" for the alarm.
             key: Set to make the other ranks report.
             overdue: The section of this rank that takes too long.
         """

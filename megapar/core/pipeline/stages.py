@@ -88,7 +88,7 @@ class PipelineLayers:
 
         Args:
             parts: number of chunks.
-            method: ``uniform``: equal numbers of layers, longer chunks last. ``balanced``: minimise the cost of the
+            method: ``uniform``: equal numbers of layers, longer chunks last. ``balanced``: minimize the cost of the
                 most expensive chunk. ``layer:REGEX``: distribute the entries whose name matches (ignoring case)
                 evenly; entries before the first match belong to the first chunk. ``0,5,10``: explicit starts.
         """
@@ -103,7 +103,7 @@ class PipelineLayers:
         else:
             starts = _explicit(method)
         if len(starts) != parts:
-            raise CutError(f"{method} gives {len(starts)} starts for {parts} chunks (pp x vpp); give {parts}")
+            raise CutError(f"{method} gives {len(starts)} starts for {parts} chunks (pp x vpp); pass {parts}")
         ends = (*starts[1:], self.num_layers)
         if starts[0] != 0 or any(start >= end for start, end in zip(starts, ends, strict=True)):
             raise CutError(
@@ -215,7 +215,7 @@ def _explicit(method: str) -> tuple[int, ...]:
 
 
 def _balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the starts that minimise the cost of the most expensive chunk; among ties, with the longest first chunks.
+    """Return the starts that minimize the cost of the most expensive chunk; among ties, with the longest first chunks.
 
     best[n] is the cost of the most expensive chunk in the best cut of the first n layers into the chunks so far.
     """

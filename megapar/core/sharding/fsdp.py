@@ -39,7 +39,7 @@ class FullSharding:
     Args:
         world: groups and meshes.
         model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
-            here, uninitialised.
+            here, uninitialized.
         units: the modules of each unit, in forward order.
         specs: the parameter table.
         compute_dtype: dtype of unsharded parameters.
@@ -325,9 +325,9 @@ def _modules(specs: Iterable[ParameterInfo]) -> list[str]:
 
 
 def _allocate(model: nn.Module, plain: Iterable[str], dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate uninitialised memory on the device for every parameter; those named ``plain`` have this dtype.
+    """Allocate uninitialized memory on the device for every parameter; those named ``plain`` have this dtype.
 
-    The plain ones are replaced: torch does not swap a parameter with weak references, such as fake tensor mode holds.
+    The plain ones are replaced: torch does not swap a parameter that has weak references, as under fake tensor mode.
     """
     places = [name.rpartition(".") for name in plain]
     shapes = [model.get_parameter(name).shape for name in plain]

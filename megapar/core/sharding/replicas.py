@@ -34,7 +34,7 @@ class Replica:
     """A tensor of this rank that must have the same bits on every rank of an axis.
 
     Attributes:
-        name: for error messages.
+        name: name in error messages.
         tensor: the values.
         axis: the ranks to compare.
     """

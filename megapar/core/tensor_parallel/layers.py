@@ -1,7 +1,7 @@
 """Tensor parallel layers, sharded over the axis ``mp``: linear, embedding, and vocab parallel cross-entropy.
 
 Weights are plain parameters that contain this rank's shard (or, under FSDP, DTensors whose local tensor is the shard).
-They are created uninitialised. A fused weight has its real dims, [out dims.., in], and is cut along one of them.
+They are created uninitialized. A fused weight has its real dims, [out dims.., in], and is cut along one of them.
 With sequence parallelism, activations outside the layers are cut along the sequence: [B, S/mp, H].
 
 Shape letters: B batch, S sequence, H hidden, O out features (the product of out dims), I in features, V vocabulary,
@@ -81,7 +81,7 @@ def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -
 
 
 def parameter(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
-    """Return an uninitialised parameter: building a model draws no random numbers and works on the meta device."""
+    """Return an uninitialized parameter: building a model draws no random numbers and works on the meta device."""
     return nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
 
 

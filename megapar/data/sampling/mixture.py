@@ -29,7 +29,7 @@ class Shares:
     def __init__(self, weights: Sequence[Fraction]) -> None:
         """Take weights above 0; their sum need not be 1."""
         if not weights or min(weights) <= 0:
-            raise ValueError(f"weights {', '.join(map(str, weights))}: give at least one, all above 0")
+            raise ValueError(f"weights {', '.join(map(str, weights))}: pass at least one, all above 0")
         scale = lcm(*(weight.denominator for weight in weights))
         self._until = [0, *accumulate(int(weight * scale) for weight in weights)]
 

@@ -45,7 +45,7 @@ class Permutation:
 
 
 def _mixed(x: int) -> int:
-    """Apply the finaliser of SplitMix64, so that every bit of the result depends on every bit of ``x``."""
+    """Apply the finalizer of SplitMix64, so that every bit of the result depends on every bit of ``x``."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)

@@ -22,7 +22,7 @@ NO_LOSS = -100
 
 
 class Samples(Protocol):
-    """Samples by number. Training samples continue for ever, epoch after epoch; held-out samples repeat."""
+    """Samples by number. Training samples continue forever, epoch after epoch; held-out samples repeat."""
 
     def __len__(self) -> int:
         """Return the number of samples of one epoch."""
@@ -62,8 +62,7 @@ class Windows:
     Attributes:
         store: the documents.
         length: S.
-        shortest: a store shorter than one window is a window by itself if it has at least this many ids; None refuses
-            it.
+        shortest: a store shorter than one window becomes one window if it has at least this many ids; None refuses it.
     """
 
     store: TokenStore
@@ -75,7 +74,7 @@ class Windows:
         if have < (self.shortest or self.length + 1):
             raise DataError(
                 f"the corpus has {have} tokens, fewer than one sample of {self.length} + 1; "
-                "give more text or a smaller --seq-length"
+                "pass more text or a smaller --seq-length"
             )
 
     def __len__(self) -> int:

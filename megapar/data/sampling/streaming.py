@@ -1,4 +1,4 @@
-"""Streaming from a ``datasets`` source: rows are tokenised when a sample needs them."""
+"""Streaming from a ``datasets`` source: rows are tokenized when a sample needs them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Pieces = TypeVar("Pieces", bound=TokenPieces)
 
 ROWS = 4096  # approximate number of rows of a block
-_PROBES = 256  # rows that are tokenised to estimate their length
+_PROBES = 256  # rows that are tokenized to estimate their length
 _TASKS = 6  # blocks in the cache: one for each of ERNIE 3.0's five tasks, and one more
 
 
@@ -84,7 +84,7 @@ def _offline(datasets: Any) -> Iterator[None]:
 
 
 class _RowPieces:
-    """Pieces from the rows of a dataset, tokenised block by block.
+    """Pieces from the rows of a dataset, tokenized block by block.
 
     A block is about 4,096 consecutive rows. Every block gives the same number of pieces, estimated from rows spread
     over the data, so that a piece's block follows from its number. A block with more pieces omits some, a block with
@@ -99,7 +99,7 @@ class _RowPieces:
     def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> None:
         """Use rows first .. last - 1 of a dataset with a column ``field``; ``name`` is for messages."""
         if last <= first:
-            raise DataError(f"{name}: the split leaves no rows for training or for evaluation; give another --split")
+            raise DataError(f"{name}: the split leaves no rows for training or for evaluation; pass another --split")
         self._rows = rows
         self._first, self._count = first, last - first
         self._tokenizer = tokenizer
@@ -116,7 +116,7 @@ class _RowPieces:
         return _BlockOrder(self.blocks, self.per_block, seed, stream)
 
     def nearby(self, number: int) -> range:
-        """See samples.Nearby: the pieces of the same block, whose rows are already tokenised."""
+        """See samples.Nearby: the pieces of the same block, whose rows are already tokenized."""
         block = number // self.per_block
         return range(block * self.per_block, (block + 1) * self.per_block)
 

@@ -58,7 +58,7 @@ class TaskData:
         if pieces.heldout is None:
             return TrainHeldout(train.samples(), None)
         if triples and not (triples.heldout and len(triples.heldout)):
-            raise DataError(f"{self.triples_file}: no triple is held out; give more triples, or another --split")
+            raise DataError(f"{self.triples_file}: no triple is held out; pass more triples, or another --split")
         heldout = replace(train, pieces=pieces.heldout, triples=triples.heldout if triples else None, seed=None)
         return TrainHeldout(train.samples(), heldout.samples())
 

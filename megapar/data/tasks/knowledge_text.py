@@ -104,7 +104,7 @@ def read_triples(path: str | Path, tokenizer: Tokenizer, split: Split) -> TrainH
             four = (np.array(cell, dtype=np.int64) for cell in ids[4 * number : 4 * number + 4])
             sides[side].append(Triple(*four))
     if not sides[0]:
-        raise DataError(f"{path}: none of its {len(rows)} triples is for training; give more triples")
+        raise DataError(f"{path}: none of its {len(rows)} triples is for training; pass more triples")
     return TrainHeldout[Triples](*sides)
 
 

@@ -43,7 +43,7 @@ def documents() -> Iterator[str]:
     if characters < SMALLEST_CORPUS:
         raise DataError(
             f"this Python carries only {characters} characters of documentation (its standard library has no "
-            "source files?); give --data-path a text, JSONL or parquet file"
+            "source files?); set --data-path to a text, JSONL or parquet file"
         )
 
 

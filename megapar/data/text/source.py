@@ -270,15 +270,15 @@ def _may_be_copies(files: Sequence[Path]) -> set[Path]:
 
 def _file_source(path: Path, field: str) -> TextSource:
     if str(path) == MOCK:
-        raise DataError("mock makes random tokens and cannot be mixed with text; give --data-path mock alone")
+        raise DataError("mock makes random tokens and cannot be mixed with text; pass --data-path mock alone")
     if not path.is_file():
         raise DataError(f"{path}: no such file. {near_path(str(path))} Text, JSONL and parquet files can be read")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read the file; change its permissions")
     if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty; give a file with text in it")
+        raise DataError(f"{path}: the file is empty; pass a file with text in it")
     if path.suffix in INDEXED:
-        raise DataError(f"{path}: contains tokens, but text is needed; give the text, JSONL or parquet file")
+        raise DataError(f"{path}: contains tokens, but text is needed; pass the text, JSONL or parquet file")
     if reason := refusal_of(path):
         raise DataError(f"{path}: {reason}")
     for suffixes, kind in _FORMATS:

@@ -52,7 +52,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, OSError) as error:
             raise DataError(
-                f"{name}: not a sentencepiece model ({error}); give one, a tokenizer.json, or the folder of a Hugging "
+                f"{name}: not a sentencepiece model ({error}); pass one, a tokenizer.json, or the folder of a Hugging "
                 "Face tokenizer"
             ) from error
         if self._processor.get_piece_size() == 0:
@@ -155,7 +155,7 @@ class SentencePieceTokenizer:
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a unigram model of at most ``vocab_size`` ids on the texts; return its bytes, the same every time.
 
-    Text is neither lost nor changed: it is not normalised, spaces and newlines are kept, and characters without a piece
+    Text is neither lost nor changed: it is not normalized, spaces and newlines are kept, and characters without a piece
     become bytes. Ids 0 to 6 are [PAD], [UNK], <s>, </s>, [CLS], [SEP], [MASK], which no text is encoded as. A text too
     small for ``vocab_size`` pieces gives a smaller model.
     Raises DataError if ``vocab_size`` is too small for even the single characters, or if the texts are empty.
@@ -196,7 +196,7 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
         if limited.failure is not None:
             raise limited.failure from None
         if limited.characters == 0:
-            raise DataError("a tokenizer cannot be trained without text; give documents that contain text") from None
+            raise DataError("a tokenizer cannot be trained without text; pass documents that contain text") from None
         raise DataError(f"no tokenizer of {vocab_size} ids can be trained on this corpus: {error}") from error
     return _with_exact_scores(out.getvalue())
 
@@ -263,7 +263,7 @@ def _with_exact_scores(model: bytes) -> bytes:
 
 
 def _as_tokenizers(model: bytes) -> Any:
-    """Return the model as a ``tokenizers.Tokenizer`` with the same normalisation, pieces and ids."""
+    """Return the model as a ``tokenizers.Tokenizer`` with the same normalization, pieces and ids."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 
     proto = _proto(model)

@@ -36,7 +36,7 @@ class SpecialTokens:
         value = getattr(self, role)
         if value is None:
             raise DataError(
-                f"the tokenizer has no {role} token, which is needed here; give a --tokenizer-model that has one, or "
+                f"the tokenizer has no {role} token, which is needed here; pass a --tokenizer-model that has one, or "
                 "leave it out to train a tokenizer on the text"
             )
         return int(value)
@@ -125,11 +125,11 @@ class NoTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Raise DataError."""
-        raise DataError("text cannot be encoded without a tokenizer; give --tokenizer-model")
+        raise DataError("text cannot be encoded without a tokenizer; pass --tokenizer-model")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Raise DataError."""
-        raise DataError("text cannot be encoded without a tokenizer; give --tokenizer-model")
+        raise DataError("text cannot be encoded without a tokenizer; pass --tokenizer-model")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the ids as numbers."""

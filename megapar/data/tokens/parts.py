@@ -86,7 +86,7 @@ def _wait_for(lock: int, folder: Path) -> None:
             return
         except BlockingIOError:
             if time.monotonic() > until:
-                raise DataError(f"another run is working in {folder}; wait for it, or give another --output") from None
+                raise DataError(f"another run is working in {folder}; wait for it, or pass another --output") from None
             time.sleep(0.1)
 
 

@@ -86,7 +86,7 @@ def _prefix(output: str) -> str:
     prefix = without_suffix(output)
     if prefix.endswith("/"):
         raise DataError(
-            f"--output {prefix} is a folder; give a prefix of file names, such as {Path(prefix) / 'corpus'}"
+            f"--output {prefix} is a folder; pass a prefix of file names, such as {Path(prefix) / 'corpus'}"
         )
     return prefix
 
@@ -99,4 +99,4 @@ def _refuse_existing(output: str, resumes: bool) -> None:
     """
     existing = [path for path in (f"{output}.idx", f"{output}.bin") if os.path.lexists(path)]
     if existing and not (resumes and existing == [f"{output}.bin"]):
-        raise DataError(f"{existing[0]} already exists; give --overwrite to replace it, or another --output")
+        raise DataError(f"{existing[0]} already exists; pass --overwrite to replace it, or another --output")

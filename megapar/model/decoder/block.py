@@ -124,7 +124,7 @@ def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
 
 
 def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:
-    """Build the shared experts, one MLP that every token passes. Return None for a layer without them."""
+    """Build the shared experts, one MLP that every token passes through. Return None for a layer without them."""
     if not moe.shared_experts:
         return None
     return Mlp(

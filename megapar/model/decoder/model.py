@@ -97,7 +97,7 @@ class LmHead(nn.Module):
 class Decoder(nn.Module):
     """A decoder language model, dense or mixture of experts.
 
-    ``layers`` contains the layers by their global number. Parameters are this rank's uninitialised shards; their names,
+    ``layers`` contains the layers by their global number. Parameters are this rank's uninitialized shards; their names,
     global shapes and splits are those of ``decoder_table(sizes)``.
 
     Args:
@@ -268,7 +268,7 @@ class Decoder(nn.Module):
         return [moe.router.correction_bias for moe in experts if moe is not None]
 
     def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float, keep: Tensor | None = None) -> None:
-        """Update all correction biases in favour of less loaded experts: bias += rate * sign(mean - count).
+        """Update all correction biases in favor of less loaded experts: bias += rate * sign(mean - count).
 
         Source: auxiliary-loss-free balancing (DeepSeek-V3).
 

@@ -8,7 +8,7 @@ token t + 2:
     hidden of t        -> norm -+
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) with the order of ERNIE 4.5: the embedding comes first, and the
-hidden state is the output of the final norm, which also normalises the block's output.
+hidden state is the output of the final norm, which also normalizes the block's output.
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary; S is split over mp under sequence parallelism, written
 S(/mp).

@@ -167,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: f.num_experts == 0,
         requires=lambda f: not any(name.startswith(("moe_", "first_k_dense")) for name in f.not_default),
         message="--moe-... and --first-k-dense have no effect in a dense decoder",
-        fix=lambda f: f"Leave out {either(_spelled(f, ('moe_', 'first_k_dense')))}, or give --num-experts.",
+        fix=lambda f: f"Leave out {either(_spelled(f, ('moe_', 'first_k_dense')))}, or set --num-experts.",
         source=NO_EFFECT,
         passing="--num-experts 0",
         failing="--num-experts 0 --moe-shared-experts 1",

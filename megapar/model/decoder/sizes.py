@@ -70,7 +70,7 @@ class MoeSizes:
     )
     topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1)
     shared_experts: int = flag(
-        0, "experts that every token passes", name="moe_shared_experts", unit="experts", low=0, value=0
+        0, "experts that every token passes through", name="moe_shared_experts", unit="experts", low=0, value=0
     )
     kind: str = flag(
         MEGATRON_MOE,
@@ -88,7 +88,7 @@ class MoeSizes:
         aliases=("moe-expert-capacity-factor", "moe-train-capacity-factor"),
         value=1.0,
     )
-    min_capacity: int = flag(4, "least capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
+    min_capacity: int = flag(4, "minimum capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
     drop_policy: str = flag(
         "token",
         "what is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",

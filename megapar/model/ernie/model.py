@@ -131,7 +131,7 @@ class MaskedLmHead(nn.Module):
 class Ernie(nn.Module):
     """An ERNIE encoder with its heads.
 
-    ``layers`` contains the layers by their global number. Parameters are this rank's uninitialised shards; their names,
+    ``layers`` contains the layers by their global number. Parameters are this rank's uninitialized shards; their names,
     global shapes and splits are those of ``ernie_table(sizes)``.
 
     Args:

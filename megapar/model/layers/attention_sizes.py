@@ -21,7 +21,7 @@ class AttentionSizes:
         value_dim: Features of a value head and of an output head.
         causal: A position attends to itself and earlier positions; False: all positions attend to each other.
         bias: The projections have biases.
-        qk_norm: Queries and keys are normalised per head.
+        qk_norm: Queries and keys are normalized per head.
         epsilon: Added to the variance in the norms of queries and keys.
         dropout: Dropout probability of the attention weights.
         flash: Use the device's fused kernels if it has them; False: plain products.

@@ -88,7 +88,7 @@ class GroupedQueryAttention(SelfAttention):
         return both[..., -2, :], both[..., -1, :]
 
     def _finished_heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]; normalise and rotate q and k."""
+        """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]; normalize and rotate q and k."""
         if self.q_norm is None and angles is None:
             return split_heads(qkv)  # views
         weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
@@ -110,7 +110,7 @@ def rotated_heads(
     cos: Tensor | None,
     sin: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split heads as ``split_heads`` does. Normalise q and k if weights are given, rotate them if angles are given."""
+    """Split heads as ``split_heads`` does. Normalize q and k if weights are given, rotate them if angles are given."""
     q, k, v = split_heads(qkv)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, epsilon), rms_norm(k, k_weight, epsilon)

@@ -32,7 +32,7 @@ def vocab_parallel_linear_cross_entropy(
     mp: Axis,
     logits_bytes: int | None = None,
 ) -> Tensor:
-    """Return the sum over rows of cross-entropy(hidden w^T + b, label), except rows labelled -100.
+    """Return the sum over rows of cross-entropy(hidden w^T + b, label), except rows labeled -100.
 
     The forward computes the gradients chunk by chunk, so that no logits are kept: dw [V/mp, H] and db [V/mp] are
     complete on their rank, dhidden [N, H] is a partial sum over mp, which the caller's ``copy`` or ``all_gather``

@@ -1,4 +1,4 @@
-"""Normalisation over the last dim. Statistics are computed in max(fp32, dtype).
+"""Normalization over the last dim. Statistics are computed in max(fp32, dtype).
 
 Tested in ``tests/core/device/test_compiled.py``.
 """
@@ -32,7 +32,7 @@ class RmsNorm(nn.Module):
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [.., H]."""
+        """Normalize x [.., H]."""
         return self.run(rms_norm, x, local(self.weight), self.epsilon)
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class LayerNorm(nn.Module):
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [.., H]. torch's kernel computes statistics of 16-bit inputs in fp32."""
+        """Normalize x [.., H]. torch's kernel computes statistics of 16-bit inputs in fp32."""
         return self.run(layer_norm, x, local(self.weight), local(self.bias), self.epsilon)
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class LayerNorm(nn.Module):
 
 @counted(2)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Normalise x as ``RmsNorm`` does."""
+    """Normalize x as ``RmsNorm`` does."""
     return op("rms_norm", x)(x, weight, epsilon)
 
 
@@ -88,7 +88,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[
 
 @counted(2)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """Normalise x as ``LayerNorm`` does."""
+    """Normalize x as ``LayerNorm`` does."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, epsilon)
 
 

@@ -27,7 +27,7 @@ class _Time:
 
     Attributes:
         theirs: As its node wrote it.
-        ours: On this node's clock.
+        ours: Time on this node's clock.
     """
 
     theirs: datetime

@@ -35,7 +35,7 @@ class FakeGpu(CudaDevice):
     Attributes:
         torch_device: Device of the fake tensors: "cuda" if its guard is replaced; "meta", which every build of torch
             has; "cpu" for FSDP2, which treats parameters on "meta" as not yet initialized.
-        locked: Page-locked storages by address. The weak reference prevents that the address is reused.
+        locked: Page-locked storages by address. A weak reference keeps its address from being reused.
     """
 
     def __init__(self, torch_device: torch.device) -> None:

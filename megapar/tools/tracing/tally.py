@@ -111,7 +111,7 @@ class Tally(TorchDispatchMode):
         super().__init__()
         self.sums = Sums()
         self._device = device
-        # Fake tensors do not record it themselves. The weak reference prevents that the address is reused.
+        # Fake tensors do not record it themselves. A weak reference keeps the address from being reused.
         self._pinned: dict[int, StorageWeakRef] = {} if pinned is None else pinned
 
     def wait(self, label: str | None = None) -> None:

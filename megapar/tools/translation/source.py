@@ -74,7 +74,7 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
         positional: Arguments of the shell script: $1, $2, ...
     """
     if path.suffix == ".py":
-        raise UnreadableError(f"{path.name} is a Python script: give the command that starts it after --")
+        raise UnreadableError(f"{path.name} is a Python script: pass the command that starts it after --")
     try:
         text = text_of(read_given(path, MAX_BYTES))
     except (OSError, UnicodeDecodeError) as error:

@@ -76,7 +76,7 @@ class Builder:
         *,
         meta: bool,
     ) -> Model:
-        """Return this rank's uninitialised part of the model.
+        """Return this rank's uninitialized part of the model.
 
         Args:
             config: the resolved configuration.

@@ -79,7 +79,7 @@ class Job:
 
 
 def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
-    """Build and initialise this rank's part of the model.
+    """Build and initialize this rank's part of the model.
 
     Args:
         config: the resolved configuration.
@@ -275,7 +275,7 @@ def _initialize(
 
 
 def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
-    """Zero the buffers of the table (the router's correction bias), whose memory may be uninitialised."""
+    """Zero the buffers of the table (the router's correction bias), whose memory may be uninitialized."""
     buffers = dict(model.named_buffers())
     for spec in table:
         if not spec.trainable and spec.name in buffers:

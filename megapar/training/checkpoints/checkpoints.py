@@ -126,7 +126,7 @@ class Checkpoints:
         if options.save and (restart or not self._loads_what_it_saves) and self._saved_by_this_job(Path(options.save)):
             if not restart:
                 instead = f", not from --load {options.load}" if options.load else ""
-                name = f"{options.save} holds checkpoints of this job, {job_id(os.environ)}"
+                name = f"{options.save} contains checkpoints of this job, {job_id(os.environ)}"
                 self.notes.append(f"--save {name}: the run resumes from them{instead}")
             return ResumeSource(Path(options.save), own=True)
         if not options.load:

@@ -58,7 +58,7 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
         stored: facts of the checkpoint's model.
         expected: facts of the run's model.
         alone: only weights are loaded, as with --finetune and for a converted model. Then a head or block that is on
-            one side only is initialised or dropped.
+            one side only is initialized or dropped.
     """
     facts = dict(expected)
     initial: list[OptionalBlock] = []

@@ -220,7 +220,7 @@ class RecomputeGuard:
         raise CorruptionError(
             f"iteration {iteration}: ranks that ran the same micro-batch gave other bits. At fault is "
             f"{'' if len(at_fault) == 1 else 'one of '}{named}"
-            f"{f'; they part first in {first.text}' if first else ''}. {ADVICE}",
+            f"{f'; they first differ in {first.text}' if first else ''}. {ADVICE}",
             [data.ranks[rank] for rank in at_fault],
             first.places if first else (),
         )

@@ -101,7 +101,7 @@ class BadStepPolicy:
             note = self._note({"iteration": iteration, "samples": samples, "found": why})
             raise TrainingError(
                 f"{step}. {self.in_a_row} steps in a row were bad, --bad-step-limit is {self._limit}. Lower --lr, or "
-                f"resume and step over the data by --skip-samples {samples}.{note}",
+                f"resume and skip the data with --skip-samples {samples}.{note}",
                 samples,
             )
         self.messages.append(f"WARNING: {step}: step skipped ({self.in_a_row} of at most {self._limit} in a row)")

@@ -144,8 +144,8 @@ class Gradients:
     def _loss_factor(self, denominators: Denominators) -> float:
         """Return the factor that the loss is multiplied by, and the fp32 gradients divided by after the reduction.
 
-        In fp16, the gradients of a loss per token of the global batch are too small to represent. Times the tokens of
-        a micro-batch they are large enough.
+        In fp16, the gradients of a loss per token of the global batch are too small to represent. Multiplied by
+        the tokens of a micro-batch, they are large enough.
         """
         if self._loss_scale is None:
             return 1.0

@@ -17,7 +17,7 @@ class StepObserver:
     """
 
     def model_built(self, model: nn.Module) -> None:
-        """Run once, after the model is initialised and before a checkpoint is loaded."""
+        """Run once, after the model is initialized and before a checkpoint is loaded."""
 
     def forward_begins(self, micro_batch: int) -> None:
         """Run before each forward. ``micro_batch`` is its number, counted over the whole run."""

@@ -122,7 +122,7 @@ class StepGuard:
         scale, overflow = self._loss_scale.value, not math.isfinite(norm)
         if overflow and self._loss_scale.exhausted:
             raise TrainingError(
-                f"iteration {work.iteration}: the gradients overflow at the least loss scale, {scale:g}; "
+                f"iteration {work.iteration}: the gradients overflow at the minimum loss scale, {scale:g}; "
                 f"{self._progress.skipped_steps} steps were skipped so far. The first gradient that is not finite, in "
                 f"the order of the backward pass, is that of {self._gradients.first_bad_parameter()}. Lower --lr, use "
                 "bf16, or resume from an earlier checkpoint."

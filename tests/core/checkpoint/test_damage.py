@@ -127,10 +127,10 @@ def test_another_model_is_named_by_its_facts(folder: Path) -> None:
 def test_missing_and_surplus_tensors_are_listed(folder: Path) -> None:
     state = make_state("one", 0, filled=False)
     more = {**state, "model/more": Shard.whole("model/more", torch.ones(2))}
-    assert "does not hold tensors that this run has: model/more" in refused(folder, targets=more)
+    assert "does not contain tensors that this run has: model/more" in refused(folder, targets=more)
     fewer = {name: shard for name, shard in state.items() if not name.startswith("optimizer/")}
     error = refused(folder, targets=fewer)
-    assert "holds tensors that this run does not have: optimizer/mask, optimizer/step" in error
+    assert "contains tensors that this run does not have: optimizer/mask, optimizer/step" in error
     store.load(folder, fewer, expect_model=MODEL, ignore=("optimizer/",), group=None)
     assert not untouched(fewer)
 

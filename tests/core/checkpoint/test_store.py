@@ -289,7 +289,7 @@ def test_ranks_may_ask_for_different_tensors_but_not_forget_any(tmp_path: Path) 
     save_from(tmp_path / "c", "rows")
     forgotten = sorted(TENSORS)[0::2][-1]
     for error in run_ranks(2, load_halves, tmp_path / "c"):
-        assert f"holds tensors that this run does not have: {forgotten}" in error
+        assert f"contains tensors that this run does not have: {forgotten}" in error
 
 
 def load_in_subgroup(rank: int, world: int, folder: Path) -> list[str] | None:

@@ -138,7 +138,7 @@ def test_text_and_tokens_mix_by_weight(tmp_path: Path) -> None:
     of_file = sum(int(np.median(corpus.train[i]["tokens"])) >= 700 for i in range(400))
     assert of_file == 300
     assert unigram_entropy(corpus).train > 3
-    with pytest.raises(DataError, match=r"b contains the tokens of an earlier tokenizer"):
+    with pytest.raises(DataError, match=r"b contains tokens of an existing tokenizer"):
         build("moe", data_path=["1", str(text), "3", tokens], **SMALL)
     apart = build("moe", data_path=[tokens], eval_data_path=[str(text)], tokenizer_model=model, **SMALL)
     assert int(np.median(apart.heldout[0]["tokens"])) < 700 <= int(np.median(apart.train[0]["tokens"]))

@@ -270,7 +270,7 @@ def test_files_are_replaced_only_where_that_is_asked_for(tmp_path: Path, small_j
     out = tmp_path / "out"
     prepare(str(out), [str(small_jsonl)], model, workers=1)
     before = _bytes(out)
-    with pytest.raises(DataError, match=r"out.idx already exists; give --overwrite"):
+    with pytest.raises(DataError, match=r"out.idx already exists; pass --overwrite"):
         prepare(f"{out}.bin", [str(small_jsonl)], model, workers=1, append_end=False)
     assert _bytes(out) == before
     prepare(str(out), [str(small_jsonl)], model, workers=1, append_end=False, overwrite=True)
@@ -380,7 +380,7 @@ def test_the_commands(
     assert "out.bin: 100 bytes, where out.idx implies" in complained
     assert "out2: valid" in said
     assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out]) == 1
-    assert "give --overwrite" in capsys.readouterr().err
+    assert "pass --overwrite" in capsys.readouterr().err
     assert main(["data", "prepare", *source, "--output", out + "2", "--tokenizer-model", out, "--overwrite"]) == 0
     assert main(["data", "prepare", *source, "--output", out + ".bin/x", "--tokenizer-model", out]) == 1
     assert "Not a directory" in capsys.readouterr().err

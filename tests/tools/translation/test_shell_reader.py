@@ -115,7 +115,7 @@ def test_an_unset_variable_is_empty_in_a_condition_and_other_open_ones_are_said(
 @pytest.mark.parametrize(
     ("script", "remark"),
     [
-        ('export "$KEY"="x"', "line 1: the name in $KEY=x is unknown: give it as NAME=VALUE before --"),
+        ('export "$KEY"="x"', "line 1: the name in $KEY=x is unknown: pass it as NAME=VALUE before --"),
         ("read A B <<EOF\nx y\nEOF", "line 1: the values read from the text after << are left open"),
     ],
 )

@@ -229,7 +229,7 @@ def test_a_job_that_is_started_again_by_its_name_goes_on_from_what_it_saved(
     run_here(own, *load, "--exit-interval", "3", TORCHELASTIC_RUN_ID="job-a")
     assert losses(run_here(own, *load, TORCHELASTIC_RUN_ID="job-a")) == {step: saved[1][step] for step in (4, 5, 6)}
     instead = f", not from --load {root}" if elsewhere else ""
-    assert f"--save {own} holds checkpoints of this job, job-a: the run resumes from them{instead}" in told
+    assert f"--save {own} contains checkpoints of this job, job-a: the run resumes from them{instead}" in told
 
 
 def test_a_restart_before_the_first_save_starts_as_the_job_did(

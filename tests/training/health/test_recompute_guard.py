@@ -130,4 +130,4 @@ def test_a_result_that_another_rank_does_not_share_names_the_place() -> None:
     error, _, _ = tried(2, [4], [1])  # only what rank 1 made of rank 0's micro-batch
     assert "iteration 1: ranks that ran the same micro-batch gave other bits" in error
     assert "At fault is one of rank 0 on " in error
-    assert "they part first in the output of layers.1 of rank 0" in error
+    assert "they first differ in the output of layers.1 of rank 0" in error

@@ -248,7 +248,7 @@ class _Reader:
             self._set(name, text)
         else:
             shown = open_values.as_written(f"{name}={text}")
-            self.remarks.append(f"line {at}: the name in {shown} is unknown: give it as NAME=VALUE before --")
+            self.remarks.append(f"line {at}: the name in {shown} is unknown: pass it as NAME=VALUE before --")
 
     def _set(self, name: str, value: Value) -> None:
         if name not in self.fixed:
