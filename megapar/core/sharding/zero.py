@@ -221,9 +221,8 @@ class ZeroSharding:
         while len(self._in_flight) > LEAST_IN_FLIGHT:
             if sum(self.buckets[number].nbytes for number in self._in_flight) <= self._most_in_flight_bytes:
                 return
-            self.buckets[self._in_flight.popleft()].finish_grad_reduce(
-                last=self._last, overlap=self._overlap_reduce
-            )  # [4]
+            oldest = self.buckets[self._in_flight.popleft()]
+            oldest.finish_grad_reduce(last=self._last, overlap=self._overlap_reduce)  # [4]
 
     def _finish_all(self) -> None:
         """Start the remaining reductions, then finish all, in the planned order."""
