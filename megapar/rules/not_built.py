@@ -50,9 +50,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="not-built-stage-3-overlap-off",
-        reads=("sharding_stage", "asked"),
+        reads=("sharding_stage", "requested"),
         when=lambda f: f.sharding_stage == 3,
-        requires=lambda f: all(f.asked.get(name) != "off" for name in ("overlap_grad_reduce", "overlap_param_gather")),
+        requires=lambda f: all(
+            f.requested.get(name) != "off" for name in ("overlap_grad_reduce", "overlap_param_gather")
+        ),
         message=(
             "at --sharding-stage 3 torch's FSDP2 always reduces gradients under the backward and gathers parameters "
             "ahead; --no-overlap-grad-reduce and --no-overlap-param-gather are for stages 1 and 2"

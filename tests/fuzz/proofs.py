@@ -46,6 +46,9 @@ _ACCELERATOR = "this device is not there, and a run would end when it is looked 
 _LATER = ("not-built-recompute-in-advance", "not-built-recompute-in-bubble")
 
 PROOFS: dict[str, Proof] = {
+    "not-built-stage-3-overlap-off": Proof(
+        "--sharding-stage 3 --no-overlap-grad-reduce", 2, idle=("overlap_grad_reduce",)
+    ),
     "world-size-launched": Proof("--world-size 8", 1),
     "dp-degree-hybrid": Proof(argument="there would be replicas although --hybrid-dp is switched off"),
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
