@@ -158,8 +158,8 @@ def _without_layout(kind: str, line: list[str]) -> Config:
     values = resolved_values(kind, [*line, "--rules-only"], {})
     batch = values["requested"].get("global_batch_size")
     if not batch:
-        message = "--search compares layouts of one global batch size, which is not given."
-        raise ConfigError([Complaint("search", message, "Give --global-batch-size.")])
+        message = "--search compares layouts of one global batch size, which is not set."
+        raise ConfigError([Complaint("search", message, "Set --global-batch-size.")])
     one_rank += ["--gradient-merge-acc-step", str(batch)]
     one_rank += ["--world-size", "1"]
     return parse(kind, [*line, *one_rank, "--rules-only"], {}, planning=True)

@@ -65,7 +65,7 @@ def report(folder: Path) -> str:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         # The page reads hundreds of values. If one has the wrong type, the files were not written by a run.
         message = f"{folder} contains data that no run has written: {type(error).__name__}, {str(error)[:200]}."
-        raise ConfigError([Complaint("run-folder", message, "Give the unchanged folder of a run.")]) from error
+        raise ConfigError([Complaint("run-folder", message, "Pass the unchanged folder of a run.")]) from error
 
 
 def _page(folder: Path) -> str:

@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
         ),
         message="--moe-layer-ffn-hidden-sizes takes one size for each layer with experts, in place of "
         "--moe-ffn-hidden-size",
-        fix=lambda f: f"Give {f.num_layers - f.first_k_dense} sizes, and no --moe-ffn-hidden-size.",
+        fix=lambda f: f"Pass {f.num_layers - f.first_k_dense} sizes, and no --moe-ffn-hidden-size.",
         source=SOURCE,
         passing="--num-layers 3 --first-k-dense 1 --moe-layer-ffn-hidden-sizes 64 32",
         failing="--num-layers 3 --moe-layer-ffn-hidden-sizes 64 32",

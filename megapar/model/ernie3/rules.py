@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda f: KNOWLEDGE_TEXT in _tasks(f),
         requires=lambda f: f.triples_file is not None or f.data_path == ("mock",),
         message="knowledge_text takes its triples from --triples-file",
-        fix="Give --triples-file, or take knowledge_text out of --ernie-tasks.",
+        fix="Set --triples-file, or take knowledge_text out of --ernie-tasks.",
     ),
     _needs("triples-unused", ("triples_file",), KNOWLEDGE_TEXT, "--triples-file triples.tsv"),
     _needs(

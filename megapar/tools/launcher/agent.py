@@ -133,7 +133,7 @@ def meet_at(endpoint: str, local_addr: str = "", hosts: bool | None = None) -> M
     if address.startswith("127.") and host != "localhost" and not host.startswith("127.") and not local_addr:
         raise DistributedError(
             f"--rdzv-endpoint {endpoint} is {address} on this machine, which no other node can reach. "
-            "Give an address that all nodes can reach, or set --local-addr."
+            "Pass an address that all nodes can reach, or set --local-addr."
         )
     listen_address = local_addr if local_addr and (hosts or address.startswith("127.")) else address
     if hosts is not False:
