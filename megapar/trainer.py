@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import Config
-from megapar.config.launch_environment import job_id
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.core.health.parent import end_with_launcher
@@ -27,6 +26,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.sampling.skipping import effective, merged, parse_range
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.errors import MegaparError
+from megapar.launch_environment import job_id
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building import build
 from megapar.training.building.builder import Builder

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megapar.arguments import Config, parse
-from megapar.config.vocabulary import BadTokenizer, vocabulary_of
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train
 from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.errors import ConfigError
+from megapar.files.vocabulary import BadTokenizer, vocabulary_of
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe

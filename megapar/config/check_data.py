@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
-from megapar.config.data_files import (
+from megapar.config.vocab_size import known_vocabulary
+from megapar.errors import Complaint, DataError
+from megapar.files.data_files import (
     INDEXED,
     PARQUET,
     TEXT,
@@ -27,11 +29,9 @@ from megapar.config.data_files import (
     nothing_read,
     refusal_of,
 )
-from megapar.config.hints import near_path
-from megapar.config.record import FIELD, JSONL, decoded, text_of_line
-from megapar.config.token_index import check_corpus
-from megapar.config.vocab_size import known_vocabulary
-from megapar.errors import Complaint, DataError
+from megapar.files.near_path import near_path
+from megapar.files.record import FIELD, JSONL, decoded, text_of_line
+from megapar.files.token_index import check_corpus
 from megapar.rules.data import blend_of
 
 NAMED_DATA = ("builtin", "mock")

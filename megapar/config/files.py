@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.check_data import check_data, check_knowledge, missing
-from megapar.config.checkpoint_names import parse_checkpoint_name
 from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
-from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.config.stored import LAYOUT
-from megapar.config.suspects import suspects
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
+from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.files.suspects import suspects
 from megapar.schema.rule import either
 
 MOST_STEPS = 8  # listed in a message

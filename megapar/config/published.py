@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
-from megapar.config.regular_file import read_regular
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
+from megapar.files.regular_file import read_regular
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.published import Json, PublishedArchitecture
 

@@ -13,12 +13,13 @@ from megapar.config.blocks import Leaf, Pairs, Strange, leaves
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft, is_from_file, is_given
 from megapar.config.help import default_text
-from megapar.config.hints import near_flag, near_path, of_block
+from megapar.config.hints import near_flag, of_block
 from megapar.config.paths import expand, expanded
-from megapar.config.regular_file import read_regular_text
 from megapar.config.shown import shown
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
+from megapar.files.near_path import near_path
+from megapar.files.regular_file import read_regular_text
 from megapar.schema.flag import SCRIPTS, SWITCH, Flag
 from megapar.schema.flag import normal as normal
 

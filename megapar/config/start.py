@@ -7,35 +7,24 @@ Tested in ``tests/tools/test_mistakes.py``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megapar.config.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
 from megapar.config.files import saved_steps
-from megapar.config.launch_environment import job_id, starts_before
-from megapar.config.regular_file import read_regular
 from megapar.config.stored import MAX_BYTES
 from megapar.errors import Complaint
+from megapar.files.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
+from megapar.files.regular_file import read_regular
+from megapar.launch_environment import job_id, starts_before
+from megapar.machine import no_device
 
 
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """Return complaints about a rank's environment and about the device of this machine."""
     device = [*_check_device(str(values.get("device"))), *_check_fp8(values)]
     return [*_check_numbers(environ), *_check_rendezvous(environ), *device]
-
-
-def no_device(kind: str) -> str:
-    """Return the reason why this machine has no device of a kind (cpu, cuda or npu); "" if only torch can decide."""
-    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed"
-    # torch opens this library by this name. AMD's devices, which torch also calls cuda, have a different driver.
-    if kind == "cuda" and sys.platform == "linux" and not Path("/dev/kfd").exists() and not _loads("libcuda.so.1"):
-        return "there is no GPU driver (libcuda.so.1)"
-    return ""
 
 
 def _check_device(kind: str) -> list[Complaint]:
@@ -50,17 +39,6 @@ def _check_fp8(values: Mapping[str, Any]) -> list[Complaint]:
         return []
     message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
     return [Complaint("device", message, "Leave --fp8 out.")]
-
-
-def _loads(library: str) -> bool:
-    """Return True if a library can be opened. It is not queried: a process that has used the driver cannot fork."""
-    import ctypes  # only if a GPU is requested, so that other starts do not pay for the import
-
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megapar.config.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
-from megapar.config.regular_file import open_regular, read_regular
-from megapar.config.suspects import suspects
+from megapar.files.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
+from megapar.files.regular_file import open_regular, read_regular
+from megapar.files.suspects import suspects
 
 MAX_BYTES = 1 << 20
 MAX_SCALARS_BYTES = 1 << 24  # they list the data: some 180 bytes per source, for every phase with different data

@@ -5,27 +5,14 @@ Tested in ``tests/training/checkpoints/test_identity.py``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megapar.config.draft import Draft
 from megapar.config.files import saved_steps
-from megapar.config.launch_environment import starts_before
-from megapar.config.regular_file import read_regular
+from megapar.files.tokenizer_folder import FOLDER, stored_fingerprint
+from megapar.launch_environment import starts_before
 
-FOLDER = "tokenizer"
-FACTS = "megapar.json"
 _MOCK = ("mock",)
-
-
-def stored_fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint in a folder that ``data.tokenizers.stored_tokenizer`` wrote, None for other folders."""
-    try:
-        facts = json.loads(read_regular(folder / FACTS))
-    except (OSError, ValueError, RecursionError):
-        return None
-    fingerprint = facts.get("fingerprint") if isinstance(facts, dict) else None
-    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def take_stored_tokenizer(draft: Draft) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.config.stored import stored_facts
-from megapar.config.vocabulary import TRAINED_SIZE, BadTokenizer, Vocabulary, too_large, vocabulary_of
 from megapar.errors import Complaint
+from megapar.files.vocabulary import TRAINED_SIZE, BadTokenizer, Vocabulary, too_large, vocabulary_of
 
 MOCK = ("mock",)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from megapar.config.record import FIELD
 from megapar.data.text.source import TextSource, open_sources
 from megapar.data.tokens.indexed import IndexedDataset, is_indexed
 from megapar.data.tokens.selected import indexed_store, split_stores
@@ -18,6 +17,7 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
 from megapar.data.tokens.token_cache import EncodedText, TokenCache
 from megapar.errors import DataError
+from megapar.files.record import FIELD
 from megapar.rules.data import blend_of
 
 

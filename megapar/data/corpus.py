@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from megapar.config.record import FIELD, LONGEST_LINE
-from megapar.config.vocabulary import too_large
 from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
 from megapar.data.contents import Content
@@ -27,6 +25,8 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
+from megapar.files.record import FIELD, LONGEST_LINE
+from megapar.files.vocabulary import too_large
 
 ERNIE = "ernie"
 KINDS = ("moe", ERNIE)

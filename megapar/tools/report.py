@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.draft import is_given
-from megapar.config.regular_file import read_regular
 from megapar.config.report import refusal
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
+from megapar.files.regular_file import read_regular
 from megapar.planning.change import line_of
 from megapar.tools import chart
 from megapar.tools.parser import Parser

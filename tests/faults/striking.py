@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megapar.config.launch_environment import starts_before
+from megapar.launch_environment import starts_before
 from megapar.training.step.gradients import Gradients
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import FLAGS, parse, parse_or_exit
-from megapar.config.hints import ELSEWHERE, near_path
+from megapar.config.hints import ELSEWHERE
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
+from megapar.files.near_path import near_path
 from megapar.tools.main import main
 from megapar.training.building.outline import outline
 from megapar.training.step.learning_rate import make_learning_rate

@@ -24,7 +24,11 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
-from megapar.config.checkpoint_names import (
+from megapar.core.checkpoint.durable import sync_folder
+from megapar.core.checkpoint.layout import FILE_NAME
+from megapar.core.checkpoint.owner import Owner
+from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import (
     LATEST,
     OWNERS,
     iteration_name,
@@ -32,11 +36,7 @@ from megapar.config.checkpoint_names import (
     parse_checkpoint_name,
     read_latest,
 )
-from megapar.config.suspects import suspects
-from megapar.core.checkpoint.durable import sync_folder
-from megapar.core.checkpoint.layout import FILE_NAME
-from megapar.core.checkpoint.owner import Owner
-from megapar.errors import CheckpointError
+from megapar.files.suspects import suspects
 
 _ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?")
 

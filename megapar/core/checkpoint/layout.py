@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-from megapar.config.regular_file import read_regular
 from megapar.core.checkpoint import tiling
 from megapar.core.checkpoint.tiling import Tiling
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.regular_file import read_regular
 
 FILE_NAME = "layout.json"
 FORMAT = "megapar checkpoint"

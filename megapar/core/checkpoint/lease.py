@@ -3,7 +3,7 @@
 root/owner/
   3.json        the third owner: its job and process; created once, and the run that creates it first is the owner
   3.beat        a number that the owner changes every few seconds, or "ended"
-  3.latest      see megapar/config/checkpoint_names.py
+  3.latest      see megapar/files/checkpoint_names.py
 
 The owner is the highest epoch. Nothing here reads a clock, because the clocks of two machines may differ.
 
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapar.config.checkpoint_names import OWNERS, epochs_of, owners_latest, parse_checkpoint_name, read_latest
-from megapar.config.regular_file import open_regular
 from megapar.core.health.process import MAX_TEXT, Process
+from megapar.files.checkpoint_names import OWNERS, epochs_of, owners_latest, parse_checkpoint_name, read_latest
+from megapar.files.regular_file import open_regular
 
 ENDED = "ended"
 LOCK_SECONDS = 5.0

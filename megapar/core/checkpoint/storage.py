@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megapar.config.regular_file import read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.folder import is_ours, move_into_place, name_aside, remove_left_over
@@ -40,6 +39,7 @@ from megapar.core.checkpoint.shard_file import (
 from megapar.core.checkpoint.tiling import tile
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.regular_file import read_regular
 
 SCALARS_NAME = "scalars.json"
 MAX_SCALAR_BYTES = 1 << 26

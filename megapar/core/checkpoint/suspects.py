@@ -6,12 +6,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from megapar.config.checkpoint_names import LATEST
-from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LATEST
+from megapar.files.suspects import RECORD
 
 
 def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Collection[str] = ()) -> list[Path]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megapar.config.launch_environment import RANK_FILE
 from megapar.errors import DistributedError
+from megapar.launch_environment import RANK_FILE
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megapar.config.launch_environment import starts_before
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.flight_recorder import FlightRecorder
@@ -29,6 +28,7 @@ from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
+from megapar.launch_environment import starts_before
 
 GRACE = timedelta(seconds=3)
 

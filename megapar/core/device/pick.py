@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from megapar.config.start import no_device
 from megapar.core.device.base import Device
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice
 from megapar.errors import Complaint, ConfigError
+from megapar.machine import no_device
 
 
 def available(kind: str) -> bool:

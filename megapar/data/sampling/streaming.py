@@ -9,13 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from megapar.config.record import FIELD, checked_text
 from megapar.data.sampling.ernie import SHORTEST_SPAN, span_counts
 from megapar.data.sampling.permutation import Permutation
 from megapar.data.sampling.samples import PieceOrder, TokenPieces
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
+from megapar.files.record import FIELD, checked_text
 
 if TYPE_CHECKING:
     import numpy as np

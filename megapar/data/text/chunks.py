@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megapar.config.data_files import is_compressed, opened
-from megapar.config.record import (
+from megapar.data.text.bad_records import BadRecords
+from megapar.errors import DataError
+from megapar.files.data_files import is_compressed, opened
+from megapar.files.record import (
     FIELD,
     LONGEST_LINE,
     checked_text,
@@ -25,8 +27,6 @@ from megapar.config.record import (
     text_of_line,
     too_long,
 )
-from megapar.data.text.bad_records import BadRecords
-from megapar.errors import DataError
 
 CHUNK_BYTES = 16 << 20
 LEAST_CHUNK_BYTES = 1 << 20

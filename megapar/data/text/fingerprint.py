@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from megapar.config.record import FIELD
 from megapar.data.blend import Group, groups_of
 from megapar.data.text.source import MOCK, open_sources, unread_bytes
 from megapar.data.tokens.cache import digest
@@ -25,6 +24,7 @@ from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
+from megapar.files.record import FIELD
 
 BLOCKS = 64  # blocks of a file of tokens that are hashed
 BLOCK_BYTES = 1 << 20

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from megapar.config.data_files import (
+from megapar.data.text import builtin
+from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
+from megapar.data.tokens.cache import digest, known, made_once
+from megapar.data.tokens.remembered import Unread, remembered
+from megapar.errors import DataError
+from megapar.files.data_files import (
     INDEXED,
     MOST_TOLD,
     first_line,
@@ -21,14 +27,8 @@ from megapar.config.data_files import (
     opened,
     refusal_of,
 )
-from megapar.config.hints import near_path
-from megapar.config.record import FIELD, JSONL, numbered_lines, text_of_line
-from megapar.data.text import builtin
-from megapar.data.text.bad_records import BadRecords
-from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
-from megapar.data.tokens.cache import digest, known, made_once
-from megapar.data.tokens.remembered import Unread, remembered
-from megapar.errors import DataError
+from megapar.files.near_path import near_path
+from megapar.files.record import FIELD, JSONL, numbered_lines, text_of_line
 
 BUILTIN = "builtin"
 MOCK = "mock"

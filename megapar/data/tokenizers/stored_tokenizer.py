@@ -10,11 +10,11 @@ import os
 import shutil
 from pathlib import Path
 
-from megapar.config.stored_tokenizer import FACTS, FOLDER, stored_fingerprint
 from megapar.core.checkpoint.durable import put_new
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, DataError
+from megapar.files.tokenizer_folder import FACTS, FOLDER, stored_fingerprint
 
 
 def store_tokenizer(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:

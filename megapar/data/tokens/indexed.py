@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from megapar.config.token_index import (
+from megapar.core.checkpoint.durable import sync_folder
+from megapar.errors import DataError
+from megapar.files.token_index import (
     DTYPE_CODES,
     HEADER,
     MAGIC,
@@ -36,8 +38,6 @@ from megapar.config.token_index import (
     places,
     read_head,
 )
-from megapar.core.checkpoint.durable import sync_folder
-from megapar.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,10 +10,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, ShardFile
 from megapar.errors import CheckpointError
+from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.model.hugging_face.save import INDEX, some
 from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_pairs
 from megapar.model.initialize import piece_box

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
-from megapar.config.launch_environment import LAUNCH, STOP_TIMEOUT
 from megapar.core.health.signal_listener import write_stderr
 from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.launcher import own
 from megapar.tools.launcher.environment import environment

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from megapar.config.hints import near_path
+from megapar.files.near_path import near_path
 from megapar.tools.launcher.warm import wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from megapar.config.launch_environment import starts_before
 from megapar.core.health.signal_listener import write_stderr
+from megapar.launch_environment import starts_before
 
 
 class RankLogs(LogsSpecs):

@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megapar.config.regular_file import read_given, text_of
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.errors import MegaparError
+from megapar.files.regular_file import read_given, text_of
 from megapar.tools.translation import shell
 from megapar.tools.translation.line import Line, starts, take_apart
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapar.config.launch_environment import job_id, launch_id, starts_before
 from megapar.config.run import CheckpointOptions
-from megapar.config.suspects import suspects
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.background import Background, Section, State, Written, no_copy, unwatched
 from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
+from megapar.files.suspects import suspects
+from megapar.launch_environment import job_id, launch_id, starts_before
 from megapar.training.building.job import Job
 from megapar.training.checkpoints import ownership, state
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before, in_order, scalars_of

@@ -18,7 +18,6 @@ from megapar.arguments import parse
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
 from megapar.config.published import Unsupported, architecture_of, flags_of, read_config
-from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
@@ -36,6 +35,7 @@ from megapar.core.checkpoint.tiling import tile
 from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
+from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.model.architectures import ARCHITECTURES, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import INDEX, SHARD_BYTES, config_of

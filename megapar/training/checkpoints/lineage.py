@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapar.config.checkpoint_names import parse_checkpoint_name
 from megapar.core.checkpoint import storage, store
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import parse_checkpoint_name
 
 NAMES = "lineage"
 """The scalar with the names of the checkpoints before this one on its lineage."""

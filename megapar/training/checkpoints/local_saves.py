@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
-from megapar.config.launch_environment import launch_id
-from megapar.config.suspects import RECORD
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import FoundLocal, LocalCheckpoints
 from megapar.core.checkpoint.local_owner import private_folder
 from megapar.core.comm.world import World
 from megapar.errors import TrainingError
+from megapar.files.suspects import RECORD
+from megapar.launch_environment import launch_id
 from megapar.training.building.job import Job
 from megapar.training.checkpoints import state
 

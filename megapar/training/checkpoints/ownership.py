@@ -11,13 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megapar.config.launch_environment import job_id, launch_id, slurm_job, starts_before
 from megapar.config.start import check_save
 from megapar.core.checkpoint import owner as owners
 from megapar.core.checkpoint.lease import Lease
 from megapar.core.checkpoint.owner import Owner
 from megapar.core.comm.world import World
 from megapar.errors import CheckpointError, FolderOwnedError
+from megapar.launch_environment import job_id, launch_id, slurm_job, starts_before
 
 _WAITING = "waiting"
 

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megapar.config.checkpoint_names import parse_checkpoint_name
 from megapar.config.shown import shown
-from megapar.config.suspects import NEVER
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.files.suspects import NEVER
 from megapar.schema.legal_values import MAX_INT
 
 MAX_SEED = 2**64 - 1

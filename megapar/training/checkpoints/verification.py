@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapar.config.suspects import NEVER
+from megapar.files.suspects import NEVER
 from megapar.training.checkpoints.state import Loaded
 
 

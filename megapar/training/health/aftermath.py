@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megapar.config.run import CheckpointOptions
-from megapar.config.suspects import NEVER, Fault, fault_of, read_fault, suspects
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.suspects import put_away, set_aside
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.comm.world import World
 from megapar.errors import CheckpointError, UnverifiedError
+from megapar.files.suspects import NEVER, Fault, fault_of, read_fault, suspects
 from megapar.training.checkpoints.local_saves import LocalSaves
 
 _ANY = 2**62

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megapar.config.launch_environment import stop_timeout
 from megapar.core.health.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
+from megapar.launch_environment import stop_timeout
 
 
 class StopSignal:

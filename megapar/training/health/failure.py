@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megapar.config.launch_environment import failure_file
 from megapar.errors import DataError, DistributedError
+from megapar.launch_environment import failure_file
 from megapar.training.health.lost_peer import is_lost_peer
 
 # Failures of other ranks, and failures of a machine that a restart may cure.

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megapar.config.launch_environment import RANK_FILE, starts_before
+from megapar.launch_environment import RANK_FILE, starts_before
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torch's agent if the store outlives the ranks
 _PATIENCE = timedelta(seconds=5)

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.suspects import put_away, set_aside
+from megapar.files.suspects import RECORD
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.launch_environment import RANK_FILE
 from megapar.core.comm import run_store as meeting
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.errors import DistributedError
+from megapar.launch_environment import RANK_FILE
 from megapar.training.reports.first_report import is_first_to_report
 from tests.support.ranks import run_ranks
 

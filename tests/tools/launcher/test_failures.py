@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megapar.config.launch_environment import failure_file
 from megapar.errors import DataError, DistributedError, TrainingError
+from megapar.launch_environment import failure_file
 from megapar.tools.launcher.failures import Failure, first_failure, is_refusal, repeated
 from megapar.training.health import failure
 

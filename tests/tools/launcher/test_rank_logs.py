@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.launch_environment import ROUND
+from megapar.launch_environment import ROUND
 from megapar.tools.launcher.rank_logs import RankLogs, log_file
 
 

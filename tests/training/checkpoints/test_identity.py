@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
-from megapar.config.stored_tokenizer import FOLDER
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
 from megapar.data.tokens.cache import cache_folder
 from megapar.errors import ConfigError
+from megapar.files.tokenizer_folder import FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.building.outline import outline
 from megapar.training.checkpoints.identity import Identity, code_hash

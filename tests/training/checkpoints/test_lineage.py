@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megapar.config.suspects import RECORD
 from megapar.core.checkpoint import folder as folders
 from megapar.errors import CheckpointError, UnverifiedError
+from megapar.files.suspects import RECORD
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.reports.loggers import PlainTerminal

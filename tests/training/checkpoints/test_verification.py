@@ -13,9 +13,9 @@ import pytest
 
 from megapar import trainer
 from megapar.arguments import Config, parse
-from megapar.config.suspects import NEVER, RECORD, read_fault
 from megapar.core.checkpoint import folder as folders
 from megapar.errors import CorruptionError, TrainingError, UnverifiedError
+from megapar.files.suspects import NEVER, RECORD, read_fault
 from megapar.trainer import Outcome, train
 from megapar.training.building.job import Job
 from megapar.training.checkpoints.verification import Start

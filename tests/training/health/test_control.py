@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from megapar.config.launch_environment import stop_timeout
 from megapar.errors import DistributedError
+from megapar.launch_environment import stop_timeout
 from tests.support.process import STICK, finish, read_until, start
 
 RANK = (

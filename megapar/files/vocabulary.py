@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megapar.config.regular_file import INDEX_BYTES, read_regular
 from megapar.errors import Complaint
+from megapar.files.regular_file import INDEX_BYTES, read_regular
 
 TRAINED_SIZE = 4096
 """Vocabulary size of a tokenizer that a run trains on its data, if --vocab-size is not given."""

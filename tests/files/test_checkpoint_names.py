@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.checkpoint_names import iteration_name, newest_name, parse_checkpoint_name, read_latest
+from megapar.files.checkpoint_names import iteration_name, newest_name, parse_checkpoint_name, read_latest
 
 
 def test_names_of_checkpoints_and_of_nothing_else() -> None:

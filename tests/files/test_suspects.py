@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapar.arguments import parse
-from megapar.config.suspects import NEVER, RECORD, Blamed, Fault, fault_of, read_fault, suspects
 from megapar.errors import ConfigError, UnverifiedError
+from megapar.files.suspects import NEVER, RECORD, Blamed, Fault, fault_of, read_fault, suspects
 
 FAULT = Fault("replicas", 5, 2, {"replicas": 4, "recompute": NEVER}, (Blamed(1, "n", "cpu"),), ("a.b",), "it differs")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
-from megapar.config.record import JSONL
 from megapar.errors import DataError
+from megapar.files.record import JSONL
 
 GZIP, ZSTANDARD = ".gz", ".zst"
 COMPRESSED = (GZIP, ZSTANDARD)

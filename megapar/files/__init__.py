@@ -1,0 +1,1 @@
+"""Names and formats of the files that runs read and write. Standard library only."""

@@ -1,0 +1,31 @@
+"""Devices of this machine, without torch.
+
+Tested in ``tests/tools/test_mistakes.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def no_device(kind: str) -> str:
+    """Return the reason why this machine has no device of a kind (cpu, cuda or npu); "" if only torch can decide."""
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    # torch opens this library by this name. AMD's devices, which torch also calls cuda, have a different driver.
+    if kind == "cuda" and sys.platform == "linux" and not Path("/dev/kfd").exists() and not _loads("libcuda.so.1"):
+        return "there is no GPU driver (libcuda.so.1)"
+    return ""
+
+
+def _loads(library: str) -> bool:
+    """Return True if a library can be opened. It is not queried: a process that has used the driver cannot fork."""
+    import ctypes  # only if a GPU is requested, so that other starts do not pay for the import
+
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
