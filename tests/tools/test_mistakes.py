@@ -351,7 +351,7 @@ def test_yaml_numbers_are_what_stands_there() -> None:
 def test_a_device_that_is_not_here_is_told_with_all_else(
     kind: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megapar.config.start._loads", lambda library: False)
+    monkeypatch.setattr("megapar.machine._loads", lambda library: False)
     monkeypatch.setattr("pathlib.Path.exists", lambda path: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     line = ["--device", kind, "--dtype", "bf16"]
@@ -365,7 +365,7 @@ def test_a_device_that_is_not_here_is_told_with_all_else(
 
 
 def test_fp8_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapar.config.start._loads", lambda library: False)
+    monkeypatch.setattr("megapar.machine._loads", lambda library: False)
     line = ["--fp8", "--dtype", "bf16"]
     with pytest.raises(ConfigError, match=r"--fp8 needs an NVIDIA GPU .* but there is no GPU driver"):
         parse("moe", line, {}, starting=True)
