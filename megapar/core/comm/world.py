@@ -167,7 +167,7 @@ class World:
         return COMMUNICATORS[self.device.type].of([*world, *self._rounds_of_axes], len(self._queues), peers)
 
     def axis(self, name: str) -> Axis:
-        """Return this rank's place on an axis: dp, pp, sharding, cp, mp, edp, ep, emp, data, shard, replica, ..."""
+        """Return this rank's place on an axis, one of ``rounds.AXES``."""
         return self._axes[name]
 
     def axes(self) -> list[Axis]:
