@@ -154,7 +154,7 @@ def exists(word: str) -> bool:
         owner, _, name = first.partition("(")[0].rpartition(".")
         if owner in members():
             return name in members()[owner]
-        return re.search(rf"\b(class|def) {name}\b|\b{name}\b *[:=(]", source()) is not None or name in FOLDERS
+        return name in names() or name in FOLDERS
     return True
 
 
@@ -172,9 +172,10 @@ def members() -> dict[str, set[str]]:
 
 
 @cache
-def source() -> str:
-    """The text of the whole package."""
-    return "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
+def names() -> set[str]:
+    """Names that the package defines, assigns or calls."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in MODULES)
+    return set(re.findall(r"\b(?:class|def) (\w+)", text)) | set(re.findall(r"\b(\w+) *[:=(]", text))
 
 
 def test_what_the_map_names_exists() -> None:
