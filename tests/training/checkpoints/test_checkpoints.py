@@ -319,7 +319,7 @@ def test_weights_alone_are_saved_beside_the_checkpoint_that_they_are_from(root: 
 
 def test_only_what_a_run_made_or_comes_from_makes_room(root: Path) -> None:
     """Checkpoint 6 is of another way than the one that went on from 4."""
-    line = ("--load", str(root), "--ckpt-step", "4", "--keep", "1", "--save-interval", "1")
+    line = ("--load", str(root), "--ckpt-step", "4", "--keep", "1", "--save-interval", "1", "--state-digest-steps", "1")
     run_here(root, *line, "--train-iters", "8", "--override-opt-param-scheduler")
     names = sorted(path.name for path in root.glob("iter_*"))
     assert names == ["iter_0000006", "iter_0000008"]
