@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.schema.flag import flag
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ class ModelSizes:
         raise NotImplementedError
 
     @property
-    def attention_widths(self) -> tuple[int, int]:
-        """Features of all query heads, and of all key and value heads together."""
-        return self.hidden_size, 2 * self.hidden_size
+    def attention(self) -> AttentionSizes:
+        """Sizes of the self-attention of a layer."""
+        raise NotImplementedError
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:

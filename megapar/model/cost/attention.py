@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.cost.model_cost import OpCost, Product
 from megapar.model.cost.operators import Operators, norm_kept
 from megapar.model.cost.rank_view import LatentAttention, RankView
@@ -17,30 +18,18 @@ from megapar.model.cost.rank_view import LatentAttention, RankView
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of one layer's attention in the whole model.
+    """One layer's attention and the inputs that its costs depend on.
 
     Attributes:
-        heads: Query heads.
-        groups: Key-value heads.
-        head_dim: Features of a head.
-        causal: A position attends only to itself and earlier positions.
+        sizes: Sizes of the attention in the whole model.
         rotary: Queries and keys are rotated by their positions.
-        qk_norm: Queries and keys are normalized.
-        dropout: Attention weights have dropout.
-        fused: A fused kernel computes the core.
         segments: Segments per sample.
         memory: Positions of the previous segment that a segment attends to.
         latent: Shape of latent attention; None for plain attention.
     """
 
-    heads: int
-    groups: int
-    head_dim: int
-    causal: bool
+    sizes: AttentionSizes
     rotary: bool = False
-    qk_norm: bool = False
-    dropout: bool = False
-    fused: bool = True
     segments: int = 1
     memory: int = 0
     latent: LatentAttention | None = None
@@ -100,7 +89,7 @@ def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
 
 def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
     t, e = view.tokens, view.item_bytes
-    N, G, D = shape.heads / view.mp, shape.groups / view.mp, shape.head_dim
+    N, G, D = shape.sizes.num_heads / view.mp, shape.sizes.num_groups / view.mp, shape.sizes.key_dim
     qkv, out, scored = (N + 2 * G) * D, N * D, 2 * N * D
     products: tuple[Product, ...] = (Product(t, H, round(qkv)),)
     latent = shape.latent
@@ -119,9 +108,9 @@ def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
         kept += e * t * (N + G) * D  # rotated queries and keys; values are a view of the product's output
         if view.kernels == "cpu":  # and the angles as complex numbers, for queries and for keys
             kept += 2 * view.wide_bytes * t * D
-    elif shape.heads > shape.groups:
+    elif shape.sizes.queries_per_group > 1:
         kept += e * t * N * D
-    if shape.qk_norm:
+    if shape.sizes.qk_norm:
         kept += norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
     return _Heads(N, G, D, qkv, out, scored, kept, products)
 
@@ -132,12 +121,12 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     t, e, N, G, D = view.tokens, view.item_bytes, heads.N, heads.G, heads.D
     core = e * t * heads.out + 4 * t * N
     length, later = view.seq_length / shape.segments, shape.segments - 1
-    seen = length * (0.5 if shape.causal else 1.0)
+    seen = length * (0.5 if shape.sizes.causal else 1.0)
     if later:  # later segments also attend to a memory, with a mask; their keys and values are concatenated
         seen = (seen + later * (length + shape.memory)) / shape.segments
         joined = t / shape.segments * later * (1 + shape.memory / length)
         core += 2 * e * joined * N * D + e * later * length * (length + shape.memory)
-    if (shape.dropout and view.kernels == "cpu") or not shape.fused:
+    if (shape.sizes.dropout and view.kernels == "cpu") or not shape.sizes.flash:
         core += _scores_kept(view, shape, N, length + (shape.memory if later else 0))
     kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
     transient = e * t * (heads.qkv + heads.out) + (core - kept)
@@ -156,6 +145,6 @@ def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float)
     """Return the bytes kept without a fused kernel: softmax's output, and with dropout the weights and their mask."""
     e, t = view.item_bytes, view.tokens
     kept = e * t * N * length
-    if shape.dropout:
+    if shape.sizes.dropout:
         kept += (e + 1) * t * N * length
     return kept

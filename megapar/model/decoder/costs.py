@@ -55,18 +55,8 @@ class DecoderCost(ModelCost):
     @cached_property
     def attention(self) -> Sequence[OpCost]:
         """See ``ModelCost``."""
-        sizes = self.sizes
-        shape = AttentionShape(
-            heads=sizes.num_attention_heads,
-            groups=sizes.num_query_groups,
-            head_dim=sizes.head_dim,
-            causal=True,
-            rotary=sizes.position_embedding_type == "rope",
-            qk_norm=sizes.qk_norm,
-            dropout=bool(sizes.attention_dropout),
-            fused=sizes.use_flash_attn,
-            latent=self.view.latent,
-        )
+        rotary = self.sizes.position_embedding_type == "rope"
+        shape = AttentionShape(self.sizes.attention, rotary=rotary, latent=self.view.latent)
         return attention_cost(self._operators, shape)
 
     @cached_property

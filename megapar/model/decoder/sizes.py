@@ -12,6 +12,7 @@ from fractions import Fraction
 from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.sizes import ModelSizes, require_choice
 from megapar.schema.flag import Alias, flag, follows, from_flags
 
@@ -322,9 +323,22 @@ class DecoderSizes(ModelSizes):
         return ("DecoderEmbedding", *(f"DecoderBlock({name})" for name in inner), "LmHead")
 
     @property
-    def attention_widths(self) -> tuple[int, int]:
-        """Features of all query heads, and of all key and value heads together."""
-        return self.num_attention_heads * self.head_dim, 2 * self.num_query_groups * self.head_dim
+    def attention(self) -> AttentionSizes:
+        """See ``ModelSizes``."""
+        return AttentionSizes(
+            kind="grouped_query",
+            hidden_size=self.hidden_size,
+            num_groups=self.num_query_groups,
+            queries_per_group=self.num_attention_heads // self.num_query_groups,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            causal=True,
+            bias=self.add_bias_linear,
+            qk_norm=self.qk_norm,
+            epsilon=self.layernorm_epsilon,
+            dropout=self.attention_dropout,
+            flash=self.use_flash_attn,
+        )
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:

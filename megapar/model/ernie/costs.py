@@ -110,15 +110,5 @@ class ErnieCost(ModelCost):
         return 2 * sizes.hidden_size * (sizes.hidden_size + 2) if sizes.sop else 0
 
     def _attention(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:
-        sizes = self.sizes
-        shape = AttentionShape(
-            heads=sizes.num_attention_heads,
-            groups=sizes.num_attention_heads,
-            head_dim=sizes.head_dim,
-            causal=causal,
-            dropout=bool(sizes.attention_dropout),
-            fused=sizes.use_flash_attn,
-            segments=segments,
-            memory=memory,
-        )
+        shape = AttentionShape(replace(self.sizes.attention, causal=causal), segments=segments, memory=memory)
         return attention_cost(self._operators, shape)

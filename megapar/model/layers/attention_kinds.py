@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel.layers import LayerOptions
-from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.grouped_query_attention import GroupedQueryAttention
 from megapar.model.layers.self_attention import SelfAttention
 

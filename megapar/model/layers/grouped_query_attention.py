@@ -17,7 +17,7 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import counted
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
 from megapar.core.tensor_parallel.weight_gradients import linear
-from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.norm import RmsNorm, rms_norm
 from megapar.model.layers.rotary import rotate
 from megapar.model.layers.self_attention import Angles, SelfAttention

@@ -32,7 +32,7 @@ from megapar.core.device.packed_attention import packed_attention_reference
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started
-from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ def hiding(config: Config, kind: DeviceKind, dtype: str, sizes: ModelSizes | Non
 
 def cut_linears(sizes: ModelSizes, mp: int) -> tuple[CutLinear, ...]:
     """Return a rank's column and row parallel layers, for one block of each kind in the model."""
-    H, (queries, keys_values) = sizes.hidden_size, sizes.attention_widths
+    H, heads = sizes.hidden_size, sizes.attention
+    queries, keys_values = heads.num_heads * heads.key_dim, 2 * heads.num_groups * heads.key_dim
     gates = 2 if sizes.gated else 1
     linears = []
     for width in sizes.mlp_widths:

@@ -14,11 +14,10 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
-from megapar.model.decoder.block import decoder_attention
-from megapar.model.ernie.block import ErnieBlock, ernie_attention
+from megapar.model.attention_sizes import AttentionSizes
+from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.layers.attention_kinds import ATTENTION_KINDS, make_attention
-from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.attention_slices import CausalSlices
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import rotary_angles, rotate
@@ -78,7 +77,7 @@ def decoder(sizes, value_dim, *, mp=None, sequence_parallel=False, **more):
     model = build(sizes, dtype=torch.float64, mp=mp, sequence_parallel=sequence_parallel, **more)
     options = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": None}
     for name, block in model.layers.items():
-        own = replace(decoder_attention(sizes), value_dim=value_dim)
+        own = replace(sizes.attention, value_dim=value_dim)
         block.attention = ApartAttention(own, int(name), cp=model.cp, **options)
         fill(block.attention, int(name))
     return model
@@ -126,7 +125,7 @@ def test_one_process(value_dim, selective):
     x, angles = inputs()
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
-    sizes = replace(decoder_attention(DENSE), value_dim=value_dim)
+    sizes = replace(DENSE.attention, value_dim=value_dim)
     both_ways = replace(sizes, causal=False)
     for own, context, seen in (
         (sizes, Context(None, None, 32, angles), causal),
@@ -144,7 +143,7 @@ def test_one_process(value_dim, selective):
 def test_slices(value_dim, prepared, packed):
     """Slice after slice, from heads of the whole or from each slice's own."""
     x, angles = inputs()
-    attention = single(replace(decoder_attention(DENSE), value_dim=value_dim))
+    attention = single(replace(DENSE.attention, value_dim=value_dim))
     slices = Slicing(3).cut(LENGTH)
     cuts = {"slices": slices, "own_slices": slices, "whole_slices": slices}
     context = packed_context(angles, **cuts) if packed else Context(None, None, 32, angles, **cuts)
@@ -244,7 +243,7 @@ def test_both_branches_of_ernie_3(flash):
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    block.attention = attention = single(replace(ernie_attention(ERNIE), value_dim=12, flash=flash))
+    block.attention = attention = single(replace(ERNIE.attention, value_dim=12, flash=flash))
     x, _ = inputs()
     slices, rows, memory = (slice(0, 8), slice(8, 16)), torch.arange(2), 4
     valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
@@ -267,7 +266,7 @@ def test_both_branches_of_ernie_3(flash):
 
 
 def test_kinds_are_chosen_by_name():
-    sizes = decoder_attention(DENSE)
+    sizes = DENSE.attention
     options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
     assert type(make_attention(sizes, 0, cp=ContextParallel(), **options)) is ATTENTION_KINDS[sizes.kind]
     with pytest.raises(KeyError, match="nothing"):
@@ -282,4 +281,4 @@ def test_a_kind_without_a_memory_says_so():
 
     options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
     with pytest.raises(NotImplementedError, match="Forgetful has no memory"):
-        Forgetful(decoder_attention(DENSE), 0, **options).project_memory(torch.zeros(2, 4, 32))
+        Forgetful(DENSE.attention, 0, **options).project_memory(torch.zeros(2, 4, 32))
