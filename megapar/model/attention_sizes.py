@@ -17,7 +17,7 @@ class AttentionSizes:
     A kind with more of them extends this class.
 
     Attributes:
-        kind: A name in ``attention_kinds.ATTENTION_KINDS``.
+        kind: Name of its ``AttentionKind`` in ``model.attention``.
         hidden_size: Features of the input and the output.
         num_groups: Key-value heads.
         queries_per_group: Query heads that share a key-value head.

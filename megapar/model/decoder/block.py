@@ -17,11 +17,11 @@ from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
-from megapar.model.layers.attention_kinds import make_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import make_norm
+from megapar.model.layers.self_attention import make_attention
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from megapar.model.cost.attention import AttentionShape, attention_cost
+from megapar.model.attention.costs import AttentionShape
+from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Product, UnitCost
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
@@ -57,7 +58,7 @@ class DecoderCost(ModelCost):
         """See ``ModelCost``."""
         rotary = self.sizes.position_embedding_type == "rope"
         shape = AttentionShape(self.sizes.attention, rotary=rotary, latent=self.view.latent)
-        return attention_cost(self._operators, shape)
+        return kind_of(shape.sizes).costs(self._operators, shape)
 
     @cached_property
     def head(self) -> UnitCost:

@@ -347,11 +347,6 @@ class DecoderSizes(ModelSizes):
         return tuple(dict.fromkeys(self.ffn_hidden_size if moe is None else moe.shared_width for moe in moes))
 
     @property
-    def queries_per_group(self) -> int:
-        """Query heads that share one key-value head."""
-        return self.num_attention_heads // self.num_query_groups
-
-    @property
     def gated(self) -> bool:
         """The MLP has a gate in addition to the up projection."""
         return self.activation == "swiglu"

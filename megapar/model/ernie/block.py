@@ -15,11 +15,11 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.layers.attention_kinds import make_attention
 from megapar.model.layers.context import Context
 from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import LayerNorm
+from megapar.model.layers.self_attention import make_attention
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:

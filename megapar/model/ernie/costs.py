@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from megapar.model.cost.attention import AttentionShape, attention_cost
+from megapar.model.attention.costs import AttentionShape
+from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import (
     FORWARD_AND_BACKWARD,
     INDEX_BYTES,
@@ -111,4 +112,4 @@ class ErnieCost(ModelCost):
 
     def _attention(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:
         shape = AttentionShape(replace(self.sizes.attention, causal=causal), segments=segments, memory=memory)
-        return attention_cost(self._operators, shape)
+        return kind_of(shape.sizes).costs(self._operators, shape)

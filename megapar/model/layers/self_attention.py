@@ -2,11 +2,11 @@
 
     x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
 
-A kind is a subclass of ``SelfAttention``, registered in ``attention_kinds``. It owns the weights, computes queries,
-keys and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is
-the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
-(``attention_slices``), with or without context parallelism (``core.context_parallel``), kept or recomputed. A kind
-whose scores have another scale multiplies its queries by the ratio.
+A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind`` in ``model.attention``. It owns the weights,
+computes queries, keys and values of this rank's positions (``project``) and projects heads to hidden features
+(``output``). The core is the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole
+or slice by slice (``attention_slices``), with or without context parallelism (``core.context_parallel``), kept or
+recomputed. A kind whose scores have another scale multiplies its queries by the ratio.
 
 Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N query heads and G
 key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks dims that are split over
@@ -32,6 +32,7 @@ from megapar.core.device.packed_attention import packed_attention_reference
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started
+from megapar.model.attention.kinds import kind_of
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 
@@ -142,6 +143,14 @@ class SelfAttention(nn.Module, ABC):
             else:
                 y = self.run(attend, q, k, v, context.valid, self.sizes.causal, flash)
         return y.transpose(1, 2)
+
+
+def make_attention(
+    sizes: AttentionSizes, layer: int, *, cp: ContextParallel, **options: Unpack[LayerOptions]
+) -> SelfAttention:
+    """Build the attention of layer ``layer``. Raises KeyError for a kind that is not registered."""
+    attention: SelfAttention = kind_of(sizes).load_parts()(sizes, layer, cp=cp, **options)
+    return attention
 
 
 @counted(2, 2, 2, 2)

@@ -14,14 +14,14 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
+from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of, published_kind
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
-from megapar.model.layers.attention_kinds import ATTENTION_KINDS, make_attention
 from megapar.model.layers.attention_slices import CausalSlices
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import rotary_angles, rotate
-from megapar.model.layers.self_attention import SelfAttention
+from megapar.model.layers.self_attention import SelfAttention, make_attention
 from megapar.moe.slicing import Slicing
 from tests.model.small import DENSE, ERNIE, MOE, batch_for, build
 from tests.support.ranks import run_ranks
@@ -268,11 +268,24 @@ def test_both_branches_of_ernie_3(flash):
 def test_kinds_are_chosen_by_name():
     sizes = DENSE.attention
     options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
-    assert type(make_attention(sizes, 0, cp=ContextParallel(), **options)) is ATTENTION_KINDS[sizes.kind]
+    assert type(make_attention(sizes, 0, cp=ContextParallel(), **options)) is kind_of(sizes).load_parts()
     with pytest.raises(KeyError, match="nothing"):
         make_attention(replace(sizes, kind="nothing"), 0, cp=ContextParallel(), **options)
     with pytest.raises(ValueError, match="keys have 8 features and values 12"):
         make_attention(replace(sizes, value_dim=12), 0, cp=ContextParallel(), **options)
+
+
+@pytest.mark.parametrize("name", ATTENTION_KINDS)
+def test_the_widths_of_a_kind_are_those_of_its_rows(name: str) -> None:
+    kind, sizes = ATTENTION_KINDS[name], replace(DENSE.attention, kind=name)
+    rows = {row.name: row for row in kind.rows(sizes, "attention", lambda part: part, "layers.0")}
+    widths = rows["attention.qkv.weight"].numel // 32, rows["attention.proj.weight"].shape[1]
+    assert kind.widths(sizes) == widths
+
+
+def test_a_published_class_has_the_first_kind_unless_another_one_names_it():
+    assert {published_kind(name) for name in ("MixtralForCausalLM", "nothing")} == {"grouped_query"}
+    assert all(published_kind(name) == kind.name for kind in ATTENTION_KINDS.values() for name in kind.published)
 
 
 def test_a_kind_without_a_memory_says_so():

@@ -1,4 +1,4 @@
-"""Cost of an attention layer on one rank. Standard library only.
+"""Cost of an attention layer on one rank, which the kinds of attention share. Standard library only.
 
 Shape letters: t positions that matrix products see, s positions outside them, H hidden, N query heads, G key-value
 heads, D head size; N and G are those of this rank.
@@ -8,6 +8,7 @@ Tested in ``tests/model/cost/test_model_cost.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.model.attention_sizes import AttentionSizes
@@ -60,11 +61,20 @@ class _Heads:
     products: tuple[Product, ...]
 
 
-def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
-    """Return the operators of attention: norm, queries, keys and values, core, output projection."""
+def attention_cost(
+    operators: Operators, shape: AttentionShape, widths: tuple[int, int], between: Sequence[OpCost] = ()
+) -> list[OpCost]:
+    """Return the operators of attention: norm, queries, keys and values, core, output projection.
+
+    Args:
+        operators: Costs of operators that all layers share.
+        shape: The attention.
+        widths: Features that the product before the core makes and that the output projection takes.
+        between: Operators between the core and the output projection.
+    """
     view, H = operators.view, operators.hidden_size
     e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
-    heads = _heads(view, shape, H)
+    heads = _heads(view, shape, H, widths)
     return [
         operators.norm(),
         OpCost(
@@ -76,6 +86,7 @@ def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
             transient=e * t * heads.qkv + 2 * x,
         ),
         _core(operators, shape, heads),
+        *between,
         OpCost(
             "proj",
             operators.dropped(),
@@ -87,10 +98,10 @@ def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
     ]
 
 
-def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
+def _heads(view: RankView, shape: AttentionShape, H: int, widths: tuple[int, int]) -> _Heads:
     t, e = view.tokens, view.item_bytes
     N, G, D = shape.sizes.num_heads / view.mp, shape.sizes.num_groups / view.mp, shape.sizes.key_dim
-    qkv, out, scored = (N + 2 * G) * D, N * D, 2 * N * D
+    qkv, out, scored = widths[0] / view.mp, widths[1] / view.mp, 2 * N * D
     products: tuple[Product, ...] = (Product(t, H, round(qkv)),)
     latent = shape.latent
     if latent is not None:
