@@ -2,6 +2,8 @@
 
     x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
 
+``project`` may return more tensors [B, S, ..] after v, such as gates, which go past the core to ``output``.
+
 A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind`` in ``model.attention``. It owns the weights,
 computes queries, keys and values of this rank's positions (``project``) and projects heads to hidden features
 (``output``). The core is the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole
@@ -73,24 +75,27 @@ class SelfAttention(nn.Module, ABC):
         self.run, self.selective = execution.run, execution.selective
 
     @abstractmethod
-    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V] for x [B, S(/mp), H] and the positions' angles."""
+    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
+        """Return q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V] for x [B, S(/mp), H] and the positions' angles.
+
+        A kind whose output depends on more of x returns that too, [B, S, ..] each.
+        """
 
     @abstractmethod
-    def output(self, y: Tensor) -> Tensor:
-        """Project output heads [B, S, N, V] to [B, S(/mp), H]."""
+    def output(self, y: Tensor, *more: Tensor) -> Tensor:
+        """Project output heads [B, S, N, V] to [B, S(/mp), H]. more: Tensors that ``project`` returned after v."""
 
     def start_project(self, x: Tensor) -> Started:
         """Launch the communication of ``project`` over mp. The default launches nothing."""
         return Started(x)
 
-    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, ...]:
         """Wait for the communication that ``start_project`` launched and return the result of ``project``."""
         return self.project(started.x, angles)
 
-    def start_output(self, y: Tensor) -> Started:
+    def start_output(self, y: Tensor, *more: Tensor) -> Started:
         """Launch the sum over mp of ``output``. The default runs ``output`` and launches nothing."""
-        return Started(self.output(y))
+        return Started(self.output(y, *more))
 
     def finish_output(self, started: Started) -> Tensor:
         """Wait for the sum that ``start_output`` launched and return the result of ``output``."""
@@ -108,7 +113,10 @@ class SelfAttention(nn.Module, ABC):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H]."""
-        return self.output(self.core(*self.project(x, context.angles), context))
+        q, k, v, *more = self.project(x, context.angles)
+        y = self.core(q, k, v, context)
+        del q, k, v  # without a backward nothing else holds them
+        return self.output(y, *more)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Return [B, S, N, V] for q [B, S, N, D], k [B, S, G, D], v [B, S, G, V]."""

@@ -147,19 +147,9 @@ def test_slices(value_dim, prepared, packed):
     slices = Slicing(3).cut(LENGTH)
     cuts = {"slices": slices, "own_slices": slices, "whole_slices": slices}
     context = packed_context(angles, **cuts) if packed else Context(None, None, 32, angles, **cuts)
-    run = CausalSlices(attention, context)
-    if prepared:
-        run.prepare(x)
-    parts = []
-    for number, place in enumerate(slices):
-        run.enter(None if prepared else x[:, place])
-        run.project(number)
-        run.attend(number)
-        run.leave(number)
-        parts.append(run.finish(number))
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     want = plainly(attention, x, angles, seen & documents_seen() if packed else seen)
-    close(torch.cat(parts, dim=1), want, (x, *attention.parameters()))
+    close(sliced(attention, x, context, prepared=prepared), want, (x, *attention.parameters()))
 
 
 def attention_gradients(model) -> dict[str, Tensor]:
@@ -263,6 +253,45 @@ def test_both_branches_of_ernie_3(flash):
     keys = torch.cat((first[:, -memory:].detach(), x[:, 8:]), dim=1)
     second = layer(x[:, 8:], keys, torch.cat((remembered, own), dim=-1))
     close(generate(block, x, rows, context), torch.cat((first, second), dim=1), tensors)
+
+
+class GatedAttention(ApartAttention):
+    """A kind whose output is multiplied by its input."""
+
+    def project(self, x, angles):
+        return (*super().project(x, angles), x)
+
+    def output(self, y, *more):
+        return super().output(y) * more[0]
+
+
+@pytest.mark.parametrize("prepared", [None, False, True])
+def test_what_project_adds_reaches_the_output(prepared):
+    """As a whole, and slice after slice."""
+    x, angles = inputs()
+    slices = Slicing(3).cut(LENGTH)
+    context = Context(None, None, 32, angles, slices=slices, own_slices=slices, whole_slices=slices)
+    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
+    attention = GatedAttention(DENSE.attention, 0, **options)
+    fill(attention, 0)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+    want = plainly(attention, x, angles, seen) * x
+    y = attention(x, context) if prepared is None else sliced(attention, x, context, prepared=prepared)
+    close(y, want, (x, *attention.parameters()))
+
+
+def sliced(attention, x, context, *, prepared):
+    """The output for x, slice after slice."""
+    run, parts = CausalSlices(attention, context), []
+    if prepared:
+        run.prepare(x)
+    for number, place in enumerate(context.slices):
+        run.enter(None if prepared else x[:, place])
+        run.project(number)
+        run.attend(number)
+        run.leave(number)
+        parts.append(run.finish(number))
+    return torch.cat(parts, dim=1)
 
 
 def test_kinds_are_chosen_by_name():
