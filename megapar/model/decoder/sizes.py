@@ -13,7 +13,7 @@ from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.attention_sizes import AttentionSizes
-from megapar.model.sizes import ModelSizes, require_choice
+from megapar.model.sizes import ModelSizes, defaults_of, require_choice
 from megapar.schema.flag import Alias, flag, follows, from_flags
 
 if TYPE_CHECKING:
@@ -415,6 +415,11 @@ class DecoderSizes(ModelSizes):
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
                 facts["moe"].pop(name)
         return facts
+
+    @classmethod
+    def fact_defaults(cls) -> dict[str, Any]:
+        """See ``ModelSizes``. Experts have a dictionary of their defaults."""
+        return {**super().fact_defaults(), "moe": defaults_of(MoeSizes)}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
