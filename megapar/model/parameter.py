@@ -10,7 +10,7 @@ Tested in ``tests/model/test_table.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -76,19 +76,27 @@ class ParameterSpec:
 
 
 def attention_rows(
-    name: str, shape: tuple[int, int, int, int], hf: Sequence[str], unit: str, bias: bool
+    name: str, shape: tuple[int, int, int, int], parts: Mapping[str, int | slice], unit: str, bias: bool
 ) -> list[ParameterSpec]:
-    """Return the rows of the fused query-key-value projection. shape: (G, query heads of a group, D, H)."""
-    G, Q, D, H = shape
+    """Return the rows of a projection that makes all heads of a group at once: queries, key, value.
+
+    Args:
+        name: Name of the projection.
+        shape: (G, heads of a group, D, H).
+        parts: Heads of a group that each Hugging Face tensor makes; its name lacks the ending.
+        unit: Unit of the rows.
+        bias: The projection has a bias.
+    """
+    G, _, D, H = shape
     rows = []
     for kind, tail in (("weight", (H,)), ("bias", ()))[: 1 + bias]:
-        pieces = (
-            HfPiece(f"{hf[0]}.{kind}", (G * Q * D, *tail), (ALL, slice(0, Q))),
-            HfPiece(f"{hf[1]}.{kind}", (G * D, *tail), (ALL, Q)),
-            HfPiece(f"{hf[2]}.{kind}", (G * D, *tail), (ALL, Q + 1)),
-        )
-        rows.append(fused_row(f"{name}.{kind}", (G, Q + 2, D, *tail), pieces, unit, (("mp", 0),)))
+        pieces = [HfPiece(f"{hf}.{kind}", (G * _length(heads) * D, *tail), (ALL, heads)) for hf, heads in parts.items()]
+        rows.append(fused_row(f"{name}.{kind}", (*shape[:3], *tail), pieces, unit, (("mp", 0),)))
     return rows
+
+
+def _length(heads: int | slice) -> int:
+    return heads.stop - heads.start if isinstance(heads, slice) else 1
 
 
 def mlp_rows(name: str, shape: tuple[int, int], gated: bool, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:

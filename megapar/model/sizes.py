@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.schema.flag import flag
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ class ModelSizes:
         raise NotImplementedError
 
     @property
-    def attention_widths(self) -> tuple[int, int]:
-        """Features of all query heads, and of all key and value heads together."""
-        return self.hidden_size, 2 * self.hidden_size
+    def attention(self) -> AttentionSizes:
+        """Sizes of the self-attention of a layer."""
+        raise NotImplementedError
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -162,6 +163,11 @@ class ModelSizes:
         return {"kind": self.stored_kind, **{name: v for name, v in asdict(self).items() if name not in left_out}}
 
     @classmethod
+    def fact_defaults(cls) -> dict[str, Any]:
+        """Return the facts of checkpoints from before a size was added, by its name: its default."""
+        return defaults_of(cls)
+
+    @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the sizes that ``facts`` describes. Options that do not affect weights get their defaults.
 
@@ -169,6 +175,11 @@ class ModelSizes:
         """
         values = {name: value for name, value in facts.items() if name != "kind"}
         return cls(**values, seq_length=values["max_position_embeddings"])
+
+
+def defaults_of(sizes: type[Any]) -> dict[str, Any]:
+    """Return the defaults of a dataclass's fields, by name; fields without one are left out."""
+    return {item.name: item.default for item in fields(sizes) if item.default is not MISSING}
 
 
 def require_choice(field: str, value: str, legal: Iterable[str]) -> None:

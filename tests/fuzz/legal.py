@@ -142,6 +142,11 @@ def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:
     return [None, None, tuple(mp(d) * (3 + layer % 3) for layer in range(layers))]
 
 
+def overlaps(d: Drawn) -> list[str | None]:
+    """The overlap of FSDP2 cannot be switched off."""
+    return [None, "on"] if d.sharding_stage == 3 else [None, "off", "on"]
+
+
 def merge_modes(d: Drawn) -> list[str | None]:
     return [None, "step"] if d.sharding_stage == 1 else [None, "step", "micro_batch"]
 

@@ -130,8 +130,8 @@ LAYOUT = (
         wild=(True,),
         layout=True,
     ),
-    Option(name="overlap_grad_reduce", values=(None, "off", "on"), layout=True),
-    Option(name="overlap_param_gather", values=(None, "off", "on"), layout=True),
+    Option(name="overlap_grad_reduce", values=legal.overlaps, wild=("off",), layout=True),
+    Option(name="overlap_param_gather", values=legal.overlaps, wild=("off",), layout=True),
 )
 
 DECODER = (

@@ -17,12 +17,11 @@ from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
-from megapar.model.layers.attention_kinds import make_attention
-from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import make_norm
+from megapar.model.layers.self_attention import make_attention
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
@@ -58,7 +57,7 @@ class DecoderBlock(nn.Module):
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
         self.attention = make_attention(
-            decoder_attention(sizes),
+            sizes.attention,
             layer,
             cp=cp,
             **options,
@@ -103,24 +102,6 @@ class DecoderBlock(nn.Module):
             return x + self.drop(self.mlp(normed, context.ends_unit), context, "mlp"), None
         y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.ends_unit)
         return x + self.drop(y, context, "mlp"), stats
-
-
-def decoder_attention(sizes: DecoderSizes) -> AttentionSizes:
-    """Return the sizes of a decoder layer's attention."""
-    return AttentionSizes(
-        kind="grouped_query",
-        hidden_size=sizes.hidden_size,
-        num_groups=sizes.num_query_groups,
-        queries_per_group=sizes.queries_per_group,
-        key_dim=sizes.head_dim,
-        value_dim=sizes.head_dim,
-        causal=True,
-        bias=sizes.add_bias_linear,
-        qk_norm=sizes.qk_norm,
-        epsilon=sizes.layernorm_epsilon,
-        dropout=sizes.attention_dropout,
-        flash=sizes.use_flash_attn,
-    )
 
 
 def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:

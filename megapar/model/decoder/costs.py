@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
-from megapar.model.cost.attention import AttentionShape, attention_cost
+from megapar.model.attention.costs import AttentionShape
+from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Product, UnitCost
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
@@ -55,19 +56,9 @@ class DecoderCost(ModelCost):
     @cached_property
     def attention(self) -> Sequence[OpCost]:
         """See ``ModelCost``."""
-        sizes = self.sizes
-        shape = AttentionShape(
-            heads=sizes.num_attention_heads,
-            groups=sizes.num_query_groups,
-            head_dim=sizes.head_dim,
-            causal=True,
-            rotary=sizes.position_embedding_type == "rope",
-            qk_norm=sizes.qk_norm,
-            dropout=bool(sizes.attention_dropout),
-            fused=sizes.use_flash_attn,
-            latent=self.view.latent,
-        )
-        return attention_cost(self._operators, shape)
+        rotary = self.sizes.position_embedding_type == "rope"
+        shape = AttentionShape(self.sizes.attention, rotary=rotary, latent=self.view.latent)
+        return kind_of(shape.sizes).costs(self._operators, shape)
 
     @cached_property
     def head(self) -> UnitCost:

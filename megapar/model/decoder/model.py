@@ -30,7 +30,7 @@ from megapar.core.tensor_parallel.layers import (
     parameter,
     vocabulary_range,
 )
-from megapar.model.decoder.block import DecoderBlock, decoder_attention
+from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
@@ -325,9 +325,7 @@ class Decoder(nn.Module):
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
         if sizes.position_embedding_type == "rope":
-            angles = rotary_angles(
-                batch["positions"], decoder_attention(sizes).rotary_dim, sizes.rope_theta, self.dtype
-            )
+            angles = rotary_angles(batch["positions"], sizes.attention.rotary_dim, sizes.rope_theta, self.dtype)
         valid = batch.get("valid")
         if valid_tokens is None:
             if self.cp.active:

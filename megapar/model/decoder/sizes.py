@@ -12,7 +12,8 @@ from fractions import Fraction
 from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megapar.model.sizes import ModelSizes, require_choice
+from megapar.model.attention_sizes import AttentionSizes
+from megapar.model.sizes import ModelSizes, defaults_of, require_choice
 from megapar.schema.flag import Alias, flag, follows, from_flags
 
 if TYPE_CHECKING:
@@ -322,20 +323,28 @@ class DecoderSizes(ModelSizes):
         return ("DecoderEmbedding", *(f"DecoderBlock({name})" for name in inner), "LmHead")
 
     @property
-    def attention_widths(self) -> tuple[int, int]:
-        """Features of all query heads, and of all key and value heads together."""
-        return self.num_attention_heads * self.head_dim, 2 * self.num_query_groups * self.head_dim
+    def attention(self) -> AttentionSizes:
+        """See ``ModelSizes``."""
+        return AttentionSizes(
+            kind="grouped_query",
+            hidden_size=self.hidden_size,
+            num_groups=self.num_query_groups,
+            queries_per_group=self.num_attention_heads // self.num_query_groups,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            causal=True,
+            bias=self.add_bias_linear,
+            qk_norm=self.qk_norm,
+            epsilon=self.layernorm_epsilon,
+            dropout=self.attention_dropout,
+            flash=self.use_flash_attn,
+        )
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Distinct widths of the MLPs that all tokens pass: dense MLPs and shared experts."""
         moes = (self.moe_at(layer) for layer in range(self.num_layers))
         return tuple(dict.fromkeys(self.ffn_hidden_size if moe is None else moe.shared_width for moe in moes))
-
-    @property
-    def queries_per_group(self) -> int:
-        """Query heads that share one key-value head."""
-        return self.num_attention_heads // self.num_query_groups
 
     @property
     def gated(self) -> bool:
@@ -406,6 +415,11 @@ class DecoderSizes(ModelSizes):
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
                 facts["moe"].pop(name)
         return facts
+
+    @classmethod
+    def fact_defaults(cls) -> dict[str, Any]:
+        """See ``ModelSizes``. Experts have a dictionary of their defaults."""
+        return {**super().fact_defaults(), "moe": defaults_of(MoeSizes)}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:

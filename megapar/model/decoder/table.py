@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megapar.model.attention.kinds import kind_of
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.model.parameter import (
     ALL,
     HfPiece,
     ParameterSpec,
-    attention_rows,
     bias_row,
     fused_row,
     mlp_rows,
     norm_rows,
-    row_parallel_rows,
-    scale_row,
     weight_row,
 )
 
@@ -49,15 +47,9 @@ def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
 
 def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
     """Return the rows of attention and both norms of the block ``name``."""
-    H, D, bias, biased = sizes.hidden_size, sizes.head_dim, sizes.add_bias_linear, sizes.normalization == "layernorm"
+    H, attention, biased = sizes.hidden_size, sizes.attention, sizes.normalization == "layernorm"
     rows = norm_rows(f"{name}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
-    names = tuple(f"{hf}.self_attn.{kind}_proj" for kind in "qkv")
-    G, Q = sizes.num_query_groups, sizes.queries_per_group
-    rows += attention_rows(f"{name}.attention.qkv", (G, Q, D, H), names, unit, bias)
-    rows += row_parallel_rows(f"{name}.attention.proj", (H, G * Q * D), f"{hf}.self_attn.o_proj", unit, bias)
-    if sizes.qk_norm:
-        for kind in "qk":
-            rows.append(scale_row(f"{name}.attention.{kind}_norm.weight", D, "", unit, mp_partial="always"))
+    rows += kind_of(attention).rows(attention, f"{name}.attention", lambda part: f"{hf}.self_attn.{part}_proj", unit)
     return rows + norm_rows(f"{name}.mlp_norm", H, f"{hf}.post_attention_layernorm", unit, biased)
 
 

@@ -15,12 +15,11 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.layers.attention_kinds import make_attention
-from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import LayerNorm
+from megapar.model.layers.self_attention import make_attention
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class ErnieBlock(nn.Module):
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention = make_attention(
-            ernie_attention(sizes),
+            sizes.attention,
             layer,
             cp=cp,
             **options,
@@ -72,21 +71,3 @@ class ErnieBlock(nn.Module):
         _, x = self.attention_norm.after(x, self.drop(self.attention(x, context), context, "attention"))
         _, y = self.mlp_norm.after(x, self.drop(self.mlp(x), context, "mlp"))
         return y, None
-
-
-def ernie_attention(sizes: ErnieSizes) -> AttentionSizes:
-    """Return the sizes of an ERNIE layer's attention: multi-head, so each query head has a key-value head."""
-    return AttentionSizes(
-        kind="grouped_query",
-        hidden_size=sizes.hidden_size,
-        num_groups=sizes.num_attention_heads,
-        queries_per_group=1,
-        key_dim=sizes.head_dim,
-        value_dim=sizes.head_dim,
-        causal=False,
-        bias=True,
-        qk_norm=False,
-        epsilon=sizes.layernorm_epsilon,
-        dropout=sizes.attention_dropout,
-        flash=sizes.use_flash_attn,
-    )

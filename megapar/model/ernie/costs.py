@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from megapar.model.cost.attention import AttentionShape, attention_cost
+from megapar.model.attention.costs import AttentionShape
+from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import (
     FORWARD_AND_BACKWARD,
     INDEX_BYTES,
@@ -110,15 +111,5 @@ class ErnieCost(ModelCost):
         return 2 * sizes.hidden_size * (sizes.hidden_size + 2) if sizes.sop else 0
 
     def _attention(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:
-        sizes = self.sizes
-        shape = AttentionShape(
-            heads=sizes.num_attention_heads,
-            groups=sizes.num_attention_heads,
-            head_dim=sizes.head_dim,
-            causal=causal,
-            dropout=bool(sizes.attention_dropout),
-            fused=sizes.use_flash_attn,
-            segments=segments,
-            memory=memory,
-        )
-        return attention_cost(self._operators, shape)
+        shape = AttentionShape(replace(self.sizes.attention, causal=causal), segments=segments, memory=memory)
+        return kind_of(shape.sizes).costs(self._operators, shape)

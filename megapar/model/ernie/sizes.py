@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.sizes import ModelSizes
 from megapar.schema.flag import flag
 
@@ -43,6 +44,24 @@ class ErnieSizes(ModelSizes):
     def head_dim(self) -> int:
         """Features of an attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention(self) -> AttentionSizes:
+        """See ``ModelSizes``. Attention is multi-head, so each query head has a key-value head."""
+        return AttentionSizes(
+            kind="grouped_query",
+            hidden_size=self.hidden_size,
+            num_groups=self.num_attention_heads,
+            queries_per_group=1,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            causal=False,
+            bias=True,
+            qk_norm=False,
+            epsilon=self.layernorm_epsilon,
+            dropout=self.attention_dropout,
+            flash=self.use_flash_attn,
+        )
 
     def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
         """See ``ModelSizes``."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megapar.model.attention.kinds import kind_of
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.parameter import (
     ParameterSpec,
-    attention_rows,
     bias_row,
     column_parallel_rows,
     linear_rows,
@@ -16,6 +16,8 @@ from megapar.model.parameter import (
     weight_row,
 )
 
+HF_PARTS = {"q": "self.query", "k": "self.key", "v": "self.value", "o": "output.dense"}
+"""Hugging Face names of the parts of an attention."""
 SOP = ("pooler.", "sop_head.")
 """Prefixes of the sentence-order head's parameters, which a masked language model does not have."""
 
@@ -44,11 +46,9 @@ def embedding_rows(sizes: ErnieSizes) -> list[ParameterSpec]:
 
 def layer_rows(sizes: ErnieSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
     """Return the rows of the layer ``name``, which has the Hugging Face name ``hf``."""
-    H, D, F, heads = sizes.hidden_size, sizes.head_dim, sizes.ffn_hidden_size, sizes.num_attention_heads
-    names = tuple(f"{hf}.attention.self.{kind}" for kind in ("query", "key", "value"))
+    H, F, attention = sizes.hidden_size, sizes.ffn_hidden_size, sizes.attention
     return [
-        *attention_rows(f"{name}.attention.qkv", (heads, 1, D, H), names, unit, bias=True),
-        *row_parallel_rows(f"{name}.attention.proj", (H, heads * D), f"{hf}.attention.output.dense", unit, bias=True),
+        *kind_of(attention).rows(attention, f"{name}.attention", lambda part: f"{hf}.attention.{HF_PARTS[part]}", unit),
         *norm_rows(f"{name}.attention_norm", H, f"{hf}.attention.output.LayerNorm", unit),
         *column_parallel_rows(f"{name}.mlp.up", (F, H), f"{hf}.intermediate.dense", unit, bias=True),
         *row_parallel_rows(f"{name}.mlp.down", (H, F), f"{hf}.output.dense", unit, bias=True),

@@ -113,8 +113,9 @@ def _run(
             q, k, v = (t.transpose(1, 2) for t in heads)
             return core(q, k, v, dropout).transpose(1, 2)
 
-    heads = attention.project(x, None)
-    y = attention.output(recompute_in_backward(attend, *heads) if attention.selective else attend(*heads))
+    q, k, v, *more = attention.project(x, None)
+    attended = recompute_in_backward(attend, q, k, v) if attention.selective else attend(q, k, v)
+    y = attention.output(attended, *more)
     x = block.attention_norm(x + block.drop(y, context, f"attention.{place}"))
     out: Tensor = block.mlp_norm(x + block.drop(block.mlp(x), context, f"mlp.{place}"))
     return out

@@ -48,6 +48,7 @@ class CausalSlices:
         self._entering: dict[int, Started] = {}
         self._heads: dict[int, tuple[Tensor, ...]] = {}
         self._attended: dict[int, Tensor] = {}
+        self._more: dict[int, tuple[Tensor, ...]] = {}
         self._leaving: dict[int, Started] = {}
         self._entered = 0
         self._keys, self._values = PrefixBuffer(), PrefixBuffer()
@@ -59,11 +60,11 @@ class CausalSlices:
     def prepare(self, x_BSH: Tensor) -> None:
         """Compute queries, keys and values of all slices."""
         self.prepared = True
-        q, k, v = self._attention.project(x_BSH, self._context.angles)
-        pieces = (split_slices(x, self._context.slices) for x in (q, k, v))
+        heads = self._attention.project(x_BSH, self._context.angles)
+        pieces = (split_slices(x, self._context.slices) for x in heads)
         self._heads = dict(enumerate(zip(*pieces, strict=True)))
         if not self._attention.cp.active:
-            self._keys, self._values = PrefixBuffer(k.data), PrefixBuffer(v.data)
+            self._keys, self._values = PrefixBuffer(heads[1].data), PrefixBuffer(heads[2].data)
 
     def enter(self, x_BsH: Tensor | None) -> None:
         """Take the next slice, [B, s, H]; None if all are prepared."""
@@ -83,7 +84,8 @@ class CausalSlices:
     def attend(self, number: int) -> None:
         """Compute attention of slice ``number`` over the keys of all slices up to its own."""
         attention, context = self._attention, self._context
-        q, k, v = self._heads.pop(number)
+        q, k, v, *more = self._heads.pop(number)
+        self._more[number] = tuple(more)
         if self._shared is not None:  # keys of other ranks are kept, because recomputation would send them again
             self._attended[number] = self._attend_shared(self._shared, q, k, v, number)
             return
@@ -98,11 +100,11 @@ class CausalSlices:
 
     def leave(self, number: int) -> None:
         """Project the heads of slice ``number`` to hidden features, or launch the sum over mp of their projection."""
-        y, attention = self._attended.pop(number), self._attention
+        y, more, attention = self._attended.pop(number), self._more.pop(number), self._attention
         if self.hides and number < len(self._context.slices) - 1:
-            self._leaving[number] = attention.start_output(y)
+            self._leaving[number] = attention.start_output(y, *more)
         else:
-            self._attended[number] = attention.output(y)
+            self._attended[number] = attention.output(y, *more)
 
     def finish(self, number: int) -> Tensor:
         """Return the output of slice ``number``, [B, s, H]."""

@@ -17,7 +17,7 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import counted
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
 from megapar.core.tensor_parallel.weight_gradients import linear
-from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.norm import RmsNorm, rms_norm
 from megapar.model.layers.rotary import rotate
 from megapar.model.layers.self_attention import Angles, SelfAttention
@@ -51,11 +51,11 @@ class GroupedQueryAttention(SelfAttention):
         self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
         self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
 
-    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """See ``SelfAttention.project``. Without norms and rope, k and v are views of the product."""
         return self._finished_heads(self.qkv(x), angles)
 
-    def output(self, y: Tensor) -> Tensor:
+    def output(self, y: Tensor, *more: Tensor) -> Tensor:
         """See ``SelfAttention.output``."""
         out: Tensor = self.proj(y.flatten(2))
         return out
@@ -64,11 +64,11 @@ class GroupedQueryAttention(SelfAttention):
         """Launch the all-gather of x over mp."""
         return self.qkv.start(x)
 
-    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, ...]:
         """See ``SelfAttention.finish_project``."""
         return self._finished_heads(self.qkv.finish(started), angles)
 
-    def start_output(self, y: Tensor) -> Started:
+    def start_output(self, y: Tensor, *more: Tensor) -> Started:
         """Launch the sum of the products over mp."""
         return self.proj.start(y.flatten(2))
 
@@ -87,7 +87,7 @@ class GroupedQueryAttention(SelfAttention):
         both = linear(memory, weight.flatten(0, -2), bias, later).unflatten(-1, weight.shape[:-1])
         return both[..., -2, :], both[..., -1, :]
 
-    def _finished_heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _finished_heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]; normalize and rotate q and k."""
         if self.q_norm is None and angles is None:
             return split_heads(qkv)  # views

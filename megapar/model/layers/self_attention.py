@@ -2,11 +2,13 @@
 
     x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
 
-A kind is a subclass of ``SelfAttention``, registered in ``attention_kinds``. It owns the weights, computes queries,
-keys and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is
-the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
-(``attention_slices``), with or without context parallelism (``core.context_parallel``), kept or recomputed. A kind
-whose scores have another scale multiplies its queries by the ratio.
+``project`` may return more tensors [B, S, ..] after v, such as gates, which go past the core to ``output``.
+
+A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind`` in ``model.attention``. It owns the weights,
+computes queries, keys and values of this rank's positions (``project``) and projects heads to hidden features
+(``output``). The core is the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole
+or slice by slice (``attention_slices``), with or without context parallelism (``core.context_parallel``), kept or
+recomputed. A kind whose scores have another scale multiplies its queries by the ratio.
 
 Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N query heads and G
 key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks dims that are split over
@@ -32,7 +34,8 @@ from megapar.core.device.packed_attention import packed_attention_reference
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started
-from megapar.model.layers.attention_sizes import AttentionSizes
+from megapar.model.attention.kinds import kind_of
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.context import Context
 
 if TYPE_CHECKING:
@@ -72,24 +75,27 @@ class SelfAttention(nn.Module, ABC):
         self.run, self.selective = execution.run, execution.selective
 
     @abstractmethod
-    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V] for x [B, S(/mp), H] and the positions' angles."""
+    def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
+        """Return q [B, S, N, D], k [B, S, G, D] and v [B, S, G, V] for x [B, S(/mp), H] and the positions' angles.
+
+        A kind whose output depends on more of x returns that too, [B, S, ..] each.
+        """
 
     @abstractmethod
-    def output(self, y: Tensor) -> Tensor:
-        """Project output heads [B, S, N, V] to [B, S(/mp), H]."""
+    def output(self, y: Tensor, *more: Tensor) -> Tensor:
+        """Project output heads [B, S, N, V] to [B, S(/mp), H]. more: Tensors that ``project`` returned after v."""
 
     def start_project(self, x: Tensor) -> Started:
         """Launch the communication of ``project`` over mp. The default launches nothing."""
         return Started(x)
 
-    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, ...]:
         """Wait for the communication that ``start_project`` launched and return the result of ``project``."""
         return self.project(started.x, angles)
 
-    def start_output(self, y: Tensor) -> Started:
+    def start_output(self, y: Tensor, *more: Tensor) -> Started:
         """Launch the sum over mp of ``output``. The default runs ``output`` and launches nothing."""
-        return Started(self.output(y))
+        return Started(self.output(y, *more))
 
     def finish_output(self, started: Started) -> Tensor:
         """Wait for the sum that ``start_output`` launched and return the result of ``output``."""
@@ -107,7 +113,10 @@ class SelfAttention(nn.Module, ABC):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H]."""
-        return self.output(self.core(*self.project(x, context.angles), context))
+        q, k, v, *more = self.project(x, context.angles)
+        y = self.core(q, k, v, context)
+        del q, k, v  # without a backward nothing else holds them
+        return self.output(y, *more)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Return [B, S, N, V] for q [B, S, N, D], k [B, S, G, D], v [B, S, G, V]."""
@@ -142,6 +151,14 @@ class SelfAttention(nn.Module, ABC):
             else:
                 y = self.run(attend, q, k, v, context.valid, self.sizes.causal, flash)
         return y.transpose(1, 2)
+
+
+def make_attention(
+    sizes: AttentionSizes, layer: int, *, cp: ContextParallel, **options: Unpack[LayerOptions]
+) -> SelfAttention:
+    """Build the attention of layer ``layer``. Raises KeyError for a kind that is not registered."""
+    attention: SelfAttention = kind_of(sizes).load_parts()(sizes, layer, cp=cp, **options)
+    return attention
 
 
 @counted(2, 2, 2, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.tensor_parallel.overlap_price import OFF, ON, CutLinear, Price
+from megapar.model.attention.kinds import kind_of
 from megapar.model.sizes import ModelSizes
 from megapar.training.building.segments import ITEM_BYTES
 
@@ -28,11 +29,11 @@ def hiding(config: Config, kind: DeviceKind, dtype: str, sizes: ModelSizes | Non
 
 def cut_linears(sizes: ModelSizes, mp: int) -> tuple[CutLinear, ...]:
     """Return a rank's column and row parallel layers, for one block of each kind in the model."""
-    H, (queries, keys_values) = sizes.hidden_size, sizes.attention_widths
+    H, (made, taken) = sizes.hidden_size, kind_of(sizes.attention).widths(sizes.attention)
     gates = 2 if sizes.gated else 1
     linears = []
     for width in sizes.mlp_widths:
-        linears += [CutLinear(True, H, (queries + keys_values) // mp), CutLinear(False, queries // mp, H)]
+        linears += [CutLinear(True, H, made // mp), CutLinear(False, taken // mp, H)]
         if width:
             linears += [CutLinear(True, H, gates * width // mp), CutLinear(False, width // mp, H)]
     return tuple(linears)

@@ -15,9 +15,12 @@ import torch
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint import store
+from megapar.core.checkpoint.facts import differences
 from megapar.core.checkpoint.shard import Shard
 from megapar.errors import CheckpointError
+from megapar.model.sizes import ModelSizes
 from tests.core.checkpoint.states import MODEL, load_on, make_state, save_on, untouched
+from tests.model.small import DENSE, ERNIE, MOE
 from tests.support.ranks import run_ranks
 
 SHARD = "shard-00001.safetensors"
@@ -122,6 +125,28 @@ def test_a_folder_that_is_none_is_no_checkpoint(tmp_path: Path) -> None:
 def test_another_model_is_named_by_its_facts(folder: Path) -> None:
     error = refused(folder, expect_model={**MODEL, "hidden_size": 16, "new": 1})
     assert "is a checkpoint of another model: hidden_size is 8 there and 16 here; new is none there and 1 here" in error
+
+
+@pytest.mark.parametrize("sizes", [DENSE, MOE, ERNIE], ids=["dense", "experts", "ernie"])
+def test_a_size_that_is_newer_than_the_checkpoint_has_its_default_there(sizes: ModelSizes) -> None:
+    facts, defaults = json.loads(json.dumps(sizes.facts())), type(sizes).fact_defaults()
+    newer = [name for name in facts if name in defaults and facts[name] == defaults[name]]
+    assert newer
+    assert differences({name: value for name, value in facts.items() if name not in newer}, facts) == ""
+    older = {name: value for name, value in facts.items() if name != newer[0]}
+    assert differences(older, {**facts, newer[0]: "other"}) == f"{newer[0]} is none there and other here"
+    assert differences({**facts, newer[0]: None}, facts) == f"{newer[0]} is none there and {facts[newer[0]]} here"
+
+
+def test_newer_sizes_of_experts_have_their_defaults_too() -> None:
+    facts = json.loads(json.dumps(MOE.facts()))
+    older = {**facts, "moe": {name: value for name, value in facts["moe"].items() if name not in ("score", "topk")}}
+    assert differences(older, facts) == "moe.topk is none there and 2 here"
+
+
+def test_facts_of_absurd_numbers_are_compared_at_once() -> None:
+    facts = json.loads(json.dumps(MOE.facts()))
+    assert differences({**facts, "num_layers": 10**15, "moe_widths": [1]}, facts).count(" there and ") == 2
 
 
 def test_missing_and_surplus_tensors_are_listed(folder: Path) -> None:

@@ -14,15 +14,14 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
-from megapar.model.decoder.block import decoder_attention
-from megapar.model.ernie.block import ErnieBlock, ernie_attention
+from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of, published_kind
+from megapar.model.attention_sizes import AttentionSizes
+from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
-from megapar.model.layers.attention_kinds import ATTENTION_KINDS, make_attention
-from megapar.model.layers.attention_sizes import AttentionSizes
 from megapar.model.layers.attention_slices import CausalSlices
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import rotary_angles, rotate
-from megapar.model.layers.self_attention import SelfAttention
+from megapar.model.layers.self_attention import SelfAttention, make_attention
 from megapar.moe.slicing import Slicing
 from tests.model.small import DENSE, ERNIE, MOE, batch_for, build
 from tests.support.ranks import run_ranks
@@ -78,7 +77,7 @@ def decoder(sizes, value_dim, *, mp=None, sequence_parallel=False, **more):
     model = build(sizes, dtype=torch.float64, mp=mp, sequence_parallel=sequence_parallel, **more)
     options = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": None}
     for name, block in model.layers.items():
-        own = replace(decoder_attention(sizes), value_dim=value_dim)
+        own = replace(sizes.attention, value_dim=value_dim)
         block.attention = ApartAttention(own, int(name), cp=model.cp, **options)
         fill(block.attention, int(name))
     return model
@@ -126,7 +125,7 @@ def test_one_process(value_dim, selective):
     x, angles = inputs()
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
-    sizes = replace(decoder_attention(DENSE), value_dim=value_dim)
+    sizes = replace(DENSE.attention, value_dim=value_dim)
     both_ways = replace(sizes, causal=False)
     for own, context, seen in (
         (sizes, Context(None, None, 32, angles), causal),
@@ -144,23 +143,13 @@ def test_one_process(value_dim, selective):
 def test_slices(value_dim, prepared, packed):
     """Slice after slice, from heads of the whole or from each slice's own."""
     x, angles = inputs()
-    attention = single(replace(decoder_attention(DENSE), value_dim=value_dim))
+    attention = single(replace(DENSE.attention, value_dim=value_dim))
     slices = Slicing(3).cut(LENGTH)
     cuts = {"slices": slices, "own_slices": slices, "whole_slices": slices}
     context = packed_context(angles, **cuts) if packed else Context(None, None, 32, angles, **cuts)
-    run = CausalSlices(attention, context)
-    if prepared:
-        run.prepare(x)
-    parts = []
-    for number, place in enumerate(slices):
-        run.enter(None if prepared else x[:, place])
-        run.project(number)
-        run.attend(number)
-        run.leave(number)
-        parts.append(run.finish(number))
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     want = plainly(attention, x, angles, seen & documents_seen() if packed else seen)
-    close(torch.cat(parts, dim=1), want, (x, *attention.parameters()))
+    close(sliced(attention, x, context, prepared=prepared), want, (x, *attention.parameters()))
 
 
 def attention_gradients(model) -> dict[str, Tensor]:
@@ -244,7 +233,7 @@ def test_both_branches_of_ernie_3(flash):
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    block.attention = attention = single(replace(ernie_attention(ERNIE), value_dim=12, flash=flash))
+    block.attention = attention = single(replace(ERNIE.attention, value_dim=12, flash=flash))
     x, _ = inputs()
     slices, rows, memory = (slice(0, 8), slice(8, 16)), torch.arange(2), 4
     valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
@@ -266,14 +255,66 @@ def test_both_branches_of_ernie_3(flash):
     close(generate(block, x, rows, context), torch.cat((first, second), dim=1), tensors)
 
 
-def test_kinds_are_chosen_by_name():
-    sizes = decoder_attention(DENSE)
+class GatedAttention(ApartAttention):
+    """A kind whose output is multiplied by its input."""
+
+    def project(self, x, angles):
+        return (*super().project(x, angles), x)
+
+    def output(self, y, *more):
+        return super().output(y) * more[0]
+
+
+@pytest.mark.parametrize("prepared", [None, False, True])
+def test_what_project_adds_reaches_the_output(prepared):
+    """As a whole, and slice after slice."""
+    x, angles = inputs()
+    slices = Slicing(3).cut(LENGTH)
+    context = Context(None, None, 32, angles, slices=slices, own_slices=slices, whole_slices=slices)
     options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
-    assert type(make_attention(sizes, 0, cp=ContextParallel(), **options)) is ATTENTION_KINDS[sizes.kind]
+    attention = GatedAttention(DENSE.attention, 0, **options)
+    fill(attention, 0)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+    want = plainly(attention, x, angles, seen) * x
+    y = attention(x, context) if prepared is None else sliced(attention, x, context, prepared=prepared)
+    close(y, want, (x, *attention.parameters()))
+
+
+def sliced(attention, x, context, *, prepared):
+    """The output for x, slice after slice."""
+    run, parts = CausalSlices(attention, context), []
+    if prepared:
+        run.prepare(x)
+    for number, place in enumerate(context.slices):
+        run.enter(None if prepared else x[:, place])
+        run.project(number)
+        run.attend(number)
+        run.leave(number)
+        parts.append(run.finish(number))
+    return torch.cat(parts, dim=1)
+
+
+def test_kinds_are_chosen_by_name():
+    sizes = DENSE.attention
+    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
+    assert type(make_attention(sizes, 0, cp=ContextParallel(), **options)) is kind_of(sizes).load_parts()
     with pytest.raises(KeyError, match="nothing"):
         make_attention(replace(sizes, kind="nothing"), 0, cp=ContextParallel(), **options)
     with pytest.raises(ValueError, match="keys have 8 features and values 12"):
         make_attention(replace(sizes, value_dim=12), 0, cp=ContextParallel(), **options)
+
+
+@pytest.mark.parametrize("name", ATTENTION_KINDS)
+def test_the_widths_of_a_kind_are_those_of_its_rows(name: str) -> None:
+    kind, sizes = ATTENTION_KINDS[name], replace(DENSE.attention, kind=name)
+    rows = {row.name: row for row in kind.rows(sizes, "attention", lambda part: part, "layers.0")}
+    widths = rows["attention.qkv.weight"].numel // 32, rows["attention.proj.weight"].shape[1]
+    assert kind.widths(sizes) == widths
+
+
+def test_a_published_class_has_the_first_kind_unless_another_one_names_it():
+    assert {published_kind(name) for name in ("MixtralForCausalLM", "nothing")} == {"grouped_query"}
+    assert all(published_kind(name) == kind.name for kind in ATTENTION_KINDS.values() for name in kind.published)
 
 
 def test_a_kind_without_a_memory_says_so():
@@ -282,4 +323,4 @@ def test_a_kind_without_a_memory_says_so():
 
     options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
     with pytest.raises(NotImplementedError, match="Forgetful has no memory"):
-        Forgetful(decoder_attention(DENSE), 0, **options).project_memory(torch.zeros(2, 4, 32))
+        Forgetful(DENSE.attention, 0, **options).project_memory(torch.zeros(2, 4, 32))

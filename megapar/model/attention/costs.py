@@ -1,4 +1,4 @@
-"""Cost of an attention layer on one rank. Standard library only.
+"""Cost of an attention layer on one rank, which the kinds of attention share. Standard library only.
 
 Shape letters: t positions that matrix products see, s positions outside them, H hidden, N query heads, G key-value
 heads, D head size; N and G are those of this rank.
@@ -8,8 +8,10 @@ Tested in ``tests/model/cost/test_model_cost.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.cost.model_cost import OpCost, Product
 from megapar.model.cost.operators import Operators, norm_kept
 from megapar.model.cost.rank_view import LatentAttention, RankView
@@ -17,30 +19,18 @@ from megapar.model.cost.rank_view import LatentAttention, RankView
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of one layer's attention in the whole model.
+    """One layer's attention and the inputs that its costs depend on.
 
     Attributes:
-        heads: Query heads.
-        groups: Key-value heads.
-        head_dim: Features of a head.
-        causal: A position attends only to itself and earlier positions.
+        sizes: Sizes of the attention in the whole model.
         rotary: Queries and keys are rotated by their positions.
-        qk_norm: Queries and keys are normalized.
-        dropout: Attention weights have dropout.
-        fused: A fused kernel computes the core.
         segments: Segments per sample.
         memory: Positions of the previous segment that a segment attends to.
         latent: Shape of latent attention; None for plain attention.
     """
 
-    heads: int
-    groups: int
-    head_dim: int
-    causal: bool
+    sizes: AttentionSizes
     rotary: bool = False
-    qk_norm: bool = False
-    dropout: bool = False
-    fused: bool = True
     segments: int = 1
     memory: int = 0
     latent: LatentAttention | None = None
@@ -71,11 +61,20 @@ class _Heads:
     products: tuple[Product, ...]
 
 
-def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
-    """Return the operators of attention: norm, queries, keys and values, core, output projection."""
+def attention_cost(
+    operators: Operators, shape: AttentionShape, widths: tuple[int, int], between: Sequence[OpCost] = ()
+) -> list[OpCost]:
+    """Return the operators of attention: norm, queries, keys and values, core, output projection.
+
+    Args:
+        operators: Costs of operators that all layers share.
+        shape: The attention.
+        widths: Features that the product before the core makes and that the output projection takes.
+        between: Operators between the core and the output projection.
+    """
     view, H = operators.view, operators.hidden_size
     e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
-    heads = _heads(view, shape, H)
+    heads = _heads(view, shape, H, widths)
     return [
         operators.norm(),
         OpCost(
@@ -87,6 +86,7 @@ def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
             transient=e * t * heads.qkv + 2 * x,
         ),
         _core(operators, shape, heads),
+        *between,
         OpCost(
             "proj",
             operators.dropped(),
@@ -98,10 +98,10 @@ def attention_cost(operators: Operators, shape: AttentionShape) -> list[OpCost]:
     ]
 
 
-def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
+def _heads(view: RankView, shape: AttentionShape, H: int, widths: tuple[int, int]) -> _Heads:
     t, e = view.tokens, view.item_bytes
-    N, G, D = shape.heads / view.mp, shape.groups / view.mp, shape.head_dim
-    qkv, out, scored = (N + 2 * G) * D, N * D, 2 * N * D
+    N, G, D = shape.sizes.num_heads / view.mp, shape.sizes.num_groups / view.mp, shape.sizes.key_dim
+    qkv, out, scored = widths[0] / view.mp, widths[1] / view.mp, 2 * N * D
     products: tuple[Product, ...] = (Product(t, H, round(qkv)),)
     latent = shape.latent
     if latent is not None:
@@ -119,9 +119,9 @@ def _heads(view: RankView, shape: AttentionShape, H: int) -> _Heads:
         kept += e * t * (N + G) * D  # rotated queries and keys; values are a view of the product's output
         if view.kernels == "cpu":  # and the angles as complex numbers, for queries and for keys
             kept += 2 * view.wide_bytes * t * D
-    elif shape.heads > shape.groups:
+    elif shape.sizes.queries_per_group > 1:
         kept += e * t * N * D
-    if shape.qk_norm:
+    if shape.sizes.qk_norm:
         kept += norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
     return _Heads(N, G, D, qkv, out, scored, kept, products)
 
@@ -132,12 +132,12 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     t, e, N, G, D = view.tokens, view.item_bytes, heads.N, heads.G, heads.D
     core = e * t * heads.out + 4 * t * N
     length, later = view.seq_length / shape.segments, shape.segments - 1
-    seen = length * (0.5 if shape.causal else 1.0)
+    seen = length * (0.5 if shape.sizes.causal else 1.0)
     if later:  # later segments also attend to a memory, with a mask; their keys and values are concatenated
         seen = (seen + later * (length + shape.memory)) / shape.segments
         joined = t / shape.segments * later * (1 + shape.memory / length)
         core += 2 * e * joined * N * D + e * later * length * (length + shape.memory)
-    if (shape.dropout and view.kernels == "cpu") or not shape.fused:
+    if (shape.sizes.dropout and view.kernels == "cpu") or not shape.sizes.flash:
         core += _scores_kept(view, shape, N, length + (shape.memory if later else 0))
     kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
     transient = e * t * (heads.qkv + heads.out) + (core - kept)
@@ -156,6 +156,6 @@ def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float)
     """Return the bytes kept without a fused kernel: softmax's output, and with dropout the weights and their mask."""
     e, t = view.item_bytes, view.tokens
     kept = e * t * N * length
-    if shape.dropout:
+    if shape.sizes.dropout:
         kept += (e + 1) * t * N * length
     return kept

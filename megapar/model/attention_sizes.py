@@ -1,4 +1,6 @@
-"""Sizes of a self-attention layer. Standard library only.
+"""Sizes of a self-attention layer, from which it is built, planned and listed in the parameter table.
+
+Standard library only.
 
 Tested in ``tests/model/layers/test_self_attention.py``.
 """
@@ -10,10 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes and options that every kind of self-attention has. A kind with more of them extends this class.
+    """Sizes and options that every kind of self-attention has, for the whole model.
+
+    A kind with more of them extends this class.
 
     Attributes:
-        kind: A name in ``attention_kinds.ATTENTION_KINDS``.
+        kind: Name of its ``AttentionKind`` in ``model.attention``.
         hidden_size: Features of the input and the output.
         num_groups: Key-value heads.
         queries_per_group: Query heads that share a key-value head.

@@ -1,0 +1,53 @@
+"""Description of multi-head, grouped-query and multi-query attention; ``model.layers`` has its class.
+
+Shape letters as in ``model.parameter``; Q query heads of a group. Standard library only.
+
+Tested in ``tests/model/test_table.py`` and ``tests/model/cost/test_model_cost.py``.
+"""
+
+from __future__ import annotations
+
+from megapar.model.attention.costs import AttentionShape, attention_cost
+from megapar.model.attention.kind import AttentionKind, HfNames
+from megapar.model.attention_sizes import AttentionSizes
+from megapar.model.cost.model_cost import OpCost
+from megapar.model.cost.operators import Operators
+from megapar.model.parameter import ParameterSpec, attention_rows, row_parallel_rows, scale_row
+
+
+def rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[ParameterSpec]:
+    """Return the rows of the fused query-key-value projection, the output projection and the norms."""
+    H, G, Q, D = sizes.hidden_size, sizes.num_groups, sizes.queries_per_group, sizes.key_dim
+    parts: dict[str, int | slice] = {hf("q"): slice(0, Q), hf("k"): Q, hf("v"): Q + 1}
+    fused = attention_rows(f"{name}.qkv", (G, Q + 2, D, H), parts, unit, sizes.bias)
+    return fused + output_rows(sizes, name, hf, unit)
+
+
+def output_rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[ParameterSpec]:
+    """Return the rows of the output projection and of the norms of queries and keys."""
+    shape = (sizes.hidden_size, sizes.num_heads * sizes.value_dim)
+    found = row_parallel_rows(f"{name}.proj", shape, hf("o"), unit, sizes.bias)
+    if sizes.qk_norm:
+        for part in "qk":
+            found.append(scale_row(f"{name}.{part}_norm.weight", sizes.key_dim, "", unit, mp_partial="always"))
+    return found
+
+
+def widths(sizes: AttentionSizes) -> tuple[int, int]:
+    """Return the features of all query, key and value heads, and of all output heads."""
+    queries = sizes.num_heads * sizes.key_dim
+    return queries + 2 * sizes.num_groups * sizes.key_dim, queries
+
+
+def costs(operators: Operators, shape: AttentionShape) -> list[OpCost]:
+    """Return the operators on a rank."""
+    return attention_cost(operators, shape, widths(shape.sizes))
+
+
+GROUPED_QUERY = AttentionKind(
+    name="grouped_query",
+    rows=rows,
+    widths=widths,
+    costs=costs,
+    parts="megapar.model.layers.grouped_query_attention:GroupedQueryAttention",
+)

@@ -1,0 +1,49 @@
+"""One kind of self-attention, described without torch.
+
+Tested in ``tests/model/layers/test_self_attention.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from megapar.model.attention.costs import AttentionShape
+from megapar.model.attention_sizes import AttentionSizes
+from megapar.model.cost.model_cost import OpCost
+from megapar.model.cost.operators import Operators
+from megapar.model.parameter import ParameterSpec
+
+HfNames = Callable[[str], str]
+"""Function from a part of an attention (q, k, v, o, or what a kind adds) to the name of its Hugging Face tensor, which
+lacks only ``.weight`` or ``.bias``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """One kind of attention.
+
+    Attributes:
+        name: Name of the kind, in ``AttentionSizes``.
+        rows: Returns its rows of the parameter table, given its sizes, its name in the model, its Hugging Face names
+            and its unit.
+        widths: Returns the features that its products before the core make and that its output takes, in the whole
+            model.
+        costs: Returns its operators on a rank, the norm before it included.
+        parts: ``module:Class`` of its layer, imported when the layer is built.
+        published: Published classes that have this kind. A class that no kind names has the first kind of all.
+    """
+
+    name: str
+    rows: Callable[[AttentionSizes, str, HfNames, str], list[ParameterSpec]]
+    widths: Callable[[AttentionSizes], tuple[int, int]]
+    costs: Callable[[Operators, AttentionShape], list[OpCost]]
+    parts: str
+    published: tuple[str, ...] = ()
+
+    def load_parts(self) -> Any:
+        """Import the class of the layer, and with it torch."""
+        module, _, name = self.parts.partition(":")
+        return getattr(import_module(module), name)

@@ -1,0 +1,26 @@
+"""Registry of the kinds of attention. Standard library only.
+
+Tested in ``tests/model/layers/test_self_attention.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megapar.model.attention.grouped_query import GROUPED_QUERY
+from megapar.model.attention.kind import AttentionKind
+from megapar.model.attention_sizes import AttentionSizes
+
+_KINDS = (GROUPED_QUERY,)
+
+ATTENTION_KINDS: Mapping[str, AttentionKind] = {kind.name: kind for kind in _KINDS}
+
+
+def kind_of(sizes: AttentionSizes) -> AttentionKind:
+    """Return the kind of an attention of these sizes. Raises KeyError for a kind that is not registered."""
+    return ATTENTION_KINDS[sizes.kind]
+
+
+def published_kind(architecture: str) -> str:
+    """Return the name of the kind that a published class has."""
+    return next((kind.name for kind in _KINDS if architecture in kind.published), _KINDS[0].name)
