@@ -70,11 +70,11 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        iteration: last iteration done.
-        records: records of every iteration in order, if they were kept.
-        evaluation: means of the last evaluation. None without one.
-        checkpoint: folder of the newest checkpoint.
-        exported: folder of the exported Hugging Face model.
+        iteration: Last iteration done.
+        records: Records of every iteration in order, if they were kept.
+        evaluation: Means of the last evaluation. None without one.
+        checkpoint: Folder of the newest checkpoint.
+        exported: Folder of the exported Hugging Face model.
     """
 
     iteration: int
@@ -125,11 +125,11 @@ def train(
     """Train with a configuration. Raises MegaparError.
 
     Args:
-        config: the resolved configuration.
-        rendezvous_url: address at which the ranks rendezvous, by default from the environment that torchrun sets.
-        stop_signal: source of stop requests. All ranks stop together. Before the rendezvous a signal ends the process.
-        planned: returns the memory that the plan predicts, for the message after an out-of-memory error.
-        keep_records: keep the records of all iterations for the outcome. They take kilobytes each, on every rank, so
+        config: The resolved configuration.
+        rendezvous_url: Address at which the ranks rendezvous, by default from the environment that torchrun sets.
+        stop_signal: Source of stop requests. All ranks stop together. Before the rendezvous a signal ends the process.
+        planned: Returns the memory that the plan predicts, for the message after an out-of-memory error.
+        keep_records: Keep the records of all iterations for the outcome. They take kilobytes each, on every rank, so
             use this for short runs only.
     """
     watch = make_watch(config)
@@ -170,15 +170,15 @@ class Trainer:
     """One run on this rank, in three calls: the constructor builds, ``start`` loads and ``train`` runs the loop.
 
     Attributes:
-        job: the model with its gradients and optimizer state.
-        progress: position of the run in its data.
-        corpus: training and held-out samples.
-        loader: reads micro-batches. This and the attributes below depend on the first iteration and are set by
+        job: The model with its gradients and optimizer state.
+        progress: Position of the run in its data.
+        corpus: Training and held-out samples.
+        loader: Reads micro-batches. This and the attributes below depend on the first iteration and are set by
             ``start``.
-        stepper: runs the steps.
-        guards: checks for corrupted state.
-        monitor: collects records.
-        terminal: prints messages. None on every rank except rank 0.
+        stepper: Runs the steps.
+        guards: Checks for corrupted state.
+        monitor: Collects records.
+        terminal: Prints messages. None on every rank except rank 0.
     """
 
     loader: Loader
@@ -202,14 +202,14 @@ class Trainer:
         """Build everything that does not depend on the iteration that the run starts from.
 
         Args:
-            config: the resolved configuration.
-            world: process groups of all axes.
-            corpus: training and held-out samples.
-            stop_signal: source of stop requests.
-            keep_records: keep the records of all iterations for the outcome.
-            watch: the watchdog. None makes one from the configuration.
-            observer: hooks into every step.
-            builder: builds the replaceable parts of the model. None uses the default parts.
+            config: The resolved configuration.
+            world: Process groups of all axes.
+            corpus: Training and held-out samples.
+            stop_signal: Source of stop requests.
+            keep_records: Keep the records of all iterations for the outcome.
+            watch: The watchdog. None makes one from the configuration.
+            observer: Hooks into every step.
+            builder: Builds the replaceable parts of the model. None uses the default parts.
         """
         self.config = config
         self.world = world

@@ -26,7 +26,7 @@ class MicroBatch:
     ``data.context_parallel_batch``), except in ``ends``. The other attributes always describe whole samples.
 
     Attributes:
-        tensors: inputs of the model's forward pass, int64 except ``valid``.
+        tensors: Inputs of the model's forward pass, int64 except ``valid``.
             Decoder: tokens, labels (NO_LOSS: not predicted), positions [B, S]; ends [documents], only with attention
             inside documents: the index after each document, flat into B * S, ascending, the last one of a sample at
             its end.
@@ -35,10 +35,10 @@ class MicroBatch:
             Both: valid [B, S] bool, only if some position is padding.
             Context parallelism adds lengths [B], the valid positions of whole samples, next to valid, and for a
             decoder tokens_ahead, labels_ahead [B, S]: those of the next position, which may be on another rank.
-        counts: items of each loss term: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
+        counts: Items of each loss term: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
             token and next token are both predicted), {"lm": M, "sop": B} for ERNIE.
-        valid_tokens: number of positions that are not padding.
-        tokens: number of all positions, B * S.
+        valid_tokens: Number of positions that are not padding.
+        tokens: Number of all positions, B * S.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -155,8 +155,8 @@ class Loader:
         """Start the prefetch thread when the first step is requested.
 
         Args:
-            samples: samples by number.
-            collate: makes a micro-batch of mbs samples.
+            samples: Samples by number.
+            collate: Makes a micro-batch of mbs samples.
             micro_batch_size: mbs, in samples.
             data_rank: r, this rank's index over all axes whose ranks read different data.
             data_ranks: R, the size of these axes.

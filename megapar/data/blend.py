@@ -25,8 +25,8 @@ class Group(NamedTuple):
     """One corpus before it is opened.
 
     Attributes:
-        weight: weight in the blend; None if no weights are given.
-        paths: paths of text, or the prefix of one indexed file.
+        weight: Weight in the blend; None if no weights are given.
+        paths: Paths of text, or the prefix of one indexed file.
         indexed: True if ``paths`` is the prefix of an indexed file.
     """
 
@@ -52,9 +52,9 @@ class BlendSource:
     """One corpus of a blend.
 
     Attributes:
-        weight: weight in the blend; None if no weights are given.
-        sources: sources of text; empty for an indexed file.
-        indexed: the file of tokens, in place of text.
+        weight: Weight in the blend; None if no weights are given.
+        sources: Sources of text; empty for an indexed file.
+        indexed: The file of tokens, in place of text.
     """
 
     weight: Fraction | None
@@ -100,10 +100,10 @@ def open_stores(
     Raises DataError if a corpus is broken, or if the split leaves one of its two sides empty.
 
     Args:
-        data: the sources; without held-out ones, ``split`` holds documents of every source out.
-        split: the shares of training and held-out documents.
-        cache: encodes text, once.
-        num_ids: all ids of indexed files must be below it.
+        data: The sources; without held-out ones, ``split`` holds documents of every source out.
+        split: The shares of training and held-out documents.
+        cache: Encodes text, once.
+        num_ids: All ids of indexed files must be below it.
     """
     for source in (*data.train, *(data.heldout or ())):
         if source.indexed is not None:

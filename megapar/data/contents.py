@@ -21,11 +21,11 @@ class Content:
     """The training or the held-out documents of one corpus.
 
     Attributes:
-        name: its files.
-        documents: number of documents; None if not counted.
-        tokens: number of tokens; None if not counted.
-        samples: samples of one epoch; None if not counted.
-        weight: weight in a mixture.
+        name: Its files.
+        documents: Number of documents; None if not counted.
+        tokens: Number of tokens; None if not counted.
+        samples: Samples of one epoch; None if not counted.
+        weight: Weight in a mixture.
     """
 
     name: str

@@ -38,15 +38,15 @@ class Corpus:
     """The data of a trainer.
 
     Attributes:
-        train: training samples by number.
-        heldout: held-out samples by number, in an order that does not depend on the seed; None if there are none.
-        tokenizer: the tokenizer that made the tokens.
-        vocab_size: rows of the embedding, at least tokenizer.size.
-        collate: makes a micro-batch of samples.
-        stores: the tokens that samples are cut from; None for random tokens and for a streamed dataset.
-        notes: messages for the log, such as records that were skipped.
-        contents: counts of each training corpus.
-        heldout_contents: counts of each held-out corpus.
+        train: Training samples by number.
+        heldout: Held-out samples by number, in an order that does not depend on the seed; None if there are none.
+        tokenizer: The tokenizer that made the tokens.
+        vocab_size: Rows of the embedding, at least tokenizer.size.
+        collate: Makes a micro-batch of samples.
+        stores: The tokens that samples are cut from; None for random tokens and for a streamed dataset.
+        notes: Messages for the log, such as records that were skipped.
+        contents: Counts of each training corpus.
+        heldout_contents: Counts of each held-out corpus.
     """
 
     train: Samples
@@ -90,21 +90,21 @@ def build(
 
     Args:
         kind: ``moe`` (a decoder) or ``ernie``.
-        data_path: builtin, mock, or a list of files, folders and prefixes of indexed files, each optionally preceded
+        data_path: Builtin, mock, or a list of files, folders and prefixes of indexed files, each optionally preceded
             by its weight.
-        eval_data_path: held-out data; without it, ``split`` holds documents out.
-        split: shares of training and held-out documents (default DEFAULT_SPLIT); a second share of 0 holds none out.
-        tokenizer_model: a sentencepiece model, a tokenizer.json or a Hugging Face folder; without it, a tokenizer of
+        eval_data_path: Held-out data; without it, ``split`` holds documents out.
+        split: Shares of training and held-out documents (default DEFAULT_SPLIT); a second share of 0 holds none out.
+        tokenizer_model: A sentencepiece model, a tokenizer.json or a Hugging Face folder; without it, a tokenizer of
             ``vocab_size`` ids is trained on the training documents.
-        vocab_size: rows of the embedding.
+        vocab_size: Rows of the embedding.
         seq_length: S, the positions of a sample.
-        seed: seed of the order of samples and of masks.
-        mlm_probability: share of the words that ERNIE masks.
-        packing: options for a decoder's samples.
-        skip_bad: skip broken records and count them in ``notes``.
-        hf_dataset: a ``datasets`` source that is streamed, in place of data_path.
-        tasks: the objectives of ERNIE 3.0, in place of masked words and sentence order.
-        text_field: the JSONL field or the column that contains the document.
+        seed: Seed of the order of samples and of masks.
+        mlm_probability: Share of the words that ERNIE masks.
+        packing: Options for a decoder's samples.
+        skip_bad: Skip broken records and count them in ``notes``.
+        hf_dataset: A ``datasets`` source that is streamed, in place of data_path.
+        tasks: The objectives of ERNIE 3.0, in place of masked words and sentence order.
+        text_field: The JSONL field or the column that contains the document.
     """
     maker = _make_maker(kind, seq_length, seed, split or DEFAULT_SPLIT, packing or Packing(), mlm_probability, tasks)
     if hf_dataset is not None:

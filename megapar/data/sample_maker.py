@@ -43,11 +43,11 @@ class MadeSamples:
     """The samples of a corpus.
 
     Attributes:
-        train: training samples by number.
-        heldout: held-out samples by number; None if there are none.
-        in_phases: makes the training samples of a run whose data changed on the way.
-        contents: counts of each training corpus.
-        heldout_contents: counts of each held-out corpus.
+        train: Training samples by number.
+        heldout: Held-out samples by number; None if there are none.
+        in_phases: Makes the training samples of a run whose data changed on the way.
+        contents: Counts of each training corpus.
+        heldout_contents: Counts of each held-out corpus.
     """
 
     train: Samples
@@ -63,8 +63,8 @@ class SampleMaker(ABC, Generic[P]):
 
     Attributes:
         seq_length: S, the positions of a sample.
-        seed: seed of the order of samples and of masks.
-        split: shares of training and held-out documents.
+        seed: Seed of the order of samples and of masks.
+        split: Shares of training and held-out documents.
     """
 
     seq_length: int
@@ -146,9 +146,9 @@ class Packing:
     Attributes:
         packed: True joins documents into full samples; False makes each sample of one document or a piece of it, and
             pads it.
-        reset_positions: see ``samples.Boundaries``, also for the next two.
-        reset_attention: keep attention inside documents.
-        mask_loss: no loss across the end of a document.
+        reset_positions: See ``samples.Boundaries``, also for the next two.
+        reset_attention: Keep attention inside documents.
+        mask_loss: No loss across the end of a document.
     """
 
     packed: bool = True
@@ -209,8 +209,8 @@ class ErnieSampleMaker(SampleMaker[DocumentPieces]):
     """Makes samples for ERNIE.
 
     Attributes:
-        mlm_probability: share of the words that are masked.
-        tasks: the objectives of ERNIE 3.0, in place of masked words and sentence order.
+        mlm_probability: Share of the words that are masked.
+        tasks: The objectives of ERNIE 3.0, in place of masked words and sentence order.
     """
 
     mlm_probability: float = 0.15

@@ -36,9 +36,9 @@ def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
     Raises ValueError for ``probs``, whose order does not follow from counts.
 
     Args:
-        counts_PkE: pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
+        counts_PkE: Pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
             ``choice`` needs all pieces; ``token`` reads only those before ``piece``, so a running count suffices.
-        piece: the number of this piece.
+        piece: The number of this piece.
         policy: ``token`` or ``choice``.
     """
     before_kE = counts_PkE[:piece].sum(0)
@@ -56,10 +56,10 @@ def keep_by_order(
     """Return the pairs that policy ``token`` or ``choice`` keeps: [T, k] bool.
 
     Args:
-        experts_Tk: the experts that each token chose.
+        experts_Tk: The experts that each token chose.
         valid_T: bool, False for padding, which uses no capacity and is not kept; None: no padding.
-        starts_kE: from ``queue_starts``.
-        capacity: a number, or a device scalar if the host does not have it.
+        starts_kE: From ``queue_starts``.
+        capacity: A number, or a device scalar if the host does not have it.
         policy: ``token`` or ``choice``.
     """
     num_experts = starts_kE.shape[1]
@@ -99,9 +99,9 @@ def keep_by_probability_over(
     All-gathers [T, 2 k + 1] from each rank; the other arguments are those of ``keep_by_probability``.
 
     Args:
-        share: the ranks that share the micro-batch, each with T tokens.
-        own_length: positions on this rank.
-        number: the slice that these positions belong to; None: they are the whole sequence.
+        share: The ranks that share the micro-batch, each with T tokens.
+        own_length: Positions on this rank.
+        number: The slice that these positions belong to; None: they are the whole sequence.
     """
     topk = experts_Tk.shape[1]
     score_Tk = probs_TE.detach().gather(1, experts_Tk)

@@ -28,11 +28,11 @@ def grouped_linear(
     """Multiply each row by the transposed weight of its expert: [R, O].
 
     Args:
-        rows_RI: the rows of expert 0, then those of expert 1, and so on.
-        weight_EOI: the weights of all experts.
+        rows_RI: The rows of expert 0, then those of expert 1, and so on.
+        weight_EOI: The weights of all experts.
         counts_E: int64, rows of each expert, possibly 0; they must sum to R, because further rows are not computed.
-        defer_wgrad: defers the product of the weight gradient (``weight_gradients``); None: the backward computes it.
-        sizes_E: the counts on the host; passed if the device's product would otherwise copy them to the host.
+        defer_wgrad: Defers the product of the weight gradient (``weight_gradients``); None: the backward computes it.
+        sizes_E: The counts on the host; passed if the device's product would otherwise copy them to the host.
     """
     if defer_wgrad is not None:
         product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)

@@ -40,13 +40,13 @@ class Experts(nn.Module):
     Parameters are created uninitialized.
 
     Attributes:
-        gated: a gate and an up projection, instead of up alone.
-        has_bias: experts have biases.
-        selective: recompute the activation in the backward instead of keeping it.
-        adds_down_bias: this rank adds ``down_bias`` to the sum over emp.
-        run: calls the activation, eager or compiled.
-        up_name: name of the first weight, ``gate_up`` or ``up``.
-        weight_gradients: defers the products of weight gradients; None: compute them at once.
+        gated: A gate and an up projection, instead of up alone.
+        has_bias: Experts have biases.
+        selective: Recompute the activation in the backward instead of keeping it.
+        adds_down_bias: This rank adds ``down_bias`` to the sum over emp.
+        run: Calls the activation, eager or compiled.
+        up_name: Name of the first weight, ``gate_up`` or ``up``.
+        weight_gradients: Defers the products of weight gradients; None: compute them at once.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Experts(nn.Module):
         """Return the expert outputs [R, H], before the gate weights.
 
         Args:
-            rows_RH: tokens, sorted by expert.
+            rows_RH: Tokens, sorted by expert.
             counts_E: int64, rows of each expert; they sum to R.
-            sizes_E: the same on the host, if the device's products need them (``grouped_linear``).
+            sizes_E: The same on the host, if the device's products need them (``grouped_linear``).
         """
         up = local(getattr(self, self.up_name)).flatten(1, -2)
         expert_R, up_bias, down_bias = None, None, None

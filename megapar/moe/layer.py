@@ -50,19 +50,19 @@ class MoeLayer(nn.Module):
     and their gradients count the loss once, like those of every other term.
 
     Attributes:
-        sizes: global sizes and routing options.
-        mp: the axis of tensor parallelism.
-        sequence_sharded: activations contain only this mp rank's positions.
-        share: the ranks that share the positions of a micro-batch.
-        shares_batch: there is more than one such rank.
-        local_capacity: this rank decides alone which of its pairs are dropped.
-        router, experts: submodules.
-        shared: the shared experts, or None.
-        comm: launches the collectives, and counts host waits.
-        dispatcher_class, routing_class: the classes of the layer's token dispatcher and of its passages' routing;
+        sizes: Global sizes and routing options.
+        mp: The axis of tensor parallelism.
+        sequence_sharded: Activations contain only this mp rank's positions.
+        share: The ranks that share the positions of a micro-batch.
+        shares_batch: There is more than one such rank.
+        local_capacity: This rank decides alone which of its pairs are dropped.
+        router, experts: Submodules.
+        shared: The shared experts, or None.
+        comm: Launches the collectives, and counts host waits.
+        dispatcher_class, routing_class: The classes of the layer's token dispatcher and of its passages' routing;
             subclasses of the layer may replace them.
-        dispatcher: sends tokens to their experts and back, with even splits if capacities allow it.
-        slicing: how a ``passage`` divides the sequence.
+        dispatcher: Sends tokens to their experts and back, with even splits if capacities allow it.
+        slicing: How a ``passage`` divides the sequence.
     """
 
     dispatcher_class: ClassVar[type[TokenDispatcher]] = TokenDispatcher
@@ -88,19 +88,19 @@ class MoeLayer(nn.Module):
         Raises DistributedError if the axes do not fit together, ValueError if they do not divide the sizes.
 
         Args:
-            sizes: global sizes and routing options.
-            shared: the shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
+            sizes: Global sizes and routing options.
+            shared: The shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
                 only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``.
-            ep: each rank has a contiguous chunk of the experts; None: one rank.
-            emp: each expert's features are sharded over it; all of mp, or one rank; None: one rank.
-            mp: the axis of tensor parallelism; None: one rank.
-            sequence_parallel: each mp rank has a contiguous chunk of the positions.
-            share: all ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
+            ep: Each rank has a contiguous chunk of the experts; None: one rank.
+            emp: Each expert's features are sharded over it; all of mp, or one rank; None: one rank.
+            mp: The axis of tensor parallelism; None: one rank.
+            sequence_parallel: Each mp rank has a contiguous chunk of the positions.
+            share: All ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
                 sequence parallelism, else this rank.
-            slicing: how ``passage`` divides the sequence; None: one slice.
+            slicing: How ``passage`` divides the sequence; None: one slice.
             dtype: dtype of the experts; the router is max(fp32, dtype).
-            device: device of the parameters.
-            execution: how the layer runs; its ``comm`` launches all collectives of the layer.
+            device: Device of the parameters.
+            execution: How the layer runs; its ``comm`` launches all collectives of the layer.
         """
         super().__init__()
         ep, emp, mp = ep or Axis.single("ep"), emp or Axis.single("emp"), mp or Axis.single("mp")
@@ -138,12 +138,12 @@ class MoeLayer(nn.Module):
         Raises ValueError if valid_BS and valid_tokens contradict each other in a way that the host can detect.
 
         Args:
-            x_BSH: activations.
+            x_BSH: Activations.
             valid_BS: bool, False for padding; None: no padding in the whole micro-batch.
-            valid_tokens: non-padding tokens of the whole micro-batch, passed on the host so that capacity and buffer
+            valid_tokens: Non-padding tokens of the whole micro-batch, passed on the host so that capacity and buffer
                 sizes do not wait for the device; optional without padding.
-            replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's splits.
-            ends_unit: of the recomputed unit that ends with this layer; its recomputation does not send the combine,
+            replay: Of the recomputed unit that contains the layer; its recomputation reuses the forward's splits.
+            ends_unit: Of the recomputed unit that ends with this layer; its recomputation does not send the combine,
                 since only the unit's output needs it.
         """
         batch, length, _ = x_BSH.shape
@@ -170,12 +170,12 @@ class MoeLayer(nn.Module):
         """Begin the passage of one micro-batch through this layer, slice by slice as in ``slicing``.
 
         Args:
-            length: positions on this rank.
-            valid_tokens: non-padding tokens of the whole micro-batch.
+            length: Positions on this rank.
+            valid_tokens: Non-padding tokens of the whole micro-batch.
             own_valid_BS: bool, False for padding, of this rank's positions; None: no padding in the micro-batch.
-            batch: samples.
-            replay: see ``forward``.
-            ends_unit: see ``forward``.
+            batch: Samples.
+            replay: See ``forward``.
+            ends_unit: See ``forward``.
         """
         positions = batch * length
         tokens = _host_count(own_valid_BS, valid_tokens, positions * self.share.size)
@@ -221,10 +221,10 @@ class MoeLayer(nn.Module):
         """Return the rows of each local expert on the host, or None if the device's products do not need them.
 
         Args:
-            counts_E: the rows, on the device.
-            known: the rows on the host, if the dispatch plan has them.
-            rows: their sum.
-            replay: of the recomputed unit; its recomputation reuses the sizes read in the forward.
+            counts_E: The rows, on the device.
+            known: The rows on the host, if the dispatch plan has them.
+            rows: Their sum.
+            replay: Of the recomputed unit; its recomputation reuses the sizes read in the forward.
         """
         if not self._needs_host_sizes or known is not None:
             return known if self._needs_host_sizes else None

@@ -41,8 +41,8 @@ def unpack(
         message: [R, H + w].
         hidden: H.
         dtype: dtype of the weights.
-        order: sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
-        room: rows of the result.
+        order: Sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
+        room: Rows of the result.
     """
     parts: tuple[Tensor, Tensor] = _Unpack.apply(message, hidden, dtype, room, *(order or ()))
     return parts
@@ -78,7 +78,7 @@ class RowsOfTokens:
     """A message for ``async_pairs.defer``: tokens and weights, in an order determined after the node was made.
 
     Attributes:
-        order: pairs to rows, as sent.
+        order: Pairs to rows, as sent.
         hidden: H.
         weight_dtype: dtype of the weights.
     """

@@ -41,8 +41,8 @@ class QueuePlace(NamedTuple):
     Attributes:
         counts: [P, k, E] pairs of the pieces that share a capacity, in token order.
         runs: (number, positions) of the pieces that these tokens belong to.
-        capacity: pairs that an expert keeps; a tensor if the host does not have it.
-        slice_number: the slice of these tokens; None: they are the whole sequence.
+        capacity: Pairs that an expert keeps; a tensor if the host does not have it.
+        slice_number: The slice of these tokens; None: they are the whole sequence.
     """
 
     counts: Tensor
@@ -55,13 +55,13 @@ class MicroBatchRouting:
     """The pairs of a micro-batch to keep, decided slice by slice in order, and the sums of its statistics.
 
     Attributes:
-        sizes: the layer's sizes and routing options.
-        share: the ranks that share the positions of the micro-batch.
-        shares_batch: there is more than one such rank.
-        local_capacity: this rank decides alone which of its pairs are kept.
-        slicing: how the sequence is divided into slices.
-        tokens: non-padding tokens of the micro-batch on all ranks, a number on the host.
-        capacity: pairs that an expert keeps over all slices.
+        sizes: The layer's sizes and routing options.
+        share: The ranks that share the positions of the micro-batch.
+        shares_batch: There is more than one such rank.
+        local_capacity: This rank decides alone which of its pairs are kept.
+        slicing: How the sequence is divided into slices.
+        tokens: Non-padding tokens of the micro-batch on all ranks, a number on the host.
+        capacity: Pairs that an expert keeps over all slices.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class MicroBatchRouting:
         Collective over the ranks that share the micro-batch.
 
         Args:
-            routing: the router's choices for the slice.
+            routing: The router's choices for the slice.
             valid_T: bool, False for padding; None: no padding.
-            batch: samples.
-            length: positions of the slice on this rank.
+            batch: Samples.
+            length: Positions of the slice on this rank.
         """
         self._orthogonal = routing.orthogonal  # the same for every slice
         if self.slicing.active:
@@ -107,9 +107,9 @@ class MicroBatchRouting:
         """Return (rows to allocate if no counts are exchanged, True if that is the exact number) for the next slice.
 
         Args:
-            positions: positions of the slice on this rank in all samples, including padding.
-            even_splits: messages have even splits.
-            padded: some positions may be padding.
+            positions: Positions of the slice on this rank in all samples, including padding.
+            even_splits: Messages have even splits.
+            padded: Some positions may be padding.
         """
         sizes = self.sizes
         if even_splits:

@@ -126,11 +126,11 @@ class Passage:
     """One micro-batch in one layer: call ``send`` for every slice in order, then ``work``, then ``stats``.
 
     Attributes:
-        layer: has the router, the experts and the shared experts.
-        routing: decides which pairs are kept, and computes the statistics.
-        dispatcher: sends tokens to their experts.
-        slicing: the number of slices, and what is overlapped with what.
-        ends_unit: of the recomputed unit that ends with this layer; its recomputation does not send combines.
+        layer: Has the router, the experts and the shared experts.
+        routing: Decides which pairs are kept, and computes the statistics.
+        dispatcher: Sends tokens to their experts.
+        slicing: The number of slices, and what is overlapped with what.
+        ends_unit: Of the recomputed unit that ends with this layer; its recomputation does not send combines.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class Routing(NamedTuple):
     Attributes:
         probs: [T, E] full scores (not normalized for sigmoid), max(fp32, dtype), differentiable.
         experts: [T, k] int64, best choice first.
-        sums: sums over the non-padding tokens.
-        orthogonal: scalar, see ``Router.orthogonal_loss``; None if that loss is not used.
+        sums: Sums over the non-padding tokens.
+        orthogonal: Scalar, see ``Router.orthogonal_loss``; None if that loss is not used.
     """
 
     probs: Tensor
@@ -73,9 +73,9 @@ class Router(nn.Module):
         """Choose k experts for every token.
 
         Args:
-            x_TH: tokens.
+            x_TH: Tokens.
             valid_T: bool, False for padding; None: no padding.
-            samples: number of samples that the T tokens belong to, concatenated, all of the same length.
+            samples: Number of samples that the T tokens belong to, concatenated, all of the same length.
         """
         logits_TE, probs_TE, shares_TE = self.run(score, x_TH, local(self.weight), self.sizes)
         experts_Tk = self.choose(probs_TE)
@@ -149,10 +149,10 @@ def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, s
     k = 1: the raw score. k >= 2: renormalized over the kept choices (deepspeed_moe) or over all choices (megatron_moe).
 
     Args:
-        routing: the router's choices.
+        routing: The router's choices.
         kept_Tk: bool; None: every pair is kept.
-        over_kept: renormalize over the kept choices only.
-        scaling: factor on all weights.
+        over_kept: Renormalize over the kept choices only.
+        scaling: Factor on all weights.
     """
     weights_Tk = _shares(routing, kept_Tk, over_kept)
     return weights_Tk if scaling == 1.0 else weights_Tk * scaling
@@ -172,10 +172,10 @@ def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float, keep: Tens
     """Update bias += rate · sign(mean load − load) in place, so that busy experts are chosen less and idle ones more.
 
     Args:
-        bias_E: the correction bias.
+        bias_E: The correction bias.
         load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops.
-        rate: step size.
-        keep: a scalar on the device; if it is 0, nothing changes. None: always update.
+        rate: Step size.
+        keep: A scalar on the device; if it is 0, nothing changes. None: always update.
     """
     load_E = load_E.to(bias_E.dtype)
     sign_E = torch.sign(load_E.mean() - load_E)

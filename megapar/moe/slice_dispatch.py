@@ -29,9 +29,9 @@ class FinishedDispatch:
     """A completed dispatch of one piece.
 
     Attributes:
-        plans: the plan of its one piece.
-        order: pairs to rows, as sent.
-        tokens: the tensors through which autograd connects the dispatch with the experts: here the rows themselves.
+        plans: The plan of its one piece.
+        order: Pairs to rows, as sent.
+        tokens: The tensors through which autograd connects the dispatch with the experts: here the rows themselves.
     """
 
     def __init__(self, plan: DispatchPlan, rows_RH: Tensor, weights_R: Tensor) -> None:
@@ -53,8 +53,8 @@ class DeferredDispatch:
     """A dispatch that enters the autograd graph when it is created, and is launched later.
 
     Attributes:
-        plans: one per piece, in the order in which they are sent; empty before the launch.
-        tokens: the tensors through which autograd connects the dispatch with the experts; one per piece.
+        plans: One per piece, in the order in which they are sent; empty before the launch.
+        tokens: The tensors through which autograd connects the dispatch with the experts; one per piece.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class DeferredDispatch:
         """Insert the node into the graph and launch the exchange of counts, if any.
 
         Args:
-            dispatcher: plans and sends the message.
-            slicing: the number of pieces of the message, and their chaining.
-            x_TH: tokens of the slice.
-            weights_Tk: gate weights.
-            experts_Tk: the chosen experts.
+            dispatcher: Plans and sends the message.
+            slicing: The number of pieces of the message, and their chaining.
+            x_TH: Tokens of the slice.
+            weights_Tk: Gate weights.
+            experts_Tk: The chosen experts.
             kept_Tk: bool; None: every pair is kept.
             room: (rows, exact) of ``TokenDispatcher.plan``.
-            replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's plans and
+            replay: Of the recomputed unit that contains the layer; its recomputation reuses the forward's plans and
                 exchanges no counts.
         """
         self.plans: tuple[DispatchPlan, ...] = ()

@@ -14,14 +14,14 @@ class Slicing:
     """The options of AMPipe and pipe-experts for one model.
 
     Attributes:
-        degree: slices (d).
-        balanced: slices have equal work in causal attention, instead of equal lengths.
+        degree: Slices (d).
+        balanced: Slices have equal work in causal attention, instead of equal lengths.
         capacity: ``global``: an expert has one capacity for the micro-batch, filled by earlier slices first;
             ``slice``: a separate capacity for every slice.
-        cross_layer: each slice continues into the next layer without waiting for the others.
-        overlap_mp: hide the experts' collectives over their mp axis under other slices' experts.
-        expert_pieces: number of messages for each expert's rows of a slice; 0: one message for all experts' rows.
-        chained: launch a piece only after the preceding mp collective of the experts, for links that ep and mp must not
+        cross_layer: Each slice continues into the next layer without waiting for the others.
+        overlap_mp: Hide the experts' collectives over their mp axis under other slices' experts.
+        expert_pieces: Number of messages for each expert's rows of a slice; 0: one message for all experts' rows.
+        chained: Launch a piece only after the preceding mp collective of the experts, for links that ep and mp must not
             use at once (``CommContext.chained``).
     """
 

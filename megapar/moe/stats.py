@@ -23,10 +23,10 @@ class MoeStats(NamedTuple):
     """Statistics of one layer over one micro-batch, without padding.
 
     Attributes:
-        aux: scalar, the load balancing loss (auxiliary loss) without its coefficient, differentiable.
-        z: scalar, mean squared log-sum-exp of the router logits without its coefficient, differentiable.
-        sequence: scalar, sum over samples of each one's load balancing loss; 0 if not used.
-        orthogonal: scalar, a loss of the router's weight alone (``Router.orthogonal_loss``); 0 if not used.
+        aux: Scalar, the load balancing loss (auxiliary loss) without its coefficient, differentiable.
+        z: Scalar, mean squared log-sum-exp of the router logits without its coefficient, differentiable.
+        sequence: Scalar, sum over samples of each one's load balancing loss; 0 if not used.
+        orthogonal: Scalar, a loss of the router's weight alone (``Router.orthogonal_loss``); 0 if not used.
         load: [E] int64, (token, choice) pairs routed to each expert, before drops.
         dropped: int64 scalar, (token, choice) pairs beyond the capacity of their expert.
     """
@@ -44,7 +44,7 @@ class RouterSums(NamedTuple):
 
     Attributes:
         probs: [E] sum of the full scores, before bias and renormalization, differentiable.
-        z: scalar sum of squared log-sum-exps, differentiable.
+        z: Scalar sum of squared log-sum-exps, differentiable.
         counts: [k, E] int64, tokens whose c-th choice is expert e, before drops.
         by_sample: [B, 2, E] for each sample, the sum of the scores (differentiable), and the number of tokens that have
             each expert among their best k by score; B is 0 if not used.
@@ -83,12 +83,12 @@ def router_sums(
     """Sum over the tokens the quantities that the losses and the load need.
 
     Args:
-        logits_TE: router logits.
-        probs_TE: shares of a token, which sum to 1.
-        experts_Tk: the chosen experts.
+        logits_TE: Router logits.
+        probs_TE: Shares of a token, which sum to 1.
+        experts_Tk: The chosen experts.
         valid_T: bool, False for padding; None: no padding.
-        samples: number of samples to sum by, for losses per sample; 0: not used.
-        best: number of a token's best experts by score that the losses count, if ``experts_Tk`` may differ from them;
+        samples: Number of samples to sum by, for losses per sample; 0: not used.
+        best: Number of a token's best experts by score that the losses count, if ``experts_Tk`` may differ from them;
             0: ``experts_Tk`` are the best.
     """
     num_experts = probs_TE.shape[1]

@@ -48,13 +48,13 @@ class DispatchPlan(NamedTuple):
     """The plan of one message: made once, used for dispatch, combine and both backwards.
 
     Attributes:
-        send_order: pairs to rows as sent, sorted by expert and therefore by rank.
-        exchange: the all-to-all over ep.
-        received: rows that this rank receives.
-        room: rows per rank in the all-gather over emp: the maximum that any of its ranks received.
-        receive_order: rows as received (or gathered) to rows sorted by expert; None if they are sorted already.
+        send_order: Pairs to rows as sent, sorted by expert and therefore by rank.
+        exchange: The all-to-all over ep.
+        received: Rows that this rank receives.
+        room: Rows per rank in the all-gather over emp: the maximum that any of its ranks received.
+        receive_order: Rows as received (or gathered) to rows sorted by expert; None if they are sorted already.
         counts: [L] int64, rows of each local expert after the all-gather; None if all rows are for ``expert``.
-        expert: the only expert of this message, if ``counts`` is None.
+        expert: The only expert of this message, if ``counts`` is None.
         sizes: ``counts`` on the host, if the host has them anyway.
     """
 
@@ -75,8 +75,8 @@ class RowCounts(NamedTuple):
         counts: [ep, L] rows from this rank to each expert.
         arriving: [ep, L] rows from each rank to the local experts.
         gathered: [emp, ep, L] ``arriving`` of every rank of emp; None if rows are not gathered over emp.
-        numbers: all of the above on the host, flat, in this order.
-        ready: the event after which the host may read ``numbers``.
+        numbers: All of the above on the host, flat, in this order.
+        ready: The event after which the host may read ``numbers``.
     """
 
     counts: Tensor
@@ -92,12 +92,12 @@ class TokenDispatcher:
 
     Attributes:
         num_experts: E, over all ranks.
-        ep: the expert parallel axis, with E / ep experts on each rank.
-        emp: the axis over which the features of each expert are sharded.
-        sequence_sharded: positions are sharded over emp, and each of its ranks dispatches its own tokens; otherwise all
+        ep: The expert parallel axis, with E / ep experts on each rank.
+        emp: The axis over which the features of each expert are sharded.
+        sequence_sharded: Positions are sharded over emp, and each of its ranks dispatches its own tokens; otherwise all
             ranks of emp dispatch the same tokens.
-        even_splits: use even splits; all ranks of ep and emp must then allocate the same number of rows.
-        comm: launches the collectives.
+        even_splits: Use even splits; all ranks of ep and emp must then allocate the same number of rows.
+        comm: Launches the collectives.
     """
 
     num_experts: int
@@ -113,13 +113,13 @@ class TokenDispatcher:
         """Plan the dispatch of these pairs.
 
         Args:
-            experts_Tk: the experts of each token.
+            experts_Tk: The experts of each token.
             kept_Tk: bool; None: every pair is kept.
-            rows: with even splits, num_experts times the rows per expert. If no counts are exchanged, at least the
+            rows: With even splits, num_experts times the rows per expert. If no counts are exchanged, at least the
                 number of kept pairs, so that the host need not wait for the device. The last expert computes the rows
                 beyond the kept pairs as zeros; they have weight 0 and reach no token.
             exact: ``rows`` is the number of kept pairs.
-            replay: of the recomputed unit that contains the layer; its recomputation reuses the counts.
+            replay: Of the recomputed unit that contains the layer; its recomputation reuses the counts.
         """
         if self.even_splits:
             return self._even_plan(experts_Tk, kept_Tk, rows)
@@ -260,8 +260,8 @@ def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrd
 
     Args:
         counts_NSL: int64, rows in block n from source s for expert l, in this order.
-        room: rows of each block, including padding.
-        rows: the sum of the counts, on the host.
+        room: Rows of each block, including padding.
+        rows: The sum of the counts, on the host.
     """
     num_experts = counts_NSL.shape[2]
     counts_NQ = counts_NSL.flatten(1)

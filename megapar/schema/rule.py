@@ -76,7 +76,7 @@ class Rule:
         requires: The requirement.
         when: The condition under which the row applies.
         fix: The action to take, with the nearest legal values.
-        kind: refuse; downgrade (warn and apply ``sets``); advice (warn only); lifted (applies only with
+        kind: Refuse; downgrade (warn and apply ``sets``); advice (warn only); lifted (applies only with
             --strict-seed-rules, for ``reason``); not-built (a feature of a later version); settled (an automatic choice
             has only one outcome, explained by ``message``).
         sets: Values that a downgrade applies.

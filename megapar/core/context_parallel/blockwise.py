@@ -73,10 +73,10 @@ class TilePlan:
     """The tiles that this rank computes in one micro-batch.
 
     Attributes:
-        own: tiles over this rank's own columns.
-        early: the part of ``own`` that a backward computes first, while remote columns arrive.
-        late: the rest of ``own``, computed last, while gradients return.
-        others: tiles over the columns of other ranks, one tuple per arrival.
+        own: Tiles over this rank's own columns.
+        early: The part of ``own`` that a backward computes first, while remote columns arrive.
+        late: The rest of ``own``, computed last, while gradients return.
+        others: Tiles over the columns of other ranks, one tuple per arrival.
     """
 
     own: tuple[Tile, ...]
@@ -104,10 +104,10 @@ def attend_blockwise(
 
     Args:
         q: [B, N, S, D], this rank's positions; k [B, G, S, D] and v [B, G, S, V] likewise.
-        transport: moves keys and values between ranks.
-        plan: the tiles to compute.
-        flash: use fused kernels where the device has them.
-        dropout: probability, applied to the attention weights.
+        transport: Moves keys and values between ranks.
+        plan: The tiles to compute.
+        flash: Use fused kernels where the device has them.
+        dropout: Probability, applied to the attention weights.
     """
     call = _BlockwiseCall(transport, plan, flash, dropout)
     out: Tensor = _Blockwise.apply(q, k, v, call)

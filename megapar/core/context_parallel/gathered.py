@@ -32,8 +32,8 @@ class Gathered:
 
     Attributes:
         axis: cp, at least two ranks.
-        layout: the positions of each rank.
-        comm: launches the collectives and tracks those in flight.
+        layout: The positions of each rank.
+        comm: Launches the collectives and tracks those in flight.
     """
 
     axis: Axis

@@ -21,10 +21,10 @@ class ContextParallel:
     """The ranks that share a sequence, and their algorithm.
 
     Attributes:
-        axis: cp.
+        axis: Cp.
         algorithm: ``RING``, ``ULYSSES`` or ``GATHERED`` (``positions``).
-        layout: the positions of each rank.
-        comm: launches the collectives and tracks those in flight.
+        layout: The positions of each rank.
+        comm: Launches the collectives and tracks those in flight.
     """
 
     axis: Axis = field(default_factory=lambda: Axis.single("cp"))
@@ -70,11 +70,11 @@ class ContextParallel:
         """Return the tiles of a micro-batch, or None if attention sees whole sequences.
 
         Args:
-            samples: sequences of the micro-batch.
-            own_length: positions per sequence on this rank.
-            causal: apply a causal mask.
-            ends: document ends over the whole micro-batch, see ``Sight.of``.
-            lengths: positions of each sample that are not padding, see ``Sight``.
+            samples: Sequences of the micro-batch.
+            own_length: Positions per sequence on this rank.
+            causal: Apply a causal mask.
+            ends: Document ends over the whole micro-batch, see ``Sight.of``.
+            lengths: Positions of each sample that are not padding, see ``Sight``.
         """
         if not self.active or self.deals_heads:
             return None

@@ -36,13 +36,13 @@ class OnlineSoftmax:
     Args:
         q: [B, N, S, D].
         value_dim: V.
-        flash: use fused kernels where the device has them.
-        dropout: probability, applied to the attention weights.
+        flash: Use fused kernels where the device has them.
+        dropout: Probability, applied to the attention weights.
 
     Attributes:
         out: [B, N, S, V], in max(fp32, dtype).
         lse: [B, N, S], log-sum-exp of each row, in max(fp32, dtype).
-        drawn: the random state of each tile, with which the backward repeats its dropout.
+        drawn: The random state of each tile, with which the backward repeats its dropout.
     """
 
     def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0) -> None:

@@ -29,11 +29,11 @@ class SequenceLayout:
     """The order in which ranks share a sequence.
 
     Attributes:
-        size: ranks of cp.
-        zigzag: balance causal work by mirroring every second run.
-        slices: slices that ``cut_sequence`` makes first; every rank has a part of each.
-        balanced: passed to ``cut_sequence``.
-        parts: ranks (of mp) that share the positions of one cp rank.
+        size: Ranks of cp.
+        zigzag: Balance causal work by mirroring every second run.
+        slices: Slices that ``cut_sequence`` makes first; every rank has a part of each.
+        balanced: Passed to ``cut_sequence``.
+        parts: Ranks (of mp) that share the positions of one cp rank.
     """
 
     size: int = 1
@@ -101,9 +101,9 @@ class HeldRun(NamedTuple):
     """Consecutive positions of a sequence on one rank.
 
     Attributes:
-        rank: the rank.
-        start: first row in the rank's storage.
-        stop: one past the last row.
+        rank: The rank.
+        start: First row in the rank's storage.
+        stop: One past the last row.
     """
 
     rank: int

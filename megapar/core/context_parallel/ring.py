@@ -37,7 +37,7 @@ class Ring:
 
     Attributes:
         axis: cp, at least two ranks.
-        comm: launches the messages and tracks those in flight.
+        comm: Launches the messages and tracks those in flight.
     """
 
     axis: Axis

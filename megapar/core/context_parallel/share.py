@@ -23,8 +23,8 @@ class Runs(NamedTuple):
 
     Attributes:
         own: (number, positions) of each of this rank's runs.
-        most: the maximum number of runs on a rank.
-        order: the index of each run in a list by rank that has ``most`` entries per rank.
+        most: The maximum number of runs on a rank.
+        order: The index of each run in a list by rank that has ``most`` entries per rank.
     """
 
     own: tuple[tuple[int, int], ...]
@@ -37,9 +37,9 @@ class Share:
     """This rank's share of the positions of a micro-batch. Ranks are numbered cp.rank * mp.size + mp.rank.
 
     Attributes:
-        cp: the context parallel axis.
-        mp: the tensor parallel axis; an axis of one rank if positions are not split over it.
-        layout: the positions of each cp rank.
+        cp: The context parallel axis.
+        mp: The tensor parallel axis; an axis of one rank if positions are not split over it.
+        layout: The positions of each cp rank.
     """
 
     cp: Axis = field(default_factory=lambda: Axis.single("cp"))

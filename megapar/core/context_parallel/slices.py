@@ -38,9 +38,9 @@ class SlicePlan:
     """The tiles of one slice that this rank computes. The columns of tiles are positions of the whole sequence.
 
     Attributes:
-        runs: the positions of each rank in this slice.
-        near: tiles over the keys of earlier slices and over this rank's own keys, which need no message.
-        others: tiles over the keys of other ranks in this slice, one tuple per arrival.
+        runs: The positions of each rank in this slice.
+        near: Tiles over the keys of earlier slices and over this rank's own keys, which need no message.
+        others: Tiles over the keys of other ranks in this slice, one tuple per arrival.
     """
 
     runs: tuple[range, ...]
@@ -92,7 +92,7 @@ class GatheredSlices:
 
     Attributes:
         axis: cp, at least two ranks.
-        comm: launches the collectives and tracks those in flight.
+        comm: Launches the collectives and tracks those in flight.
     """
 
     axis: Axis
@@ -124,7 +124,7 @@ class RingSlices:
 
     Attributes:
         axis: cp, at least two ranks.
-        comm: launches the messages and tracks those in flight.
+        comm: Launches the messages and tracks those in flight.
     """
 
     axis: Axis
@@ -166,12 +166,12 @@ class SharedSlices:
     """Attention of one layer over one micro-batch whose slices ranks share; call ``attend`` slice by slice.
 
     Attributes:
-        axis: cp.
-        transport: moves keys and values between ranks.
-        plans: the tiles of each slice.
-        flash: use fused kernels where the device has them.
-        columns: keys and values of all slices so far.
-        gradients: the gradients of ``columns`` while the backward runs.
+        axis: Cp.
+        transport: Moves keys and values between ranks.
+        plans: The tiles of each slice.
+        flash: Use fused kernels where the device has them.
+        columns: Keys and values of all slices so far.
+        gradients: The gradients of ``columns`` while the backward runs.
     """
 
     def __init__(self, axis: Axis, transport: SliceTransport, plans: Sequence[SlicePlan], *, flash: bool) -> None:

@@ -24,10 +24,10 @@ class Tile(NamedTuple):
     """A rectangle of rows (queries) and columns (keys), both as indices into the storage of their ranks.
 
     Attributes:
-        sample: index into the micro-batch; None: all samples.
-        queries: rows.
-        keys: columns.
-        causal: square and on the diagonal, with a causal mask; otherwise all pairs are visible.
+        sample: Index into the micro-batch; None: all samples.
+        queries: Rows.
+        keys: Columns.
+        causal: Square and on the diagonal, with a causal mask; otherwise all pairs are visible.
     """
 
     sample: int | None
@@ -47,11 +47,11 @@ class Sight:
     """The attention mask of a micro-batch: the pairs of positions that may attend to each other.
 
     Attributes:
-        samples: sequences of the micro-batch.
-        length: positions per sequence.
-        causal: each position sees itself and the positions before it (in its document, if ``ends`` is given).
-        ends: per sample, the position after each document; the last is ``length``.
-        lengths: per sample, positions before the padding; all of them if None. Read only if not causal.
+        samples: Sequences of the micro-batch.
+        length: Positions per sequence.
+        causal: Each position sees itself and the positions before it (in its document, if ``ends`` is given).
+        ends: Per sample, the position after each document; the last is ``length``.
+        lengths: Per sample, positions before the padding; all of them if None. Read only if not causal.
     """
 
     samples: int

@@ -22,10 +22,10 @@ class AdamW:
     """The hyperparameters of AdamW.
 
     Attributes:
-        betas: decay rates of the first and the second moment.
-        eps: added to the square root of the second moment.
-        weight_decay: decoupled weight decay.
-        router_lr_ratio: learning rate of router weights relative to all other weights.
+        betas: Decay rates of the first and the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled weight decay.
+        router_lr_ratio: Learning rate of router weights relative to all other weights.
     """
 
     betas: tuple[float, float]

@@ -23,9 +23,9 @@ def global_norm(
     dtype, so that the order of ranks does not affect the result.
 
     Args:
-        shards: this rank's master shards, with gradients.
-        world: the axis of all ranks.
-        besides: small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
+        shards: This rank's master shards, with gradients.
+        world: The axis of all ranks.
+        besides: Small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
 
     Returns:
         The norm (a scalar, the same on all ranks) and the sums of ``besides``, both on the device of the gradients.

@@ -14,13 +14,13 @@ class LossScale:
     """The factor that keeps small fp16 gradients from underflowing.
 
     Attributes:
-        value: the current scale.
-        minimum: lower bound of ``value``.
-        factor: by which the scale grows and shrinks.
-        window: consecutive steps without overflow before the scale grows.
-        hysteresis: overflows before the scale shrinks.
-        good_steps: consecutive steps without overflow so far.
-        chances: overflows left before the scale shrinks.
+        value: The current scale.
+        minimum: Lower bound of ``value``.
+        factor: By which the scale grows and shrinks.
+        window: Consecutive steps without overflow before the scale grows.
+        hysteresis: Overflows before the scale shrinks.
+        good_steps: Consecutive steps without overflow so far.
+        chances: Overflows left before the scale shrinks.
     """
 
     value: float

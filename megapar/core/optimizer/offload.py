@@ -41,8 +41,8 @@ class OffloadedOptimizer:
     Gradients are on the device. Moments are pinned host tensors that correspond to ``shards`` one to one.
 
     Attributes:
-        slots: device memory for the master and the moments of two shards, [2, 3, elements of the largest shard].
-        seen_by: reader of the tensors while they are on the device; None: no reader.
+        slots: Device memory for the master and the moments of two shards, [2, 3, elements of the largest shard].
+        seen_by: Reader of the tensors while they are on the device; None: no reader.
     """
 
     def __init__(self, shards: Sequence[MasterShard], device: Device, settings: AdamW) -> None:

@@ -52,11 +52,11 @@ class Runner:
     """One run through a schedule; it keeps nothing afterwards.
 
     Args:
-        schedule: the programs of all ranks.
-        queues: messages to and from the neighbours.
-        work: the computation of the stages.
-        weight_gradients: passes work from I to W; None for schedules without a split backward.
-        meter: measures the time spent waiting for other stages: the bubble plus exposed communication.
+        schedule: The programs of all ranks.
+        queues: Messages to and from the neighbours.
+        work: The computation of the stages.
+        weight_gradients: Passes work from I to W; None for schedules without a split backward.
+        meter: Measures the time spent waiting for other stages: the bubble plus exposed communication.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ class Action(NamedTuple):
     """One step of a rank's program: a computation, a send or a receive.
 
     Attributes:
-        chunk: index in forward order.
+        chunk: Index in forward order.
         kind: F, B, I, W, or a send or receive.
-        micro_batch: number within the step.
+        micro_batch: Number within the step.
     """
 
     chunk: int
@@ -54,11 +54,11 @@ class Schedule:
     """The programs of all pipeline ranks for one step.
 
     Attributes:
-        name: a value of --pp-schedule.
-        programs: the actions of each pp rank in order, computations and communication.
+        name: A value of --pp-schedule.
+        programs: The actions of each pp rank in order, computations and communication.
         num_chunks: pp x vpp.
-        num_micro_batches: micro-batches per step.
-        style: placement of chunks on ranks, "loop" or "v" (``rank_of_chunk``).
+        num_micro_batches: Micro-batches per step.
+        style: Placement of chunks on ranks, "loop" or "v" (``rank_of_chunk``).
     """
 
     name: str

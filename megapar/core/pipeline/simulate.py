@@ -42,11 +42,11 @@ class Costs:
     """Durations of one chunk's actions, in any one unit. A whole backward takes ``input + weight``.
 
     Attributes:
-        forward: forward.
-        input: backward of the input.
-        weight: backward of the weights.
-        send: from the launch of a message to its arrival.
-        chunks: a factor for every chunk; empty: 1 for all.
+        forward: Forward.
+        input: Backward of the input.
+        weight: Backward of the weights.
+        send: From the launch of a message to its arrival.
+        chunks: A factor for every chunk; empty: 1 for all.
     """
 
     forward: float = 1.0
@@ -72,7 +72,7 @@ class Wiring:
 
     Attributes:
         queue: (sender, receiver) -> the queue's name on both; None: a separate queue for each message.
-        separate_receives: receives are launched from a separate stream. Otherwise a receive waits, as a send does, for
+        separate_receives: Receives are launched from a separate stream. Otherwise a receive waits, as a send does, for
             the computations before it, and blocks everything after it on its queue.
     """
 
@@ -92,9 +92,9 @@ class Slot(NamedTuple):
     """A computation on the timeline.
 
     Attributes:
-        action: the computation.
-        start: start time, in the unit of ``Costs``.
-        end: end time.
+        action: The computation.
+        start: Start time, in the unit of ``Costs``.
+        end: End time.
     """
 
     action: Action
@@ -107,8 +107,8 @@ class Simulation:
     """The timeline of a simulated schedule.
 
     Attributes:
-        slots: the computations of each rank, in order.
-        in_flight: for each rank, the maximum number of forwards whose backward is still to come.
+        slots: The computations of each rank, in order.
+        in_flight: For each rank, the maximum number of forwards whose backward is still to come.
     """
 
     slots: tuple[tuple[Slot, ...], ...]

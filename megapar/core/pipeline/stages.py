@@ -30,11 +30,11 @@ class Chunk:
     """Consecutive layers that a rank runs as one: a stage, or one of several stages of a rank.
 
     Attributes:
-        index: position in forward order, 0 <= index < pp x vpp.
-        rank: coordinate on pp.
-        layers: global layer numbers.
-        first: also contains the embedding.
-        last: also contains the head and the losses.
+        index: Position in forward order, 0 <= index < pp x vpp.
+        rank: Coordinate on pp.
+        layers: Global layer numbers.
+        first: Also contains the embedding.
+        last: Also contains the head and the losses.
     """
 
     index: int
@@ -49,9 +49,9 @@ class RankLayers:
     """The part of a model that one rank builds.
 
     Attributes:
-        layers: global layer numbers.
-        first: contains the embedding.
-        last: contains the head.
+        layers: Global layer numbers.
+        first: Contains the embedding.
+        last: Contains the head.
     """
 
     layers: tuple[int, ...]
@@ -69,8 +69,8 @@ class PipelineLayers:
     """The entries of a model that are cut into chunks: the embedding, every layer, and the head, in this order.
 
     Attributes:
-        names: the kind of each entry.
-        costs: the cost of each entry, in any one unit, for ``balanced``.
+        names: The kind of each entry.
+        costs: The cost of each entry, in any one unit, for ``balanced``.
     """
 
     names: tuple[str, ...]
@@ -87,7 +87,7 @@ class PipelineLayers:
         Raises CutError, naming what is wrong and what is legal, if the cut is not possible.
 
         Args:
-            parts: number of chunks.
+            parts: Number of chunks.
             method: ``uniform``: equal numbers of layers, longer chunks last. ``balanced``: minimize the cost of the
                 most expensive chunk. ``layer:REGEX``: distribute the entries whose name matches (ignoring case)
                 evenly; entries before the first match belong to the first chunk. ``0,5,10``: explicit starts.
@@ -141,8 +141,8 @@ class Stages:
     """The chunks of a pipeline and their ranks.
 
     Attributes:
-        chunks: all chunks, in forward order.
-        num_ranks: the size of pp.
+        chunks: All chunks, in forward order.
+        num_ranks: The size of pp.
     """
 
     chunks: tuple[Chunk, ...]

@@ -29,9 +29,9 @@ class Chosen(NamedTuple):
     """The result of the choice.
 
     Attributes:
-        layers: the recomputed layers, numbered on this rank.
-        num_layers: layers of this rank.
-        needed_bytes: upper bound of the peak.
+        layers: The recomputed layers, numbered on this rank.
+        num_layers: Layers of this rank.
+        needed_bytes: Upper bound of the peak.
     """
 
     layers: tuple[int, ...]
@@ -50,11 +50,11 @@ class Adaptive:
     """The choice made by ``--adaptive-recompute-device-size``.
 
     Args:
-        budget_bytes: memory that a rank may use.
-        num_layers: layers of the whole model.
+        budget_bytes: Memory that a rank may use.
+        num_layers: Layers of the whole model.
 
     Attributes:
-        chosen: the result; None while measuring.
+        chosen: The result; None while measuring.
     """
 
     def __init__(self, budget_bytes: int, num_layers: int) -> None:
@@ -85,10 +85,10 @@ class Adaptive:
         Raises TrainingError if recomputing every layer still exceeds the budget.
 
         Args:
-            peak_bytes: peak memory of the run so far.
-            in_flight: micro-batches whose activations are kept at once.
-            world: the axis of all ranks.
-            device: the device of the collective's tensor.
+            peak_bytes: Peak memory of the run so far.
+            in_flight: Micro-batches whose activations are kept at once.
+            world: The axis of all ranks.
+            device: The device of the collective's tensor.
         """
         self._steps += 1
         if self.chosen is not None or self._steps < MEASURED_STEPS:
@@ -103,9 +103,9 @@ def choose(budget_bytes: int, peak_bytes: int, kept_bytes: Sequence[int]) -> Cho
     """Choose as few layers as possible to recompute. Raises TrainingError if the peak exceeds the budget.
 
     Args:
-        budget_bytes: memory that a rank may use.
-        peak_bytes: peak with every layer recomputed.
-        kept_bytes: for each layer, the bytes that it keeps if it is not recomputed.
+        budget_bytes: Memory that a rank may use.
+        peak_bytes: Peak with every layer recomputed.
+        kept_bytes: For each layer, the bytes that it keeps if it is not recomputed.
     """
     if peak_bytes > budget_bytes:
         raise TrainingError(

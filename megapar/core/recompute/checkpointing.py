@@ -47,12 +47,12 @@ class Recompute:
     """Activation checkpointing of this rank's layers.
 
     Args:
-        choice: the layers to recompute, and their units.
-        comm: tracks the collectives that the layers launch.
-        sent_bytes: the world's byte counts; bytes sent by a recomputation are not counted.
-        keeper: shards or offloads the inputs that units keep; None: keep them unchanged.
-        measure: while measuring, receives the bytes that each unit would keep without recompute.
-        around: called in the forward of every unit; returns the context in which the unit will run again.
+        choice: The layers to recompute, and their units.
+        comm: Tracks the collectives that the layers launch.
+        sent_bytes: The world's byte counts; bytes sent by a recomputation are not counted.
+        keeper: Shards or offloads the inputs that units keep; None: keep them unchanged.
+        measure: While measuring, receives the bytes that each unit would keep without recompute.
+        around: Called in the forward of every unit; returns the context in which the unit will run again.
     """
 
     def __init__(

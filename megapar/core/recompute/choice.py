@@ -13,9 +13,9 @@ class LayerSpan(NamedTuple):
     """Consecutive layers of this rank that run together.
 
     Attributes:
-        start: first layer, numbered on this rank.
-        stop: one past the last layer.
-        recomputed: the layers form one recomputed unit.
+        start: First layer, numbered on this rank.
+        stop: One past the last layer.
+        recomputed: The layers form one recomputed unit.
     """
 
     start: int

@@ -35,11 +35,11 @@ class SavedInputs:
     """Storage for the inputs of a model's recomputed units.
 
     Args:
-        device: makes streams, events and pinned host memory.
-        mp: each rank keeps a shard; inputs must be the same on all its ranks. An axis of one rank keeps whole tensors.
-        comm: launches the all-gathers.
-        offload: keep inputs in pinned host memory.
-        newest: number of units that stay whole, at least 1.
+        device: Makes streams, events and pinned host memory.
+        mp: Each rank keeps a shard; inputs must be the same on all its ranks. An axis of one rank keeps whole tensors.
+        comm: Launches the all-gathers.
+        offload: Keep inputs in pinned host memory.
+        newest: Number of units that stay whole, at least 1.
     """
 
     def __init__(self, device: Device, mp: Axis, comm: CommContext, *, offload: bool, newest: int = NEWEST) -> None:

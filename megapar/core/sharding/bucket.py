@@ -40,15 +40,15 @@ class BucketParameter:
     """One parameter of a bucket.
 
     Attributes:
-        spec: its row of the parameter table.
-        parameter: the local parameter (cut by mp, ep and emp).
+        spec: Its row of the parameter table.
+        parameter: The local parameter (cut by mp, ep and emp).
         counted: True if this rank counts it in the global norm.
-        num_pieces: number of pieces into which sharding cuts it.
-        dim: the dim along which sharding cuts it.
-        split: number of its dims that other axes cut.
-        piece: shape of one rank's piece, including padding.
-        offset: first element of the piece in a row.
-        box: this rank's piece of the global tensor, without padding.
+        num_pieces: Number of pieces into which sharding cuts it.
+        dim: The dim along which sharding cuts it.
+        split: Number of its dims that other axes cut.
+        piece: Shape of one rank's piece, including padding.
+        offset: First element of the piece in a row.
+        box: This rank's piece of the global tensor, without padding.
         padded: True if ``num_pieces`` does not divide the dim.
     """
 
@@ -116,8 +116,8 @@ class OptimizerRange:
     """Elements [start, end) of a row that the optimizer treats alike.
 
     Attributes:
-        start: first element.
-        end: one past the last element.
+        start: First element.
+        end: One past the last element.
         decay: True if weight decay applies.
         counted: True if this rank counts the range in the global norm.
         router: True if it belongs to a router.
@@ -137,19 +137,19 @@ class Bucket:
     parameters are views of the master.
 
     Args:
-        parameters: the bucket's entries.
-        shard: the axis over which rows are sharded.
-        replica: the axis over which rows are replicated.
+        parameters: The bucket's entries.
+        shard: The axis over which rows are sharded.
+        replica: The axis over which rows are replicated.
         master_dtype: dtype of the master and of the main gradient.
         reduce_dtype: dtype of gradients in messages.
-        whole_gradients: keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
-        pool: provides buffers.
-        new_master: allocates the master (elements, dtype), for example in pinned memory; None: on the device.
+        whole_gradients: Keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
+        pool: Provides buffers.
+        new_master: Allocates the master (elements, dtype), for example in pinned memory; None: on the device.
 
     Attributes:
-        units: the layers that have parameters in this bucket.
-        members: the parameters, in row order.
-        dtype: compute dtype of the parameters.
+        units: The layers that have parameters in this bucket.
+        members: The parameters, in row order.
+        dtype: Compute dtype of the parameters.
         row: P, elements of a row including padding.
         master: [P], this rank's master weights.
         gradient: [P], this rank's main gradient; None until the first reduction.

@@ -27,8 +27,8 @@ class PlannedBucket:
     """A bucket as planned.
 
     Attributes:
-        names: its parameters, in forward order.
-        bytes: bytes that one rank gathers, in the dtype of the message.
+        names: Its parameters, in forward order.
+        bytes: Bytes that one rank gathers, in the dtype of the message.
     """
 
     names: tuple[str, ...]

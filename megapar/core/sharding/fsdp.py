@@ -37,19 +37,19 @@ class FullSharding:
     another ``Sharding``.
 
     Args:
-        world: groups and meshes.
-        model: built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
+        world: Groups and meshes.
+        model: Built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
             here, uninitialized.
-        units: the modules of each unit, in forward order.
-        specs: the parameter table.
+        units: The modules of each unit, in forward order.
+        specs: The parameter table.
         compute_dtype: dtype of unsharded parameters.
         master_dtype: dtype of sharded parameters.
         reduce_dtype: dtype of gradients in messages.
-        together: units that share parameters (a tied embedding and its head) and form one group.
-        plan: buckets of whole modules, each of which becomes a group; None: one group per unit.
-        prefetch: groups gathered ahead of use, in forward and backward.
+        together: Units that share parameters (a tied embedding and its head) and form one group.
+        plan: Buckets of whole modules, each of which becomes a group; None: one group per unit.
+        prefetch: Groups gathered ahead of use, in forward and backward.
         reduce_every_micro_batch: False: keep unsharded gradients until the last micro-batch.
-        shard: makes a group, as torch's ``fully_shard`` does.
+        shard: Makes a group, as torch's ``fully_shard`` does.
     """
 
     full = True
@@ -215,7 +215,7 @@ class _ReduceScatter(_Comm):
     That counts its bytes, and on gloo sends half of what gloo's reduce-scatter would.
 
     Attributes:
-        trail: records what this rank contributes; None: no recording.
+        trail: Records what this rank contributes; None: no recording.
     """
 
     def __init__(self, axis: Axis, unit: str, member: str) -> None:

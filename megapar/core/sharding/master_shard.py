@@ -18,8 +18,8 @@ class MasterShard:
     """One tensor of master weights on this rank.
 
     Attributes:
-        master: the values, in max(fp32, compute dtype).
-        grad: of the same shape and dtype, summed over all data; valid between ``finish`` and the next ``begin_step``.
+        master: The values, in max(fp32, compute dtype).
+        grad: Of the same shape and dtype, summed over all data; valid between ``finish`` and the next ``begin_step``.
         decay: True if weight decay applies.
         counted: True if this rank counts it in the global norm; exactly one rank does.
         router: True if it belongs to a router, which may have a different learning rate.
@@ -37,9 +37,9 @@ class ParameterView:
     """A parameter's piece within the tensors of master shards.
 
     Attributes:
-        spec: its row of the parameter table.
-        box: the piece, in coordinates of the global tensor.
-        tensor: the values, a view of this rank's storage.
+        spec: Its row of the parameter table.
+        box: The piece, in coordinates of the global tensor.
+        tensor: The values, a view of this rank's storage.
     """
 
     spec: ParameterInfo

@@ -34,9 +34,9 @@ class Replica:
     """A tensor of this rank that must have the same bits on every rank of an axis.
 
     Attributes:
-        name: name in error messages.
-        tensor: the values.
-        axis: the ranks to compare.
+        name: Name in error messages.
+        tensor: The values.
+        axis: The ranks to compare.
     """
 
     name: str

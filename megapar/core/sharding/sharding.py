@@ -18,8 +18,8 @@ class Sharding(Protocol):
     """Storage of parameters, gradients and optimizer state; the common interface of all stages.
 
     Attributes:
-        master_shards: this rank's master shards.
-        full: masters are cut as by ``master_box(full=True)``.
+        master_shards: This rank's master shards.
+        full: Masters are cut as by ``master_box(full=True)``.
     """
 
     master_shards: list[MasterShard]

@@ -43,21 +43,21 @@ class ZeroSharding:
     Stage 2 reduces gradients in every micro-batch, stage 1 once per step.
 
     Args:
-        world: the axes, the device and this rank.
-        units: the model's units in forward order, each with the modules whose forward needs its parameters.
+        world: The axes, the device and this rank.
+        units: The model's units in forward order, each with the modules whose forward needs its parameters.
         parameters: (description, local parameter) of every trainable parameter.
         master_dtype: dtype of master weights and main gradients.
         reduce_dtype: dtype of gradients in messages.
-        plan: the buckets, in forward order; names that are not in ``parameters`` are ignored.
-        reduce_every_micro_batch: stage 2: keep only this rank's row of gradients over the micro-batches.
-        overlap_reduce: run reduce-scatters inside the backward.
-        overlap_gather: run gathers inside the next forward.
-        prefetch: buckets gathered ahead of the one in use.
-        offload: keep masters in pinned host memory.
+        plan: The buckets, in forward order; names that are not in ``parameters`` are ignored.
+        reduce_every_micro_batch: Stage 2: keep only this rank's row of gradients over the micro-batches.
+        overlap_reduce: Run reduce-scatters inside the backward.
+        overlap_gather: Run gathers inside the next forward.
+        prefetch: Buckets gathered ahead of the one in use.
+        offload: Keep masters in pinned host memory.
 
     Attributes:
-        buckets: in forward order.
-        master_shards: this rank's master shards, by bucket and range.
+        buckets: In forward order.
+        master_shards: This rank's master shards, by bucket and range.
     """
 
     full = False

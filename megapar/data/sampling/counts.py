@@ -28,7 +28,7 @@ class PieceCounts:
 
         Args:
             offsets: [D + 1], the index where each document begins, read in slices.
-            pieces_of: maps lengths [n] int64 of documents to counts [n] of pieces.
+            pieces_of: Maps lengths [n] int64 of documents to counts [n] of pieces.
         """
         import numpy as np
 

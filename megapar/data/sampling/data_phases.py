@@ -26,9 +26,9 @@ class Phase:
     """A range of a run's samples with one mixture.
 
     Attributes:
-        start: number of its first sample.
-        weights: weight of each source; None for a single source.
-        lanes: name of each source's order; a lane of two phases is the same source, which is read on.
+        start: Number of its first sample.
+        weights: Weight of each source; None for a single source.
+        lanes: Name of each source's order; a lane of two phases is the same source, which is read on.
     """
 
     start: int
@@ -96,11 +96,11 @@ class _PhaseOrder:
     """The order of pieces in one phase.
 
     Attributes:
-        start: number of the phase's first sample.
-        shares: part of each sample; None for a single part.
-        orders: order of each part's pieces.
-        taken: samples of each part before the phase.
-        firsts: number of each part's first piece.
+        start: Number of the phase's first sample.
+        shares: Part of each sample; None for a single part.
+        orders: Order of each part's pieces.
+        taken: Samples of each part before the phase.
+        firsts: Number of each part's first piece.
     """
 
     start: int

@@ -23,9 +23,9 @@ class Draws:
         """Seed the generator.
 
         Args:
-            seed: seed of the run.
-            stream: purpose of the numbers.
-            number: number of the sample, below 2^64.
+            seed: Seed of the run.
+            stream: Purpose of the numbers.
+            number: Number of the sample, below 2^64.
         """
         from numpy.random import Philox
 

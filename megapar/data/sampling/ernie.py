@@ -76,11 +76,11 @@ class ErnieSamples:
         """Make samples from pieces. Raises DataError if the tokenizer lacks one of [CLS], [SEP], [MASK], [PAD].
 
         Args:
-            pieces: pieces of 2 to S - 3 ids.
+            pieces: Pieces of 2 to S - 3 ids.
             seq_length: S, the positions of a sample.
-            tokenizer: provides special ids and word boundaries.
-            mlm_probability: probability that a word is masked.
-            seed: seed of the order, the cuts and the masks; None for the fixed held-out samples.
+            tokenizer: Provides special ids and word boundaries.
+            mlm_probability: Probability that a word is masked.
+            seed: Seed of the order, the cuts and the masks; None for the fixed held-out samples.
         """
         self._frame = Frame.of(tokenizer, seq_length)
         self._pieces = pieces
@@ -109,7 +109,7 @@ def cut_at(starts: np.ndarray, where: float) -> int:
 
     Args:
         starts: [T] bool, True at the first id of each word, T >= 2.
-        where: selects one of the candidates, in [0, 1).
+        where: Selects one of the candidates, in [0, 1).
     """
     import numpy as np
 
@@ -132,10 +132,10 @@ def mask_words(
     Args:
         ids: [T], the ids of a piece.
         starts: [T] bool, True at the first id of each word; the first one is True.
-        probability: probability that a word is chosen.
+        probability: Probability that a word is chosen.
         mask: id of [MASK].
         ordinary: ids for random replacements.
-        draws: random numbers of the sample.
+        draws: Random numbers of the sample.
     """
     import numpy as np
 

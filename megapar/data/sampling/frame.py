@@ -30,7 +30,7 @@ class Frame:
         pad: id of [PAD].
         mask: id of [MASK].
         ordinary: ids for random replacements.
-        marks: word boundaries of the tokenizer.
+        marks: Word boundaries of the tokenizer.
     """
 
     seq_length: int
@@ -58,7 +58,7 @@ class Frame:
 
         Args:
             parts: (input ids, labels) of each part; labels are None if no id of the part is predicted.
-            label: class of the sample; NO_LOSS if it has none.
+            label: Class of the sample; NO_LOSS if it has none.
         """
         import numpy as np
 

@@ -31,11 +31,11 @@ class RandomPieces:
 
         Args:
             ids: [..] int64, the ids to draw from.
-            shortest: minimum length of a piece, in ids.
-            longest: maximum length of a piece, in ids.
-            seed: seed of the ids.
-            stream: separates training from held-out pieces.
-            end: an end token, with which each position is replaced with probability min(1/4, 4 / length).
+            shortest: Minimum length of a piece, in ids.
+            longest: Maximum length of a piece, in ids.
+            seed: Seed of the ids.
+            stream: Separates training from held-out pieces.
+            end: An end token, with which each position is replaced with probability min(1/4, 4 / length).
         """
         self._ids = ids
         self._shortest = shortest

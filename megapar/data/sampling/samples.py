@@ -60,9 +60,9 @@ class Windows:
     Every window is full, so the last ids of the store may not be used. Raises DataError if the store is too short.
 
     Attributes:
-        store: the documents.
+        store: The documents.
         length: S.
-        shortest: a store shorter than one window becomes one window if it has at least this many ids; None refuses it.
+        shortest: A store shorter than one window becomes one window if it has at least this many ids; None refuses it.
     """
 
     store: TokenStore
@@ -184,10 +184,10 @@ class Boundaries:
     """The effects of a document's end inside a packed sample.
 
     Attributes:
-        end: the end token, the last token of each document.
-        reset_positions: positions start at 0 in every document.
-        reset_attention: positions attend only to their own document.
-        mask_loss: no loss at end tokens, whose labels belong to the next document.
+        end: The end token, the last token of each document.
+        reset_positions: Positions start at 0 in every document.
+        reset_attention: Positions attend only to their own document.
+        mask_loss: No loss at end tokens, whose labels belong to the next document.
     """
 
     end: int
@@ -210,10 +210,10 @@ class DecoderSamples:
         """Make samples from pieces.
 
         Args:
-            pieces: pieces of at most S + 1 ids.
+            pieces: Pieces of at most S + 1 ids.
             seq_length: S, the positions of a sample.
-            seed: seed of the order; None for the fixed order of held-out pieces.
-            boundaries: effects of document ends; None for no effects.
+            seed: Seed of the order; None for the fixed order of held-out pieces.
+            boundaries: Effects of document ends; None for no effects.
         """
         self._pieces = pieces
         self._seq_length = seq_length

@@ -92,8 +92,8 @@ class _RowPieces:
     before the next block.
 
     Attributes:
-        blocks: number of blocks.
-        per_block: pieces of each block.
+        blocks: Number of blocks.
+        per_block: Pieces of each block.
     """
 
     def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> None:

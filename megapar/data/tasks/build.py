@@ -28,12 +28,12 @@ class TaskData:
     """The values of ``--ernie-tasks`` and of the flags that name its files.
 
     Attributes:
-        mixture: tasks and weights, in the form that ``model.ernie3.tasks.tasks_of`` reads.
-        phrase_file: phrases that are masked whole, one per line.
-        entity_file: named entities that are masked whole, one per line.
-        triples_file: triples and sentences of the task knowledge_text; None uses random ones.
-        reorder_pieces: maximum number of parts that sentence_reorder permutes.
-        mlm_probability: share of the masked units.
+        mixture: Tasks and weights, in the form that ``model.ernie3.tasks.tasks_of`` reads.
+        phrase_file: Phrases that are masked whole, one per line.
+        entity_file: Named entities that are masked whole, one per line.
+        triples_file: Triples and sentences of the task knowledge_text; None uses random ones.
+        reorder_pieces: Maximum number of parts that sentence_reorder permutes.
+        mlm_probability: Share of the masked units.
     """
 
     mixture: str | None = None

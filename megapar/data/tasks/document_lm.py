@@ -19,9 +19,9 @@ class DocumentLm:
     """Samples of the document language model.
 
     Attributes:
-        pieces: pieces of at most S - 2 ids.
-        frame: the form of the samples.
-        name: name of the task.
+        pieces: Pieces of at most S - 2 ids.
+        frame: The form of the samples.
+        name: Name of the task.
     """
 
     pieces: TokenPieces

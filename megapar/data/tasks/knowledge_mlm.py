@@ -21,11 +21,11 @@ class KnowledgeMlm:
     """Samples of the knowledge-masked language model.
 
     Attributes:
-        pieces: pieces of at most S - 2 ids.
-        frame: the form of the samples.
-        lexicon: phrases and entities that are units in addition to words.
-        probability: probability that a unit is masked.
-        name: name of the task.
+        pieces: Pieces of at most S - 2 ids.
+        frame: The form of the samples.
+        lexicon: Phrases and entities that are units in addition to words.
+        probability: Probability that a unit is masked.
+        name: Name of the task.
     """
 
     pieces: TokenPieces

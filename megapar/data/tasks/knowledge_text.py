@@ -47,10 +47,10 @@ class KnowledgeText:
     """Samples of knowledge-text prediction.
 
     Attributes:
-        triples: triples, in the order of the run.
-        frame: the form of the samples.
-        probability: probability that a word of the sentence is masked.
-        name: name of the task.
+        triples: Triples, in the order of the run.
+        frame: The form of the samples.
+        probability: Probability that a word of the sentence is masked.
+        name: Name of the task.
     """
 
     triples: Triples
@@ -114,9 +114,9 @@ class RandomTriples:
 
     Attributes:
         ids: ids to draw from.
-        seed: seed of the ids.
-        stream: separates training from held-out triples.
-        longest: maximum length of a sentence, in ids.
+        seed: Seed of the ids.
+        stream: Separates training from held-out triples.
+        longest: Maximum length of a sentence, in ids.
     """
 
     ids: np.ndarray

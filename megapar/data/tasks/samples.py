@@ -31,11 +31,11 @@ class TaskSamples:
         """Mix the tasks by their weights.
 
         Args:
-            tasks: the tasks of the run.
-            weights: weight of each task, by name.
-            orders: order of each task's pieces.
-            seed: seed of the samples; None for the fixed held-out ones.
-            length: number of samples of one epoch.
+            tasks: The tasks of the run.
+            weights: Weight of each task, by name.
+            orders: Order of each task's pieces.
+            seed: Seed of the samples; None for the fixed held-out ones.
+            length: Number of samples of one epoch.
         """
         self._tasks, self._orders, self._seed, self._length = tuple(tasks), tuple(orders), seed, length
         self._shares = Shares([weights[task.name] for task in tasks])

@@ -30,9 +30,9 @@ class SentenceDistance:
     """Samples of sentence distance.
 
     Attributes:
-        pieces: pieces of 3 to S - 3 ids, from at least two documents.
-        frame: the form of the samples.
-        name: name of the task.
+        pieces: Pieces of 3 to S - 3 ids, from at least two documents.
+        frame: The form of the samples.
+        name: Name of the task.
     """
 
     pieces: DocumentPieces

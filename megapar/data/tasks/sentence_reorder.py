@@ -24,10 +24,10 @@ class SentenceReorder:
     """Samples of sentence reordering.
 
     Attributes:
-        pieces: pieces of at most S - 2 ids.
-        frame: the form of the samples.
+        pieces: Pieces of at most S - 2 ids.
+        frame: The form of the samples.
         most: m, the maximum number of parts.
-        name: name of the task.
+        name: Name of the task.
     """
 
     pieces: TokenPieces

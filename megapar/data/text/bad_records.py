@@ -12,8 +12,8 @@ class BadRecords:
     """Counts the records that a reader skips, and keeps the messages of the first few.
 
     Attributes:
-        count: number of records skipped.
-        first: the messages of the first ``KEPT``.
+        count: Number of records skipped.
+        first: The messages of the first ``KEPT``.
     """
 
     KEPT = 5

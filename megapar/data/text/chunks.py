@@ -45,7 +45,7 @@ class LineNumbers:
     If the chunks of a file are read in order, each byte is counted once.
 
     Attributes:
-        bytes_read: bytes read for counting so far.
+        bytes_read: Bytes read for counting so far.
     """
 
     def __init__(self) -> None:
@@ -71,10 +71,10 @@ class TextChunk:
 
     Attributes:
         kind: jsonl, lines, blank (documents between blank lines), parquet, or rows (of a ``datasets`` source).
-        path: the file; for a ``datasets`` source, its name and split with a zero character between them.
-        first: the first byte of a file, row group of a parquet file, or row.
-        last: the end of the range, excluded.
-        field: the field or column that contains the document.
+        path: The file; for a ``datasets`` source, its name and split with a zero character between them.
+        first: The first byte of a file, row group of a parquet file, or row.
+        last: The end of the range, excluded.
+        field: The field or column that contains the document.
     """
 
     kind: str
@@ -87,8 +87,8 @@ class TextChunk:
         """Yield the documents that begin in the chunk, except those of only white space.
 
         Args:
-            bad: receives broken records, with their line or row in the whole input.
-            numbers: shared by all chunks of one reader.
+            bad: Receives broken records, with their line or row in the whole input.
+            numbers: Shared by all chunks of one reader.
         """
         if self.kind in _ROW_READERS:
             return _ROW_READERS[self.kind](self, bad)

@@ -203,9 +203,9 @@ def open_sources(
     Raises DataError if a path is missing, empty, or of a kind that is not read here.
 
     Args:
-        paths: files, folders, or ``builtin``.
-        field: the field or column of records that contains the document.
-        report: called with a message about the files of a folder that are skipped.
+        paths: Files, folders, or ``builtin``.
+        field: The field or column of records that contains the document.
+        report: Called with a message about the files of a folder that are skipped.
         may_read: False raises Unread if whole files would have to be read to find copies.
     """
     sources: list[TextSource] = []

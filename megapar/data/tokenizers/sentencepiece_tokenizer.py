@@ -217,8 +217,8 @@ class _Limited:
     """The first TRAINING_CHARACTERS of the texts.
 
     Attributes:
-        characters: characters read so far.
-        failure: the error that reading raised, because sentencepiece would wrap it.
+        characters: Characters read so far.
+        failure: The error that reading raised, because sentencepiece would wrap it.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:

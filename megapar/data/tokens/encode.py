@@ -53,9 +53,9 @@ class Encoding:
     """The settings of encoding.
 
     Attributes:
-        dtype: type of the ids in the file.
-        end: the token after each document; None for no token.
-        skip_bad: skip and count broken records; otherwise the first one stops the work.
+        dtype: Type of the ids in the file.
+        end: The token after each document; None for no token.
+        skip_bad: Skip and count broken records; otherwise the first one stops the work.
     """
 
     dtype: str
@@ -74,12 +74,12 @@ class EncodeJob:
     """Everything that decides one indexed file.
 
     Attributes:
-        prefix: prefix of PREFIX.bin, PREFIX.idx and PREFIX.hashes.
-        folder: folder of the finished parts.
-        chunks: the chunks of all inputs, in order.
-        encoding: the settings of encoding.
-        tokenizer: the file or folder from which workers load the tokenizer.
-        names: the inputs, for messages.
+        prefix: Prefix of PREFIX.bin, PREFIX.idx and PREFIX.hashes.
+        folder: Folder of the finished parts.
+        chunks: The chunks of all inputs, in order.
+        encoding: The settings of encoding.
+        tokenizer: The file or folder from which workers load the tokenizer.
+        names: The inputs, for messages.
     """
 
     prefix: str
@@ -110,12 +110,12 @@ def encode(
     is broken; PREFIX then has no files, or its old ones.
 
     Args:
-        job: the inputs and the outputs.
-        tokenizer: the tokenizer of the job.
-        workers: number of processes; 1 works in this process.
-        keep_parts: keep the finished parts after a DataError for the next run, and mention them in the message. A
+        job: The inputs and the outputs.
+        tokenizer: The tokenizer of the job.
+        workers: Number of processes; 1 works in this process.
+        keep_parts: Keep the finished parts after a DataError for the next run, and mention them in the message. A
             process that is killed keeps them in any case.
-        progress: called after each chunk.
+        progress: Called after each chunk.
     """
     folder = Path(job.folder)
     with claimed(folder, job.key(tokenizer)):
@@ -159,7 +159,7 @@ class _Join:
     """Copies parts into a builder in order, each as soon as all parts before it are finished.
 
     Attributes:
-        total: the result of the parts that were copied.
+        total: The result of the parts that were copied.
     """
 
     def __init__(self, folder: Path, builder: IndexedDatasetBuilder, hashes: HashesWriter) -> None:

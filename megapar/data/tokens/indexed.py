@@ -61,9 +61,9 @@ class IndexedDataset:
     without a copy.
 
     Attributes:
-        prefix: the path without suffix.
-        dtype: type of the ids.
-        tokens: the ids of all sequences.
+        prefix: The path without suffix.
+        dtype: Type of the ids.
+        tokens: The ids of all sequences.
         lengths: [N] int32, ids of each sequence.
         pointers: [N] int64, offset of each sequence in bytes.
         document_indices: [D] int64, see the format.

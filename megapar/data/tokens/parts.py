@@ -37,10 +37,10 @@ class Done:
     """The result of one chunk or of several.
 
     Attributes:
-        documents: number of documents.
-        tokens: number of tokens.
-        bad: number of broken records that were skipped.
-        first_bad: messages of the first of them.
+        documents: Number of documents.
+        tokens: Number of tokens.
+        bad: Number of broken records that were skipped.
+        first_bad: Messages of the first of them.
     """
 
     documents: int = 0

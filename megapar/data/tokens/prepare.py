@@ -36,18 +36,18 @@ def prepare(
     finished parts, if any, from which the same call resumes.
 
     Args:
-        output: prefix of the files.
-        paths: files and folders, as in --data-path, without weights.
-        tokenizer_model: the file or folder of the tokenizer.
-        workers: number of processes.
-        dataset: a ``datasets`` source that is read after the paths.
-        split: the split of ``dataset``.
-        field: the JSONL field or the column that contains the document.
-        append_end: append the end token to each document.
-        skip_bad: skip and count broken records; otherwise the first one stops the work.
-        overwrite: replace existing files, which are otherwise an error.
-        progress: called after each chunk.
-        report: called with a message about the files of a folder that are skipped.
+        output: Prefix of the files.
+        paths: Files and folders, as in --data-path, without weights.
+        tokenizer_model: The file or folder of the tokenizer.
+        workers: Number of processes.
+        dataset: A ``datasets`` source that is read after the paths.
+        split: The split of ``dataset``.
+        field: The JSONL field or the column that contains the document.
+        append_end: Append the end token to each document.
+        skip_bad: Skip and count broken records; otherwise the first one stops the work.
+        overwrite: Replace existing files, which are otherwise an error.
+        progress: Called after each chunk.
+        report: Called with a message about the files of a folder that are skipped.
     """
     output = _prefix(output)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of the workers uses one core

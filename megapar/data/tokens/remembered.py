@@ -15,7 +15,7 @@ class Unread(Exception):
     """Raised if a value is not in the cache and its file may not be read.
 
     Attributes:
-        bytes: number of bytes to read.
+        bytes: Number of bytes to read.
     """
 
     def __init__(self, size: int) -> None:

@@ -38,8 +38,8 @@ class Split:
     Files of tokens without hashes of their texts are split by the documents' numbers instead.
 
     Attributes:
-        train: share of the training documents.
-        heldout: share of the held-out documents, may be 0; the remaining documents are not used.
+        train: Share of the training documents.
+        heldout: Share of the held-out documents, may be 0; the remaining documents are not used.
     """
 
     train: float

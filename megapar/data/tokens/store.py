@@ -34,7 +34,7 @@ class TokenStore:
     Attributes:
         tokens: [N] of an integer dtype, memory-mapped; the concatenated documents.
         offsets: [D + 1] int64, memory-mapped; document d is tokens[offsets[d] : offsets[d + 1]].
-        notes: messages about the source for the log.
+        notes: Messages about the source for the log.
     """
 
     tokens: Tokens
@@ -52,8 +52,8 @@ class StoreBlend:
     """The stores of all training sources, or of all held-out sources.
 
     Attributes:
-        stores: the stores, in the order of their sources.
-        weights: weight of each store; None if they are one corpus.
+        stores: The stores, in the order of their sources.
+        weights: Weight of each store; None if they are one corpus.
     """
 
     stores: Sequence[TokenStore]

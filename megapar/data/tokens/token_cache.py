@@ -46,9 +46,9 @@ class TokenCache:
     """Opens text as the tokens of one tokenizer.
 
     Attributes:
-        tokenizer: the tokenizer.
-        path: the file or folder of the tokenizer; None if no other process can load it.
-        skip_bad: skip broken records and note them; otherwise the first one is raised.
+        tokenizer: The tokenizer.
+        path: The file or folder of the tokenizer; None if no other process can load it.
+        skip_bad: Skip broken records and note them; otherwise the first one is raised.
     """
 
     tokenizer: Tokenizer

@@ -67,9 +67,9 @@ class Sums:
         kernels: (operator, label) -> launches.
         products: (product, label) -> calls.
         bytes: (operator, label) -> bytes read and written by operators other than products, attention and messages.
-        waits: label -> number of times the host waited for the device.
+        waits: Label -> number of times the host waited for the device.
         copies: (direction, label) -> copies between host and device.
-        unaligned: message -> number of large messages with a part that is not aligned to 16 bytes.
+        unaligned: Message -> number of large messages with a part that is not aligned to 16 bytes.
     """
 
     kernels: Counter[tuple[str, str]] = field(default_factory=Counter)

@@ -92,10 +92,10 @@ def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, de
     The degrees take turns, and the first round is warmup.
 
     Args:
-        degrees: the degrees to measure.
-        run: runs forward and backward of one micro-batch at a degree, and returns the seconds.
-        world: all ranks.
-        device: device for the reduction.
+        degrees: The degrees to measure.
+        run: Runs forward and backward of one micro-batch at a degree, and returns the seconds.
+        world: All ranks.
+        device: Device for the reduction.
     """
     rounds = [[run(degree) for degree in degrees] for _ in range(1 + REPEATS)][1:]
     medians = [statistics.median(turns) for turns in zip(*rounds, strict=True)]

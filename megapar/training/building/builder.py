@@ -57,8 +57,8 @@ class Builder:
     """Factory for the replaceable parts of a trainer. ``tools.tracing.pretend`` overrides them to trace without data.
 
     Attributes:
-        moe_layer: class of mixture-of-experts layers.
-        denominators: class that counts the labels of a step.
+        moe_layer: Class of mixture-of-experts layers.
+        denominators: Class that counts the labels of a step.
     """
 
     moe_layer: type[MoeLayer] = MoeLayer
@@ -79,14 +79,14 @@ class Builder:
         """Return this rank's uninitialized part of the model.
 
         Args:
-            config: the resolved configuration.
-            world: process groups of all axes.
-            sizes: sizes of the model.
-            rank_layers: the stages' layers that this rank has.
+            config: The resolved configuration.
+            world: Process groups of all axes.
+            sizes: Sizes of the model.
+            rank_layers: The stages' layers that this rank has.
             dtype: dtype of the parameters.
-            execution: how layers run.
-            recompute: activation checkpointing of whole layers. None without it.
-            meta: create parameters on the meta device, for stage 3 to allocate.
+            execution: How layers run.
+            recompute: Activation checkpointing of whole layers. None without it.
+            meta: Create parameters on the meta device, for stage 3 to allocate.
         """
         common: dict[str, Any] = {
             "mp": world.axis("mp"),

@@ -50,18 +50,18 @@ class Job:
     """This rank's part of the model with its parameters, gradients and optimizer state.
 
     Attributes:
-        world: process groups of all axes.
-        sizes: sizes of the model.
-        table: a row for every parameter and buffer of the whole model.
-        model: the modules of this rank.
-        sharding: shards of the parameters and gradients.
-        optimizer: the optimizer of the shards.
-        comm: collectives that layers have in flight. None may be left at the end of a step.
+        world: Process groups of all axes.
+        sizes: Sizes of the model.
+        table: A row for every parameter and buffer of the whole model.
+        model: The modules of this rank.
+        sharding: Shards of the parameters and gradients.
+        optimizer: The optimizer of the shards.
+        comm: Collectives that layers have in flight. None may be left at the end of a step.
         metered: True if the world's meter times every wait.
-        partial: parameters whose gradients are summed over mp.
-        pipeline: runs the model if pp > 1, else None.
-        tied: parameter that the first and the last stage share and whose gradients they sum, or None.
-        observer: hooks into every step.
+        partial: Parameters whose gradients are summed over mp.
+        pipeline: Runs the model if pp > 1, else None.
+        tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
+        observer: Hooks into every step.
     """
 
     world: World
@@ -82,10 +82,10 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     """Build and initialize this rank's part of the model.
 
     Args:
-        config: the resolved configuration.
-        world: process groups of all axes.
-        builder: builds the replaceable parts. None uses the default parts.
-        observer: hooks into every step. None observes nothing.
+        config: The resolved configuration.
+        world: Process groups of all axes.
+        builder: Builds the replaceable parts. None uses the default parts.
+        observer: Hooks into every step. None observes nothing.
     """
     builder = builder or Builder()
     sizes = config.model

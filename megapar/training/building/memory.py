@@ -24,10 +24,10 @@ def out_of_memory(
     """Return the error to end with: the failed request, the memory in use, the snapshot and the plan's prediction.
 
     Args:
-        config: the configuration of the run.
-        device: the device that is out of memory.
+        config: The configuration of the run.
+        device: The device that is out of memory.
         error: torch's error.
-        planned: returns a sentence with the planned memory from (configuration, device name). None leaves it out.
+        planned: Returns a sentence with the planned memory from (configuration, device name). None leaves it out.
     """
     rank = os.environ.get("RANK", "0")
     lines = [f"rank {rank} is out of device memory: {error}"]

@@ -52,7 +52,7 @@ class ResumeSource:
     """The folder of checkpoints that a run resumes from.
 
     Attributes:
-        root: the folder.
+        root: The folder.
         own: True if this job saved there before it was restarted.
     """
 
@@ -66,12 +66,12 @@ class Checkpoints:
     ``section`` watches the thread that saves.
 
     Attributes:
-        log_line: writes a line to the log, on rank 0. None before the log is open.
-        notes: lines from before the log was open.
-        failures: counts saves that failed.
-        folder: the newest checkpoint that this start saved.
-        resumed_from: the checkpoint that was loaded.
-        lineage: names of the checkpoints on this run's lineage.
+        log_line: Writes a line to the log, on rank 0. None before the log is open.
+        notes: Lines from before the log was open.
+        failures: Counts saves that failed.
+        folder: The newest checkpoint that this start saved.
+        resumed_from: The checkpoint that was loaded.
+        lineage: Names of the checkpoints on this run's lineage.
     """
 
     def __init__(self, options: CheckpointOptions, job: Job, section: Section = unwatched) -> None:

@@ -26,9 +26,9 @@ def collect(
     The primary rank of each shard sends it. Which rank has which shard follows from the device mesh.
 
     Args:
-        world: process groups of all axes.
-        spec: the parameter.
-        view: this rank's shard. None on ranks whose pipeline stage does not have the parameter.
+        world: Process groups of all axes.
+        spec: The parameter.
+        view: This rank's shard. None on ranks whose pipeline stage does not have the parameter.
         dtype: dtype of the tensor.
         full: True at sharding stage 3.
     """
@@ -61,10 +61,10 @@ def collect_all(
     """Yield (name, whole tensor) one at a time on rank 0. Other ranks yield nothing but must exhaust the iterator.
 
     Args:
-        world: process groups of all axes.
-        table: rows of the whole model. Its trainable parameters are collected in this order.
-        sharding: the sharding of this rank's parameters.
-        tensors: a tensor for each of the sharding's master shards, such as its master weights.
+        world: Process groups of all axes.
+        table: Rows of the whole model. Its trainable parameters are collected in this order.
+        sharding: The sharding of this rank's parameters.
+        tensors: A tensor for each of the sharding's master shards, such as its master weights.
     """
     mine = {view.spec.name: view for view in sharding.views(tensors)}
     dtype = next(iter(mine.values())).tensor.dtype

@@ -36,9 +36,9 @@ class Continuation(NamedTuple):
     """The continuation of a run.
 
     Attributes:
-        record: identity of the run for its checkpoints. None if it saves none.
-        corpus: the data to read from now on.
-        notes: lines for the log.
+        record: Identity of the run for its checkpoints. None if it saves none.
+        corpus: The data to read from now on.
+        notes: Lines for the log.
     """
 
     record: dict[str, Any] | None
@@ -54,12 +54,12 @@ def continue_run(
     Raises ConfigError, on every rank, if the checkpoint is of another run.
 
     Args:
-        config: the configuration of the run.
-        world: process groups of all axes.
-        corpus: the data of the configuration.
-        loaded: the loaded checkpoint. None for a start from scratch.
-        place: path of the checkpoint, for messages.
-        skipped: ranges of samples that the run leaves out.
+        config: The configuration of the run.
+        world: Process groups of all axes.
+        corpus: The data of the configuration.
+        loaded: The loaded checkpoint. None for a start from scratch.
+        place: Path of the checkpoint, for messages.
+        skipped: Ranges of samples that the run leaves out.
     """
     before = loaded if loaded is not None and loaded.scalars else None
     if before is None and not config.checkpoint.save and not config.reliability.local_checkpoint_interval:

@@ -62,11 +62,11 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        folder: folder that was written.
-        architecture: the published class.
-        tensors: number of tensors.
-        bytes: size of the weights in bytes.
-        carried: tensors that the model has no place for, copied as they are.
+        folder: Folder that was written.
+        architecture: The published class.
+        tensors: Number of tensors.
+        bytes: Size of the weights in bytes.
+        carried: Tensors that the model has no place for, copied as they are.
         tokenizer: True if the folder has a tokenizer.
         drops_tokens: True if the run dropped tokens over the capacity, which the exported model does not.
     """
@@ -193,12 +193,12 @@ def megapar_to_hf(
     The folder appears when it is complete. Raises CheckpointError.
 
     Args:
-        source: a folder of checkpoints, whose latest one is converted, or a single checkpoint.
-        out: folder to write.
+        source: A folder of checkpoints, whose latest one is converted, or a single checkpoint.
+        out: Folder to write.
         dtype: dtype of the weights, except parameters that are always fp32. By default a tensor has the dtype of the
             Hugging Face folder that it came from, or fp32 without one.
-        shard_bytes: maximum size of a file.
-        tokenizer: by default the tokenizer saved with the checkpoints, or that of the published folder.
+        shard_bytes: Maximum size of a file.
+        tokenizer: By default the tokenizer saved with the checkpoints, or that of the published folder.
     """
     source, out = Path(source), Path(out)
     _refuse_foreign(source)

@@ -32,8 +32,8 @@ class Difference(NamedTuple):
     """A difference between the data of two runs.
 
     Attributes:
-        field: its name in --override-data.
-        text: its description for messages.
+        field: Its name in --override-data.
+        text: Its description for messages.
     """
 
     field: str
@@ -45,11 +45,11 @@ class DataFacts:
     """Facts about the data of a run.
 
     Attributes:
-        sources: sources of the mixture, in order.
-        split: shares as in --split, or APART.
-        seed: seed of the order of samples.
-        seq_length: tokens per sample.
-        knowledge: files of the flags of KNOWLEDGE. None for a checkpoint that does not record them.
+        sources: Sources of the mixture, in order.
+        split: Shares as in --split, or APART.
+        seed: Seed of the order of samples.
+        seq_length: Tokens per sample.
+        knowledge: Files of the flags of KNOWLEDGE. None for a checkpoint that does not record them.
     """
 
     sources: tuple[Fingerprint, ...]

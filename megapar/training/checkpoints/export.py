@@ -58,11 +58,11 @@ def save_hf(
     Rank 0 holds one whole parameter at a time.
 
     Args:
-        folder: folder to write.
-        job: this rank's part of the model.
+        folder: Folder to write.
+        job: This rank's part of the model.
         tokenizer: None if the run has none.
         dtype: dtype of the weights.
-        architecture: class of the published folder that the run started from. None without one.
+        architecture: Class of the published folder that the run started from. None without one.
         published: config.json of that folder.
     """
     tensors = _whole(job)

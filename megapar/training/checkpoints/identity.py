@@ -41,9 +41,9 @@ class DataPhase:
     """A part of a run with the same data.
 
     Attributes:
-        start: its first sample.
-        lanes: see ``data.sampling.data_phases.Phase``.
-        data: the data.
+        start: Its first sample.
+        lanes: See ``data.sampling.data_phases.Phase``.
+        data: The data.
     """
 
     start: int
@@ -68,11 +68,11 @@ class Identity:
     """The record of a run in its checkpoints.
 
     Attributes:
-        optimizer: name of the optimizer.
-        tokenizer: facts of the tokenizer, see ``data.tokenizers.ids``. None without text.
-        phases: the data that was read from each sample on. The last phase is the current one.
-        made_by: versions, code and number of ranks.
-        flags: the other flags that may change results, by name.
+        optimizer: Name of the optimizer.
+        tokenizer: Facts of the tokenizer, see ``data.tokenizers.ids``. None without text.
+        phases: The data that was read from each sample on. The last phase is the current one.
+        made_by: Versions, code and number of ranks.
+        flags: The other flags that may change results, by name.
     """
 
     optimizer: str
@@ -151,12 +151,12 @@ def refused(
     """Return complaints about the differences between a run and its checkpoint, except those in --override-data.
 
     Args:
-        there: identity of the checkpoint.
-        optimizer: optimizer of the run.
-        tokenizer: facts of the run's tokenizer. None if they are not known.
-        data: data of the run. None if it is not compared.
-        config: the configuration of the run.
-        where: beginning of the messages.
+        there: Identity of the checkpoint.
+        optimizer: Optimizer of the run.
+        tokenizer: Facts of the run's tokenizer. None if they are not known.
+        data: Data of the run. None if it is not compared.
+        config: The configuration of the run.
+        where: Beginning of the messages.
     """
     complaints = []
     if there.optimizer != optimizer:

@@ -25,9 +25,9 @@ class Lineage:
     """Names of the checkpoints on the lineage of a run.
 
     Attributes:
-        names: the current names, up to date on rank 0 only.
-        agreed: the names as of the last save, in order, the same on all ranks.
-        others: names of other lineages in the folder at the start of the run, the same on all ranks.
+        names: The current names, up to date on rank 0 only.
+        agreed: The names as of the last save, in order, the same on all ranks.
+        others: Names of other lineages in the folder at the start of the run, the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ def before(name: str, scalars: Mapping[str, Any], present: Collection[str]) -> s
     A checkpoint of an earlier version does not record its lineage. Then all earlier checkpoints in the folder count.
 
     Args:
-        name: name of the checkpoint. "" if it is in another folder.
-        scalars: its scalars.
-        present: names of all checkpoints in the folder.
+        name: Name of the checkpoint. "" if it is in another folder.
+        scalars: Its scalars.
+        present: Names of all checkpoints in the folder.
     """
     recorded = scalars.get(NAMES)
     if isinstance(recorded, list):

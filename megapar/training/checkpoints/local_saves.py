@@ -29,7 +29,7 @@ class LocalSaves:
     """Saves and loads local checkpoints, in the memory of the nodes. Every rank makes the same calls in the same step.
 
     Attributes:
-        log_line: writes a line to the log, on rank 0. None before the log is open.
+        log_line: Writes a line to the log, on rank 0. None before the log is open.
     """
 
     def __init__(self, local: LocalCheckpoints, interval: int, job: Job, section: Section = unwatched) -> None:

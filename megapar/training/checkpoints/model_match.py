@@ -19,9 +19,9 @@ class OptionalBlock:
     """A part of a model that its checkpoint may lack.
 
     Attributes:
-        name: name for messages.
-        fact: the fact of the model that is true if it has the block.
-        prefixes: prefixes of its parameters' names.
+        name: Name for messages.
+        fact: The fact of the model that is true if it has the block.
+        prefixes: Prefixes of its parameters' names.
     """
 
     name: str
@@ -39,9 +39,9 @@ class ModelMatch:
     """The comparison of a model with a checkpoint.
 
     Attributes:
-        facts: facts that the checkpoint must have.
-        initial: blocks that the checkpoint lacks. They keep their initial weights.
-        left: blocks that only the checkpoint has. They are dropped.
+        facts: Facts that the checkpoint must have.
+        initial: Blocks that the checkpoint lacks. They keep their initial weights.
+        left: Blocks that only the checkpoint has. They are dropped.
     """
 
     facts: dict[str, Any]
@@ -55,9 +55,9 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
     With rotary positions, which have no tensor, the maximum sample length may differ.
 
     Args:
-        stored: facts of the checkpoint's model.
-        expected: facts of the run's model.
-        alone: only weights are loaded, as with --finetune and for a converted model. Then a head or block that is on
+        stored: Facts of the checkpoint's model.
+        expected: Facts of the run's model.
+        alone: Only weights are loaded, as with --finetune and for a converted model. Then a head or block that is on
             one side only is initialized or dropped.
     """
     facts = dict(expected)

@@ -29,10 +29,10 @@ def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any])
     rank 0 repeatedly broadcasts that it is waiting. Raises FolderOwnedError or CheckpointError, on every rank.
 
     Args:
-        save: the folder.
-        load: the folder of --load. None without it.
-        world: process groups of all axes.
-        agree: returns rank 0's value on all ranks.
+        save: The folder.
+        load: The folder of --load. None without it.
+        world: Process groups of all axes.
+        agree: Returns rank 0's value on all ranks.
     """
     owner, failure = None, ["", ""]
 

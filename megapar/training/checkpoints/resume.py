@@ -33,13 +33,13 @@ def resume(
     Raises CheckpointError.
 
     Args:
-        config: the configuration of the run.
-        job: this rank's part of the model.
-        progress: the progress of a run without a checkpoint.
-        schedule: this run's learning-rate schedule.
-        loss_scale: the loss scaling of fp16. None without it.
-        checkpoints: checkpoints on disk.
-        local_saves: checkpoints in the memory of the nodes. None without them.
+        config: The configuration of the run.
+        job: This rank's part of the model.
+        progress: The progress of a run without a checkpoint.
+        schedule: This run's learning-rate schedule.
+        loss_scale: The loss scaling of fp16. None without it.
+        checkpoints: Checkpoints on disk.
+        local_saves: Checkpoints in the memory of the nodes. None without them.
     """
     limit = checkpoints.clear_up(local_saves)
     source = checkpoints.source()

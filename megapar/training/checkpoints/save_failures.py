@@ -12,7 +12,7 @@ class SaveFailures:
     """Counts the failed saves of a run and words their messages. ``clock`` returns seconds.
 
     Attributes:
-        in_a_row: failed saves since the newest checkpoint that was written.
+        in_a_row: Failed saves since the newest checkpoint that was written.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

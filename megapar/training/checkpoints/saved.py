@@ -32,8 +32,8 @@ class Saved:
     """Weights of a checkpoint that was saved on any layout.
 
     Attributes:
-        sizes: sizes of its model.
-        scalars: scalars of its run.
+        sizes: Sizes of its model.
+        scalars: Scalars of its run.
     """
 
     def __init__(self, folder: Path) -> None:

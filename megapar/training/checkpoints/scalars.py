@@ -85,10 +85,10 @@ def check_scalars(place: str, scalars: Mapping[str, Any], iteration: int | None,
     """Raise CheckpointError, with all problems, for scalars that a run cannot have written.
 
     Args:
-        place: path of the checkpoint, for messages.
-        scalars: the scalars to check.
-        iteration: the iteration in the folder's name. None if it has none.
-        optimizer: also require the scalars of the optimizer, its steps and schedule.
+        place: Path of the checkpoint, for messages.
+        scalars: The scalars to check.
+        iteration: The iteration in the folder's name. None if it has none.
+        optimizer: Also require the scalars of the optimizer, its steps and schedule.
     """
     wrong = [*_wrong(scalars, iteration, optimizer)]
     if wrong:

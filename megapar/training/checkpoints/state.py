@@ -29,13 +29,13 @@ class Progress:
     """Progress of a run.
 
     Attributes:
-        iteration: steps done.
-        consumed_samples: samples read so far.
-        consumed_tokens: tokens read so far, without padding.
-        micro_batches: micro-batches run so far, on all data ranks together.
-        dropout_seed: seed of the random streams.
-        skipped_steps: steps that changed nothing, because they overflowed or were bad.
-        ampipe_degree: degree measured at the start. 0 if not measured.
+        iteration: Steps done.
+        consumed_samples: Samples read so far.
+        consumed_tokens: Tokens read so far, without padding.
+        micro_batches: Micro-batches run so far, on all data ranks together.
+        dropout_seed: Seed of the random streams.
+        skipped_steps: Steps that changed nothing, because they overflowed or were bad.
+        ampipe_degree: Degree measured at the start. 0 if not measured.
     """
 
     iteration: int = 0
@@ -104,11 +104,11 @@ class LoadOptions:
     """The parts of a checkpoint to load.
 
     Attributes:
-        finetune: load weights only, and start all counters from 0.
-        optimizer: load optimizer state and step count.
-        random: load the dropout seed.
-        override_schedule: keep this run's schedule if the checkpoint's differs, instead of refusing the checkpoint.
-        verify: how thoroughly files are checked.
+        finetune: Load weights only, and start all counters from 0.
+        optimizer: Load optimizer state and step count.
+        random: Load the dropout seed.
+        override_schedule: Keep this run's schedule if the checkpoint's differs, instead of refusing the checkpoint.
+        verify: How thoroughly files are checked.
     """
 
     finetune: bool = False
@@ -123,9 +123,9 @@ class Loaded:
     """The state of a run after loading.
 
     Attributes:
-        progress: the progress to continue from.
-        scalars: scalars of the checkpoint. Empty if only weights were loaded.
-        initial: blocks of the model that the checkpoint does not contain. They keep their initial weights.
+        progress: The progress to continue from.
+        scalars: Scalars of the checkpoint. Empty if only weights were loaded.
+        initial: Blocks of the model that the checkpoint does not contain. They keep their initial weights.
     """
 
     progress: Progress
@@ -148,12 +148,12 @@ def load(
     on another schedule.
 
     Args:
-        folder: folder of the checkpoint.
-        job: this rank's part of the model.
-        progress: the progress of this run without the checkpoint.
-        schedule: this run's learning-rate schedule.
-        options: the parts to load.
-        loss_scale: the loss scaling of fp16. None without it.
+        folder: Folder of the checkpoint.
+        job: This rank's part of the model.
+        progress: The progress of this run without the checkpoint.
+        schedule: This run's learning-rate schedule.
+        options: The parts to load.
+        loss_scale: The loss scaling of fp16. None without it.
     """
     group = job.world.axis("world").group
     layout, targets = store.first_read_layout(folder, group), weights(job)

@@ -19,7 +19,7 @@ class Start:
     """The iteration at which this start of a run begins.
 
     Attributes:
-        iteration: last iteration done before this start.
+        iteration: Last iteration done before this start.
         saved: ``verified`` of the checkpoint that the run resumes from. None if it has none.
     """
 

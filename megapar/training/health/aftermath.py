@@ -33,8 +33,8 @@ class ResumeLimit:
     """The checkpoints of a folder that a run may resume from.
 
     Attributes:
-        iteration: last iteration.
-        others: names of checkpoints on other lineages than that of the fault.
+        iteration: Last iteration.
+        others: Names of checkpoints on other lineages than that of the fault.
     """
 
     iteration: int
@@ -50,8 +50,8 @@ class ResumeLimits:
     """The checkpoints that a run may resume from.
 
     Attributes:
-        by_root: folder of checkpoints -> its limit.
-        local: last iteration of a local checkpoint. None without a limit.
+        by_root: Folder of checkpoints -> its limit.
+        local: Last iteration of a local checkpoint. None without a limit.
     """
 
     by_root: dict[Path, ResumeLimit]
@@ -62,7 +62,7 @@ class Aftermath:
     """Handles the faults that earlier starts recorded. Every rank calls ``clear_up`` once.
 
     Attributes:
-        notes: lines for the log.
+        notes: Lines for the log.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ class StopSignal:
     process.
 
     Attributes:
-        received: number of the first signal. 0 before one.
+        received: Number of the first signal. 0 before one.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, end: Callable[[int], object] = os._exit) -> None:
@@ -72,9 +72,9 @@ class Limits:
     """Limits of time and step count at which a run saves or stops. 0 means never.
 
     Attributes:
-        save_minutes: minutes between two saves.
-        exit_minutes: minutes until the run stops.
-        exit_interval: the run stops at multiples of this iteration.
+        save_minutes: Minutes between two saves.
+        exit_minutes: Minutes until the run stops.
+        exit_interval: The run stops at multiples of this iteration.
     """
 
     save_minutes: float = 0.0
@@ -88,7 +88,7 @@ class Control:
     ``leader`` is True on the rank whose clock counts.
 
     Attributes:
-        stop: the reason to save and end now. "" to continue.
+        stop: The reason to save and end now. "" to continue.
         save: True if a checkpoint is due.
     """
 

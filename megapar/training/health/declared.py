@@ -42,13 +42,13 @@ class Declaring:
     """The entry of this rank. Calling it with the ranks' store returns if all ranks run the same.
 
     Attributes:
-        flags: the flags that are compared.
-        given: the flags that are set explicitly.
-        facts: facts that every rank knows.
-        of_node: facts that only local rank 0 collects for its node, such as the hash of the code.
-        node: name of the node, the same on all its ranks. "" without a launcher. Local rank 0 writes the entry of the
+        flags: The flags that are compared.
+        given: The flags that are set explicitly.
+        facts: Facts that every rank knows.
+        of_node: Facts that only local rank 0 collects for its node, such as the hash of the code.
+        node: Name of the node, the same on all its ranks. "" without a launcher. Local rank 0 writes the entry of the
             node, and the other ranks compare themselves with it.
-        local_rank: rank on the node.
+        local_rank: Rank on the node.
     """
 
     flags: Mapping[str, str]

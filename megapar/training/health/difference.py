@@ -30,9 +30,9 @@ class Named(NamedTuple):
     """The first difference between results.
 
     Attributes:
-        text: description for messages.
-        ranks: global ranks that differ there.
-        places: names of the differing tensors.
+        text: Description for messages.
+        ranks: Global ranks that differ there.
+        places: Names of the differing tensors.
     """
 
     text: str

@@ -29,9 +29,9 @@ def note(
     """Write the record of a failure, once. Errors of the write are ignored, because another error is being handled.
 
     Args:
-        error: the failure.
-        environ: environment of the process.
-        following: the step that was not done (0 before the first one) and its samples as "first-last".
+        error: The failure.
+        environ: Environment of the process.
+        following: The step that was not done (0 before the first one) and its samples as "first-last".
         saved: True if this start has written a checkpoint to disk.
     """
     path = failure_file(environ)

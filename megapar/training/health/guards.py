@@ -30,9 +30,9 @@ class Guard(Protocol):
     """One check. Every rank has the same guards and calls them in the same steps.
 
     Attributes:
-        name: name in checkpoints.
-        interval: steps between checks.
-        before_saves: also check before every save and at the end.
+        name: Name in checkpoints.
+        interval: Steps between checks.
+        before_saves: Also check before every save and at the end.
         enabled: False if the check cannot find anything on this layout or device. The same on every rank.
     """
 
@@ -62,8 +62,8 @@ class Voter(Protocol):
     """A guard whose vote is reduced together with the gradient norm.
 
     Attributes:
-        messages: lines for the log that ``Guards.pop_messages`` has not returned yet.
-        delay_steps: number of steps between a finding and the reaction to it.
+        messages: Lines for the log that ``Guards.pop_messages`` has not returned yet.
+        delay_steps: Number of steps between a finding and the reaction to it.
     """
 
     messages: list[str]
@@ -82,7 +82,7 @@ class Guards:
     """All guards of a run.
 
     Attributes:
-        witness: records the faults that the guards find.
+        witness: Records the faults that the guards find.
     """
 
     def __init__(self, guards: Sequence[Guard], start: Start, witness: Witness) -> None:
@@ -197,13 +197,13 @@ def make_guards(
     """Return the guards that the flags turn on.
 
     Args:
-        config: the configuration of the run.
-        job: this rank's part of the model.
-        gradients: runs forward and backward again for the recompute check.
-        loader: reads micro-batches for the recompute check.
-        log_line: writes a line to the log.
-        start: the iteration at which this start begins.
-        local_saves: local checkpoints, whose folder also gets the record of a fault. None without them.
+        config: The configuration of the run.
+        job: This rank's part of the model.
+        gradients: Runs forward and backward again for the recompute check.
+        loader: Reads micro-batches for the recompute check.
+        log_line: Writes a line to the log.
+        start: The iteration at which this start begins.
+        local_saves: Local checkpoints, whose folder also gets the record of a fault. None without them.
     """
     guards: list[Guard] = []
     if interval := config.reliability.replica_check_interval:

@@ -41,14 +41,14 @@ class RecomputeGuard:
     """Runs the first micro-batch of the last step again; with a pipeline, as many as its schedule needs.
 
     Args:
-        job: this rank's part of the model.
-        gradients: runs forward and backward.
-        loader: reads the micro-batches of other ranks.
-        interval: steps between checks.
-        schedule: name of the pipeline schedule.
-        changes_kernels: switch an accelerator to deterministic kernels for the check. Compiled code would have to be
+        job: This rank's part of the model.
+        gradients: Runs forward and backward.
+        loader: Reads the micro-batches of other ranks.
+        interval: Steps between checks.
+        schedule: Name of the pipeline schedule.
+        changes_kernels: Switch an accelerator to deterministic kernels for the check. Compiled code would have to be
             compiled again for that.
-        log_line: writes a line to the log.
+        log_line: Writes a line to the log.
 
     Attributes:
         enabled: False once the device was found not to be deterministic.

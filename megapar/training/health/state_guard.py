@@ -42,8 +42,8 @@ class StateGuard:
     that the comparison takes less than ``SHARE`` of a step.
 
     Attributes:
-        messages: lines for the log.
-        delay_steps: steps between a finding and the reaction to it: one if the host runs ahead and reads the norm a
+        messages: Lines for the log.
+        delay_steps: Steps between a finding and the reaction to it: one if the host runs ahead and reads the norm a
             step later, and one for offloaded state, which is compared when it is next on the device.
     """
 

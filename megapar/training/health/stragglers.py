@@ -23,10 +23,10 @@ class Pace:
     """Seconds of work in the median step of an interval, without waits: percentiles over ranks, and the slowest rank.
 
     Attributes:
-        p50: seconds of the median rank.
-        p90: seconds at the 90th percentile of ranks.
-        max: seconds of the slowest rank.
-        slowest_rank: the slowest rank.
+        p50: Seconds of the median rank.
+        p90: Seconds at the 90th percentile of ranks.
+        max: Seconds of the slowest rank.
+        slowest_rank: The slowest rank.
     """
 
     p50: float

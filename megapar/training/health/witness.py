@@ -22,13 +22,13 @@ class Witness:
     """Records faults. A failing rank writes only the record, and moves or removes nothing, since it cannot be trusted.
 
     Args:
-        folders: folders in which the next start looks for the record.
-        world: process groups of all axes.
-        began: last iteration done before this start.
+        folders: Folders in which the next start looks for the record.
+        world: Process groups of all axes.
+        began: Last iteration done before this start.
 
     Attributes:
-        hosts: host of every rank, once known.
-        others: names of checkpoints in the folders that are on other lineages.
+        hosts: Host of every rank, once known.
+        others: Names of checkpoints in the folders that are on other lineages.
     """
 
     def __init__(self, folders: Sequence[Path], world: World, began: int) -> None:

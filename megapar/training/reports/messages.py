@@ -138,11 +138,11 @@ def farewell(
     """Yield why a run stopped, its outputs with their folders, and how to continue if it stopped before its end.
 
     Args:
-        config: the configuration of the run.
-        iteration: last iteration done.
-        stop: reason of a stop before the end. "" without one.
-        checkpoint: the newest checkpoint, if any.
-        exported: folder of the exported Hugging Face model, if any.
+        config: The configuration of the run.
+        iteration: Last iteration done.
+        stop: Reason of a stop before the end. "" without one.
+        checkpoint: The newest checkpoint, if any.
+        exported: Folder of the exported Hugging Face model, if any.
     """
     if stop:
         saved = "saved" if checkpoint else "nothing is saved without --save"

@@ -44,19 +44,19 @@ class Monitor:
     Every rank has a monitor, because the sums need all data ranks. Only one rank has loggers.
 
     Args:
-        world: all ranks.
-        data: the data axis.
-        pp: the pipeline axis.
-        cp: the context parallel axis.
-        device: device of the steps' tensors.
-        objective: the loss.
-        loggers: get the records, in order.
+        world: All ranks.
+        data: The data axis.
+        pp: The pipeline axis.
+        cp: The context parallel axis.
+        device: Device of the steps' tensors.
+        objective: The loss.
+        loggers: Get the records, in order.
         flops_per_token: FLOPs of the model per token, forward and backward.
-        peak: peak FLOP/s of one device.
-        peak_source: source of the peak.
+        peak: Peak FLOP/s of one device.
+        peak_source: Source of the peak.
 
     Attributes:
-        failed_saves: failed saves in a row, set by the trainer.
+        failed_saves: Failed saves in a row, set by the trainer.
     """
 
     def __init__(

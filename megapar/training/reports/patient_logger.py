@@ -18,16 +18,16 @@ class PatientLogger:
     """A logger that is recreated after a failure, with the records that were not flushed yet.
 
     Args:
-        name: name for messages.
-        make: returns a logger that starts at an iteration. It drops records that an earlier one wrote from there on, as
+        name: Name for messages.
+        make: Returns a logger that starts at an iteration. It drops records that an earlier one wrote from there on, as
             on a restart.
-        first_iteration: the first iteration to log.
-        log_line: writes a line to the log, for the first of several failures in a row and for the recovery.
-        clock: returns seconds.
+        first_iteration: The first iteration to log.
+        log_line: Writes a line to the log, for the first of several failures in a row and for the recovery.
+        clock: Returns seconds.
 
     Attributes:
-        errors: number of failed calls.
-        lost: number of dropped records.
+        errors: Number of failed calls.
+        lost: Number of dropped records.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ class Profile:
 
     Args:
         steps: "START:END".
-        folder: folder for ``trace.json``. None if another rank records.
-        device: the device to profile.
-        settle: waits for collectives in flight between steps, on all ranks. A collective that ends after the profiler
+        folder: Folder for ``trace.json``. None if another rank records.
+        device: The device to profile.
+        settle: Waits for collectives in flight between steps, on all ranks. A collective that ends after the profiler
             was started or stopped is reported to a missing profiler, which crashes the process (torch 2.13).
     """
 

@@ -16,44 +16,44 @@ class Record:
     """One iteration. Losses are unweighted means over the global batch, except ``loss``. None means not measured.
 
     Attributes:
-        iteration: number of the step, from 1.
-        time: end of the step on the host, in UTC, ISO 8601.
-        consumed_samples: samples read so far.
-        consumed_tokens: tokens read so far, without padding.
-        lm_loss: cross-entropy per predicted token; with ERNIE 3.0, over all tasks.
-        sop_loss: loss of the sentence-order task.
-        mtp_loss: loss of multi-token prediction.
-        aux_loss: load balancing loss of the router.
-        z_loss: z-loss of the router.
-        sequence_loss: load balancing loss per sample.
-        orthogonal_loss: orthogonality loss of the router's weight.
-        loss: the training loss, a weighted sum.
-        grad_norm: global gradient norm before clipping.
-        lr: learning rate.
-        loss_scale: loss scale of fp16, else 1.
+        iteration: Number of the step, from 1.
+        time: End of the step on the host, in UTC, ISO 8601.
+        consumed_samples: Samples read so far.
+        consumed_tokens: Tokens read so far, without padding.
+        lm_loss: Cross-entropy per predicted token; with ERNIE 3.0, over all tasks.
+        sop_loss: Loss of the sentence-order task.
+        mtp_loss: Loss of multi-token prediction.
+        aux_loss: Load balancing loss of the router.
+        z_loss: Z-loss of the router.
+        sequence_loss: Load balancing loss per sample.
+        orthogonal_loss: Orthogonality loss of the router's weight.
+        loss: The training loss, a weighted sum.
+        grad_norm: Global gradient norm before clipping.
+        lr: Learning rate.
+        loss_scale: Loss scale of fp16, else 1.
         skipped: True if the step changed nothing, because its gradients were not finite or it was a spike.
-        dropped_tokens: dropped (token, choice) pairs over all layers and the global batch.
-        iteration_seconds: duration of the step.
-        tokens_per_second: tokens without padding, of all ranks.
-        model_tflops_per_device: model TFLOP/s of one device.
-        mfu: share of the peak FLOP/s.
-        mfu_peak: source of the peak: ``table`` (data sheet of the vendor) or ``measured`` (a GEMM at start-up).
-        peak_memory_bytes: peak device memory of the reporting rank.
-        exposed_communication_seconds: waits for collectives (of the host on a CPU, of the stream on an accelerator).
+        dropped_tokens: Dropped (token, choice) pairs over all layers and the global batch.
+        iteration_seconds: Duration of the step.
+        tokens_per_second: Tokens without padding, of all ranks.
+        model_tflops_per_device: Model TFLOP/s of one device.
+        mfu: Share of the peak FLOP/s.
+        mfu_peak: Source of the peak: ``table`` (data sheet of the vendor) or ``measured`` (a GEMM at start-up).
+        peak_memory_bytes: Peak device memory of the reporting rank.
+        exposed_communication_seconds: Waits for collectives (of the host on a CPU, of the stream on an accelerator).
         exposed_seconds: "axis/collective" -> the same by kind.
         sent_bytes: "axis/collective" -> bytes that the reporting rank sent in the step.
-        reserved_unused_bytes: device memory that the allocator keeps without a tensor.
-        allocation_retries: allocations that the device memory allocator had to retry.
-        logging_errors: failed writes of the log, metrics or TensorBoard files so far.
-        failed_saves: failed saves in a row so far.
-        pace: work of the ranks in the steps since the last report, without waits.
-        eval_loss: loss of an evaluation after the step.
-        eval_lm_loss: its cross-entropy per predicted token.
-        eval_sop_loss: its loss of the sentence-order task.
-        eval_mtp_loss: its loss of multi-token prediction.
-        tasks: loss of every ERNIE 3.0 task, and accuracy of tasks that predict a class.
-        eval_tasks: the same for an evaluation.
-        expert_load: per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load.
+        reserved_unused_bytes: Device memory that the allocator keeps without a tensor.
+        allocation_retries: Allocations that the device memory allocator had to retry.
+        logging_errors: Failed writes of the log, metrics or TensorBoard files so far.
+        failed_saves: Failed saves in a row so far.
+        pace: Work of the ranks in the steps since the last report, without waits.
+        eval_loss: Loss of an evaluation after the step.
+        eval_lm_loss: Its cross-entropy per predicted token.
+        eval_sop_loss: Its loss of the sentence-order task.
+        eval_mtp_loss: Its loss of multi-token prediction.
+        tasks: Loss of every ERNIE 3.0 task, and accuracy of tasks that predict a class.
+        eval_tasks: The same for an evaluation.
+        expert_load: Per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load.
     """
 
     iteration: int

@@ -20,8 +20,8 @@ class PatientStream(io.TextIOBase):
     """A text stream to a file descriptor that never raises.
 
     Attributes:
-        failures: writes that failed.
-        dropped: lines that were dropped.
+        failures: Writes that failed.
+        dropped: Lines that were dropped.
     """
 
     def __init__(self, descriptor: int, like: io.TextIOBase | None = None) -> None:

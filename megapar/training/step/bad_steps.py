@@ -23,9 +23,9 @@ class SpikeDetector:
     Source: OLMo 2's step skipping.
 
     Attributes:
-        sigmas: standard deviations above the mean that make a spike. 0 turns detection off.
-        losses: losses of the last ordinary steps.
-        norms: gradient norms of the same steps.
+        sigmas: Standard deviations above the mean that make a spike. 0 turns detection off.
+        losses: Losses of the last ordinary steps.
+        norms: Gradient norms of the same steps.
     """
 
     sigmas: float
@@ -64,13 +64,13 @@ class BadStepPolicy:
     """Decides whether a bad step is skipped or ends the run. Equal inputs give all ranks the same decision.
 
     Args:
-        limit: maximum number of bad steps in a row that are skipped.
-        spikes: the detector of spikes.
-        folder: folder for a file with the samples of the step that ended the run. None writes no file.
+        limit: Maximum number of bad steps in a row that are skipped.
+        spikes: The detector of spikes.
+        folder: Folder for a file with the samples of the step that ended the run. None writes no file.
 
     Attributes:
-        in_a_row: bad steps since the last update of the model.
-        messages: lines for the log that ``pop_messages`` has not returned yet.
+        in_a_row: Bad steps since the last update of the model.
+        messages: Lines for the log that ``pop_messages`` has not returned yet.
     """
 
     def __init__(self, limit: int, spikes: SpikeDetector, folder: Path | None) -> None:

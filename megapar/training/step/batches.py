@@ -20,14 +20,14 @@ class StepBatches:
     """The input of one step: everything that is needed to run it again with the same result.
 
     Attributes:
-        iteration: number of the step, from 1.
-        batches: micro-batches of this rank.
-        denominators: label counts of the global batch.
-        global_batch: samples on all ranks.
-        first_sample: number of samples consumed before this step.
-        first_micro_batch: number of micro-batches run before this step.
-        dropout_seed: seed of the random streams.
-        length: number of tokens that samples are cropped to. None keeps them whole.
+        iteration: Number of the step, from 1.
+        batches: Micro-batches of this rank.
+        denominators: Label counts of the global batch.
+        global_batch: Samples on all ranks.
+        first_sample: Number of samples consumed before this step.
+        first_micro_batch: Number of micro-batches run before this step.
+        dropout_seed: Seed of the random streams.
+        length: Number of tokens that samples are cropped to. None keeps them whole.
     """
 
     iteration: int

@@ -21,9 +21,9 @@ class Denominators:
     start of a step, while parameters are in flight, a small message would have to wait for them.
 
     Args:
-        batches: micro-batches of this rank.
-        num_micro_batches: micro-batches of the global batch, on all data ranks together.
-        data: the data axis.
+        batches: Micro-batches of this rank.
+        num_micro_batches: Micro-batches of the global batch, on all data ranks together.
+        data: The data axis.
     """
 
     def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis) -> None:

@@ -32,9 +32,9 @@ class Summed(NamedTuple):
     """Statistics of a step's gradients.
 
     Attributes:
-        totals: terms of this rank's micro-batches.
-        norm: global gradient norm, a scalar on the device.
-        votes: the ranks' requests to the run, summed over all ranks.
+        totals: Terms of this rank's micro-batches.
+        norm: Global gradient norm, a scalar on the device.
+        votes: The ranks' requests to the run, summed over all ranks.
     """
 
     totals: Totals
@@ -50,14 +50,14 @@ class Gradients:
     """Computes the gradients of a step by gradient accumulation over its micro-batches.
 
     Args:
-        job: this rank's part of the model.
-        objective: the loss.
-        loss_scale: the loss scaling of fp16. None without it.
-        votes: returns this rank's votes, which are reduced together with the norm.
+        job: This rank's part of the model.
+        objective: The loss.
+        loss_scale: The loss scaling of fp16. None without it.
+        votes: Returns this rank's votes, which are reduced together with the norm.
 
     Attributes:
-        work: batches of the current step, for guards that run a part of it again.
-        last_reduction: times the wait for the other ranks in the last reduction. This is not counted as communication:
+        work: Batches of the current step, for guards that run a part of it again.
+        last_reduction: Times the wait for the other ranks in the last reduction. This is not counted as communication:
             it is caused by whatever made those ranks late.
     """
 

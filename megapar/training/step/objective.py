@@ -18,11 +18,11 @@ class Objective:
     """Weights of the terms: ``loss`` = sum of weight * sum / items, plus the routing losses.
 
     Attributes:
-        weights: term -> weight (lm, sop, mtp).
-        aux_coefficient: weight of the router's load balancing loss, a mean over the micro-batches of the global batch.
-        z_coefficient: weight of the router's z-loss, a mean over the same micro-batches.
-        sequence_coefficient: weight of the load balancing loss per sample, a mean over the global batch's samples.
-        orthogonal_coefficient: weight of the orthogonality loss of the router's weight, which counts once per step.
+        weights: Term -> weight (lm, sop, mtp).
+        aux_coefficient: Weight of the router's load balancing loss, a mean over the micro-batches of the global batch.
+        z_coefficient: Weight of the router's z-loss, a mean over the same micro-batches.
+        sequence_coefficient: Weight of the load balancing loss per sample, a mean over the global batch's samples.
+        orthogonal_coefficient: Weight of the orthogonality loss of the router's weight, which counts once per step.
     """
 
     weights: Mapping[str, float]
@@ -35,9 +35,9 @@ class Objective:
         """Return a micro-batch's share of the loss of the global batch.
 
         Args:
-            terms: the terms of the micro-batch.
-            items: denominators over the global batch, including that of "sequences".
-            num_micro_batches: micro-batches of the global batch, on all data ranks together.
+            terms: The terms of the micro-batch.
+            items: Denominators over the global batch, including that of "sequences".
+            num_micro_batches: Micro-batches of the global batch, on all data ranks together.
         """
         loss = sum(self.weights[name] * total / max(1, items[name]) for name, total in terms.sums.items())
         means = self.routing_means(tuple(getattr(terms, name) for name in ROUTING), items, num_micro_batches)

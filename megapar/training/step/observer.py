@@ -33,7 +33,7 @@ class StepObserver:
         """Return the experts to use instead of a router's choice, by default the choice itself.
 
         Args:
-            layer: global index of the router's layer.
+            layer: Global index of the router's layer.
             experts_Tk: [T, k] int64, highest score first.
         """
         return experts_Tk

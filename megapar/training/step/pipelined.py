@@ -30,19 +30,19 @@ class PipelinedModel:
     """Runs micro-batches through this rank's chunks in the order of the pipeline schedule.
 
     Args:
-        model: this rank's part of the model.
-        stages: the chunks of all ranks.
-        queues: queues to and from the neighbouring stages.
-        schedule: name of the schedule.
-        objective: the loss.
-        shardings: chunk index -> sharding, for each chunk of this rank.
-        device: device of the model.
-        reduce_every_micro_batch: reduce gradients after every micro-batch's backward instead of once per step.
-        weight_gradients: deferred weight gradients, for schedules that split the backward.
-        meter: times the waits for other stages.
+        model: This rank's part of the model.
+        stages: The chunks of all ranks.
+        queues: Queues to and from the neighbouring stages.
+        schedule: Name of the schedule.
+        objective: The loss.
+        shardings: Chunk index -> sharding, for each chunk of this rank.
+        device: Device of the model.
+        reduce_every_micro_batch: Reduce gradients after every micro-batch's backward instead of once per step.
+        weight_gradients: Deferred weight gradients, for schedules that split the backward.
+        meter: Times the waits for other stages.
 
     Attributes:
-        trail: records digests of the stages' outputs. None records nothing.
+        trail: Records digests of the stages' outputs. None records nothing.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class PipelinedModel:
         """Run forward and backward of all micro-batches.
 
         Args:
-            batches: micro-batches of this step.
-            loss_of: returns the loss of a micro-batch from its terms.
-            seed: called with the index of the micro-batch before each forward.
-            add: called with the terms of every micro-batch and chunk, in the form of the whole model's terms: zero for
+            batches: Micro-batches of this step.
+            loss_of: Returns the loss of a micro-batch from its terms.
+            seed: Called with the index of the micro-batch before each forward.
+            add: Called with the terms of every micro-batch and chunk, in the form of the whole model's terms: zero for
                 those that other chunks compute.
         """
         chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks

@@ -19,21 +19,21 @@ class StepResult:
     """The result of one optimizer step. Tensors are this rank's sums, on the device.
 
     Attributes:
-        iteration: number of the step, from 1.
-        consumed_samples: samples read so far.
-        consumed_tokens: tokens read so far, without padding.
-        lr: learning rate.
-        denominators: denominators of the terms, over the global batch.
-        totals: sums of the loss terms and routing statistics.
-        norm: global gradient norm.
-        loss_scale: loss scale of the gradients.
+        iteration: Number of the step, from 1.
+        consumed_samples: Samples read so far.
+        consumed_tokens: Tokens read so far, without padding.
+        lr: Learning rate.
+        denominators: Denominators of the terms, over the global batch.
+        totals: Sums of the loss terms and routing statistics.
+        norm: Global gradient norm.
+        loss_scale: Loss scale of the gradients.
         skipped: True if the step did not change the model.
         sent_bytes: "axis/collective" -> bytes that this rank sent.
-        seconds: duration on the host.
-        exposed: waits of this rank for communication. None if not every wait of the step was timed.
-        waited: other waits for slower ranks.
-        ended: end of the step, in seconds since the epoch.
-        evaluation: means of an evaluation after the step. None without one.
+        seconds: Duration on the host.
+        exposed: Waits of this rank for communication. None if not every wait of the step was timed.
+        waited: Other waits for slower ranks.
+        ended: End of the step, in seconds since the epoch.
+        evaluation: Means of an evaluation after the step. None without one.
     """
 
     iteration: int

@@ -25,14 +25,14 @@ class LearningRate:
     """Linear warmup to ``peak``, then a decay to ``floor`` that ends after ``decay_iters`` optimizer steps.
 
     Attributes:
-        peak: highest learning rate.
-        floor: lowest learning rate.
-        style: constant, linear, cosine, inverse-square-root (of the steps since the start, equal to the peak at the end
+        peak: Highest learning rate.
+        floor: Lowest learning rate.
+        style: Constant, linear, cosine, inverse-square-root (of the steps since the start, equal to the peak at the end
             of the warmup) or wsd (warmup, stable, decay: constant until the last ``wsd_decay_iters``).
-        warmup_iters: optimizer steps of the warmup.
-        decay_iters: optimizer steps until the end of the decay, including the warmup.
-        wsd_decay_iters: optimizer steps of the decay of wsd.
-        wsd_decay_style: shape of the decay of wsd, a key of ``DECAYS``.
+        warmup_iters: Optimizer steps of the warmup.
+        decay_iters: Optimizer steps until the end of the decay, including the warmup.
+        wsd_decay_iters: Optimizer steps of the decay of wsd.
+        wsd_decay_style: Shape of the decay of wsd, a key of ``DECAYS``.
     """
 
     peak: float
@@ -70,10 +70,10 @@ class BatchSize:
     """Samples per optimizer step: ``final``, after a ramp from ``start`` in steps of ``increment``.
 
     Attributes:
-        final: samples per step after the ramp.
-        start: samples per step at the start of the ramp.
-        increment: samples per step that each stage of the ramp adds.
-        ramp_samples: consumed samples at the end of the ramp. 0 turns it off.
+        final: Samples per step after the ramp.
+        start: Samples per step at the start of the ramp.
+        increment: Samples per step that each stage of the ramp adds.
+        ramp_samples: Consumed samples at the end of the ramp. 0 turns it off.
     """
 
     final: int
@@ -96,11 +96,11 @@ class Progressive:
     Source: ERNIE 3.0 (arXiv 2107.02137), section 3.3.
 
     Attributes:
-        iters: optimizer steps until the final values.
-        length: final number of tokens of a sample.
-        length_step: the length is a multiple of this.
-        batch: final number of samples of a step.
-        batch_step: the number of samples is a multiple of this.
+        iters: Optimizer steps until the final values.
+        length: Final number of tokens of a sample.
+        length_step: The length is a multiple of this.
+        batch: Final number of samples of a step.
+        batch_step: The number of samples is a multiple of this.
     """
 
     iters: int

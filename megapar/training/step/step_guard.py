@@ -26,8 +26,8 @@ class StepVerdict(NamedTuple):
     """The decision about a step.
 
     Attributes:
-        summed: the gradients' statistics to continue with.
-        loss_scale: the loss scale that the gradients were computed with.
+        summed: The gradients' statistics to continue with.
+        loss_scale: The loss scale that the gradients were computed with.
         skipped: True if the step must not change the model.
     """
 
@@ -40,14 +40,14 @@ class StepGuard:
     """Decides whether a step may update the model. All ranks decide the same, because they have the same norm.
 
     Args:
-        config: the configuration of the run.
-        job: this rank's part of the model.
-        progress: the position of the run in its data.
-        gradients: computes a step's gradients again if they are not finite.
-        loss_scale: the dynamic loss scaling of fp16. None without it.
-        bad_steps: the limits on bad steps.
-        skipped: ranges of samples that the run leaves out.
-        mean_loss: returns the loss of the global batch from this rank's totals.
+        config: The configuration of the run.
+        job: This rank's part of the model.
+        progress: The position of the run in its data.
+        gradients: Computes a step's gradients again if they are not finite.
+        loss_scale: The dynamic loss scaling of fp16. None without it.
+        bad_steps: The limits on bad steps.
+        skipped: Ranges of samples that the run leaves out.
+        mean_loss: Returns the loss of the global batch from this rank's totals.
 
     Attributes:
         decided_on_device: True if the device itself skips an update with found_inf set, and the host learns of it one

@@ -39,11 +39,11 @@ class _Pending:
     """A step whose norm is still in flight to the host.
 
     Attributes:
-        work: its batches.
-        summed: its gradients' statistics.
-        step: its record for the monitor.
-        norm_and_votes: host memory that the copy writes to.
-        copied: event that completes with the copy.
+        work: Its batches.
+        summed: Its gradients' statistics.
+        step: Its record for the monitor.
+        norm_and_votes: Host memory that the copy writes to.
+        copied: Event that completes with the copy.
     """
 
     work: StepBatches
@@ -157,10 +157,10 @@ class Stepper:
         """Update the model.
 
         Args:
-            iteration: number of the step, from 1.
-            summed: the gradients' statistics.
-            lr: learning rate.
-            found_inf: a scalar on the device: 1 skips the update. None if the host knows that the step is good.
+            iteration: Number of the step, from 1.
+            summed: The gradients' statistics.
+            lr: Learning rate.
+            found_inf: A scalar on the device: 1 skips the update. None if the host knows that the step is good.
         """
         job = self.job
         self._before_update()

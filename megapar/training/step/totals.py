@@ -14,10 +14,10 @@ class Totals:
     """Sums over this rank's micro-batches of a step, on the device. Unset until the first ``add``.
 
     Attributes:
-        sums: loss term -> its sum over the labels.
-        routing: the router's losses, in the order of ``ROUTING``.
-        load: tokens per expert.
-        dropped: tokens that exceeded the capacity.
+        sums: Loss term -> its sum over the labels.
+        routing: The router's losses, in the order of ``ROUTING``.
+        load: Tokens per expert.
+        dropped: Tokens that exceeded the capacity.
     """
 
     sums: dict[str, Tensor]
