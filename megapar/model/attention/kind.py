@@ -33,7 +33,6 @@ class AttentionKind:
             model.
         costs: Returns its operators on a rank, the norm before it included.
         parts: ``module:Class`` of its layer, imported when the layer is built.
-        published: Published classes that have this kind. A class that no kind names has the first kind of all.
     """
 
     name: str
@@ -41,7 +40,6 @@ class AttentionKind:
     widths: Callable[[AttentionSizes], tuple[int, int]]
     costs: Callable[[Operators, AttentionShape], list[OpCost]]
     parts: str
-    published: tuple[str, ...] = ()
 
     def load_parts(self) -> Any:
         """Import the class of the layer, and with it torch."""

@@ -19,8 +19,3 @@ ATTENTION_KINDS: Mapping[str, AttentionKind] = {kind.name: kind for kind in _KIN
 def kind_of(sizes: AttentionSizes) -> AttentionKind:
     """Return the kind of an attention of these sizes. Raises KeyError for a kind that is not registered."""
     return ATTENTION_KINDS[sizes.kind]
-
-
-def published_kind(architecture: str) -> str:
-    """Return the name of the kind that a published class has."""
-    return next((kind.name for kind in _KINDS if architecture in kind.published), _KINDS[0].name)

@@ -14,7 +14,7 @@ from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
-from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of, published_kind
+from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
@@ -310,11 +310,6 @@ def test_the_widths_of_a_kind_are_those_of_its_rows(name: str) -> None:
     rows = {row.name: row for row in kind.rows(sizes, "attention", lambda part: part, "layers.0")}
     widths = rows["attention.qkv.weight"].numel // 32, rows["attention.proj.weight"].shape[1]
     assert kind.widths(sizes) == widths
-
-
-def test_a_published_class_has_the_first_kind_unless_another_one_names_it():
-    assert {published_kind(name) for name in ("MixtralForCausalLM", "nothing")} == {"grouped_query"}
-    assert all(published_kind(name) == kind.name for kind in ATTENTION_KINDS.values() for name in kind.published)
 
 
 def test_a_kind_without_a_memory_says_so():
