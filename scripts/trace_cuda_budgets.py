@@ -301,7 +301,6 @@ WAITS: Mapping[str, tuple[int, str]] = MappingProxyType(
 COPIES: Mapping[str, str] = MappingProxyType(
     {
         "MicroBatch.to": "the micro-batch, from page-locked memory",
-        "arranged": "the same, in the order of slices",
         "PackedDocuments.of": "starts of documents, a few numbers",
         "_reorder": "order of the parts of a message, which the host computes from the counts",
         "Accelerator.host_copy": "counts and log sums, to page-locked memory with an event",
@@ -309,7 +308,7 @@ COPIES: Mapping[str, str] = MappingProxyType(
         "OffloadedOptimizer._load": "master weights and moments from the host",
         "OffloadedOptimizer._store": "the same, back",
         "SavedTensor._send": "saved tensors of offloaded units",
-        "SavedTensor._fetch": "the same, back",
+        "SavedTensor.fetch": "the same, back",
     }
 )
 
@@ -318,7 +317,7 @@ FP64: Mapping[str, str] = MappingProxyType(
     {
         "global_norm": "sum of squares, independent of the order of ranks; a few numbers",
         "all_reduce": "for the gradient norm",
-        "Summed.told": "sums for the log; a few numbers",
+        "Summed.norm_and_votes": "sums for the log; a few numbers",
         "Accelerator.host_copy": "for the log sums",
     }
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapar.config.read import spellings
+from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, WAITS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapar"
@@ -181,3 +182,8 @@ def names() -> set[str]:
 def test_what_the_map_names_exists() -> None:
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     assert [word for word in quoted_here(page) if not exists(word)] == []
+
+
+def test_the_functions_that_budgets_name_exist() -> None:
+    named = {*COPIES, *FP64, *WAITS, *(row.label for row in BUDGETS if "*" not in row.label)} - {"backward"}
+    assert sorted(name for name in named if not exists(name)) == []
