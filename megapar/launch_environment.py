@@ -1,6 +1,6 @@
 """Environment variables that a launcher sets for this process. Standard library only.
 
-Tested in ``tests/tools/launcher/test_failures.py``.
+Tested in ``tests/tools/launcher/test_failures.py`` and ``tests/training/health/test_control.py``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from megapar.tools.docs import stale
 from megapar.tools.rules import markdown
 
 MATRIX = [pytest.param(rule, id=rule.id) for rule in RULES]
-STRICT = {LIFTED: ["--strict-seed-rules"]}
 
 
 def values_of(rule: Rule, example: str) -> dict[str, Any]:

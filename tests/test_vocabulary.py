@@ -19,7 +19,6 @@ from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe
 
-ODD_WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a\u0085b", "\u2028", "c")
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##c")
 
 

@@ -108,7 +108,7 @@ class Config:
     Attributes:
         kind: ``moe`` or ``ernie``.
         model: Numbers that the layers take.
-        model_options: Weights of the model's losses.
+        model_options: The model that is trained, and the weights of its losses.
         moe: Training of routers.
         unused: Values of the flags that this model does not use, by flag name.
         origins: Origin of each value, by flag name: ``default``, ``file`` (``file NAME`` if there are several),

@@ -91,7 +91,7 @@ class ParallelOptions:
         "fused operators",
         type="switch",
         choices=(*SWITCH, "fused"),
-        derived="on for devices known to gain from it",
+        derived="on or off, whichever is faster by estimate",
     )
     context_parallel_algo: str = flag(
         "megatron_cp_algo",

@@ -54,7 +54,7 @@ class ReliabilityOptions:
     section_timeouts: tuple[str, ...] = flag(
         (),
         "NAME=SECONDS: time limits of start-up, load, first-step, step, evaluation, save, log; a section without a "
-        "limit is only reported, after 10 minutes or 10 times its longest duration so far",
+        "limit is only reported, after 10 minutes and 10 times its longest duration so far",
         unit="seconds",
         comma=True,
     )

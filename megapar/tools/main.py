@@ -86,7 +86,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status: 0 done, 2 refused, 1 anything else."""
+    """Run one subcommand and return its exit status: 0 done, 2 refused, 130 interrupted, others as its --help says."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())

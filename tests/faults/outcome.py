@@ -15,7 +15,6 @@ MP = ("--mp-degree", "2")
 DP = ("--sharding-degree", "1", "--hybrid-dp")
 FOUR = ("--mp-degree", "2", "--sharding-degree", "2")
 NONE = Fault("none", attempts=())
-INTERVAL = 2
 BATCH = 8
 
 

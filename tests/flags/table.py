@@ -58,7 +58,6 @@ MERGED = {"gradient_merge_acc_step": 2}
 DROPS = {"moe_model_type": "deepspeed_moe", "moe_capacity_factor": 0.5, "moe_min_capacity": 1}
 SLICED = {**EP, "ampipe_degree": 2}
 PIECES = {**EP, **DROPS, "use_pipe_experts": True}
-SEPARATE = {"num_experts": 0, "moe_ffn_hidden_size": None}
 
 LAYOUT = (
     Row("sharding_degree", 1, "groups", {"hybrid_dp": True, "sharding_degree": 2}, world=4),

@@ -61,7 +61,7 @@ class Sections:
 
     Args:
         limits: Section name to the seconds after which the run ends. A section without a limit is reported after
-            ``least_seconds``, or ``FACTOR`` times the longest one so far, and again after twice the time of a report.
+            ``least_seconds`` and ``FACTOR`` times the longest one so far, and again after twice the time of a report.
         least_seconds: See ``limits``.
         compiled: Returns the count of compilations so far. A step with a compilation counts as a first step.
         clock: Returns the time in seconds.

@@ -6,10 +6,9 @@ import json
 import signal
 from collections.abc import Mapping
 
-from megapar.tools.launcher.failures import MOST_BYTES
+from megapar.tools.launcher.failures import MOST_BYTES, REFUSED
 from megapar.tools.launcher.warm import ending
 
-REFUSED = 2
 SHOWN = 4
 
 

@@ -165,8 +165,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--warm-start",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="fork ranks from one process per node that has imported torch, so that a restart takes about a second "
-        "(default: on for megapar's own scripts, unless torch_npu is installed)",
+        help="fork ranks from one process per node that has imported torch, so that a restart takes about half a "
+        "second (default: on for megapar's own scripts, unless torch_npu is installed)",
     )
     add(
         "--preflight",

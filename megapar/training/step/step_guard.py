@@ -76,7 +76,10 @@ class StepGuard:
         self.decided_on_device = self._may_decide_on_device(config)
 
     def _may_decide_on_device(self, config: Config) -> bool:
-        """Return True unless the next step needs the verdict: for its loss scale, its length, or to skip a spike."""
+        """Return True if the device can skip an update itself and the next step does not need the verdict.
+
+        The next step needs it for its loss scale, its length, or to skip a spike.
+        """
         next_step_needs_it = self._loss_scale is not None or config.training.progressive_iters > 0 or self._skips_spikes
         device = self._world.device
         return device.is_async and device.skips_updates and not next_step_needs_it

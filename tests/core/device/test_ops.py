@@ -28,7 +28,11 @@ from tests.support.ascend import stand_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 stand_in()
-APART = ("attention_block", "attention_block_backward", "add_product")  # in test_block.py and test_accumulate.py
+APART = (
+    "attention_block",
+    "attention_block_backward",
+    "add_product",
+)  # in test_block_attention.py and test_accumulate.py
 ENTRIES = [
     (name, device)
     for name, forms in OPS.items()
