@@ -1,4 +1,4 @@
-"""Optimizer steps of megapar's own trainer as turns. It uses only what every revision of megapar has."""
+"""Optimizer steps of megapar's own trainer as turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def make_trainer(config: Config, rendezvous: str | None) -> Trainer:
     """The trainer of this rank; data errors come before any process group."""
     corpus = build.make_corpus(config)
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
-    if hasattr(device, "prepare_process"):
-        device.prepare_process()
+    device.prepare_process()
     trainer = Trainer(config, World.start(config.grid, device, build.timeout(config), rendezvous), corpus)
     trainer.start()
     return trainer

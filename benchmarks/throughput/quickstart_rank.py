@@ -1,4 +1,4 @@
-"""One rank of the quickstart; a turn is one optimizer step. It uses only what every revision has."""
+"""One rank of the quickstart; a turn is one optimizer step. ``compare.py`` of any revision calls it."""
 
 from __future__ import annotations
 
