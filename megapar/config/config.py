@@ -49,7 +49,10 @@ def _options(cls: type[Any]) -> FlagGroup:
 
 
 _MODEL = "The transformer. pretrain_ernie.py builds an encoder; its norm, positions and activation are fixed."
-_SIZES = ((ModelSizes, KINDS), *((spec.sizes, (spec.kind,)) for spec in MODELS.values()))
+_SIZES: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
+    (ModelSizes, KINDS),
+    *((spec.sizes, (spec.kind,)) for spec in MODELS.values()),
+)
 
 GROUPS: Mapping[str, FlagGroup] = MappingProxyType(
     {

@@ -1,4 +1,7 @@
-"""Options of the models other than the numbers that their layers take; ``model/`` declares those with their flags."""
+"""Options of the models other than the numbers that their layers take; ``model/`` declares those with their flags.
+
+Tested in ``tests/test_arguments.py``.
+"""
 
 from __future__ import annotations
 

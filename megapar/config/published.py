@@ -1,4 +1,7 @@
-"""Flags that a Hugging Face config.json determines, and settings of published models that are refused."""
+"""Flags that a Hugging Face config.json determines, and settings of published models that are refused.
+
+Tested in ``tests/training/checkpoints/test_convert.py``.
+"""
 
 from __future__ import annotations
 

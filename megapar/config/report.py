@@ -1,4 +1,7 @@
-"""Output of --validate-only: the effective configuration with origins, the ranks and their groups."""
+"""Output of --validate-only: the effective configuration with origins, the ranks and their groups.
+
+Tested in ``tests/test_validate_only.py``.
+"""
 
 from __future__ import annotations
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megapar.config.draft import Draft
 from megapar.config.files import saved_steps
+from megapar.config.vocab_size import MOCK
 from megapar.files.tokenizer_folder import FOLDER, stored_fingerprint
 from megapar.launch_environment import starts_before
-
-_MOCK = ("mock",)
 
 
 def take_stored_tokenizer(draft: Draft) -> None:
@@ -21,7 +20,7 @@ def take_stored_tokenizer(draft: Draft) -> None:
     The weights were trained on its ids. A tokenizer trained again, on documents that have changed since, would give
     every id another meaning. A restarted job uses its own --save folder, from which it continues.
     """
-    if draft.origins.get("tokenizer_model") != "default" or draft.values.get("data_path") == _MOCK:
+    if draft.origins.get("tokenizer_model") != "default" or draft.values.get("data_path") == MOCK:
         return
     restarted_from = draft.values.get("save") if starts_before(draft.environ) else None
     for root in (restarted_from, draft.values.get("load")):

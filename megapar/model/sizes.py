@@ -1,7 +1,11 @@
-"""Sizes and options that all models share. Standard library only, no torch."""
+"""Sizes and options that all models share. Standard library only, no torch.
+
+Tested in ``tests/model/test_spec.py``.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSizes:
+class ModelSizes(ABC):
     """Sizes and options that all models have, with their flags. Each model adds its own. All sizes are global.
 
     Attributes:
@@ -85,14 +89,14 @@ class ModelSizes:
         return self.num_layers
 
     @property
+    @abstractmethod
     def layer_names(self) -> tuple[str, ...]:
         """Class names of the embedding, of each layer including its inner layer, and of the head."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def attention(self) -> AttentionSizes:
         """Sizes of the self-attention of a layer."""
-        raise NotImplementedError
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
@@ -144,9 +148,9 @@ class ModelSizes:
         """Samples of a micro-batch belong to different tasks, which run different layers."""
         return False
 
+    @abstractmethod
     def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Return the weight of each loss term of the model. values: Values of the flags, by name."""
-        raise NotImplementedError
 
     def with_layers(self, dense: int, moe: int) -> Self:
         """Return the same model with ``dense`` dense layers followed by ``moe`` mixture-of-experts layers."""

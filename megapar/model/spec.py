@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from megapar.model.cost.model_cost import ModelCost
@@ -65,8 +65,7 @@ class ModelSpec:
 
     def load_parts(self) -> Any:
         """Import the class of the model, and with it torch."""
-        module, _, name = self.parts.partition(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.parts)
 
 
 _MODELS = (

@@ -114,8 +114,9 @@ class Search:
     @property
     def best(self) -> list[Result]:
         """Results that fit, fastest first; of equally fast ones, the one with less memory first."""
-        fitting = [result for result in self.results.values() if not result.why and result.plan is not None]
-        return sorted(fitting, key=lambda r: (r.plan.speed.step_seconds, r.plan.fullest.reserved))  # type: ignore[union-attr]
+        fitting = [(each.plan, each) for each in self.results.values() if not each.why and each.plan is not None]
+        fitting.sort(key=lambda pair: (pair[0].speed.step_seconds, pair[0].fullest.reserved))
+        return [result for _, result in fitting]
 
 
 def search(config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> Search:

@@ -1,4 +1,7 @@
-"""Rows on AMPipe and pipe-experts. d is --ampipe-degree, N is --pipe-experts-multi-data."""
+"""Rows on AMPipe and pipe-experts. d is --ampipe-degree, N is --pipe-experts-multi-data.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows on the sizes that every model has, and on the limits of the Hugging Face format."""
+"""Rows on the sizes that every model has, and on the limits of the Hugging Face format.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 

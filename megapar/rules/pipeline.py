@@ -1,4 +1,7 @@
-"""Rows on pipeline stages, schedules and activation checkpointing."""
+"""Rows on pipeline stages, schedules and activation checkpointing.
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 

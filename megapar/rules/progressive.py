@@ -1,4 +1,7 @@
-"""Rows on progressive learning (ERNIE 3.0)."""
+"""Rows on progressive learning (ERNIE 3.0).
+
+Tested in ``tests/test_compatibility.py``.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ accounted for. Differences that change the training are reported first.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from megapar.schema.flag import SCRIPTS
 from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
 from megapar.tools.translation.accepted import Answer, check
-from megapar.tools.translation.line import Line, take_apart
+from megapar.tools.translation.line import ASSIGNED, Line, take_apart
 from megapar.tools.translation.source import Script, UnreadableError, read_source
 from megapar.tools.translation.table import NAMES, trainer_kind
 from megapar.tools.translation.translated import (
@@ -39,7 +38,6 @@ SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 a different training or a refused command."
 _USAGE = "megapar translate train.sh, megapar translate run.yaml, megapar translate -- torchrun ... pretrain_gpt.py ..."
 _SHELLS = ("bash", "sh")
-_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,8 @@ def _source(given: Sequence[str], foreign: Sequence[str]) -> Script:
         if len(words) > 1 and words[0] in _SHELLS and words[1].endswith(".sh"):
             return read_source(Path(words[1]), {}, words[2:])
         return Script((take_apart(words),))
-    assigned = dict(word.split("=", 1) for word in given[1:] if _ASSIGNED.match(word))
-    positional = [word for word in given[1:] if not _ASSIGNED.match(word)]
+    assigned = dict(word.split("=", 1) for word in given[1:] if ASSIGNED.match(word))
+    positional = [word for word in given[1:] if not ASSIGNED.match(word)]
     return read_source(Path(given[0]), assigned, [*positional, *foreign])
 
 

@@ -122,7 +122,11 @@ def _step(
                 own, failures = error, {0: _failure_to_json(what, error)}
             if failures:
                 answers = [{"failures": list(failures.items())}] * len(everyone)
-        reply = answers[0] if group is None and answers else messages.scatter(answers, group)  # type: ignore[arg-type]
+        if group is None:
+            assert answers is not None  # this process is the only one, and has answered
+            reply = answers[0]
+        else:
+            reply = messages.scatter(answers, group)
     except RuntimeError as error:  # a rank has died, and the group with it
         raise DistributedError(f"{what}: {error}") from error
     if "failures" not in reply:

@@ -45,6 +45,7 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)

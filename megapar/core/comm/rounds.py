@@ -11,7 +11,7 @@ group of each round:
                   stages 0 1 2 3      0>1 2>3 | 1>0 3>2 | 1>2 3>0 | 2>1 0>3
                   stages 0 1 2        0>1 2   | 1>0 2   | 1>2 0   | 2>1 0   | 2>0 1 | 0>2 1
 
-Tested in ``tests/core/test_group_rounds.py``.
+Tested in ``tests/core/comm/test_rounds.py``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 FORWARD, BACKWARD, REDUCED = range(3)
 _WORD = 8  # bytes
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DigestPoint(NamedTuple):
@@ -139,7 +139,7 @@ def digest(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.numel() * flat.element_size() // _WORD * (_WORD // flat.element_size())
-    remainder = flat[words:].view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    remainder = flat[words:].view(INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
     if flat.storage_offset() * flat.element_size() % _WORD:
         flat = flat.clone()
     whole = flat[:words].view(torch.int64).sum()

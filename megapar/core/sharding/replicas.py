@@ -19,6 +19,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.agreement import gather_numbers, reduce_numbers
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
+from megapar.core.health.trail import INTEGERS
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.errors import CorruptionError
 
@@ -26,7 +27,6 @@ WIDTH = 4096
 SHOWN = 5
 Row: TypeAlias = tuple[str, str, list[int], bool]
 """A difference: (text, parameter, ranks, True if those ranks are at fault, False if the faulty ones are unknown)."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def digest(tensor: Tensor) -> Tensor:
 
     The elements, as integers, are summed in WIDTH columns, which are added with different odd weights, modulo 2**64.
     """
-    flat = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    flat = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     whole = flat.numel() // WIDTH * WIDTH
     columns = torch.zeros(WIDTH, dtype=torch.int64, device=flat.device)
     columns[: flat.numel() - whole] = flat[whole:].to(torch.int64)

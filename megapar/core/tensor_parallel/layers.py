@@ -26,6 +26,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.replay import Replay
+from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import with_fp32_grad_sum
 from megapar.core.tensor_parallel.overlapped_linear import (
@@ -40,8 +41,6 @@ from megapar.core.tensor_parallel.weight_gradients import linear
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack
-
-SEQUENCE_DIM = 1
 
 
 class LayerOptions(TypedDict):

@@ -171,7 +171,9 @@ class GatheredColumn(torch.autograd.Function):
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         if layer.overlap.whole:
-            return layer.gather_product(x, weight.t(), bias)[1]  # type: ignore[return-value]
+            y = layer.gather_product(x, weight.t(), bias)[1]
+            assert y is not None
+            return y
         flights = _gather(x, layer, layer.overlap)
         y = x.new_empty((x.shape[0], layer.mp.size * x.shape[1], weight.shape[0]))
         y_MBsO, right = y.unflatten(1, (layer.mp.size, -1)).transpose(0, 1), weight.t()

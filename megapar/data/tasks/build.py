@@ -1,4 +1,7 @@
-"""The training and held-out samples of a mixture of tasks."""
+"""The training and held-out samples of a mixture of tasks.
+
+Tested in ``tests/data/tasks/test_tasks.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Samples of several tasks in one sequence; each sample belongs to one task."""
+"""Samples of several tasks in one sequence; each sample belongs to one task.
+
+Tested in ``tests/data/tasks/test_tasks.py``.
+"""
 
 from __future__ import annotations
 

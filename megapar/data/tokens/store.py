@@ -1,4 +1,7 @@
-"""Token stores: documents as ids in memory-mapped files."""
+"""Token stores: documents as ids in memory-mapped files.
+
+Tested in ``tests/data/sampling/test_samples.py``.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from megapar.model.attention.costs import AttentionShape
@@ -43,5 +43,4 @@ class AttentionKind:
 
     def load_parts(self) -> Any:
         """Import the class of the layer, and with it torch."""
-        module, _, name = self.parts.partition(":")
-        return getattr(import_module(module), name)
+        return resolve_name(self.parts)

@@ -1,4 +1,7 @@
-"""Published classes that the decoder implements, one entry in ``ARCHITECTURES`` each. Standard library only."""
+"""Published classes that the decoder implements, one entry in ``ARCHITECTURES`` each. Standard library only.
+
+Tested in ``tests/model/test_architectures.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameter table of a decoder. Shape letters as in ``model.parameter``."""
+"""Parameter table of a decoder. Shape letters as in ``model.parameter``.
+
+Tested in ``tests/model/test_table.py``.
+"""
 
 from __future__ import annotations
 

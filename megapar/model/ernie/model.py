@@ -2,6 +2,8 @@
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary, M masked positions; S is split over mp under sequence
 parallelism, written S(/mp).
+
+Tested in ``tests/model/test_table.py``.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import (
-    SEQUENCE_DIM,
     LayerOptions,
     Linear,
     VocabularyEmbedding,

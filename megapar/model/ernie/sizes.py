@@ -1,4 +1,7 @@
-"""Sizes of an ERNIE encoder. Standard library only, no torch. All sizes are global."""
+"""Sizes of an ERNIE encoder. Standard library only, no torch. All sizes are global.
+
+Tested in ``tests/model/test_table.py``.
+"""
 
 from __future__ import annotations
 

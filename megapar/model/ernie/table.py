@@ -1,4 +1,7 @@
-"""Parameter table of an ERNIE encoder, and the rows that it shares with ERNIE 3.0."""
+"""Parameter table of an ERNIE encoder, and the rows that it shares with ERNIE 3.0.
+
+Tested in ``tests/model/test_table.py``.
+"""
 
 from __future__ import annotations
 

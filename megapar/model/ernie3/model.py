@@ -26,8 +26,9 @@ from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.pipeline.stages import Chunk, RankLayers
+from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT
-from megapar.core.tensor_parallel.layers import SEQUENCE_DIM, LayerOptions, Linear, local, parameter
+from megapar.core.tensor_parallel.layers import LayerOptions, Linear, local, parameter
 from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand

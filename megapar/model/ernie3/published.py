@@ -1,4 +1,7 @@
-"""ERNIE 3.0 has no published class in transformers. Standard library only."""
+"""ERNIE 3.0 has no published class in transformers. Standard library only.
+
+Tested in ``tests/model/test_architectures.py``.
+"""
 
 from __future__ import annotations
 

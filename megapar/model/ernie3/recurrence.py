@@ -25,7 +25,7 @@ from torch import Tensor
 from megapar.core.comm.autograd import gather
 from megapar.core.device.ops import attention_reference, op
 from megapar.core.recompute.selective import recompute_in_backward
-from megapar.core.tensor_parallel.layers import SEQUENCE_DIM
+from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.model.ernie.block import ErnieBlock
 from megapar.model.layers.context import Context
 

@@ -1,4 +1,7 @@
-"""Sizes of ERNIE 3.0. Standard library only, no torch. All sizes are global."""
+"""Sizes of ERNIE 3.0. Standard library only, no torch. All sizes are global.
+
+Tested in ``tests/model/ernie3/test_model.py``.
+"""
 
 from __future__ import annotations
 

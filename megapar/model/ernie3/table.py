@@ -1,4 +1,7 @@
-"""Parameter table of ERNIE 3.0."""
+"""Parameter table of ERNIE 3.0.
+
+Tested in ``tests/model/test_table.py``.
+"""
 
 from __future__ import annotations
 

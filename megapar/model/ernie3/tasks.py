@@ -1,4 +1,7 @@
-"""Tasks of ERNIE 3.0, and the parser of ``--ernie-tasks``. Standard library only."""
+"""Tasks of ERNIE 3.0, and the parser of ``--ernie-tasks``. Standard library only.
+
+Tested in ``tests/data/tasks/test_tasks.py``.
+"""
 
 from __future__ import annotations
 

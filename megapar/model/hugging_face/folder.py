@@ -1,4 +1,7 @@
-"""Hugging Face folders, the reader: loads weights piece by piece into a rank's shards of the parameters."""
+"""Hugging Face folders, the reader: loads weights piece by piece into a rank's shards of the parameters.
+
+Tested in ``tests/model/hugging_face/test_save.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.box import Box
-from megapar.core.checkpoint.shard_file import CODES, ShardFile
+from megapar.core.checkpoint.shard_file import CODES, DTYPES, ShardFile
 from megapar.errors import CheckpointError
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.model.hugging_face.save import INDEX, some
@@ -20,7 +23,6 @@ from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
 BLOCK_BYTES = 16 << 20
 
 
@@ -68,10 +70,10 @@ class HfFolder:
                 raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX} lists as part of it")
             for name in names:
                 code, shape = file.describe(name)
-                if code not in _DTYPES:
+                if code not in DTYPES:
                     raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not supported")
-                file.check(name, _DTYPES[code], shape)  # so that a header cannot reserve memory without data
-                self.tensors[name] = FolderTensor(path, _DTYPES[code], shape)
+                file.check(name, DTYPES[code], shape)  # so that a header cannot reserve memory without data
+                self.tensors[name] = FolderTensor(path, DTYPES[code], shape)
 
     def check(
         self, table: Iterable[ParameterSpec], architecture: PublishedArchitecture, optional: Iterable[str] = ()

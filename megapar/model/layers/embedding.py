@@ -16,8 +16,9 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import own_piece
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.random import Streams
+from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT
-from megapar.core.tensor_parallel.layers import SEQUENCE_DIM, Embedding, LayerOptions, VocabularyEmbedding
+from megapar.core.tensor_parallel.layers import Embedding, LayerOptions, VocabularyEmbedding
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.norm import LayerNorm

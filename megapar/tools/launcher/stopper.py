@@ -17,7 +17,7 @@ from megapar.core.health.process import fields_of
 from megapar.core.health.signal_listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, write_stderr
 
 EXIT_SECONDS = 3.0  # for a launcher without ranks to exit by itself, before it is forced to
-KILL_SECONDS = 30.0  # for killed ranks to disappear
+GONE_SECONDS = 30.0  # for killed ranks to disappear
 MAX_KILLS = 3
 
 
@@ -151,7 +151,7 @@ class Stopper:
         if not self._kills:
             write_stderr(f"megapar launch: {why}: killing {len(ranks)} ranks")
         self._kills += 1
-        self._due = now + KILL_SECONDS
+        self._due = now + GONE_SECONDS
         signal_children(signal.SIGKILL)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -222,12 +223,12 @@ def product_of(left: Tensor, right: Tensor) -> MatrixProduct:
 
 def caller() -> str:
     """Return the innermost megapar function on the stack; "backward" if torch's autograd engine is nearer."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         path = frame.f_code.co_filename
         if f"{os.sep}megapar{os.sep}" in path and f"{os.sep}tools{os.sep}" not in path:
             return re.sub(r"\.?<\w+>", "", getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "backward"
 
 

@@ -26,7 +26,7 @@ STARTERS = {
     "python3": "python",
 }
 _SINGLE = {"-N": "--nodes", "-n": "--ntasks", "-np": "--np", "-H": "--host", "-x": "--x", "-p": "--partition"}
-_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
+ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 def _long(word: str, tool: str) -> tuple[str, ...]:
     """Expand a short option into the long one; return nothing for assignments of environment variables."""
-    if tool == "python" or _ASSIGNED.match(word):
+    if tool == "python" or ASSIGNED.match(word):
         return ()
     if word.startswith("-") and not word.startswith("--"):
         if word in _SINGLE:

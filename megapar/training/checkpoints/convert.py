@@ -24,7 +24,7 @@ from megapar.core.checkpoint import shard_file
 from megapar.core.checkpoint.durable import put_new
 from megapar.core.checkpoint.layout import FILE_NAME, CheckpointLayout, TensorEntry
 from megapar.core.checkpoint.shard_file import (
-    CODES,
+    DTYPES,
     TensorPlan,
     file_order,
     write_bytes,
@@ -53,7 +53,6 @@ from megapar.training.checkpoints.state import Progress
 
 CARRIED = "carried.safetensors"
 FACTS = "megapar.json"
-_DTYPES = {code: dtype for dtype, code in CODES.items()}
 _LEFT = (".safetensors", ".bin", ".py", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
 
 
@@ -224,7 +223,7 @@ def _facts(path: Path) -> dict[str, Any]:
         if (architecture := ARCHITECTURES.get(facts["family"])) is None:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path} names the family {facts['family']!r}; known families are {known}")
-        valid = set(facts["dtypes"].values()) <= set(_DTYPES) and set(facts["tied"]) <= set(architecture.tied)
+        valid = set(facts["dtypes"].values()) <= set(DTYPES) and set(facts["tied"]) <= set(architecture.tied)
         valid = valid and all(isinstance(pattern, str) for pattern in facts["absent"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
@@ -262,7 +261,7 @@ def _write_hf(
     saved.check(table, architecture)
     pieces = pieces_of(table, architecture)
     carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).exists() else None
-    stored = {name: _DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
+    stored = {name: DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
     plans: list[TensorPlan] = []
     for name, (spec, piece) in pieces.items():
         own = torch.float32 if spec.fp32 or dtype is None else dtype

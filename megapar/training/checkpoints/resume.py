@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megapar.arguments import Config
 from megapar.core.checkpoint.local import FoundLocal
+from megapar.core.checkpoint.store import Verify
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.training.building.job import Job
 from megapar.training.checkpoints import state
@@ -94,5 +95,5 @@ def _load_options(config: Config, *, own: bool) -> state.LoadOptions:
         optimizer=own or not options.no_load_optim,
         random=own or not options.no_load_rng,
         override_schedule=config.optimizer.override_opt_param_scheduler,
-        verify=options.checkpoint_verify,  # type: ignore[arg-type]  # one of the flag's choices
+        verify=cast(Verify, options.checkpoint_verify),  # one of the flag's choices
     )

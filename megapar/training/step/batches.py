@@ -1,4 +1,7 @@
-"""The input of a step: this rank's micro-batches of a global batch, and their denominators."""
+"""The input of a step: this rank's micro-batches of a global batch, and their denominators.
+
+Tested in ``tests/training/reports/test_opening.py``.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import random
 import shlex
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from megapar.config.read import normal, spellings
 from megapar.core.optimizer.gradient_norm import clip_gradients
 from megapar.core.optimizer.loss_scale import LossScale
+from megapar.core.sharding.master_shard import MasterShard
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.stats import aux_and_z_loss, router_sums
 from megapar.tools.translation.translated import Translated, equivalent, implicit_defaults, translate
@@ -188,7 +190,7 @@ def test_gradients_are_clipped_as_paddle_s_to_a_millionth(size: float) -> None:
     part = SimpleNamespace(grad=torch.zeros(0))
     part.grad = torch.tensor([0.6, 0.8], dtype=torch.float64) * size
     expected = part.grad / (max(size, 1.0) + 1e-6)
-    clip_gradients([part], torch.tensor(size, dtype=torch.float64), 1.0)  # type: ignore[list-item]
+    clip_gradients([cast(MasterShard, part)], torch.tensor(size, dtype=torch.float64), 1.0)
     torch.testing.assert_close(part.grad, expected, rtol=1.01e-6, atol=0)
 
 
