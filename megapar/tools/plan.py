@@ -25,6 +25,11 @@ from megapar.tools.parser import Parser, count
 MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--ernie-model", "ernie3"))}
 DEFAULT_KIND = "h100-80g"
 DOES_NOT_FIT = 3
+REFUSED = 2
+ONE_RANK = """
+--mp-degree 1 --pp-degree 1 --cp-degree 1 --sharding-degree 1 --dp-degree 1 --no-hybrid-dp --no-sequence-parallel
+--context-parallel-algo megatron_cp_algo --vpp-degree 1 --pp-schedule 1f1b --pp-seg-method uniform --micro-batch-size 1
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="megapar plan",
         description="Plan a configuration: legality, ranks, memory, traffic, time. Flags that are not listed here are "
         "those of the trainer.",
-        epilog="Exit status: 0 planned, 3 planned but does not fit, 2 refused, 1 if a trace fails.",
+        epilog="Exit status: 0 planned, 3 planned but does not fit (--search: no layout fits), 2 refused (--search: no "
+        "layout is legal), 1 if a trace fails.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -128,10 +134,12 @@ def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed:
     layouts = search(config, device, assumed, world)
     if not layouts.results:
         sys.stderr.write(why_none(config, device, world))
-        return 2
+        return REFUSED
     near = neighbours(layouts, config, device, assumed, world)
     sys.stdout.write(json.dumps(to_dict(layouts, near)) + "\n" if as_json else describe(layouts, near, device))
-    return 0
+    if layouts.best:
+        return 0
+    return DOES_NOT_FIT if any(result.plan is not None for result in layouts.results.values()) else REFUSED
 
 
 def _without_layout(kind: str, line: list[str]) -> Config:
@@ -139,20 +147,7 @@ def _without_layout(kind: str, line: list[str]) -> Config:
 
     Raises ConfigError for the flags that are wrong regardless of the layout.
     """
-    one_rank = [
-        "--mp-degree",
-        "1",
-        "--pp-degree",
-        "1",
-        "--sharding-degree",
-        "1",
-        "--no-hybrid-dp",
-        "--dp-degree",
-        "1",
-        "--no-sequence-parallel",
-    ]
-    one_rank += ["--cp-degree", "1", "--context-parallel-algo", "megatron_cp_algo"]
-    one_rank += ["--vpp-degree", "1", "--pp-schedule", "1f1b", "--pp-seg-method", "uniform", "--micro-batch-size", "1"]
+    one_rank = ONE_RANK.split()
     if kind == "moe":
         one_rank += ["--ep-degree", "1", "--expert-mp-degree", "1"]
     values = resolved_values(kind, [*line, "--rules-only"], {})
