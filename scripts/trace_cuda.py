@@ -36,6 +36,7 @@ from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAIT
 from scripts.trace_table import counted
 
 READ = "TokenDispatcher.read"
+LIST = "--operators"
 
 
 class Watch(Tally):
@@ -69,7 +70,9 @@ class Tracer:
         operators: Operators that ran on the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, listed: bool = False) -> None:
+        """Start. listed: Layers print the kernels and bytes of every operator."""
+        self._listed = listed
         self.calls: Counter[str] = Counter()
         self.operators: set[str] = set()
         self._kernels = Kernels()
@@ -113,7 +116,16 @@ class Tracer:
                 lines.append(text)
                 wrong += [] if ok else [text]
         wrong += [f"{what}: a part is not aligned to 16 bytes ({times} times)" for what, times in two.unaligned.items()]
+        if self._listed:
+            lines += [*listed(run.name, layer), *listed(f"{run.name}, beside", beside)]
         return "\n  ".join(["layer", *lines]), wrong
+
+
+def listed(name: str, sums: Sums) -> Iterator[str]:
+    """Yield the kernels and bytes of every operator and caller, most kernels first."""
+    yield f"{name}: {sums.launches} kernels, {sums.bytes_outside_products / 1e6:,.0f} megabytes outside products"
+    for (operator, label), kernels in sums.kernels.most_common():
+        yield f"{kernels:6d} kernels {sums.bytes[operator, label] / 1e6:9,.1f} MB  {operator}  in {label}"
 
 
 def figure(row: Row, sums: Sums) -> float:
@@ -160,10 +172,11 @@ def complaints(run: Run, sums: Sums) -> Iterator[str]:
         yield f"{message}: a part is not aligned to 16 bytes ({times} times)"
 
 
-def main(names: Sequence[str]) -> int:
-    """Trace the runs whose names start with one of ``names``, by default all. Return 1 if there are problems."""
+def main(argv: Sequence[str]) -> int:
+    """Trace the runs whose names start with one of the arguments, by default all. Return 1 if there are problems."""
     stand_in()
-    tracer, problems = Tracer(), []
+    names = [name for name in argv if name != LIST]
+    tracer, problems = Tracer(listed=len(names) < len(argv)), []
     for kind, runs in (("", RUNS), ("layer: ", LAYERS)):
         for run in runs:
             name, start = kind + run.name, time.perf_counter()

@@ -4,7 +4,8 @@
 # (fake_cuda_guard.cpp, built here). Fails if a step exceeds the budgets of trace_cuda_budgets.py: kernels, products,
 # bytes, host waits.
 #
-#   scripts/trace_cuda.sh [NAME ..]     runs whose names start with NAME; default: all
+#   scripts/trace_cuda.sh [NAME ..]                          runs whose names start with NAME; default: all
+#   scripts/trace_cuda.sh --operators "layer: dense"         also list kernels and bytes by operator and caller
 #
 # Exits with status 0 and a reason if this machine cannot build the stub.
 set -euo pipefail

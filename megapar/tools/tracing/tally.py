@@ -37,6 +37,9 @@ _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_
 _COPIES = frozenset({"_to_copy", "copy_", "_pin_memory"})
 # Operators that read a value or the size of their result from the device.
 _READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"})
+_SHAPE_READERS = frozenset({"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"})
+_PICKERS_OF_ONE = frozenset({"index_select", "gather", "index", "embedding"})
+_PICKERS = _PICKERS_OF_ONE | {"_embedding_bag", "_embedding_bag_forward_only"}
 _BY_PIECES = frozenset({"_allgather_base_", "_reduce_scatter_base_"})
 _MESSAGES = frozenset({"c10d", "_c10d_functional"})
 
@@ -152,7 +155,7 @@ class Tally(TorchDispatchMode):
             first = 1 if "add" in operator else 0
             self.sums.products[product_of(*args[first : first + 2]), label] += 1
         elif "attention" not in name and not name.startswith(tuple(_MESSAGES)):
-            self.sums.bytes[operator, label] += _moved(given, made)
+            self.sums.bytes[operator, label] += _moved(operator, given, made)
 
     def _host(self, operator: str, given: list[Tensor], made: list[Tensor], at_once: bool) -> None:
         """Count copies between host and device and the waits that they cause."""
@@ -232,13 +235,20 @@ def caller() -> str:
     return "backward"
 
 
-def _moved(given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Return the bytes of all input and output tensors, each once; for an expanded tensor, the bytes of its storage."""
+def _moved(operator: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Return the bytes of all input and output tensors, each once; for an expanded tensor, the bytes of its storage.
+
+    An operator that takes only the shape of its input reads nothing. One that picks elements reads only those.
+    """
     seen: dict[tuple[Any, ...], int] = {}
-    for x in (*given, *made):
+    for x in (*(() if operator in _SHAPE_READERS else given), *made):
         storage = x.untyped_storage()
         key = (storage._cdata, tuple(x.shape), x.stride(), x.storage_offset())
-        seen[key] = min(x.numel() * x.element_size(), storage.nbytes())
+        seen[key] = min(x.nbytes, storage.nbytes())
+    if operator in _PICKERS:
+        source, *more = given
+        picked = made[0].nbytes if operator in _PICKERS_OF_ONE else more[0].numel() * (source.nbytes // source.shape[0])
+        return sum(seen.values()) - max(0, min(source.nbytes, source.untyped_storage().nbytes()) - picked)
     return sum(seen.values())
 
 

@@ -59,6 +59,19 @@ def test_bytes_are_those_of_what_goes_in_and_out_once(tally):
     assert tally.sums.bytes_outside_products == 2 * (10 + 500 + 500)
 
 
+def test_only_the_elements_that_an_operator_needs_are_read(tally):
+    x, rows = on_device(100, 8), on_device(5, dtype=torch.int64)
+    x.new_zeros(10)
+    torch.zeros_like(x[:3])
+    assert tally.sums.bytes_outside_products == 2 * (10 + 24)
+    tally.sums = Sums()
+    x.index_select(0, rows)
+    assert tally.sums.bytes_outside_products == 2 * 2 * 40 + 8 * 5
+    tally.sums = Sums()
+    torch.nn.functional.embedding_bag(rows, x, rows[:2], mode="sum")
+    assert 2 * (40 + 16) + 8 * 7 <= tally.sums.bytes_outside_products < 2 * 100 * 8
+
+
 def test_copies_that_hold_up_the_host_are_waits(tally):
     x = on_device(LARGE_BYTES)
     torch.empty(LARGE_BYTES, dtype=torch.bfloat16, pin_memory=False).to("meta", non_blocking=True)
