@@ -163,7 +163,7 @@ def _packed_attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[C
     for groups in (8, 2):
         for start, stop in ((0, S // 3 + 1), (S // 3 + 1, S - 1), (S - 1, S)):
             qkv = (draw(2, 8, stop - start, 64), draw(2, groups, stop, 64), draw(2, groups, stop, 64))
-            more = {"pieces": documents.cut(slice(start, stop), 2)}
+            more = {"documents": documents.cut(slice(start, stop), 2)}
             yield Case(f"documents, {start} to {stop}, 8/{groups} heads", qkv, more)
 
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.core.device.block_attention import AttentionBlock, BlockGradients
 from megapar.core.device.head_dims import cut_features, pad_features
-from megapar.core.device.packed_attention import DocumentPiece, PackedDocuments
+from megapar.core.device.packed_attention import DocumentSlice, PackedDocuments
 
 # Mask modes of npu_fusion_attention. LOWER_RIGHT requires the compressed causal mask.
 WHOLE_MASK, LOWER_RIGHT = 0, 3
@@ -62,11 +62,11 @@ def packed_attention_npu(
 
 
 def packed_attention_slice_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``packed_attention_slice_reference`` in one call, each query with the keys of its document."""
     before, keys, ends_q, ends_k = k.shape[2] - q.shape[2], [], [0], [0]
-    for sample, queries, first in pieces:
+    for sample, queries, first in documents.pieces:
         keys.append((sample, slice(first, before + queries.stop)))
         ends_q.append(ends_q[-1] + queries.stop - queries.start)
         ends_k.append(ends_k[-1] + before + queries.stop - first)

@@ -12,7 +12,7 @@ Tested in ``tests/core/device/test_ops.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.nn.attention import bias as alignments
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.merged_attention import MergedAttention
-from megapar.core.device.packed_attention import DocumentPiece
+from megapar.core.device.packed_attention import DocumentSlice, by_kernel
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -62,12 +62,12 @@ def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0
 
 
 def packed_attention_slice_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``attention_slice_reference`` inside documents. ``pieces`` are their parts (``PackedDocuments.cut``)."""
+    """Compute ``attention_slice_reference`` inside documents (``PackedDocuments.cut``)."""
     before = k.shape[2] - q.shape[2]
     visible = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
-    for sample, queries, first in pieces:
+    for sample, queries, first in documents.pieces:
         visible[sample, 0, queries, first : before + queries.stop] = True
     visible = visible.tril(before).to(q.device)
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -77,26 +77,31 @@ def packed_attention_slice_reference(
 
 
 def packed_attention_slice_merged(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``packed_attention_slice_reference`` by ``attention_slice_merged``, document by document."""
-    return _by_document(attention_slice_merged, q, k, v, pieces, dropout)
+    return _by_document(attention_slice_merged, q, k, v, documents, dropout)
 
 
-def packed_attention_slice_fused(
-    q: Tensor, k: Tensor, v: Tensor, *, pieces: Sequence[DocumentPiece], dropout: float = 0.0
+def packed_attention_slice_varlen(
+    q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``packed_attention_slice_reference`` by ``attention_slice_fused``, document by document."""
-    return _by_document(attention_slice_fused, q, k, v, pieces, dropout)
+    """Compute ``packed_attention_slice_reference`` by torch's kernel for variable lengths, if it supports this.
+
+    The kernel is for CUDA, bf16 and fp16, without dropout. Otherwise each document is one call.
+    """
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
+        return _by_document(attention_slice_fused, q, k, v, documents, dropout)
+    return by_kernel(q, k, v, (documents.starts_q, documents.starts_k), documents.longest)
 
 
 def _by_document(
-    form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[DocumentPiece], dropout: float
+    form: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: DocumentSlice, dropout: float
 ) -> Tensor:
     """Call ``form`` for each document's part of the slice, with all keys of the document up to it."""
     before, samples = k.shape[2] - q.shape[2], list(zip(q.unbind(0), k.unbind(0), v.unbind(0), strict=True))
     outputs: list[list[Tensor]] = [[] for _ in samples]
-    for sample, queries, first in pieces:
+    for sample, queries, first in documents.pieces:
         q_NSD, k_GLD, v_GLD = samples[sample]
         keys = slice(first, before + queries.stop)
         outputs[sample].append(

@@ -23,9 +23,9 @@ from megapar.core.device.attention_slice import (
     attention_slice_fused,
     attention_slice_merged,
     attention_slice_reference,
-    packed_attention_slice_fused,
     packed_attention_slice_merged,
     packed_attention_slice_reference,
+    packed_attention_slice_varlen,
 )
 from megapar.core.device.block_attention import (
     block_backward_cpu,
@@ -182,7 +182,7 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "packed_attention_slice": {
             "reference": packed_attention_slice_reference,
             "cpu": packed_attention_slice_merged,
-            "cuda": packed_attention_slice_fused,
+            "cuda": packed_attention_slice_varlen,
             "npu": ascend.packed_attention_slice_npu,
         },
         "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused, "npu": ascend.rms_norm_npu},

@@ -9,7 +9,8 @@ Tested in ``tests/core/device/test_ops.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class PackedDocuments:
 
     ends: tuple[int, ...]
     starts: Tensor
+    _slices: dict[tuple[int, int, int], DocumentSlice] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, ends: Sequence[int] | Tensor, device: torch.device) -> PackedDocuments:
@@ -44,14 +46,21 @@ class PackedDocuments:
         """Number of positions of each document."""
         return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
-    def cut(self, place: slice, samples: int) -> tuple[DocumentPiece, ...]:
-        """Return the non-empty parts of documents in a slice of the sequence, in order.
+    def cut(self, place: slice, samples: int) -> DocumentSlice:
+        """Return the parts of documents in a slice of the sequence. All layers share the result.
 
         Args:
             place: Positions of the slice in each sample.
             samples: Number of samples.
         """
-        length, pieces = self.ends[-1] // samples, []
+        key = (place.start, place.stop, samples)
+        if key not in self._slices:
+            length = self.ends[-1] // samples
+            self._slices[key] = DocumentSlice(self._pieces(place, length), place, length, self.starts)
+        return self._slices[key]
+
+    def _pieces(self, place: slice, length: int) -> tuple[DocumentPiece, ...]:
+        pieces = []
         for start, end in zip((0, *self.ends), self.ends, strict=False):
             sample = start // length
             first, last = start - sample * length, end - sample * length
@@ -75,6 +84,45 @@ class DocumentPiece(NamedTuple):
     sample: int
     queries: slice
     first: int
+
+
+@dataclass(frozen=True)
+class DocumentSlice:
+    """The parts of documents in a slice of the sequence.
+
+    Attributes:
+        pieces: The non-empty parts, in order.
+        place: Positions of the slice in each sample.
+        length: Positions of a sample.
+        starts: As in ``PackedDocuments``.
+    """
+
+    pieces: tuple[DocumentPiece, ...]
+    place: slice
+    length: int
+    starts: Tensor
+
+    @cached_property
+    def starts_q(self) -> Tensor:
+        """[documents + 1] int32: start of each document among the queries; documents outside the slice are empty."""
+        sample, first = self.starts // self.length, self.starts % self.length
+        size = self.place.stop - self.place.start
+        starts: Tensor = sample * size + (first - self.place.start).clamp(0, size)
+        return starts
+
+    @cached_property
+    def starts_k(self) -> Tensor:
+        """[documents + 1] int32: start of each document among the keys, which end with the slice."""
+        sample, first = self.starts // self.length, self.starts % self.length
+        starts: Tensor = sample * self.place.stop + first.clamp(max=self.place.stop)
+        return starts
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The most queries and the most keys of a part."""
+        before = self.place.start
+        queries = max(queries.stop - queries.start for _, queries, _ in self.pieces)
+        return queries, max(before + queries.stop - first for _, queries, first in self.pieces)
 
 
 def packed_attention_reference(
@@ -128,17 +176,30 @@ def packed_attention_varlen(
     """
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
         return packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
-    return by_kernel(q, k, v, documents)
+    longest = max(documents.lengths)
+    return by_kernel(q, k, v, (documents.starts, documents.starts), (longest, longest))
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments) -> Tensor:
-    """Call torch's kernel for variable lengths, which takes a single head size."""
-    longest, size = max(documents.lengths), v.shape[-1]
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]) -> Tensor:
+    """Call torch's kernel for variable lengths, which takes a single head size.
+
+    The last query of a document sees all of its keys. Documents may have keys and no query, whose gradients are zero.
+
+    Args:
+        q: [B, N, S, D].
+        k: [B, G, L, D].
+        v: [B, G, L, V].
+        starts: Starts of the documents among the queries and among the keys of all samples, [documents + 1] int32.
+        longest: The most queries and the most keys of a document.
+
+    Returns:
+        [B, N, S, V].
+    """
+    size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     scaled = {} if scale is None else {"scale": scale}
     query, key, value = (_flat(x).contiguous() for x in (q, k, v))
-    starts = documents.starts
-    y = varlen_attention(query, key, value, starts, starts, longest, longest, window_size=(-1, 0), **scaled)
+    y = varlen_attention(query, key, value, *starts, *longest, window_size=(-1, 0), **scaled)
     assert isinstance(y, Tensor)
     return _unflat(cut_features(y, size), q)
 

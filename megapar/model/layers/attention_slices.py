@@ -118,7 +118,8 @@ class CausalSlices:
         with self._drawing(q, number) as dropout:
             if documents is not None:
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
-                y = packed(*heads, pieces=documents.cut(context.whole_slices[number], q.shape[0]), dropout=dropout)
+                cut = documents.cut(context.whole_slices[number], q.shape[0])
+                y = packed(*heads, documents=cut, dropout=dropout)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference
                 y = form(*heads, dropout=dropout)

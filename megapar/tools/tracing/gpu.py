@@ -22,6 +22,7 @@ from torch.nn.attention import bias, varlen
 
 from megapar.core.device import ops
 from megapar.core.device import packed_attention as packed
+from megapar.core.device.attention_slice import packed_attention_slice_varlen
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
 from megapar.tools.tracing.replaced import replaced
@@ -198,6 +199,7 @@ def _forms(kind: str) -> MappingProxyType[str, Any]:
     """Return the operator table with GPU implementations for another device type."""
     table = {name: {**forms, kind: forms.get("cuda", forms["reference"])} for name, forms in ops.OPS.items()}
     table["packed_attention"][kind] = _packed
+    table["packed_attention_slice"][kind] = _packed_slice
     return MappingProxyType(table)
 
 
@@ -205,7 +207,15 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float =
     """Choose like ``packed_attention_varlen``, which checks the device of the tensors."""
     if q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
         return packed.packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
-    return packed.by_kernel(q, k, v, documents)
+    longest = max(documents.lengths)
+    return packed.by_kernel(q, k, v, (documents.starts, documents.starts), (longest, longest))
+
+
+def _packed_slice(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float = 0.0) -> Tensor:
+    """Choose like ``packed_attention_slice_varlen``, which checks the device of the tensors."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
+        return packed_attention_slice_varlen(q, k, v, documents=documents, dropout=dropout)
+    return packed.by_kernel(q, k, v, (documents.starts_q, documents.starts_k), documents.longest)
 
 
 @contextmanager

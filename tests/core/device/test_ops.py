@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
+from megapar.core.device import packed_attention
 from megapar.core.device.attention_slice import (
     attention_slice_merged,
     attention_slice_reference,
@@ -76,7 +77,7 @@ def cases(name, dtype):
         return [
             (
                 tuple(draw(i, 2, n, s, 16, dtype=dtype) for i, (n, s) in enumerate(((4, stop - start), *keys))),
-                {"pieces": documents.cut(slice(start, stop), 2)},
+                {"documents": documents.cut(slice(start, stop), 2)},
             )
             for start, stop in ((0, 3), (2, 8), (4, 5), (0, 8))
             for keys in (((2, stop), (2, stop)), ((4, stop), (4, stop)))
@@ -274,7 +275,36 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
         shapes = ((4, 16), (2, 16), (2, value_dim))
         tensors = [draw(i, 2, n, 8, size, dtype=torch.float32) for i, (n, size) in enumerate(shapes)]
         expected = packed_attention_reference(*tensors, documents=documents)
-        assert torch.allclose(by_kernel(*tensors, documents), expected, atol=1e-5)
+        assert torch.allclose(by_kernel(*tensors, (documents.starts, documents.starts), (6, 6)), expected, atol=1e-5)
+
+
+def lower_right(query, key, value, starts_q, starts_k, max_q, max_k, *, window_size, **more):
+    """What torch's kernel computes: the last query of a sequence sees all of its keys."""
+    assert starts_q.dtype == starts_k.dtype == torch.int32
+    assert window_size == (-1, 0)
+    assert max_q == (starts_q[1:] - starts_q[:-1]).max()
+    found = []
+    for (a, b), (c, d) in zip(
+        itertools.pairwise(starts_q.tolist()), itertools.pairwise(starts_k.tolist()), strict=True
+    ):
+        assert d - c <= max_k or a == b
+        heads = [x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d])]
+        if a < b:
+            found.append(OPS["attention_slice"]["reference"](*heads)[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("ends", [[8, 16], [3, 8, 9, 10, 16], [8, 11, 12, 16]])
+@pytest.mark.parametrize("place", [slice(0, 3), slice(3, 4), slice(4, 8), slice(0, 8)])
+def test_documents_of_a_slice_are_one_call_of_the_kernel(ends, place, monkeypatch):
+    documents = PackedDocuments.of(ends, torch.device("cpu"))
+    monkeypatch.setattr(packed_attention, "varlen_attention", lower_right)
+    q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64)[:, :, : place.stop] for i, n in enumerate((4, 2, 2)))
+    cut = documents.cut(place, 2)
+    assert cut is documents.cut(place, 2)  # one for all layers
+    got = by_kernel(q[:, :, place], k, v, (cut.starts_q, cut.starts_k), cut.longest)
+    expected = packed_attention_slice_reference(q[:, :, place], k, v, documents=cut)
+    assert float((got - expected).detach().abs().max()) < 1e-14
 
 
 def test_slices_inside_documents_are_the_whole_cut():
@@ -283,5 +313,5 @@ def test_slices_inside_documents_are_the_whole_cut():
     whole = packed_attention_reference(q, k, v, documents=documents)
     for place in (slice(0, 3), slice(3, 4), slice(4, 8)):
         seen = [x[:, :, : place.stop] for x in (k, v)]
-        got = packed_attention_slice_reference(q[:, :, place], *seen, pieces=documents.cut(place, 2))
+        got = packed_attention_slice_reference(q[:, :, place], *seen, documents=documents.cut(place, 2))
         assert float((got - whole[:, :, place]).detach().abs().max()) < 1e-14
