@@ -1,0 +1,117 @@
+"""Rotary position embedding of queries and keys while the fused heads are split, one pass per direction.
+
+Shape letters: T tokens, G key-value heads, Q query heads of a group, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megapar.core.device.triton_kernels.build import BuiltKernel
+
+ELEMENTS_OF_A_WARP = 512  # 16 of a thread
+
+
+class Heads(NamedTuple):
+    """Split heads.
+
+    Attributes:
+        q: [B, S, G Q, D].
+        k: [B, S, G, D].
+        v: [B, S, G, D].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@triton.jit
+def _heads(  # type: ignore[no-untyped-def]
+    fused,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    G: tl.constexpr,
+    Q: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = column < D
+    is_q, is_k, is_v = (row < Q) & inside, (row == Q) & inside, (row == Q + 1) & inside
+    place = fused + ((token * G + group) * (Q + 2) + row) * D + column
+    place_q = q + ((token * G + group) * Q + row) * D + column
+    place_k = k + (token * G + group) * D + column + 0 * row
+    place_v = v + (token * G + group) * D + column + 0 * row
+    if SPLIT:
+        x = tl.load(place, mask=(row < Q + 2) & inside, other=0.0)
+    else:
+        x = tl.load(place_q, mask=is_q, other=0.0)
+        x += tl.load(place_k, mask=is_k, other=0.0)
+        x += tl.load(place_v, mask=is_v, other=0.0)
+    half = tl.arange(0, WIDTH // 2)[None, :]
+    angle = token * (D // 2) + half
+    turned = (tl.arange(0, ROWS)[:, None] <= Q) & (half < D // 2)
+    c = tl.where(turned, tl.load(cos + angle, mask=half < D // 2, other=1.0), 1.0)
+    s = tl.where(turned, tl.load(sin + angle, mask=half < D // 2, other=0.0), 0.0)
+    if not SPLIT:
+        s = -s
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), (ROWS, WIDTH // 2, 2)))
+    y = tl.reshape(tl.join(even * c - odd * s, odd * c + even * s), (ROWS, WIDTH)).to(fused.dtype.element_ty)
+    if SPLIT:
+        tl.store(place_q, y, mask=is_q)
+        tl.store(place_k, y, mask=is_k)
+        tl.store(place_v, y, mask=is_v)
+    else:
+        tl.store(place, y, mask=(row < Q + 2) & inside)
+
+
+def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+    """Split qkv [B, S, G, Q + 2, D] into heads, with queries and keys rotated.
+
+    Args:
+        qkv: Contiguous.
+        cos: [B, S, D / 2] fp32, contiguous.
+        sin: [B, S, D / 2] fp32, contiguous.
+    """
+    B, S, G, together, D = qkv.shape
+    heads = Heads(*(qkv.new_empty((B, S, count, D)) for count in (G * (together - 2), G, G)))
+    _launch(qkv, heads, cos, sin, split=True)
+    return heads
+
+
+def merge_rotated(heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the gradient of qkv [B, S, G, Q + 2, D] for the gradients of ``split_rotated``."""
+    B, S, G, D = heads.k.shape
+    qkv = heads.q.new_empty((B, S, G, heads.q.shape[2] // G + 2, D))
+    _launch(qkv, Heads(*(x.contiguous() for x in heads)), cos, sin, split=False)
+    return qkv
+
+
+def _launch(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, *, split: bool) -> None:
+    B, S, G, together, D = qkv.shape
+    if B * S == 0:
+        return
+    sizes = {"G": G, "Q": together - 2, "D": D}
+    blocks = {"ROWS": triton.next_power_of_2(together), "WIDTH": triton.next_power_of_2(D)}
+    warps = max(1, min(16, blocks["ROWS"] * blocks["WIDTH"] // ELEMENTS_OF_A_WARP))
+    _heads[(B * S, G)](qkv, *heads, cos, sin, **sizes, **blocks, SPLIT=split, num_warps=warps)
+
+
+_TYPES = {**dict.fromkeys(("fused", "q", "k", "v"), "*bf16"), "cos": "*fp32", "sin": "*fp32"}
+_SIZES = {"G": 8, "Q": 4, "D": 128, "ROWS": 8, "WIDTH": 128}
+KERNELS = (
+    BuiltKernel("rotary heads, split", _heads, _TYPES, {**_SIZES, "SPLIT": 1}, 2),
+    BuiltKernel("rotary heads, merged", _heads, _TYPES, {**_SIZES, "SPLIT": 0}, 2),
+)
