@@ -317,7 +317,6 @@ FP64: Mapping[str, str] = MappingProxyType(
     {
         "global_norm": "sum of squares, independent of the order of ranks; a few numbers",
         "all_reduce": "for the gradient norm",
-        "Summed.norm_and_votes": "sums for the log; a few numbers",
         "Accelerator.host_copy": "for the log sums",
     }
 )

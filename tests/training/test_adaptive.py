@@ -56,10 +56,10 @@ def test_it_measures_what_a_layer_keeps() -> None:
 
 
 def _angles(trainer: Trainer, config: Any) -> Any:
-    from megapar.model.layers.rotary import rotary_angles
+    from megapar.model.layers.rotary import RotaryEmbedding
 
     positions = torch.arange(config.model.seq_length).expand(2, -1)
-    return rotary_angles(positions, config.model.head_dim, config.model.rope_theta, torch.float32)
+    return RotaryEmbedding(config.model.head_dim, config.model.rope_theta, torch.float32).angles(positions)
 
 
 def run(rank: int, world_size: int, rendezvous: str, megabytes: float | None) -> tuple[list[float], Any]:

@@ -81,6 +81,8 @@ class Device:
         is_async: The host enqueues work without waiting for it. Waits of the host are then deferred by one slice, so
             that the device always has queued work. On a synchronous device this would only delay the launch.
         skips_updates: The kernel of the optimizer can skip an update by a value on the device, found_inf.
+        scales_gradients: The kernel of the optimizer can divide fp32 gradients by a value on the device, grad_scale. On
+            a CPU this would divide where clipping multiplies, and save no launch.
         repeatable: Environment variables that make its libraries sum in a fixed order, read at their first use.
         local_rank: Number of the device on this machine.
         torch_device: Device of the tensors.
@@ -91,6 +93,7 @@ class Device:
     queue_backend: str | None = None
     is_async = False
     skips_updates = True
+    scales_gradients = False
     repeatable: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, local_rank: int = 0) -> None:

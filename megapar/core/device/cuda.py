@@ -29,6 +29,7 @@ class CudaDevice(Accelerator):
     type = "cuda"
     backend = "cpu:gloo,cuda:nccl"
     queue_backend = "nccl"
+    scales_gradients = True
     # cuBLAS gets a workspace per stream. NCCL's rings add in the order of the ranks, unlike switches (NVLS).
     repeatable: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 

@@ -35,6 +35,7 @@ from megapar.core.device.block_attention import (
     block_cuda,
     block_reference,
 )
+from megapar.core.device.cross_entropy import cross_entropy_fused, cross_entropy_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.grouped import (
     grouped_input_gradient_aligned,
@@ -207,6 +208,11 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "npu": ascend.grouped_weight_gradient_npu,
         },
         "add_product": {"reference": add_product_reference, "cuda": add_product_wide, "npu": add_product_reference},
+        "cross_entropy": {
+            "reference": cross_entropy_reference,
+            "cuda": cross_entropy_fused,
+            "npu": cross_entropy_reference,
+        },
         "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
         "unpermute": {"reference": unpermute_reference, "npu": ascend.unpermute_npu},
     }

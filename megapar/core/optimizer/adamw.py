@@ -57,12 +57,16 @@ class Optimizer:
                 **{name: torch.zeros_like(shard.master) for name in MOMENTS},
             }
 
-    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
+    def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """Update all masters from their gradients.
 
-        found_inf: a scalar on the device; if it is 1, nothing changes. Only for devices that ``skips_updates``.
+        Args:
+            lr: Learning rate.
+            found_inf: A scalar on the device; if it is 1, nothing changes. Only for devices that ``skips_updates``.
+            grad_scale: A scalar in fp32 on the device, by which the kernel divides the gradients first. Only for
+                devices that ``scales_gradients``, and masters in fp32.
         """
-        self._adamw.found_inf = found_inf
+        self._adamw.found_inf, self._adamw.grad_scale = found_inf, grad_scale
         for group in self._adamw.param_groups:
             group["lr"] = lr * group["ratio"]
         for shard in self._shards:

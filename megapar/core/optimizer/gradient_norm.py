@@ -12,11 +12,13 @@ from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import widest
 from megapar.core.sharding.master_shard import MasterShard
 
+LIST_ELEMENTS = 320 * 65_536  # of a list of tensors, in one launch of torch's multi-tensor kernels on a GPU
+
 
 def global_norm(
     shards: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Return the global gradient norm, and sums of other numbers that share its all-reduce. The host does not wait.
+    """Compute the global gradient norm, and sums of other numbers that share its all-reduce. The host does not wait.
 
     The 2-norm counts each parameter of the model once, however it is replicated or split: exactly one rank counts each
     shard (``MasterShard.counted``), and one sum over the world adds them. The squares are added in the device's widest
@@ -28,7 +30,8 @@ def global_norm(
         besides: Small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
 
     Returns:
-        The norm (a scalar, the same on all ranks) and the sums of ``besides``, both on the device of the gradients.
+        The norm (a scalar, the same on all ranks), and a vector of the norm and the sums of ``besides`` for one copy to
+        the host; both on the device of the gradients.
     """
     grads = [shard.grad for shard in shards if shard.counted and shard.grad is not None and shard.grad.numel()]
     made = next((shard.grad for shard in shards if shard.grad is not None), shards[0].master)
@@ -40,10 +43,32 @@ def global_norm(
         elif number:
             total[i].fill_(number)  # a copy from the host would wait for the device
     if grads:
-        total[0] = torch.stack([norm.to(total.dtype) for norm in torch._foreach_norm(grads)]).square().sum()
+        torch.sum(torch.stack(_norms(grads)).to(total.dtype).square_(), 0, out=total[0])
     if world.group is not None:
         collectives.all_reduce(total, world)
-    return total[0].sqrt().to(dtype), total[1:]
+    norm = torch.sqrt(total[0], out=torch.empty((), dtype=dtype, device=device))
+    total[0].copy_(norm)
+    return norm, total
+
+
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norms of tensors, in any order.
+
+    A reduction of its own takes a tensor of any size at once, a multi-tensor norm many small ones.
+    """
+    large = [grad for grad in grads if grad.numel() > LIST_ELEMENTS]
+    small = [grad for grad in grads if grad.numel() <= LIST_ELEMENTS]
+    return [*map(torch.linalg.vector_norm, large), *(torch._foreach_norm(small) if small else ())]
+
+
+def found_nonfinite(norm: Tensor) -> Tensor:
+    """Return found_inf for ``Optimizer.step``: a scalar in fp32, 1 if the norm is not finite, else 0."""
+    return torch.ne(norm * 0.0, 0.0, out=torch.empty((), device=norm.device))  # infinity * 0 is NaN, which is not 0
+
+
+def clip_divisor(norm: Tensor, limit: float) -> Tensor:
+    """Return the number by which ``clip_gradients`` divides: for an optimizer that divides in its own kernel."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
 def clip_gradients(shards: Sequence[MasterShard], norm: Tensor, limit: float) -> None:

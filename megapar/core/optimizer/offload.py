@@ -60,10 +60,10 @@ class OffloadedOptimizer:
         self._in, self._out = device.new_stream(), device.new_stream()
         self.seen_by: SlotReader | None = None
 
-    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
+    def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
         """Update all masters from their gradients; on return the current stream waits for the copies to the host.
 
-        found_inf: see ``Optimizer.step``.
+        For the arguments see ``Optimizer.step``.
         """
         current = self._device.current_stream()
         self._in.wait_stream(current)
@@ -75,7 +75,7 @@ class OffloadedOptimizer:
                 self._load(number + 1)
             if self.seen_by is not None:
                 self.seen_by.arrived(number, self._views(number)[1])
-            self._update(number, shard, lr, steps.clone(), found_inf)
+            self._update(number, shard, lr, steps.clone(), found_inf, grad_scale)
             if self.seen_by is not None:
                 self.seen_by.leaves(number, self._views(number)[1])
             self._store(number, current)
@@ -111,7 +111,15 @@ class OffloadedOptimizer:
             for target, source in zip(*self._views(number), strict=True):
                 target.copy_(source, non_blocking=True)
 
-    def _update(self, number: int, shard: MasterShard, lr: float, step: Tensor, found_inf: Tensor | None) -> None:
+    def _update(
+        self,
+        number: int,
+        shard: MasterShard,
+        lr: float,
+        step: Tensor,
+        found_inf: Tensor | None,
+        grad_scale: Tensor | None,
+    ) -> None:
         assert shard.grad is not None
         settings = self._settings
         master, first, second = self._views(number)[1]
@@ -131,6 +139,7 @@ class OffloadedOptimizer:
             eps=settings.eps,
             maximize=False,
             found_inf=found_inf,
+            grad_scale=grad_scale,
         )
 
     def moments(self, name: str) -> list[Tensor]:

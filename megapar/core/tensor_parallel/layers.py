@@ -11,7 +11,7 @@ N rows (tokens). A letter is the global size; /mp marks the cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megapar.core.comm.autograd import all_gather, all_reduce_, reduce, reduce_s
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
+from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
@@ -305,9 +306,9 @@ def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
 
 
 def vocab_parallel_cross_entropy_(
-    logits: Tensor, labels: Tensor, first_token: int, mp: Axis, ignored: int = -100
-) -> Tensor:
-    """Compute vocab parallel cross-entropy. Overwrites ``logits`` with the gradient of the sum of the losses.
+    logits: Tensor, labels: Tensor, first_token: int, mp: Axis, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Compute vocab parallel cross-entropy and the gradient of the sum of the losses. Overwrites ``logits``.
 
     Only three numbers per row are sent.
 
@@ -316,22 +317,28 @@ def vocab_parallel_cross_entropy_(
         labels: [N] int64 over the whole vocabulary.
         first_token: First token on this rank.
         mp: The axis over which the vocabulary is cut.
-        ignored: Label of rows whose loss and gradient are 0.
+        dtype: Dtype of the gradient.
 
     Returns:
-        The losses [N], the same on every rank.
+        The log-probabilities of the labels [N], the same on every rank, and the gradient [N, V/mp].
     """
+    if mp.size == 1:
+        form: Callable[..., Any] = op("cross_entropy", logits)
+        found: tuple[Tensor, Tensor] = form(logits, labels, dtype)
+        return found
     peak = all_reduce_(logits.amax(-1), mp, dist.ReduceOp.MAX)
     logits.sub_(peak.unsqueeze(-1))
-    own = (labels >= first_token) & (labels < first_token + logits.shape[-1])
-    column = torch.where(own, labels - first_token, 0).unsqueeze(-1)
-    target = logits.gather(-1, column).squeeze(-1).masked_fill(~own, 0.0)
+    place = labels - first_token
+    column = place.clamp(0, logits.shape[-1] - 1)
+    own = column == place
+    target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) * own
     total = logits.exp_().sum(-1)
     total, target = all_reduce_(torch.stack((total, target)), mp).unbind()
-    counted = (labels != ignored).to(logits.dtype)
-    logits.mul_((counted / total).unsqueeze(-1))
-    logits.scatter_add_(-1, column, -own.to(logits.dtype).unsqueeze(-1))
-    return (total.log() - target) * counted
+    logits.scatter_add_(-1, column.unsqueeze(-1), (own * -total).unsqueeze(-1))
+    scale = total.reciprocal().unsqueeze(-1)
+    same = dtype == logits.dtype
+    gradient = logits.mul_(scale) if same else torch.mul(logits, scale, out=torch.empty_like(logits, dtype=dtype))
+    return target - total.log(), gradient
 
 
 def gather_vocabulary(logits: Tensor, vocab_size: int, mp: Axis) -> Tensor:

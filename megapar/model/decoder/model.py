@@ -41,7 +41,7 @@ from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
 from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import make_norm
-from megapar.model.layers.rotary import rotary_angles
+from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
 from megapar.moe.layer import MoeLayer
@@ -145,6 +145,7 @@ class Decoder(nn.Module):
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
         self._arrangement = Arrangement(self.slicing, mp, sequence_parallel=sequence_parallel)
+        self._rope = RotaryEmbedding(sizes.attention.rotary_dim, sizes.rope_theta, dtype)
         options: LayerOptions = {
             "mp": mp,
             "sequence_parallel": sequence_parallel,
@@ -327,7 +328,7 @@ class Decoder(nn.Module):
     def _context(self, batch: dict[str, Tensor], valid_tokens: int | None) -> Context:
         sizes, angles = self.sizes, None
         if sizes.position_embedding_type == "rope":
-            angles = rotary_angles(batch["positions"], sizes.attention.rotary_dim, sizes.rope_theta, self.dtype)
+            angles = self._rope.angles(batch["positions"])
         valid = batch.get("valid")
         if valid_tokens is None:
             if self.cp.active:

@@ -5,10 +5,9 @@ Shape letters: N rows (tokens), H hidden, V vocabulary; /mp marks the split over
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -68,6 +67,52 @@ def check_shard(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
     return first_token, rows
 
 
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return rows [n, H] w^T + b, [n, V/mp] in max(fp32, dtype)."""
+    logits = rows.new_empty(rows.shape[0], weight.shape[0], dtype=at_least_fp32(rows.dtype))
+    if bias is not None:
+        logits.copy_(bias)
+    return op("add_product", rows)(logits, rows, weight.t(), begins=bias is None)
+
+
+class _HeadGradients(NamedTuple):
+    """Gradients of the head, summed over chunks of rows.
+
+    Sums over many chunks lose bits in 16-bit dtypes, so those of weight and bias are in fp32 and rounded once.
+
+    Attributes:
+        hidden: [N, H], also of rows without a loss.
+        weight: [V/mp, H] in max(fp32, dtype).
+        bias: [1, V/mp] in max(fp32, dtype), or None.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def empty(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _HeadGradients:
+        """Return uninitialized gradients; zeros if there are no rows."""
+        exact = at_least_fp32(hidden.dtype)
+        make = torch.empty if hidden.shape[0] else torch.zeros
+        d_bias = None if bias is None else make(1, bias.shape[0], dtype=exact, device=bias.device)
+        return cls(hidden.new_empty(hidden.shape), make(weight.shape, dtype=exact, device=weight.device), d_bias)
+
+    def add(self, first: int, d_logits: Tensor, rows: Tensor, weight: Tensor, mask: Tensor) -> None:
+        """Add the gradients of a chunk: ``rows`` [n, H] from row ``first``; ``mask`` [n, 1] is False without a loss."""
+        torch.mm(d_logits, weight, out=self.hidden[first : first + rows.shape[0]])
+        add_product = op("add_product", d_logits)
+        add_product(self.weight, d_logits.t(), rows * mask, begins=first == 0)
+        if self.bias is not None:
+            add_product(self.bias, mask.t().to(d_logits.dtype), d_logits, begins=first == 0)
+
+    def whole(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gradients in their dtypes, 0 for rows without a loss."""
+        dtype = self.hidden.dtype
+        d_bias = None if self.bias is None else self.bias.squeeze(0).to(dtype)
+        return self.hidden.mul_(mask), self.weight.to(dtype), d_bias
+
+
 class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -81,32 +126,22 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         differentiate: bool,
     ) -> Tensor:
-        exact = at_least_fp32(hidden.dtype)
-        loss = hidden.new_zeros((), dtype=exact)
-        d_hidden = hidden.new_empty(hidden.shape) if differentiate else None
-        # Sums over many chunks lose bits in 16-bit dtypes, so accumulate in fp32 and round once.
-        d_weight = weight.new_empty(weight.shape, dtype=exact) if differentiate else None
-        d_bias = None if bias is None else bias.new_zeros(bias.shape, dtype=exact)
+        counted = labels != IGNORED  # multiplied with what is small: the hidden states, not the logits
+        tokens, mask = labels * counted, counted.unsqueeze(-1)
+        gradients = _HeadGradients.empty(hidden, weight, bias) if differentiate else None
+        found = [hidden.new_zeros(0, dtype=at_least_fp32(hidden.dtype))]
         for first in range(0, hidden.shape[0], chunk):
-            count = min(chunk, hidden.shape[0] - first)
-            rows = hidden.narrow(0, first, count)
-            logits = F.linear(rows, weight, bias).to(exact)
-            loss += vocab_parallel_cross_entropy_(
-                logits, labels.narrow(0, first, count), first_token, mp, IGNORED
-            ).sum()
-            if d_hidden is None or d_weight is None:
-                continue
-            if d_bias is not None:
-                d_bias += logits.sum(0)
-            d_logits = logits.to(hidden.dtype)
-            torch.mm(d_logits, weight, out=d_hidden.narrow(0, first, count))
-            op("add_product", d_logits)(d_weight, d_logits.t(), rows, begins=first == 0)
-        if d_weight is not None and not hidden.shape[0]:
-            d_weight.zero_()
-        if d_hidden is not None and d_weight is not None:
-            d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
-            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype), d_bias)
-        return loss
+            rows, here = hidden[first : first + chunk], slice(first, first + chunk)
+            log_probs, d_logits = vocab_parallel_cross_entropy_(
+                _logits(rows, weight, bias), tokens[here], first_token, mp, hidden.dtype
+            )
+            found.append(log_probs)
+            if gradients is not None:
+                gradients.add(first, d_logits, rows, weight, mask[here])
+            del d_logits  # before the next chunk's logits
+        if gradients is not None:
+            ctx.save_for_backward(*gradients.whole(mask))
+        return -(torch.cat(found) * counted).sum()
 
     @staticmethod
     @once_differentiable

@@ -12,14 +12,23 @@ from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 
 
-def rotary_angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin) of position * theta^(-2i / D), each [B, S, D / 2] in max(fp32, dtype), for positions [B, S].
+class RotaryEmbedding:
+    """The angles of positions: position * theta^(-2i / D).
 
-    They are computed in each forward, so that no buffer has to be stored or updated.
+    The frequencies are computed at the first use and kept as a plain attribute: no buffer has to be stored or loaded.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device).to(at_least_fp32(dtype)) / head_dim
-    angles = positions.unsqueeze(-1).to(exponents.dtype) * (1.0 / theta**exponents)
-    return angles.cos(), angles.sin()
+
+    def __init__(self, head_dim: int, theta: float, dtype: torch.dtype) -> None:
+        self._head_dim, self._theta, self._dtype = head_dim, theta, at_least_fp32(dtype)
+        self._frequencies: Tensor | None = None
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) of the angles, each [B, S, D / 2] in max(fp32, dtype), for positions [B, S]."""
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            exponents = torch.arange(0, self._head_dim, 2, device=positions.device).to(self._dtype) / self._head_dim
+            self._frequencies = 1.0 / self._theta**exponents
+        angles = positions.unsqueeze(-1) * self._frequencies
+        return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

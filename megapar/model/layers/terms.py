@@ -56,9 +56,9 @@ def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats], like: Tensor | N
     """
     like = sums["lm"] if like is None else like
     if not stats:
-        zero = like.new_zeros(())
-        count = torch.zeros((), dtype=torch.int64, device=like.device)
-        return Terms(sums, zero, zero.clone(), zero.clone(), zero.clone(), count.new_zeros((0, 0)), count)
+        aux, z, sequence, orthogonal = like.new_zeros(4).unbind()
+        dropped = torch.zeros((), dtype=torch.int64, device=like.device)
+        return Terms(sums, aux, z, sequence, orthogonal, dropped.new_empty((0, 0)), dropped)
     return Terms(
         sums,
         aux=torch.stack([s.aux for s in stats]).sum(),

@@ -34,16 +34,13 @@ class Summed(NamedTuple):
     Attributes:
         totals: Terms of this rank's micro-batches.
         norm: Global gradient norm, a scalar on the device.
-        votes: The ranks' requests to the run, summed over all ranks.
+        norm_and_votes: The norm, and the ranks' requests to the run, summed over all ranks: one vector, so that the
+            host waits only once.
     """
 
     totals: Totals
     norm: Tensor
-    votes: Tensor
-
-    def norm_and_votes(self) -> Tensor:
-        """Return the norm and the votes in one vector, so that the host waits only once."""
-        return torch.cat([self.norm.view(1).to(self.votes.dtype), self.votes])
+    norm_and_votes: Tensor
 
 
 class Gradients:
@@ -79,8 +76,8 @@ class Gradients:
         with record_function("megapar: forward and backward"):
             totals = self._forward_backward(work)
         with record_function("megapar: reduce"):
-            norm, votes = self._reduce(self._loss_factor(work.denominators))
-        return Summed(totals, norm, votes)
+            norm, norm_and_votes = self._reduce(self._loss_factor(work.denominators))
+        return Summed(totals, norm, norm_and_votes)
 
     def repeat(self, work: StepBatches) -> Totals:
         """Run forward, backward and the sums over the data ranks again, without a reduction of the norm or the votes.
@@ -152,7 +149,7 @@ class Gradients:
         return self._loss_scale.value * max(1, denominators.tokens) / denominators.num_micro_batches
 
     def _reduce(self, factor: float) -> tuple[Tensor, Tensor]:
-        """Sum the gradients over all axes and divide out ``factor``. Returns their global norm and the summed votes."""
+        """Sum the gradients over all axes and divide out ``factor``. Returns what ``global_norm`` does."""
         job, world = self._job, self._job.world
         job.sharding.finish()
         job.comm.check_settled()
@@ -163,5 +160,4 @@ class Gradients:
             scale_gradients(job.sharding.master_shards, 1 / factor)
         job.observer.gradients_reduced(job.sharding)
         with self.last_reduction.around("world/all_reduce"):
-            norm, votes = global_norm(job.sharding.master_shards, world.axis("world"), self._votes())
-        return norm, votes
+            return global_norm(job.sharding.master_shards, world.axis("world"), self._votes())

@@ -39,10 +39,16 @@ class Objective:
             items: Denominators over the global batch, including that of "sequences".
             num_micro_batches: Micro-batches of the global batch, on all data ranks together.
         """
-        loss = sum(self.weights[name] * total / max(1, items[name]) for name, total in terms.sums.items())
-        means = self.routing_means(tuple(getattr(terms, name) for name in ROUTING), items, num_micro_batches)
-        loss = loss + sum(self._coefficients[name] * mean for name, mean in means.items())
-        assert isinstance(loss, Tensor)
+        parts = [_weighted(total, self.weights[name]) / max(1, items[name]) for name, total in terms.sums.items()]
+        loss = parts[0] if parts else terms.aux.new_zeros(())
+        for part in parts[1:]:
+            loss = loss + part
+        if not len(terms.load):  # no layers with experts
+            return loss
+        coefficients = [self._coefficients[name] for name in ROUTING]
+        for name, share in self.routing_means(coefficients, items, num_micro_batches).items():
+            if share:  # a product with 0 would still be differentiated
+                loss = loss.add(getattr(terms, name), alpha=share)
         return loss
 
     def weighted(self, means: Mapping[str, float], routing: Mapping[str, float]) -> float:
@@ -65,3 +71,7 @@ class Objective:
             "sequence": self.sequence_coefficient,
             "orthogonal": self.orthogonal_coefficient,
         }
+
+
+def _weighted(total: Tensor, weight: float) -> Tensor:
+    return total if weight == 1.0 else weight * total

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, gather.
 
-Tested in ``tests/training/step/test_observer.py`` and ``tests/test_trainer.py``.
+Tested in ``tests/training/step/test_stepper.py`` and ``tests/test_trainer.py``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.device.base import Event
-from megapar.core.optimizer.gradient_norm import clip_gradients
+from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite
 from megapar.data.batches import Loader
 from megapar.model.decoder.model import Decoder
 from megapar.training.building.job import Job
@@ -102,17 +103,17 @@ class Stepper:
             summed = self.gradients.make(work)
         found_inf: Tensor | None = None
         if self.step_guard.decided_on_device:
-            found_inf = summed.norm.isfinite().logical_not().float()
+            found_inf = found_nonfinite(summed.norm)
             verdict = StepVerdict(summed, loss_scale=1.0, skipped=False)
         else:
-            verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes()))
+            verdict = self.step_guard.decide(work, summed, self._apply_votes(summed.norm_and_votes))
         lr = self.learning_rate.at(progress.iteration - progress.skipped_steps)
         if not verdict.skipped:
             self._update(work.iteration, verdict.summed, lr, found_inf)
         work.count_into(progress, skipped=verdict.skipped)
         step = self._report(work, verdict, lr, time.perf_counter() - start)
         if found_inf is not None:
-            self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes()))
+            self._pending = _Pending(work, summed, step, *self.device.host_copy(summed.norm_and_votes))
         return step
 
     def resolve_pending(self) -> bool:
@@ -165,10 +166,13 @@ class Stepper:
         job = self.job
         self._before_update()
         self.guards.before_update()
-        if self.config.optimizer.clip_grad > 0:
-            clip_gradients(job.sharding.master_shards, summed.norm, self.config.optimizer.clip_grad)
+        limit, grad_scale = self.config.optimizer.clip_grad, None
+        if limit > 0 and self.device.scales_gradients and summed.norm.dtype == torch.float32:
+            grad_scale = clip_divisor(summed.norm, limit)
+        elif limit > 0:
+            clip_gradients(job.sharding.master_shards, summed.norm, limit)
         with record_function("megapar: optimizer"):
-            job.optimizer.step(lr, found_inf)
+            job.optimizer.step(lr, found_inf, grad_scale)
             job.sharding.start_param_gather()
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, found_inf)

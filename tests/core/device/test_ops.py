@@ -33,7 +33,8 @@ APART = (
     "attention_block",
     "attention_block_backward",
     "add_product",
-)  # in test_block_attention.py and test_accumulate.py
+    "cross_entropy",
+)  # in test_block_attention.py, test_accumulate.py and test_cross_entropy.py
 ENTRIES = [
     (name, device)
     for name, forms in OPS.items()

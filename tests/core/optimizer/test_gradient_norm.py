@@ -1,8 +1,14 @@
+import math
+
 import pytest
 import torch
 
 from megapar.core.comm.axis import Axis
-from megapar.core.optimizer.gradient_norm import clip_gradients, global_norm
+from megapar.core.device.base import Device
+from megapar.core.optimizer import gradient_norm
+from megapar.core.optimizer.adamw import AdamW, Optimizer
+from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite, global_norm
+from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.sharding.master_shard import MasterShard
 
 
@@ -10,9 +16,9 @@ from megapar.core.sharding.master_shard import MasterShard
 def test_the_norm_of_offloaded_masters_stays_where_the_gradients_are(votes):
     """Masters in host memory, gradients on a device that lets nobody look: its tensors have no values."""
     shards = [MasterShard(torch.zeros(n), torch.empty(n, device="meta"), decay=True, counted=n != 3) for n in (4, 3, 5)]
-    norm, told = global_norm(shards, Axis.single("world"), votes)
-    assert norm.device.type == told.device.type == "meta"
-    assert (norm.dtype, told.shape) == (torch.float32, (len(votes),))
+    norm, sums = global_norm(shards, Axis.single("world"), votes)
+    assert norm.device.type == sums.device.type == "meta"
+    assert (norm.dtype, sums.shape) == (torch.float32, (1 + len(votes),))
     clip_gradients(shards, norm, 1.0)
 
 
@@ -22,5 +28,45 @@ def test_the_norm_counts_what_is_counted():
     shards = [
         MasterShard(torch.zeros(1), torch.tensor([x]), decay=True, counted=counted) for x, counted in values.items()
     ]
-    norm, told = global_norm(shards, Axis.single("world"), (2, 0, 1))
-    assert (norm.item(), told.tolist()) == (5.0, [2.0, 0.0, 1.0])
+    norm, sums = global_norm(shards, Axis.single("world"), (2, 0, 1))
+    assert (norm.item(), sums.tolist()) == (5.0, [5.0, 2.0, 0.0, 1.0])
+
+
+def random_shards(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(2, size, generator=generator).to(dtype) for size in (7, 40, 3, 64)]
+    return [MasterShard(master, grad, decay=True, counted=True) for master, grad in draws]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("elements", [0, 7, 64])
+def test_the_norm_does_not_depend_on_which_kernel_takes_a_tensor(monkeypatch, dtype, elements):
+    shards = random_shards(dtype)
+    expected = torch.cat([shard.grad for shard in shards]).double().norm().item()
+    monkeypatch.setattr(gradient_norm, "LIST_ELEMENTS", elements)
+    norm, sums = global_norm(shards, Axis.single("world"))
+    assert norm.item() == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-14)
+    assert sums.tolist() == [norm.item()]  # the host sees the number that the device decides by
+
+
+@pytest.mark.parametrize("bad", [1.0, 0.0, 3e38, math.inf, -math.inf, math.nan])
+def test_only_a_norm_that_is_not_finite_is_found(bad):
+    found = found_nonfinite(torch.tensor(bad))
+    assert (found.dtype, found.item()) == (torch.float32, float(not math.isfinite(bad)))
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_that_divides_gradients_itself_clips_them(limit, offload):
+    settings = AdamW((0.9, 0.95), 1e-8, 0.1)
+    before, inside = random_shards(), random_shards()
+    norm = global_norm(before, Axis.single("world"))[0]
+    for shards, grad_scale in ((before, None), (inside, clip_divisor(norm, limit))):
+        optimizer = OffloadedOptimizer(shards, Device(), settings) if offload else Optimizer(shards, settings)
+        if grad_scale is None:
+            clip_gradients(shards, norm, limit)
+        optimizer.step(1e-2, grad_scale=grad_scale)
+    for one, other in zip(before, inside, strict=True):
+        torch.testing.assert_close(other.master, one.master, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=0.0)  # it stores the clipped gradient
+        assert limit > 1 or one.grad.norm() < 0.5

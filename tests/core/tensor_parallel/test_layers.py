@@ -314,36 +314,35 @@ def test_embedding_of_an_uneven_vocabulary_equals_one_rank(sequence_parallel):
         assert close(dw, whole_dw.split((4, 3))[rank])
 
 
-def entropy_on_ranks(rank, world_size):
-    mp = world(rank, world_size)
+LABELS = (0, 6, 5, 3, 4, 2)
+
+
+def entropy(mp, dtype):
+    """Log-probabilities, this rank's gradient in ``dtype``, and the whole one."""
     first_token, columns = vocabulary_range(VOCABULARY, mp)
-    logits = 5 * draw(0, 6, VOCABULARY)
+    logits = 5 * draw(0, 6, VOCABULARY).to(torch.promote_types(dtype, torch.float32))
     piece = logits[:, first_token : first_token + columns].clone()
-    losses = vocab_parallel_cross_entropy_(piece, torch.tensor([0, 6, -100, 3, 4, 2]), first_token, mp)
-    return losses, piece, gather_vocabulary(piece, VOCABULARY, mp)
+    log_probs, piece = vocab_parallel_cross_entropy_(piece, torch.tensor(LABELS), first_token, mp, dtype)
+    return log_probs, piece, gather_vocabulary(piece, VOCABULARY, mp)
 
 
+def entropy_on_ranks(rank, world_size, dtype):
+    return entropy(world(rank, world_size), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(DTYPE, 1e-12), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_cross_entropy_of_a_cut_vocabulary(ranks):
+def test_cross_entropy_of_a_cut_vocabulary(ranks, dtype, tolerance):
     logits = (5 * draw(0, 6, VOCABULARY)).requires_grad_()
-    labels = torch.tensor([0, 6, -100, 3, 4, 2])
-    expected = F.cross_entropy(logits, labels, reduction="none")
+    expected = F.cross_entropy(logits, torch.tensor(LABELS), reduction="none")
     expected.sum().backward()
-    if ranks == 1:
-        whole = logits.detach().clone()
-        results = [
-            (
-                vocab_parallel_cross_entropy_(whole, labels, 0, SINGLE),
-                whole,
-                gather_vocabulary(whole, VOCABULARY, SINGLE),
-            )
-        ]
-    else:
-        results = run_ranks(ranks, entropy_on_ranks)
-    for losses, _, gathered in results:
-        assert close(losses, expected.detach())
-        assert close(gathered, logits.grad)
-    assert close(torch.cat([gradient for _, gradient, _ in results], dim=1), logits.grad)
+    results = [entropy(SINGLE, dtype)] if ranks == 1 else run_ranks(ranks, entropy_on_ranks, dtype)
+    for log_probs, gradient, gathered in results:
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(-log_probs.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(gathered.double(), logits.grad, rtol=tolerance, atol=tolerance)
+    whole = torch.cat([gradient for _, gradient, _ in results], dim=1)
+    torch.testing.assert_close(whole.double(), logits.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_a_rank_without_tokens_is_refused():

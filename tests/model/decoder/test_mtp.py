@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.layers.context import Context
-from megapar.model.layers.rotary import rotary_angles
+from megapar.model.layers.rotary import RotaryEmbedding
 from tests.model.small import DENSE, batch_for, build
 
 AHEAD = replace(DENSE, mtp_depth=1)
@@ -48,7 +48,7 @@ def test_a_position_sees_the_next_token_and_none_behind_it() -> None:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(1, 8, 32, dtype=torch.float64, generator=generator)
     tokens = torch.randint(67, (1, 8), generator=generator)
-    angles = rotary_angles(torch.arange(8)[None], 8, 1e4, torch.float64)
+    angles = RotaryEmbedding(8, 1e4, torch.float64).angles(torch.arange(8)[None])
     context = Context(None, None, 8, angles)
     then, _ = following(tokens, tokens)
     plain = model.mtp(hidden, then, model.tied_weight, context)

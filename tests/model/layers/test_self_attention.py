@@ -20,7 +20,7 @@ from megapar.model.ernie.block import ErnieBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.layers.attention_slices import CausalSlices
 from megapar.model.layers.context import Context
-from megapar.model.layers.rotary import rotary_angles, rotate
+from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.layers.self_attention import SelfAttention, make_attention
 from megapar.moe.slicing import Slicing
 from tests.model.small import DENSE, ERNIE, MOE, batch_for, build
@@ -97,7 +97,7 @@ def inputs() -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Two samples x [2, S, H] that need a gradient, and the angles of their positions."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, LENGTH, DENSE.hidden_size, generator=generator, dtype=torch.float64)
-    return x.requires_grad_(), rotary_angles(torch.arange(LENGTH).expand(2, LENGTH), 8, 1e4, torch.float64)
+    return x.requires_grad_(), RotaryEmbedding(8, 1e4, torch.float64).angles(torch.arange(LENGTH).expand(2, LENGTH))
 
 
 def documents_seen() -> Tensor:

@@ -1,0 +1,44 @@
+"""Cross-entropy over the whole vocabulary, with its gradient.
+
+Tested in ``tests/core/device/test_cross_entropy.py``.
+
+Shape letters: N rows (tokens), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def cross_entropy_reference(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the log-probabilities of labels and the gradient of the sum of cross-entropies. Overwrites ``logits``.
+
+    Args:
+        logits: [N, V] in max(fp32, dtype).
+        labels: [N] int64.
+        dtype: Dtype of the gradient.
+
+    Returns:
+        The log-probabilities [N], and the gradient [N, V], softmax - 1 at the label.
+    """
+    column = labels.unsqueeze(-1)
+    logits.sub_(logits.amax(-1, keepdim=True))
+    target = logits.gather(-1, column)
+    total = logits.exp_().sum(-1, keepdim=True)
+    logits.mul_(total.reciprocal())
+    logits.scatter_add_(-1, column, -torch.ones_like(total))
+    return (target - total.log()).squeeze(-1), logits.to(dtype)
+
+
+def cross_entropy_fused(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute ``cross_entropy_reference`` in two passes: the log-softmax, and the exponential in ``dtype``.
+
+    Each thread of the log-softmax reads an element before it writes it, so the output replaces the input.
+    """
+    column = labels.unsqueeze(-1)
+    torch.log_softmax(logits, -1, out=logits)
+    target = logits.gather(-1, column)
+    gradient = logits.exp_() if dtype == logits.dtype else torch.exp(logits, out=torch.empty_like(logits, dtype=dtype))
+    gradient.scatter_(-1, column, torch.expm1(target).to(dtype))
+    return target.squeeze(-1), gradient
