@@ -25,7 +25,7 @@ from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
 from megapar.model.cost.model_cost import UnitCost
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
-from megapar.planning.pool import pool_bytes
+from megapar.planning.pool import is_cast_apart, pool_bytes
 from megapar.planning.traffic import link
 
 # In addition to tensors and communicators: the driver's context, and fragmentation of the caching allocator.
@@ -180,7 +180,7 @@ def _state(run: PlannedRun, stage: int) -> _State:
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
         if full or not stage_three:
-            size = row * shards * item if full else row * (shards + 1) * item
+            size = row * shards * item if full else row * (shards + 1) * item * is_cast_apart(run, spec)
             units[spec.unit] = units.get(spec.unit, 0.0) + size
         if shards > 1 or full:
             row_bytes += row * w

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megapar.core.sharding.cut import keeps_aligned
+from megapar.model.parameter import ParameterSpec
 from megapar.planning.planned_run import PlannedRun
 from megapar.training.building.segments import make_segments
 
@@ -26,12 +28,14 @@ class PoolBucket:
         shards: Number of shards.
         item: Bytes of an element of its parameters.
         replicated: The bucket has replicas over dp (hybrid sharding).
+        cast: The master weights are cast into a buffer, which is gathered or copied to the parameters.
     """
 
     row: int
     shards: int
     item: int
     replicated: bool
+    cast: bool
 
 
 class _Pool:
@@ -84,8 +88,19 @@ def buckets_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> li
         key = place[spec.name], spec.fp32, spec.expert
         rows[key] = rows.get(key, 0) + run.row_numel(spec)
         item = run.view.wide_bytes if spec.fp32 else run.view.item_bytes
-        buckets[key] = PoolBucket(rows[key], run.shards(spec), item, run.replicas(spec) > 1)
+        apart = is_cast_apart(run, spec) or (key in buckets and buckets[key].cast)
+        buckets[key] = PoolBucket(rows[key], run.shards(spec), item, run.replicas(spec) > 1, apart)
     return list(buckets.values())
+
+
+def is_cast_apart(run: PlannedRun, spec: ParameterSpec) -> bool:
+    """Return whether a parameter's master weights are cast into a buffer, from which the parameter is copied.
+
+    Where one rank keeps all master weights, parameters are cast where they lie, unless one leaves the next unaligned.
+    """
+    item = run.view.wide_bytes if spec.fp32 else run.view.item_bytes
+    odd = item != run.view.wide_bytes and not keeps_aligned(run.local_numel(spec), item)
+    return run.shards(spec) > 1 or odd
 
 
 class _Replay:
@@ -107,7 +122,7 @@ class _Replay:
         in_flight: list[list[int]] = []
         for bucket in self._buckets:
             taken = []
-            if bucket.shards > 1 or bucket.item != self._wide:
+            if bucket.cast:
                 taken.append(self.pool.take(bucket.row * bucket.item))
             if bucket.shards > 1:
                 taken.append(self.pool.take(bucket.row * bucket.shards * bucket.item))

@@ -88,7 +88,7 @@ def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case:
     leaves = [x for x in case.tensors if x.requires_grad]
     wide = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.tensors]
     more = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in case.more.items()}
-    got, want = form(*case.tensors, **case.more), reference(*wide, **more)
+    got, want = _joined(form(*case.tensors, **case.more)), _joined(reference(*wide, **more))
     found = {"result": relative(got, want)}
     if leaves:
         grad = torch.randn_like(want)
@@ -96,6 +96,11 @@ def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case:
         want_grads = torch.autograd.grad(want, [x for x in wide if x.requires_grad], grad)
         found |= {f"gradient {i}": relative(a, b) for i, (a, b) in enumerate(zip(got_grads, want_grads, strict=True))}
     return Answer(all(error <= tolerance for error in found.values()), {"errors": found, "tolerance": tolerance})
+
+
+def _joined(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return queries, keys and values as one tensor."""
+    return results if isinstance(results, Tensor) else torch.cat(results, dim=2)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -182,6 +187,13 @@ def _rotary(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     yield Case("pairs", (draw(2, _length(day), 8, 64),), {"cos": angles.cos(), "sin": angles.sin()})
 
 
+def _rotary_heads(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    angles = torch.rand(2, _length(day), 32, device=day.place)
+    for queries in (1, 4):
+        qkv = draw(2, _length(day), 2, queries + 2, 64)
+        yield Case(f"{queries} queries per group", (qkv,), {"cos": angles.cos(), "sin": angles.sin()})
+
+
 def _counts(day: Day) -> Iterator[tuple[int, ...]]:
     """Yield rows per expert for four experts: mixed, all on one expert, and none."""
     S = _length(day)
@@ -234,6 +246,7 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "rms_norm": _rms_norm,
     "swiglu": _swiglu,
     "rotary": _rotary,
+    "rotary_heads": _rotary_heads,
     "grouped_linear": partial(_grouped, which="linear"),
     "grouped_input_gradient": partial(_grouped, which="input"),
     "grouped_weight_gradient": partial(_grouped, which="weight"),

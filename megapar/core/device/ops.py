@@ -53,6 +53,15 @@ from megapar.core.device.packed_attention import (
     packed_attention_reference,
     packed_attention_varlen,
 )
+from megapar.core.device.rotary import (
+    rotary_complex,
+    rotary_cuda,
+    rotary_heads_by,
+    rotary_heads_cuda,
+    rotary_heads_reference,
+    rotary_reference,
+)
+from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
 
 
 def op(name: str, like: Tensor) -> Callable[..., Tensor]:
@@ -120,34 +129,6 @@ def rms_norm_fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
-def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up for gate_up [.., 2, F]. Returns [.., F]."""
-    gate, up = gate_up.unbind(-2)
-    return F.silu(gate) * up
-
-
-def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[2i], x[2i + 1]) by their angles, in max(fp32, dtype).
-
-    Source: GPT-J's interleaved rotary embedding, as ERNIE 4.5 uses it.
-
-    Args:
-        x: [B, S, N, D].
-        cos: [B, S, D / 2].
-        sin: [B, S, D / 2].
-    """
-    even, odd = x.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
-
-
-def rotary_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``rotary_reference`` by one product of complex numbers: a twelfth of its time on a CPU."""
-    pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)))
-    rotated = pairs * torch.complex(cos, sin).unsqueeze(2)
-    return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
-
-
 OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
     {
         "attention": {
@@ -187,8 +168,19 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "npu": ascend.packed_attention_slice_npu,
         },
         "rms_norm": {"reference": rms_norm_reference, "cuda": rms_norm_fused, "npu": ascend.rms_norm_npu},
-        "swiglu": {"reference": swiglu_reference, "npu": ascend.swiglu_npu},
-        "rotary": {"reference": rotary_reference, "cpu": rotary_complex, "npu": ascend.rotary_npu},
+        "swiglu": {"reference": swiglu_reference, "cuda": swiglu_cuda, "npu": ascend.swiglu_npu},
+        "rotary": {
+            "reference": rotary_reference,
+            "cpu": rotary_complex,
+            "cuda": rotary_cuda,
+            "npu": ascend.rotary_npu,
+        },
+        "rotary_heads": {
+            "reference": rotary_heads_reference,
+            "cpu": rotary_heads_by(rotary_complex),
+            "cuda": rotary_heads_cuda,
+            "npu": rotary_heads_by(ascend.rotary_npu),
+        },
         "grouped_linear": {
             "reference": grouped_linear_reference,
             "cpu": grouped_linear_aligned,

@@ -26,9 +26,8 @@ from megapar.core.box import Box
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
-from megapar.core.sharding.cut import ParameterInfo, shard_dim
+from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
-ALIGNED_BYTES = 16
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
 
 # (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
@@ -133,8 +132,8 @@ class OptimizerRange:
 class Bucket:
     """Master weights, gradients and collectives of one bucket on this rank.
 
-    Gradients travel in the reduce dtype and are accumulated in the master's dtype. On an axis of one rank, fp32
-    parameters are views of the master.
+    Gradients travel in the reduce dtype and are accumulated in the master's dtype. On an axis of one rank, parameters
+    are views: of the master if they have its dtype, else of a row in the compute dtype, into which the master is cast.
 
     Args:
         parameters: The bucket's entries.
@@ -154,6 +153,7 @@ class Bucket:
         master: [P], this rank's master weights.
         gradient: [P], this rank's main gradient; None until the first reduction.
         aliased: True if the parameters are views of the master.
+        parameter_row: [P], the row in the compute dtype of which the parameters are views; None if there is none.
     """
 
     def __init__(
@@ -195,9 +195,20 @@ class Bucket:
         self._works: list[tuple[dist.Work, str]] = []  # the reductions in flight, each with the kind of its bytes
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
-        if self.aliased:
-            for member in self.members:
-                member.parameter.data = self.piece(self.master, member)
+        self.parameter_row: Tensor | None = None
+        if shard.size == 1:
+            self._view_parameters()
+
+    def _view_parameters(self) -> None:
+        """Make the parameters views of the master or, if that leaves all of them aligned, of ``parameter_row``."""
+        if not self.aliased:
+            if not all(keeps_aligned(member.numel, self.dtype.itemsize) for member in self.members):
+                return
+            device = self.members[0].parameter.device
+            self.parameter_row = torch.empty(self.row, dtype=self.dtype, device=device)
+        viewed = self.master if self.parameter_row is None else self.parameter_row
+        for member in self.members:
+            member.parameter.data = self.piece(viewed, member)
 
     @property
     def ranges(self) -> list[OptimizerRange]:
@@ -356,7 +367,7 @@ class Bucket:
     def start_param_gather(self, *, overlap: bool) -> None:
         """Launch the all-gather of rows in the compute dtype (unshard).
 
-        ``finish_param_gather`` copies them to the parameters.
+        ``finish_param_gather`` copies them to the parameters. On an axis of one rank they are cast where they lie.
         """
         if self.aliased:
             return
@@ -365,6 +376,9 @@ class Bucket:
         # A copy even if the dtypes agree: the optimizer may step while the row is in flight.
         # From host memory it is copied first and cast on the device: a cast on the host would not wait for the values.
         master = self.master.to(self.members[0].parameter.device, non_blocking=True)
+        if self.parameter_row is not None:
+            self.parameter_row.copy_(master)
+            return
         row = self._pool.take((self.row,), self.dtype).copy_(master)
         if self.shard.group is None:
             self._fill(row.unsqueeze(0))

@@ -13,6 +13,8 @@ from typing import Protocol
 from megapar.core.box import Box
 from megapar.core.grid import Grid
 
+ALIGNED_BYTES = 16
+
 
 class ParameterInfo(Protocol):
     """The facts about a parameter that sharding needs; a row of a model's parameter table."""
@@ -107,3 +109,8 @@ def is_primary(spec: ParameterInfo, grid: Grid, rank: int) -> bool:
     split = {axis for axis, _ in spec.axes}
     kept = ("ep", "emp") if spec.expert else ("mp",)
     return all(axis in split or at[axis] == 0 for axis in kept)
+
+
+def keeps_aligned(elements: int, item_bytes: int) -> bool:
+    """Return whether what follows ``elements`` in a row begins at a multiple of 16 bytes, as kernels of products do."""
+    return elements * item_bytes % ALIGNED_BYTES == 0

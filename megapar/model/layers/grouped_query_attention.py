@@ -9,12 +9,15 @@ Tested in ``tests/model/layers/test_self_attention.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import counted
+from megapar.core.device.ops import op
+from megapar.core.device.rotary import split_heads
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
 from megapar.core.tensor_parallel.weight_gradients import linear
 from megapar.model.attention_sizes import AttentionSizes
@@ -95,12 +98,6 @@ class GroupedQueryAttention(SelfAttention):
         return self.run(rotated_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
 
 
-def split_heads(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]."""
-    q, k, v = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-
-
 @counted(2, 0, 0, 0, 2, 2)
 def rotated_heads(
     qkv: Tensor,
@@ -111,6 +108,10 @@ def rotated_heads(
     sin: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split heads as ``split_heads`` does. Normalize q and k if weights are given, rotate them if angles are given."""
+    if q_weight is None and cos is not None:
+        split_and_rotate: Callable[..., Any] = op("rotary_heads", qkv)
+        heads: tuple[Tensor, Tensor, Tensor] = split_and_rotate(qkv, cos, sin)
+        return heads
     q, k, v = split_heads(qkv)
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, epsilon), rms_norm(k, k_weight, epsilon)

@@ -54,9 +54,10 @@ def cases(name, dtype):
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
     if name == "swiglu":
         return [((draw(0, 2, 3, 2, 16, dtype=dtype),), {})]
-    if name == "rotary":
+    if name in ("rotary", "rotary_heads"):
         angles = draw(1, 2, 5, 8, dtype=torch.float32).detach()
-        return [((draw(0, 2, 5, 4, 16, dtype=dtype),), {"cos": angles.cos(), "sin": angles.sin()})]
+        shapes = [(2, 5, 4, 16)] if name == "rotary" else [(2, 5, 2, queries + 2, 16) for queries in (1, 4)]
+        return [((draw(0, *shape, dtype=dtype),), {"cos": angles.cos(), "sin": angles.sin()}) for shape in shapes]
     if name.startswith("grouped"):
         widths = {"linear": (16, None), "input_gradient": (24, None), "weight_gradient": (24, 16)}
         width, second = widths[name.removeprefix("grouped_")]
@@ -119,11 +120,16 @@ def widened(arguments):
     return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
 
 
+def joined(results):
+    """The result of a form; queries, keys and values as one tensor."""
+    return results if isinstance(results, torch.Tensor) else torch.cat(results, dim=2)
+
+
 def compare(name, device, dtype, tensors, arguments):
     """Hold one form against its reference in fp64, values and gradients."""
     exact = tuple(t.detach().double().requires_grad_() for t in tensors)
-    actual = OPS[name][device](*tensors, **arguments)
-    expected = OPS[name]["reference"](*exact, **widened(arguments))
+    actual = joined(OPS[name][device](*tensors, **arguments))
+    expected = joined(OPS[name]["reference"](*exact, **widened(arguments)))
     actual_grads = torch.autograd.grad(actual.square().sum(), tensors)
     expected_grads = torch.autograd.grad(expected.square().sum(), exact)
     for a, b in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
@@ -150,7 +156,7 @@ def test_attention_takes_values_of_another_head_size(name, device, value_dim):
 
 def test_every_form_has_a_case():
     attentions = {"attention", "attention_slice", "packed_attention", "packed_attention_slice"}
-    others = {"rms_norm", "swiglu", "rotary", "permute", "unpermute"}
+    others = {"rms_norm", "swiglu", "rotary", "rotary_heads", "permute", "unpermute"}
     products = {f"grouped_{kind}" for kind in ("linear", "input_gradient", "weight_gradient")}
     assert {name for name, _ in ENTRIES} == attentions | others | products
     assert all("npu" in forms for forms in OPS.values())
@@ -216,6 +222,22 @@ def test_rotation_keeps_lengths_and_depends_on_distances_only():
     assert torch.allclose(at(x, 7).norm(), x.norm())
     assert torch.allclose(at(x, 3) @ at(y, 8), at(x, 10) @ at(y, 15))
     assert torch.allclose(at(x, 0), x.flatten())
+
+
+@pytest.mark.parametrize("name", ["rotary", "rotary_heads", "swiglu"])
+def test_gradients_of_forms_for_cuda_are_those_of_autograd(name):
+    """Bit for bit, on inputs that are views, with gradients that are expanded, and without rows."""
+    for (x,), arguments in cases(name, torch.bfloat16):
+        for rows in (x.shape[0], 0):
+            wide = torch.cat((x, x), dim=-1).detach()[:rows, ..., : x.shape[-1]].requires_grad_()
+            angles = {key: value[:rows] for key, value in arguments.items()}
+            found = []
+            for form in (OPS[name]["cuda"], OPS[name].get("cpu", OPS[name]["reference"])):
+                result = joined(form(wide, **angles))
+                upstream = torch.randn(result.shape[-1], generator=torch.Generator().manual_seed(3)).to(result.dtype)
+                found.append((result, *torch.autograd.grad(result, wide, upstream.expand_as(result))))
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+            assert all(a.shape[0] == rows for a in found[0])
 
 
 def test_packed_attention_is_attention_of_each_document_alone():

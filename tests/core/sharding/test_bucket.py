@@ -6,10 +6,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
+from megapar.core.box import Box
+from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.sharding import bucket as segment
-from megapar.core.sharding.bucket import LARGE_BYTES, row_length
+from megapar.core.sharding.bucket import LARGE_BYTES, Bucket, row_length
+from megapar.core.sharding.cut import ALIGNED_BYTES
+from megapar.model.parameter import ParameterSpec
 from tests.equivalence.run import trace
 from tests.equivalence.table import ROWS
 from tests.support.late import poison
@@ -23,6 +28,34 @@ def test_large_rows_are_whole_16_bytes_and_small_ones_as_they_are():
     assert row_length(odd, 8) == odd + 1
     assert row_length(odd + 5, 2) == odd + 5
     assert row_length(LARGE_BYTES // 2 - 1, 2) == LARGE_BYTES // 2 - 1
+
+
+def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
+    """A bucket of bf16 parameters on an axis of one rank."""
+    entries = []
+    for number, shape in enumerate(shapes):
+        spec = ParameterSpec(f"p{number}", shape, (), "layer", "normal", True)
+        entries.append((spec, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)), Box.whole(shape), True))
+    pool = BufferPool.for_messages(torch.device("cpu"))
+    axes = (Axis.single("shard"), Axis.single("replica"))
+    return Bucket(entries, *axes, torch.float32, torch.float32, whole_gradients=True, pool=pool)
+
+
+@pytest.mark.parametrize("odd", [(), (3,)])
+def test_one_rank_casts_its_masters_where_its_parameters_lie(odd: tuple[int, ...]) -> None:
+    """Without a buffer, unless a parameter would leave the next one unaligned."""
+    bucket = lone_bucket((4, 8), odd or (8,), (2, 3, 8))
+    for step in range(2):
+        bucket.master.copy_(torch.randn(bucket.row, generator=torch.Generator().manual_seed(step)))
+        bucket.start_param_gather(overlap=True)
+        bucket.finish_param_gather()
+        for member in bucket.members:
+            expected = bucket.piece(bucket.master, member).to(torch.bfloat16)
+            assert torch.equal(member.parameter, expected)
+            assert member.parameter.data_ptr() % ALIGNED_BYTES == 0
+    storages = {member.parameter.untyped_storage().data_ptr() for member in bucket.members}
+    assert (len(storages), bucket.parameter_row is None) == ((3, True) if odd else (1, False))
+    assert (bucket._pool.bytes > 0) == bool(odd)
 
 
 def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...], filled: bool):
