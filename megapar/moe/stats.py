@@ -64,11 +64,9 @@ def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) ->
 
     mask_Tk: bool, broadcastable to [T, k]; None: count every pair. The host never waits for the device.
     """
-    topk = experts_Tk.shape[1]
-    columns = torch.arange(topk, device=experts_Tk.device) * num_experts
-    ones = torch.ones_like(experts_Tk) if mask_Tk is None else mask_Tk.expand_as(experts_Tk).long()
-    counts = experts_Tk.new_zeros(topk * num_experts)
-    return counts.scatter_add_(0, (experts_Tk + columns).flatten(), ones.flatten()).view(topk, num_experts)
+    one = experts_Tk.new_ones(()) if mask_Tk is None else mask_Tk.long()
+    counts_kE = experts_Tk.new_zeros(experts_Tk.shape[1], num_experts)
+    return counts_kE.scatter_add_(1, experts_Tk.t(), one.expand_as(experts_Tk).t())
 
 
 @counted(1, 1, 1, 1)
