@@ -243,7 +243,7 @@ class TokenDispatcher:
     def wait_leave(self, leaving: PendingRows, plan: DispatchPlan) -> Tensor:
         """Wait for the sums and return them in the order in which the rows were received: [R_in, H]."""
         rows_RH = wait(*leaving)
-        return rows_RH if self.is_local else rows_RH[: plan.received]
+        return rows_RH if self.is_local or len(rows_RH) == plan.received else rows_RH[: plan.received]
 
     def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, ends_unit: Replay | None) -> PendingRows:
         """Send the weighted outputs [R_in, H] back to the ranks of their tokens, where ``unpermute`` sums them.

@@ -92,7 +92,7 @@ def test_there_and_back_multiplies_by_the_kept_choices(sending):
 @settings(max_examples=60, deadline=None)
 @given(sending=sendings())
 def test_permute_and_unpermute_are_adjoint_and_so_are_their_gradients(sending):
-    experts, kept, num_experts, rows, num_kept = sending
+    experts, kept, num_experts, rows, _ = sending
     permutation, _ = ordered(experts, kept, num_experts, rows)
     x = tokens_like(experts).requires_grad_()
     other = torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
