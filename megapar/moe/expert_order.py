@@ -46,25 +46,24 @@ def weigh(rows_RH: Tensor, weights_R: Tensor) -> Tensor:
     return rows_RH * weights_R.to(rows_RH.dtype)[:, None]
 
 
-def sort_by_expert(
-    experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int, *, exact: bool
-) -> tuple[ExpertOrder, Tensor]:
-    """Return the order that sorts the kept pairs by expert into ``rows`` rows, and the rows of each expert [E].
+def sort_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int) -> ExpertOrder:
+    """Return the order that sorts the kept pairs by expert into ``rows`` rows, at least as many as there are pairs.
 
-    Pairs of one expert stay in token order. Rows beyond the kept pairs belong to the last expert. exact: ``rows`` is
-    the number of kept pairs.
+    Pairs of one expert stay in token order.
     """
     key = experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)
     order = torch.sort(key.flatten(), stable=True).indices
     row = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    counts_E = count_pairs(experts_Tk, kept_Tk, num_experts).sum(0)
-    row_kept = None
-    if not exact:
-        num_kept = counts_E.sum()
-        row_kept = torch.arange(rows, device=order.device) < num_kept
-        counts_E[-1] += rows - num_kept
-    row_Tk = row.clamp(max=max(rows - 1, 0)).view_as(experts_Tk)
-    return ExpertOrder(order[:rows], row_Tk, kept_Tk, row_kept), counts_E
+    if rows < order.numel():
+        order, row = order[:rows], row.clamp(max=max(rows - 1, 0))
+    return ExpertOrder(order, row.view_as(experts_Tk), kept_Tk, None)
+
+
+def fill_last_expert_(order: ExpertOrder, counts_E: Tensor) -> ExpertOrder:
+    """Give the rows beyond the kept pairs to the last expert, and add them to the kept pairs ``counts_E``."""
+    rows, num_kept = order.pair.shape[0], counts_E.sum()
+    counts_E[-1] += rows - num_kept
+    return order._replace(row_kept=torch.arange(rows, device=counts_E.device) < num_kept)
 
 
 def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int) -> ExpertOrder:

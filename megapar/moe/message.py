@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapar.core.device.grouped import token_of
 from megapar.model.decoder.expert_rows import row_columns
 from megapar.moe.expert_order import ExpertOrder, gather_sum
 
@@ -55,7 +56,7 @@ def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     if not x_TH.shape[0]:
         return x_TH.new_zeros(shape)
     message = x_TH.new_empty(shape)
-    torch.index_select(x_TH, 0, order.pair // weights_Tk.shape[1], out=message[:, :hidden])
+    torch.index_select(x_TH, 0, token_of(order.pair, weights_Tk.shape[1]), out=message[:, :hidden])
     _put_weights(message, hidden, weights_Tk.flatten()[order.pair])
     if order.row_kept is not None:
         message.masked_fill_(~order.row_kept[:, None], 0)
@@ -121,8 +122,10 @@ class _Unpack(torch.autograd.Function):
             order = ExpertOrder(*fields)
             tokens = message[:, :hidden].index_select(0, order.pair)
         else:
-            tokens = message.new_zeros(room, hidden)
+            tokens = message.new_empty(room, hidden)
             tokens[: message.shape[0]] = message[:, :hidden]
+            if room > message.shape[0]:
+                tokens[message.shape[0] :] = 0
         return tokens, _weights(message, hidden, dtype)
 
     @staticmethod
@@ -131,7 +134,7 @@ class _Unpack(torch.autograd.Function):
         grad = grad_RH.new_empty(ctx.received, _columns(hidden, grad_R.dtype, grad_RH.dtype))
         if ctx.fields and ctx.received:
             order = ExpertOrder(*ctx.saved_tensors)
-            grad[:, :hidden] = grad_RH.index_select(0, order.row.flatten())
+            torch.index_select(grad_RH, 0, order.row.flatten(), out=grad[:, :hidden])
         else:
             grad[:, :hidden] = grad_RH[: ctx.received]
         _put_weights(grad, hidden, grad_R)

@@ -167,9 +167,10 @@ class Passage:
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity, scaling=layer.sizes.scaling)
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
         rows, exact = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
+        counts_kE = routing.sums.counts if kept_Tk is None else None
         dispatch: FinishedDispatch | DeferredDispatch  # [3]
         if not self.slicing.active:
-            plan = self.dispatcher.plan(routing.experts, kept_Tk, rows, exact, self._replay)
+            plan = self.dispatcher.plan(routing.experts, kept_Tk, rows, exact, self._replay, counts_kE)
             dispatch = FinishedDispatch(plan, *self.dispatcher.dispatch(x_TH, weights_Tk, plan))
         else:
             dispatch = DeferredDispatch(
@@ -181,6 +182,7 @@ class Passage:
                 kept_Tk,
                 (rows, exact),
                 self._replay,
+                counts_kE,
             )
         self._slices.append(_Slice(x_BsH, dispatch))
         if not self._device.is_async:

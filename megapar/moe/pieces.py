@@ -26,7 +26,7 @@ def piece_plans(
     """Return (order of the whole message, its L · pieces plans in the order in which they are sent)."""
     numbers = dispatcher.read(row_counts)
     parts = [dispatcher.piece(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
-    order, _ = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()), exact=True)
+    order = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()))
     own = [dispatcher.piece(row_counts.counts, n, pieces) for n in range(pieces)]
     order = _reorder(order, row_counts.counts, own)
     gathered: list[Tensor | None] = [None] * pieces

@@ -6,7 +6,7 @@ Shape letters: T tokens, H hidden, E experts, k choices per token.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +80,8 @@ class Router(nn.Module):
         logits_TE, probs_TE, shares_TE = self.run(score, x_TH, local(self.weight), self.sizes)
         experts_Tk = self.choose(probs_TE)
         by_sample = samples if self.sizes.sequence_aux else 0
-        sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample, self.sizes.loss_choices)
+        best, softmax = self.sizes.loss_choices, self.sizes.score == "softmax"
+        sums = self.run(router_sums, logits_TE, shares_TE, experts_Tk, valid_T, by_sample, best, softmax)
         # Computed in the forward: afterwards FSDP may have resharded the weight.
         orthogonal = self.orthogonal_loss() if self.sizes.orthogonal else None
         return Routing(probs_TE, experts_Tk, sums, orthogonal)
@@ -163,8 +164,31 @@ def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool) -> Tensor
     weights_Tk = chosen_Tk if kept_Tk is None else torch.where(kept_Tk, chosen_Tk, 0.0)
     if chosen_Tk.shape[1] == 1:
         return weights_Tk
-    total_T = (weights_Tk if over_kept else chosen_Tk).sum(dim=1, keepdim=True)
-    return weights_Tk / total_T.clamp(min=SMALLEST_TOTAL)
+    if over_kept or kept_Tk is None:
+        shares_Tk: Tensor = _Renormalized.apply(weights_Tk)
+        return shares_Tk
+    return weights_Tk / chosen_Tk.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
+
+
+class _Renormalized(torch.autograd.Function):
+    """Weights [T, k] divided by their sum, or by ``SMALLEST_TOTAL`` if it is smaller; five kernels in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_Tk: Tensor) -> Tensor:
+        total_T1 = weights_Tk.sum(1, keepdim=True)
+        divisor_T1 = total_T1.clamp(min=SMALLEST_TOTAL)
+        shares_Tk = weights_Tk / divisor_T1
+        ctx.save_for_backward(total_T1, divisor_T1, shares_Tk)
+        return shares_Tk
+
+    @staticmethod
+    def backward(ctx: Any, grad_Tk: Tensor) -> Tensor:
+        total_T1, divisor_T1, shares_Tk = ctx.saved_tensors
+        mean_T1 = (grad_Tk * shares_Tk).sum(1, keepdim=True)
+        # The lower bound is a constant: where it divides, the sum has no gradient.
+        mean_T1 = torch.ops.aten.threshold_backward(mean_T1, total_T1, SMALLEST_TOTAL)
+        grad: Tensor = (grad_Tk - mean_T1) / divisor_T1
+        return grad
 
 
 @torch.no_grad()

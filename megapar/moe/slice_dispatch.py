@@ -67,6 +67,7 @@ class DeferredDispatch:
         kept_Tk: Tensor | None,
         room: tuple[int, bool],
         replay: Replay | None,
+        counts_kE: Tensor | None = None,
     ) -> None:
         """Insert the node into the graph and launch the exchange of counts, if any.
 
@@ -80,10 +81,11 @@ class DeferredDispatch:
             room: (rows, exact) of ``TokenDispatcher.plan``.
             replay: Of the recomputed unit that contains the layer; its recomputation reuses the forward's plans and
                 exchanges no counts.
+            counts_kE: The kept pairs of each choice and expert, if they have been counted.
         """
         self.plans: tuple[DispatchPlan, ...] = ()
         self._dispatcher, self._slicing, self._replay = dispatcher, slicing, replay
-        self._experts_Tk, self._kept_Tk, self._room = experts_Tk, kept_Tk, room
+        self._experts_Tk, self._kept_Tk, self._room, self._counts_kE = experts_Tk, kept_Tk, room, counts_kE
         self._hidden, self._weight_dtype = x_TH.shape[1], weights_Tk.dtype
         self._order: ExpertOrder | None = None
         self._device = dispatcher.comm.device
@@ -135,12 +137,13 @@ class DeferredDispatch:
         return result
 
     def _exchange_counts(self) -> RowCounts:
-        return self._dispatcher.announce(self._experts_Tk, self._kept_Tk, aside=self._device.is_async)
+        aside, counts_kE = self._device.is_async, self._counts_kE
+        return self._dispatcher.announce(self._experts_Tk, self._kept_Tk, aside=aside, counts_kE=counts_kE)
 
     def _plan(self) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
         dispatcher, row_counts = self._dispatcher, self._row_counts
         if row_counts is None:
-            plan = dispatcher.plan(self._experts_Tk, self._kept_Tk, *self._room)
+            plan = dispatcher.plan(self._experts_Tk, self._kept_Tk, *self._room, counts_kE=self._counts_kE)
         elif self._slicing.expert_pieces:
             return piece_plans(dispatcher, row_counts, self._experts_Tk, self._kept_Tk, self._slicing.expert_pieces)
         else:

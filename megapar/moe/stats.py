@@ -10,7 +10,7 @@ Shape letters: T tokens, k choices per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,11 +64,9 @@ def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) ->
 
     mask_Tk: bool, broadcastable to [T, k]; None: count every pair. The host never waits for the device.
     """
-    topk = experts_Tk.shape[1]
-    columns = torch.arange(topk, device=experts_Tk.device) * num_experts
-    ones = torch.ones_like(experts_Tk) if mask_Tk is None else mask_Tk.expand_as(experts_Tk).long()
-    counts = experts_Tk.new_zeros(topk * num_experts)
-    return counts.scatter_add_(0, (experts_Tk + columns).flatten(), ones.flatten()).view(topk, num_experts)
+    one = experts_Tk.new_ones(()) if mask_Tk is None else mask_Tk.long()
+    counts_kE = experts_Tk.new_zeros(experts_Tk.shape[1], num_experts)
+    return counts_kE.scatter_add_(1, experts_Tk.t(), one.expand_as(experts_Tk).t())
 
 
 @counted(1, 1, 1, 1)
@@ -79,6 +77,7 @@ def router_sums(
     valid_T: Tensor | None,
     samples: int = 0,
     best: int = 0,
+    softmax: bool = False,
 ) -> RouterSums:
     """Sum over the tokens the quantities that the losses and the load need.
 
@@ -90,24 +89,40 @@ def router_sums(
         samples: Number of samples to sum by, for losses per sample; 0: not used.
         best: Number of a token's best experts by score that the losses count, if ``experts_Tk`` may differ from them;
             0: ``experts_Tk`` are the best.
+        softmax: The shares are the softmax of the logits.
     """
     num_experts = probs_TE.shape[1]
-    z_T = torch.logsumexp(logits_TE, dim=1).square()
+    z_T = _SquaredLogSumExp.apply(logits_TE, probs_TE) if softmax else torch.logsumexp(logits_TE, dim=1).square()
     best_Tk = torch.topk(probs_TE.detach(), experts_Tk.shape[1], dim=1).indices if best else experts_Tk
     by_sample = _by_sample(probs_TE, best_Tk, valid_T, samples)
     mask_T1 = None if valid_T is None else valid_T[:, None]
     counts_kE = count_pairs(experts_Tk, mask_T1, num_experts)
-    best_E = count_pairs(best_Tk[:, :best], mask_T1, num_experts).sum(0) if best else counts_kE.new_zeros(0)
+    best_E = count_pairs(best_Tk[:, :best], mask_T1, num_experts).sum(0) if best else counts_kE.new_empty(0)
     if valid_T is None:
         return RouterSums(probs_TE.sum(0), z_T.sum(), counts_kE, by_sample, best_E)
     share_T = valid_T.to(probs_TE.dtype)
     return RouterSums(share_T @ probs_TE, share_T @ z_T, counts_kE, by_sample, best_E)
 
 
+class _SquaredLogSumExp(torch.autograd.Function):
+    """The squared log-sum-exp of each token's logits [T, E], from their softmax: no exponential is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, probs_TE: Tensor) -> Tensor:
+        lse_T = logits_TE.amax(1) - probs_TE.amax(1).log()  # of the largest probability, which is at least 1 / E
+        ctx.save_for_backward(lse_T, probs_TE)
+        return lse_T.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+        lse_T, probs_TE = ctx.saved_tensors
+        return probs_TE * (2 * lse_T * grad_T)[:, None], None
+
+
 def _by_sample(probs_TE: Tensor, best_Tk: Tensor, valid_T: Tensor | None, samples: int) -> Tensor:
     """Return ``RouterSums.by_sample``, [B, 2, E]."""
     if not samples:
-        return probs_TE.new_zeros((0, 2, probs_TE.shape[1]))
+        return probs_TE.new_empty((0, 2, probs_TE.shape[1]))
     pairs_TE = torch.zeros_like(probs_TE).scatter_(1, best_Tk, 1.0)
     both = torch.stack((probs_TE, pairs_TE), dim=1)
     if valid_T is not None:
@@ -152,11 +167,12 @@ def aux_and_z_loss(sums: RouterSums, valid_tokens: int, *, first_choices_only: b
     """
     topk, num_experts = sums.counts.shape
     tokens = max(valid_tokens, 1)
-    counted = sums.counts[0] if first_choices_only else sums.counts.sum(0)
     if len(sums.best):
         counted = sums.best
+    else:
+        counted = sums.counts[0] if first_choices_only else sums.counts.sum(0)
     scale = num_experts / (1 if first_choices_only else topk)
-    aux = scale * torch.dot(sums.probs / tokens, counted.to(sums.probs.dtype) / tokens)
+    aux = torch.dot(sums.probs, counted.to(sums.probs.dtype)) * (scale / tokens**2)
     return aux, sums.z / tokens
 
 
@@ -166,6 +182,8 @@ def sequence_loss(sums: RouterSums) -> Tensor:
     The means are over the tokens of a sample; a sample without tokens adds 0. count_e: see ``aux_and_z_loss``.
     Source: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
     """
+    if not len(sums.by_sample):
+        return sums.z.new_zeros(())
     topk, num_experts = sums.counts.shape
     probs_BE, pairs_BE = sums.by_sample.unbind(1)
     tokens_B1 = (pairs_BE.detach().sum(1, keepdim=True) / topk).clamp(min=1.0)

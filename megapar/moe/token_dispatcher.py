@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.comm.async_pairs import Ticket, start, wait
@@ -36,7 +35,14 @@ from megapar.core.comm.exchange import AllGather, AllToAll, Copy, Reduce, Reduce
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.base import Event
 from megapar.core.recompute.replay import Replay, once
-from megapar.moe.expert_order import ExpertOrder, permute, sort_by_expert, spread_by_expert, unpermute
+from megapar.moe.expert_order import (
+    ExpertOrder,
+    fill_last_expert_,
+    permute,
+    sort_by_expert,
+    spread_by_expert,
+    unpermute,
+)
 from megapar.moe.message import pack, unpack
 from megapar.moe.stats import count_pairs
 
@@ -108,7 +114,13 @@ class TokenDispatcher:
     comm: CommContext
 
     def plan(
-        self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int, exact: bool, replay: Replay | None = None
+        self,
+        experts_Tk: Tensor,
+        kept_Tk: Tensor | None,
+        rows: int,
+        exact: bool,
+        replay: Replay | None = None,
+        counts_kE: Tensor | None = None,
     ) -> DispatchPlan:
         """Plan the dispatch of these pairs.
 
@@ -120,26 +132,43 @@ class TokenDispatcher:
                 beyond the kept pairs as zeros; they have weight 0 and reach no token.
             exact: ``rows`` is the number of kept pairs.
             replay: Of the recomputed unit that contains the layer; its recomputation reuses the counts.
+            counts_kE: The kept pairs of each choice and expert, if they have been counted.
         """
         if self.even_splits:
             return self._even_plan(experts_Tk, kept_Tk, rows)
         if not self.exchanges_counts:
-            order, counts_E = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows, exact=exact)
+            order = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows)
+            counts_E = self._count(experts_Tk, kept_Tk, counts_kE)
+            if not exact:
+                order = fill_last_expert_(order, counts_E)
             return DispatchPlan(order, AllToAll(self.ep), rows, rows, None, counts_E)
 
         def count() -> tuple[RowCounts, Tensor]:
-            row_counts = self.announce(experts_Tk, kept_Tk)
+            row_counts = self.announce(experts_Tk, kept_Tk, counts_kE=counts_kE)
             return row_counts, self.read(row_counts)
 
         return self.uneven_plan(*once(replay, count), experts_Tk, kept_Tk)
 
-    def announce(self, experts_Tk: Tensor, kept_Tk: Tensor | None, *, aside: bool = False) -> RowCounts:
-        """Exchange the counts of rows, without a host wait. aside: on a stream other than the main one.
+    def announce(
+        self,
+        experts_Tk: Tensor,
+        kept_Tk: Tensor | None,
+        *,
+        aside: bool = False,
+        counts_kE: Tensor | None = None,
+    ) -> RowCounts:
+        """Exchange the counts of rows, without a host wait.
 
         First over emp, then over ep: over ep the counts queue after the dispatch of the previous slice. In the opposite
         order, collectives over emp that follow, such as the sums of the next slice, would queue after that dispatch.
+
+        Args:
+            experts_Tk: The experts of each token.
+            kept_Tk: bool; None: every pair is kept.
+            aside: The current stream is not the main one.
+            counts_kE: The kept pairs of each choice and expert, if they have been counted.
         """
-        counts = count_pairs(experts_Tk, kept_Tk, self.num_experts).sum(0).view(self.ep.size, -1)
+        counts = self._count(experts_Tk, kept_Tk, counts_kE).view(self.ep.size, -1)
         sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
         # [ep, emp, L]; a copy is sent, because the counts are used later.
         arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
@@ -164,7 +193,7 @@ class TokenDispatcher:
         """Plan uneven splits from the counts. numbers: the counts on the host, from ``read``."""
         send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
         totals = numbers[2:].sum((1, 2)).tolist()
-        send_order, _ = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, sum(send), exact=True)
+        send_order = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, sum(send))
         exchange = AllToAll(self.ep, tuple(send), tuple(receive))
         room = max(totals, default=sum(receive))
         counts = row_counts.arriving[None] if row_counts.gathered is None else row_counts.gathered
@@ -214,7 +243,7 @@ class TokenDispatcher:
     def wait_leave(self, leaving: PendingRows, plan: DispatchPlan) -> Tensor:
         """Wait for the sums and return them in the order in which the rows were received: [R_in, H]."""
         rows_RH = wait(*leaving)
-        return rows_RH if self.is_local else rows_RH[: plan.received]
+        return rows_RH if self.is_local or len(rows_RH) == plan.received else rows_RH[: plan.received]
 
     def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, ends_unit: Replay | None) -> PendingRows:
         """Send the weighted outputs [R_in, H] back to the ranks of their tokens, where ``unpermute`` sums them.
@@ -242,6 +271,10 @@ class TokenDispatcher:
         """True if each rank of emp receives different rows, which all of its ranks need."""
         return self.sequence_sharded and self.emp.size > 1
 
+    def _count(self, experts_Tk: Tensor, kept_Tk: Tensor | None, counts_kE: Tensor | None) -> Tensor:
+        """Return the kept pairs of each expert, [E]."""
+        return (count_pairs(experts_Tk, kept_Tk, self.num_experts) if counts_kE is None else counts_kE).sum(0)
+
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
         capacity = rows // self.num_experts
         send_order = spread_by_expert(experts_Tk, kept_Tk, self.num_experts, capacity)
@@ -263,16 +296,20 @@ def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrd
         room: Rows of each block, including padding.
         rows: The sum of the counts, on the host.
     """
-    num_experts = counts_NSL.shape[2]
-    counts_NQ = counts_NSL.flatten(1)
-    filled_NQ = F.pad(counts_NQ, (0, 1))
-    filled_NQ[:, -1] = room - counts_NQ.sum(1)
-    expert_Q = torch.arange(counts_NQ.shape[1] + 1, device=counts_NSL.device) % num_experts
-    expert_Q[-1:].fill_(num_experts)  # a number written into a 0-dim view would wait for the device
-    total = room * counts_NSL.shape[0]
-    key_P = torch.repeat_interleave(expert_Q.repeat(counts_NSL.shape[0]), filled_NQ.flatten(), output_size=total)
-    pair = torch.sort(key_P, stable=True).indices
-    row = torch.empty_like(pair).scatter_(0, pair, torch.arange(total, device=pair.device))
-    real = None if rows == total else (key_P < num_experts)[:, None]
-    order = ExpertOrder(pair[:rows], row.clamp(max=max(rows - 1, 0))[:, None], real, None)
-    return order, counts_NSL.sum((0, 1))
+    blocks, device, total = counts_NSL.shape[0], counts_NSL.device, room * counts_NSL.shape[0]
+    # The rows come in runs, one per count. Sorting moves whole runs, so no key of a row is compared.
+    ends_LNS = counts_NSL.permute(2, 0, 1).flatten().cumsum(0)
+    shift_NSL = counts_NSL.flatten(1).cumsum(1).view_as(counts_NSL)
+    if blocks > 1:
+        shift_NSL = shift_NSL + room * torch.arange(blocks, device=device)[:, None, None]
+    shift_LNS = shift_NSL.permute(2, 0, 1).flatten() - ends_LNS
+    place_R = torch.arange(rows, device=device)
+    pair_R = place_R + shift_LNS.index_select(0, torch.searchsorted(ends_LNS, place_R, right=True))
+    counts_L = counts_NSL.sum((0, 1))
+    if rows == total:
+        return ExpertOrder(pair_R, torch.empty_like(pair_R).scatter_(0, pair_R, place_R)[:, None], None, None), counts_L
+    row_P, real_P = place_R.new_zeros(total), place_R.new_zeros(total, dtype=torch.bool)
+    order = ExpertOrder(
+        pair_R, row_P.scatter_(0, pair_R, place_R)[:, None], real_P.scatter_(0, pair_R, True)[:, None], None
+    )
+    return order, counts_L

@@ -133,7 +133,7 @@ def _overlapped(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 def _routed(day: Day, sizes: Sizes) -> tuple[Tensor, Any]:
     experts = torch.rand(sizes.T, sizes.E, device=day.place).topk(sizes.k).indices
-    permutation, _ = sort_by_expert(experts, None, sizes.E, experts.numel(), exact=True)
+    permutation = sort_by_expert(experts, None, sizes.E, experts.numel())
     return experts, permutation
 
 
@@ -142,7 +142,7 @@ def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
     x, weights = _draw(day, sizes.T, sizes.H), torch.rand(sizes.T, sizes.k, device=day.place)
     experts, permutation = _routed(day, sizes)
     found: dict[str, Any] = {
-        "sort": day.seconds(lambda: sort_by_expert(experts, None, sizes.E, experts.numel(), exact=True)),
+        "sort": day.seconds(lambda: sort_by_expert(experts, None, sizes.E, experts.numel())),
         "fill_as_it_is": day.seconds(lambda: fill(x, weights, permutation)),
         "columns_as_it_is": fill(x, weights, permutation).shape[1],
     }

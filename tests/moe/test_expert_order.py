@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
-from megapar.moe.expert_order import permute, sort_by_expert, spread_by_expert, unpermute, weigh
+from megapar.moe.expert_order import fill_last_expert_, permute, sort_by_expert, spread_by_expert, unpermute, weigh
 from megapar.moe.stats import count_pairs
 from megapar.moe.token_dispatcher import TokenDispatcher
 
@@ -35,11 +35,18 @@ def tokens_like(experts):
     return torch.randn(len(experts), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
 
+def ordered(experts, kept, num_experts, rows):
+    """The order of the kept pairs in ``rows`` rows, and the rows of each expert."""
+    counts = count_pairs(experts, kept, num_experts).sum(0)
+    order = sort_by_expert(experts, kept, num_experts, rows)
+    return fill_last_expert_(order, counts) if rows > int(counts.sum()) else order, counts
+
+
 @settings(max_examples=150, deadline=None)
 @given(sending=sendings())
 def test_rows_are_sorted_by_expert_and_complete(sending):
     experts, kept, num_experts, rows, num_kept = sending
-    permutation, counts = sort_by_expert(experts, kept, num_experts, rows, exact=rows == num_kept)
+    permutation, counts = ordered(experts, kept, num_experts, rows)
     assert int(counts.sum()) == rows
     expert_of_row = torch.repeat_interleave(counts).tolist()
     real = permutation.pair[:num_kept]
@@ -59,7 +66,7 @@ def test_every_expert_gets_its_capacity_of_rows(sending, spare):
     permutation = spread_by_expert(experts, kept, num_experts, capacity)
     assert permutation.row_kept.view(num_experts, capacity).sum(1).tolist() == counts.tolist()
     real = permutation.pair[permutation.row_kept]
-    sorted_permutation, _ = sort_by_expert(experts, kept, num_experts, num_kept, exact=True)
+    sorted_permutation = sort_by_expert(experts, kept, num_experts, num_kept)
     assert torch.equal(real, sorted_permutation.pair)
     if len(experts):
         x = tokens_like(experts)
@@ -73,7 +80,7 @@ def test_every_expert_gets_its_capacity_of_rows(sending, spare):
 @given(sending=sendings())
 def test_there_and_back_multiplies_by_the_kept_choices(sending):
     experts, kept, num_experts, rows, num_kept = sending
-    permutation, _ = sort_by_expert(experts, kept, num_experts, rows, exact=rows == num_kept)
+    permutation, _ = ordered(experts, kept, num_experts, rows)
     x = tokens_like(experts)
     out = permute(x, permutation)
     assert out.shape == (rows, WIDTH)
@@ -85,8 +92,8 @@ def test_there_and_back_multiplies_by_the_kept_choices(sending):
 @settings(max_examples=60, deadline=None)
 @given(sending=sendings())
 def test_permute_and_unpermute_are_adjoint_and_so_are_their_gradients(sending):
-    experts, kept, num_experts, rows, num_kept = sending
-    permutation, _ = sort_by_expert(experts, kept, num_experts, rows, exact=rows == num_kept)
+    experts, kept, num_experts, rows, _ = sending
+    permutation, _ = ordered(experts, kept, num_experts, rows)
     x = tokens_like(experts).requires_grad_()
     other = torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     other.requires_grad_()
@@ -131,7 +138,7 @@ def test_weights_travel_with_their_rows():
 
 def test_indices_are_saved_through_hooks_so_that_recomputation_sees_them():
     experts = torch.tensor([[1, 0], [0, 1]])
-    permutation, _ = sort_by_expert(experts, None, 2, 4, exact=True)
+    permutation = sort_by_expert(experts, None, 2, 4)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         permute(torch.zeros(2, WIDTH, requires_grad=True), permutation)

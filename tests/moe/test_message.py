@@ -24,11 +24,11 @@ def plainly(x, weights, permutation):
 
 
 PERMUTATIONS = {
-    "all pairs": sort_by_expert(EXPERTS, None, 3, 8, exact=True)[0],
-    "kept pairs": sort_by_expert(EXPERTS, KEPT, 3, 5, exact=True)[0],
+    "all pairs": sort_by_expert(EXPERTS, None, 3, 8),
+    "kept pairs": sort_by_expert(EXPERTS, KEPT, 3, 5),
     "capacity": spread_by_expert(EXPERTS, KEPT, 3, 3),
-    "one pair": sort_by_expert(EXPERTS, KEPT & (EXPERTS == 0) & (torch.arange(4) == 0)[:, None], 3, 1, exact=True)[0],
-    "no pair": sort_by_expert(EXPERTS, torch.zeros_like(KEPT), 3, 0, exact=True)[0],
+    "one pair": sort_by_expert(EXPERTS, KEPT & (EXPERTS == 0) & (torch.arange(4) == 0)[:, None], 3, 1),
+    "no pair": sort_by_expert(EXPERTS, torch.zeros_like(KEPT), 3, 0),
 }
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.moe.router import Router, Routing, gate_weights, move_correction_bias
+from megapar.moe.router import SMALLEST_TOTAL, Router, Routing, gate_weights, move_correction_bias
 from megapar.moe.stats import router_sums
 
 
@@ -48,6 +48,21 @@ def test_weights_of_one_choice_are_raw_probabilities():
     assert gate_weights(routing, None, over_kept=True).flatten().tolist() == pytest.approx([0.7, 0.6])
     kept = torch.tensor([[True], [False]])
     assert gate_weights(routing, kept, over_kept=True).flatten().tolist() == pytest.approx([0.7, 0.0])
+
+
+def test_gradients_of_renormalized_weights():
+    """Against plain operators; the scores of the last token add up to less than the lower bound."""
+    probs = torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    probs[3] *= 1e-14
+    probs.requires_grad_()
+    chosen = probs.topk(3, dim=1).indices
+    upstream = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    weights = gate_weights(Routing(probs, chosen, router_sums(probs, probs, chosen, None)), None, over_kept=False)
+    picked = probs.gather(1, chosen)
+    plain = picked / picked.sum(1, keepdim=True).clamp(min=SMALLEST_TOTAL)
+    torch.testing.assert_close(weights, plain, rtol=0, atol=0)
+    (got,), (want,) = (torch.autograd.grad(y, probs, upstream) for y in (weights, plain))
+    torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
 
 
 def test_weights_over_the_kept_and_over_the_chosen():

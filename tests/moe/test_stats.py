@@ -12,6 +12,20 @@ def drawn(tokens=12, experts=5, topk=3, seed=0):
     return logits, probs, probs.topk(topk, dim=1).indices
 
 
+def test_z_of_a_softmax_is_that_of_the_logits():
+    """Also where probabilities vanish, and for gradients of every token."""
+    logits = 40 * drawn()[0].detach()
+    logits.requires_grad_()
+    upstream = torch.randn((), dtype=torch.float64)
+    probs = logits.softmax(1)
+    chosen = probs.topk(2, dim=1).indices
+    for valid in (None, torch.arange(12) % 3 > 0):
+        got, want = (router_sums(logits, probs, chosen, valid, softmax=softmax).z for softmax in (True, False))
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
+        gradients = [torch.autograd.grad(z, logits, upstream, retain_graph=True)[0] for z in (got, want)]
+        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+
+
 def test_counts_are_per_choice_and_expert():
     experts = torch.tensor([[0, 2], [2, 1], [2, 0]])
     assert count_pairs(experts, None, 4).tolist() == [[1, 0, 2, 0], [1, 1, 1, 0]]

@@ -140,14 +140,14 @@ class _Start(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, ticket: Ticket) -> Tensor:
-        ctx.ticket = ticket
+        ctx.ticket, ctx.zero = ticket, token.detach()
         return ticket.arrive()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ticket: Ticket = ctx.ticket
         ticket.backward_flight = ticket.comm.launch(ticket.exchange.conjugate(), grads[0])
-        return grads[0].new_zeros(1), None
+        return ctx.zero, None
 
 
 class MessageBuilder(Protocol):

@@ -113,7 +113,12 @@ def permute_reference(x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Ten
         row_Tk: Row of each pair, the inverse of ``pair_R``, which other forms use.
         kept_Tk: bool, True for pairs that are kept, or None if all are; also for other forms.
     """
-    return x_TH.index_select(0, pair_R // row_Tk.shape[1])
+    return x_TH.index_select(0, token_of(pair_R, row_Tk.shape[1]))
+
+
+def token_of(pair_R: Tensor, topk: int) -> Tensor:
+    """Return the token of each pair, [R]."""
+    return pair_R if topk == 1 else pair_R // topk
 
 
 def unpermute_reference(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
@@ -124,6 +129,18 @@ def unpermute_reference(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None)
     """
     weights = None if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
     return F.embedding_bag(row_Tk, rows_RH.contiguous(), mode="sum", per_sample_weights=weights)
+
+
+def unpermute_strided(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
+    """Compute ``unpermute_reference`` without copying rows that are part of wider ones, such as those of a message.
+
+    The kernel reads rows of any stride, but ``embedding_bag`` makes them contiguous before it is called.
+    """
+    weights = None if kept_Tk is None else kept_Tk.to(rows_RH.dtype).flatten()
+    starts_T = torch.arange(0, row_Tk.numel(), row_Tk.shape[1], device=row_Tk.device)
+    bag = torch.ops.aten._embedding_bag
+    y_TH: Tensor = bag(rows_RH, row_Tk.flatten(), starts_T, mode=0, per_sample_weights=weights)[0]
+    return y_TH
 
 
 def _aligned(x: Tensor) -> bool:

@@ -46,6 +46,7 @@ from megapar.core.device.grouped import (
     grouped_weight_gradient_reference,
     permute_reference,
     unpermute_reference,
+    unpermute_strided,
 )
 from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.packed_attention import (
@@ -206,6 +207,6 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "npu": cross_entropy_reference,
         },
         "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
-        "unpermute": {"reference": unpermute_reference, "npu": ascend.unpermute_npu},
+        "unpermute": {"reference": unpermute_reference, "cuda": unpermute_strided, "npu": ascend.unpermute_npu},
     }
 )

@@ -13,6 +13,8 @@ from megapar.core.device.grouped import (
     grouped_weight_gradient_reference,
     input_gradient_by_size,
     linear_by_size,
+    unpermute_reference,
+    unpermute_strided,
     weight_gradient_by_size,
 )
 from megapar.core.device.npu import NpuDevice
@@ -94,3 +96,13 @@ def test_which_other_devices_do():
         assert "float64" in device.grouped_lacks(torch.float64, (16, 32))
     assert "not of 20 bfloat16" in Device().grouped_lacks(torch.bfloat16, (16, 20))
     assert npu.grouped_lacks(torch.bfloat16, (16, 20)) == ""
+
+
+@pytest.mark.parametrize("kept", [None, torch.tensor([[True, False], [True, True]])])
+def test_rows_of_a_message_are_summed_where_they_lie(kept):
+    """The columns after them are not read."""
+    message = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
+    message[:, 16:] = float("nan")
+    row = torch.tensor([[2, 0], [3, 1]])
+    got = unpermute_strided(message[:, :16], row, kept)
+    assert torch.equal(got, unpermute_reference(message[:, :16].clone(), row, kept))
