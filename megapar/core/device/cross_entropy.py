@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megapar.core.device import triton_operators
+
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of labels and the gradient of the sum of cross-entropies. Overwrites ``logits``.
@@ -32,10 +34,12 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor, dtype: torch.dtype) 
 
 
 def cross_entropy_fused(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute ``cross_entropy_reference`` in two passes: the log-softmax, and the exponential in ``dtype``.
+    """Compute ``cross_entropy_reference`` by Triton's kernels, or else by the log-softmax and its exponential.
 
     Each thread of the log-softmax reads an element before it writes it, so the output replaces the input.
     """
+    if triton_operators.usable(logits.device):
+        return triton_operators.cross_entropy(logits, labels, dtype)
     column = labels.unsqueeze(-1)
     torch.log_softmax(logits, -1, out=logits)
     target = logits.gather(-1, column)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.device import triton_operators
+
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -112,6 +114,8 @@ class _RotaryHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         ctx.save_for_backward(cos, sin)
+        if triton_operators.usable(qkv.device):
+            return triton_operators.rotary_heads(qkv, cos, sin)
         wide = _turn_(_copied(qkv[:, :, :, :-1], cos.dtype), cos, sin)
         q, k = (_copied(part, qkv.dtype) for part in (wide[:, :, :, :-1], wide[:, :, :, -1]))
         return q.flatten(2, 3), k, qkv[:, :, :, -1]
@@ -121,6 +125,8 @@ class _RotaryHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         dq, dk, dv = grads
+        if triton_operators.usable(dk.device):
+            return triton_operators.rotary_heads_backward(dq, dk, dv, cos, sin), None, None
         *rows, num_groups, features = dk.shape
         heads = dq.shape[2] // num_groups
         wide = torch.empty(*rows, num_groups, heads + 1, features, dtype=cos.dtype, device=dk.device)

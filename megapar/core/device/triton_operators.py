@@ -29,14 +29,14 @@ def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor,
 
     cos and sin are [B, S, D / 2] in fp32.
     """
-    q, k, v = torch.ops.megapar.rotary_heads(qkv.contiguous(), cos.contiguous(), sin.contiguous())
+    q, k, v = torch.ops.megapar.rotary_heads(qkv.contiguous(), *_by_sample(cos, sin))
     return q, k, v
 
 
 def rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the gradient of qkv for the gradients of ``rotary_heads``."""
     heads = (x.contiguous() for x in (dq, dk, dv))
-    dqkv: Tensor = torch.ops.megapar.rotary_heads_backward(*heads, cos.contiguous(), sin.contiguous())
+    dqkv: Tensor = torch.ops.megapar.rotary_heads_backward(*heads, *_by_sample(cos, sin))
     return dqkv
 
 
@@ -90,6 +90,13 @@ def _errors(device: torch.device) -> dict[str, float]:
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()
     }
+
+
+def _by_sample(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return angles whose positions are contiguous. Samples at the same positions may share them in memory."""
+    if cos.stride() == sin.stride() and cos.stride()[1:] == (cos.shape[2], 1):
+        return cos, sin
+    return cos.contiguous(), sin.contiguous()
 
 
 def _rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import bias, varlen
 
-from megapar.core.device import ops
+from megapar.core.device import ops, triton_operators
 from megapar.core.device import packed_attention as packed
 from megapar.core.device.attention_slice import packed_attention_slice_varlen
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
@@ -110,6 +110,7 @@ def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(bias, "causal_lower_right", _LowerRight))
         stack.enter_context(replaced(varlen, "_should_use_cudnn", lambda device: False))
+        stack.enter_context(replaced(triton_operators, "usable", lambda device: True))
         stack.enter_context(replaced(torch.cuda, "default_generators", (torch.default_generator,)))
         for module in _FSDP:
             stack.enter_context(replaced(module, "_get_device_handle", lambda kind: _Handle))

@@ -114,6 +114,10 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
 CUSTOM: Mapping[str, Kernels] = MappingProxyType(
     {
         "torch_attn::_varlen_attn": Kernels(1, "FlashAttention of sequences of unequal lengths"),
+        **{
+            f"megapar::{name}": Kernels(1, "one kernel in Triton", estimated=False)
+            for name in ("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits")
+        },
         "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
     }
 )

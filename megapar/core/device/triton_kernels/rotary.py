@@ -38,6 +38,8 @@ def _heads(  # type: ignore[no-untyped-def]
     v,
     cos,
     sin,
+    S,
+    stride,
     G: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
@@ -61,7 +63,7 @@ def _heads(  # type: ignore[no-untyped-def]
         x += tl.load(place_k, mask=is_k, other=0.0)
         x += tl.load(place_v, mask=is_v, other=0.0)
     half = tl.arange(0, WIDTH // 2)[None, :]
-    angle = token * (D // 2) + half
+    angle = token // S * stride + token % S * (D // 2) + half
     turned = (tl.arange(0, ROWS)[:, None] <= Q) & (half < D // 2)
     c = tl.where(turned, tl.load(cos + angle, mask=half < D // 2, other=1.0), 1.0)
     s = tl.where(turned, tl.load(sin + angle, mask=half < D // 2, other=0.0), 0.0)
@@ -82,8 +84,8 @@ def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
 
     Args:
         qkv: Contiguous.
-        cos: [B, S, D / 2] fp32, contiguous.
-        sin: [B, S, D / 2] fp32, contiguous.
+        cos: [B, S, D / 2] fp32. All samples may be one in memory; positions are contiguous.
+        sin: Like ``cos``.
     """
     B, S, G, together, D = qkv.shape
     heads = Heads(*(qkv.new_empty((B, S, count, D)) for count in (G * (together - 2), G, G)))
@@ -106,10 +108,16 @@ def _launch(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, *, split: bool)
     sizes = {"G": G, "Q": together - 2, "D": D}
     blocks = {"ROWS": triton.next_power_of_2(together), "WIDTH": triton.next_power_of_2(D)}
     warps = max(1, min(16, blocks["ROWS"] * blocks["WIDTH"] // ELEMENTS_OF_A_WARP))
-    _heads[(B * S, G)](qkv, *heads, cos, sin, **sizes, **blocks, SPLIT=split, num_warps=warps)
+    _heads[(B * S, G)](qkv, *heads, cos, sin, S, cos.stride(0), **sizes, **blocks, SPLIT=split, num_warps=warps)
 
 
-_TYPES = {**dict.fromkeys(("fused", "q", "k", "v"), "*bf16"), "cos": "*fp32", "sin": "*fp32"}
+_TYPES = {
+    **dict.fromkeys(("fused", "q", "k", "v"), "*bf16"),
+    "cos": "*fp32",
+    "sin": "*fp32",
+    "S": "i32",
+    "stride": "i32",
+}
 _SIZES = {"G": 8, "Q": 4, "D": 128, "ROWS": 8, "WIDTH": 128}
 KERNELS = (
     BuiltKernel("rotary heads, split", _heads, _TYPES, {**_SIZES, "SPLIT": 1}, 2),
