@@ -7,7 +7,8 @@
         experts    each rank of emp has F/emp features of every expert here: partial sums
         leave      replicated:                  back in received order, all-reduce over emp
                    sharded:                     back in gathered order, reduce-scatter over emp
-                   times the gate weights, received with the tokens: from here on the sums are complete
+                   times the gate weights, received with the tokens: from here on the sums are complete; whole
+                   experts (emp = 1) multiply their activations instead (``weighs_inside``)
         combine    all-to-all over ep           each pair's row returns to the rank of its token
     y [T, H] = the sum of each token's rows
 
@@ -218,10 +219,14 @@ class TokenDispatcher:
     def wait_dispatch(
         self, sent: PendingRows, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows."""
+        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows.
+
+        Weights are in the order of the rows that they multiply (``weighs_inside``).
+        """
         if self.gathers:
-            return unpack(wait(*sent), hidden, weight_dtype, None, plan.room)
-        return unpack(wait(*sent), hidden, weight_dtype, plan.receive_order, plan.received)
+            return unpack(wait(*sent), hidden, weight_dtype, None, plan.room, sort_weights=False)
+        order, inside = plan.receive_order, self.weighs_inside
+        return unpack(wait(*sent), hidden, weight_dtype, order, plan.received, sort_weights=inside)
 
     def start_enter(self, rows_RH: Tensor) -> PendingRows:
         """Launch the copy or all-gather of the rows to all ranks that share the experts."""
@@ -252,7 +257,7 @@ class TokenDispatcher:
         unit's output needs the result.
         """
         back = plan.exchange.conjugate()
-        # The backward needs the rows sent, for the weights, but not those received.
+        # The backward may need the rows sent, for the weights, but not those received.
         output_unused = ends_unit is not None and ends_unit.recomputing
         return start(Unsent(back) if output_unused else back, rows_RH, self.comm)
 
@@ -260,6 +265,14 @@ class TokenDispatcher:
     def is_local(self) -> bool:
         """True if all experts are on this rank, each of them whole."""
         return self.ep.size == self.emp.size == 1
+
+    @property
+    def weighs_inside(self) -> bool:
+        """True if the experts multiply their activations by the gate weights; otherwise their summed outputs are.
+
+        The former are fewer numbers, but give the weights' whole gradient only where experts are whole.
+        """
+        return self.emp.size == 1
 
     @property
     def exchanges_counts(self) -> bool:
