@@ -22,6 +22,7 @@ from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, linear
 from megapar.moe.expert_linear import grouped_linear
+from megapar.moe.expert_order import weigh
 
 T = TypeVar("T")
 
@@ -88,13 +89,20 @@ class Experts(nn.Module):
         """
         return function(self, *entering)
 
-    def compute(self, rows_RH: Tensor, counts_E: Tensor, sizes_E: tuple[int, ...] | None = None) -> Tensor:
-        """Return the expert outputs [R, H], before the gate weights.
+    def compute(
+        self,
+        rows_RH: Tensor,
+        counts_E: Tensor,
+        sizes_E: tuple[int, ...] | None = None,
+        weights_R: Tensor | None = None,
+    ) -> Tensor:
+        """Return the expert outputs [R, H].
 
         Args:
             rows_RH: Tokens, sorted by expert.
             counts_E: int64, rows of each expert; they sum to R.
             sizes_E: The same on the host, if the device's products need them (``grouped_linear``).
+            weights_R: The gate weight of each output; None: the outputs are not multiplied.
         """
         up = local(getattr(self, self.up_name)).flatten(1, -2)
         expert_R, up_bias, down_bias = None, None, None
@@ -109,10 +117,10 @@ class Experts(nn.Module):
         def down(inner: Tensor) -> Tensor:
             return grouped_linear(inner, local(self.down), counts_E, self._defer_wgrad("down"), sizes_E)
 
-        return self._finish(hidden, up_bias, down, down_bias)
+        return self._finish(hidden, up_bias, down, down_bias, weights_R)
 
-    def per_expert(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return a function per expert on this rank, from its rows [R, H] to [R, H], callable any number of times.
+    def per_expert(self) -> list[Callable[[Tensor, Tensor | None], Tensor]]:
+        """Return a function per expert on this rank, as ``compute`` of (rows, weights), callable any number of times.
 
         Weight gradients of its calls are summed per expert, and concatenated with those of the other experts once.
         """
@@ -120,8 +128,8 @@ class Experts(nn.Module):
         up_bias = self._pieces(f"{self.up_name}_bias") if self.has_bias else [None] * len(up)
         down_bias = self._pieces("down_bias") if self.has_bias else [None] * len(up)
 
-        def make(e: int) -> Callable[[Tensor], Tensor]:
-            def one(rows_RH: Tensor) -> Tensor:
+        def make(e: int) -> Callable[[Tensor, Tensor | None], Tensor]:
+            def one(rows_RH: Tensor, weights_R: Tensor | None = None) -> Tensor:
                 hidden = linear(rows_RH, up[e]().flatten(0, -2), None, self._defer_wgrad(self.up_name, e))
                 biases = [None if own is None else own() for own in (up_bias[e], down_bias[e])]
                 return self._finish(
@@ -129,6 +137,7 @@ class Experts(nn.Module):
                     None if biases[0] is None else biases[0].flatten(),
                     lambda inner: linear(inner, down[e](), None, self._defer_wgrad("down", e)),
                     None if biases[1] is None else biases[1].expand_as(rows_RH),
+                    weights_R,
                 )
 
             return one
@@ -143,29 +152,39 @@ class Experts(nn.Module):
         ]
 
     def _finish(
-        self, hidden: Tensor, up_bias: Tensor | None, down: Callable[[Tensor], Tensor], down_bias: Tensor | None
+        self,
+        hidden: Tensor,
+        up_bias: Tensor | None,
+        down: Callable[[Tensor], Tensor],
+        down_bias: Tensor | None,
+        weights_R: Tensor | None,
     ) -> Tensor:
+        # W (w a) is w (W a) with fewer multiplications: an activation is narrower than an output.
         if up_bias is not None:
             hidden = hidden + up_bias
-        out_RH = without_output(self._activate, hidden, down) if self.selective else down(self._activate(hidden))
+        activated = partial(self._activate, weights_R=weights_R)
+        out_RH = without_output(activated, hidden, down) if self.selective else down(activated(hidden))
         if down_bias is not None:
-            out_RH = _AddOnce.apply(out_RH, down_bias, self.adds_down_bias)
+            bias_RH = down_bias if weights_R is None else weigh(down_bias, weights_R)
+            out_RH = _AddOnce.apply(out_RH, bias_RH, self.adds_down_bias)
         return out_RH
 
     def _defer_wgrad(self, name: str, piece: int | None = None) -> DeferWgrad | None:
         return None if self.weight_gradients is None else self.weight_gradients.of(getattr(self, name), piece)
 
-    def _activate(self, hidden: Tensor) -> Tensor:
-        return self.run(activate, hidden, self.gated)
+    def _activate(self, hidden: Tensor, weights_R: Tensor | None) -> Tensor:
+        # The weights are a column: a vector's length would be compiled as its number of features.
+        return self.run(activate, hidden, self.gated, None if weights_R is None else weights_R[:, None])
 
 
-@counted(1)
-def activate(hidden: Tensor, gated: bool) -> Tensor:
-    """Apply the activation: [R, 2 F] to [R, F] if ``gated``, else the same shape.
+@counted(1, 0, 1)
+def activate(hidden: Tensor, gated: bool, weights_R1: Tensor | None = None) -> Tensor:
+    """Apply the activation: [R, 2 F] to [R, F] if ``gated``, else the same shape; then multiply rows by their weights.
 
     Only this is compiled: the products are one kernel each, compiled or not.
     """
-    return op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)
+    activated = op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)
+    return activated if weights_R1 is None else activated * weights_R1.to(activated.dtype)
 
 
 def _identity(x: Tensor) -> Tensor:

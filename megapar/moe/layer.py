@@ -43,8 +43,8 @@ class MoeLayer(nn.Module):
         wgrad     experts: complete on their rank, over the tokens of all ranks of ep (and emp), so that only the sum
                   over edp remains; router: over this rank's own tokens, which are the same on every mp rank without
                   sequence parallelism, and a part with it, summed over mp
-    The gate weights multiply the expert outputs after the sum over emp and before the combine, so the backward never
-    needs the result of the combine. Padding is not routed; the routed experts return zeros for it.
+    The gate weights are multiplied before the combine, so the backward never needs its result: by the experts, or after
+    the sum over emp. Padding is not routed; the routed experts return zeros for it.
 
     The statistics are those of the whole micro-batch and the same on every mp rank. Every mp rank differentiates them,
     and their gradients count the loss once, like those of every other term.

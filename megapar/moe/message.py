@@ -2,8 +2,8 @@
 
     message [R, H + w]   x x x x x ... | g g - -   one row per pair; the first of w columns hold the weight's bits
 
-The weight is sent along because the expert output is multiplied by it on the expert's rank, after the sum over emp and
-before the combine, so the backward never needs the result of the combine. They share one message because every
+The weight is sent along because it is multiplied on the expert's rank, so the backward never needs the result of the
+combine. They share one message because every
 collective has a fixed cost. Weights are max(fp32, dtype) and keep all their bits: in bf16 a weight takes two columns.
 
 A row is a multiple of 16 bytes, so that with any splits each rank's part is aligned: NCCL copies unaligned parts byte
@@ -32,11 +32,9 @@ def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def unpack(
-    message: Tensor, hidden: int, dtype: torch.dtype, order: ExpertOrder | None, room: int
+    message: Tensor, hidden: int, dtype: torch.dtype, order: ExpertOrder | None, room: int, *, sort_weights: bool
 ) -> tuple[Tensor, Tensor]:
     """Split a message into (tokens [room, H], weights [R] of ``dtype``).
-
-    Weights always stay in message order, in which the rows are sent back.
 
     Args:
         message: [R, H + w].
@@ -44,8 +42,10 @@ def unpack(
         dtype: dtype of the weights.
         order: Sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
         room: Rows of the result.
+        sort_weights: Sort the weights like the tokens; otherwise they stay in message order, in which the rows are sent
+            back.
     """
-    parts: tuple[Tensor, Tensor] = _Unpack.apply(message, hidden, dtype, room, *(order or ()))
+    parts: tuple[Tensor, Tensor] = _Unpack.apply(message, hidden, dtype, room, sort_weights, *(order or ()))
     return parts
 
 
@@ -114,31 +114,35 @@ class _Pack(torch.autograd.Function):
 class _Unpack(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, message: Tensor, hidden: int, dtype: torch.dtype, room: int, *fields: Any
+        ctx: Any, message: Tensor, hidden: int, dtype: torch.dtype, room: int, sort_weights: bool, *fields: Any
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*fields)
-        ctx.received, ctx.fields = message.shape[0], len(fields)
+        ctx.received, ctx.fields, ctx.sort_weights = message.shape[0], len(fields), sort_weights
+        pair_R = None
         if fields:
             order = ExpertOrder(*fields)
             tokens = message[:, :hidden].index_select(0, order.pair)
+            pair_R = order.pair if sort_weights else None
         else:
             tokens = message.new_empty(room, hidden)
             tokens[: message.shape[0]] = message[:, :hidden]
             if room > message.shape[0]:
                 tokens[message.shape[0] :] = 0
-        return tokens, _weights(message, hidden, dtype)
+        return tokens, _weights(message, hidden, dtype, pair_R)
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
         hidden = grad_RH.shape[1]
         grad = grad_RH.new_empty(ctx.received, _columns(hidden, grad_R.dtype, grad_RH.dtype))
+        row_R = None
         if ctx.fields and ctx.received:
             order = ExpertOrder(*ctx.saved_tensors)
             torch.index_select(grad_RH, 0, order.row.flatten(), out=grad[:, :hidden])
+            row_R = order.row.flatten() if ctx.sort_weights else None
         else:
             grad[:, :hidden] = grad_RH[: ctx.received]
-        _put_weights(grad, hidden, grad_R)
-        return grad, None, None, None, *(None,) * ctx.fields
+        _put_weights(grad, hidden, grad_R, row_R)
+        return grad, None, None, None, None, *(None,) * ctx.fields
 
 
 def _columns(hidden: int, weight: torch.dtype, row: torch.dtype) -> int:
@@ -146,14 +150,19 @@ def _columns(hidden: int, weight: torch.dtype, row: torch.dtype) -> int:
     return row_columns(hidden, weight.itemsize, row.itemsize)
 
 
-def _put_weights(message: Tensor, hidden: int, weights_R: Tensor) -> None:
-    """Write the bits of each weight after the first ``hidden`` columns."""
+def _put_weights(message: Tensor, hidden: int, weights_R: Tensor, row_R: Tensor | None = None) -> None:
+    """Write the bits of the weights, in the order ``row_R`` if given, after the first ``hidden`` columns."""
     bits = weights_R.contiguous().view(message.dtype).view(weights_R.shape[0], -1 if len(weights_R) else 0)
-    message[:, hidden : hidden + bits.shape[1]] = bits
+    columns = message[:, hidden : hidden + bits.shape[1]]
+    if row_R is None:
+        columns.copy_(bits)
+    else:
+        torch.index_select(bits, 0, row_R, out=columns)
 
 
-def _weights(message: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Read the weights [R] of ``dtype`` that follow the first ``hidden`` columns."""
+def _weights(message: Tensor, hidden: int, dtype: torch.dtype, row_R: Tensor | None = None) -> Tensor:
+    """Read the weights [R] of ``dtype`` that follow the first ``hidden`` columns of these rows; None: of all."""
     bits = message[:, hidden : hidden + dtype.itemsize // message.dtype.itemsize]
     # A copy even if the column is contiguous, because a view as another dtype needs an aligned start.
-    return bits.clone(memory_format=torch.contiguous_format).flatten().view(dtype)
+    bits = bits.clone(memory_format=torch.contiguous_format) if row_R is None else bits.index_select(0, row_R)
+    return bits.flatten().view(dtype)

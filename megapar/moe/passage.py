@@ -46,7 +46,8 @@ from megapar.moe.token_dispatcher import DispatchPlan, PendingRows, TokenDispatc
 if TYPE_CHECKING:
     from megapar.moe.layer import MoeLayer
 
-Compute = Callable[[Tensor, Tensor, tuple[int, ...] | None], Tensor]  # as ``Experts.compute``
+Compute = Callable[[Tensor, Tensor, tuple[int, ...] | None, Tensor | None], Tensor]  # as ``Experts.compute``
+ComputeOne = Callable[[Tensor, Tensor | None], Tensor]  # as of ``Experts.per_expert``
 
 
 class PendingCombines:
@@ -106,20 +107,23 @@ class _PieceWork:
         self._entering = self._dispatcher.start_enter(received_RH)
         self._dispatch.launch_next()  # if pieces are chained, the next one is launched after this collective
 
-    def compute(self, compute: Compute, by_expert: Sequence[Callable[[Tensor], Tensor]]) -> None:
+    def compute(self, compute: Compute, by_expert: Sequence[ComputeOne]) -> None:
         """Compute the experts. by_expert: a function per expert, for a piece with rows of one expert only."""
         plan = self.plan
         rows_RH = self._dispatcher.wait_enter(self._entering, plan)  # [5]
+        weights_R = self._weights_R if self._dispatcher.weighs_inside else None
         if plan.counts is None:
-            out_RH = by_expert[plan.expert](rows_RH)
+            out_RH = by_expert[plan.expert](rows_RH, weights_R)
         else:
-            out_RH = compute(rows_RH, plan.counts, self._passage.host_sizes(plan, rows_RH))
+            out_RH = compute(rows_RH, plan.counts, self._passage.host_sizes(plan, rows_RH), weights_R)
         self._leaving = self._dispatcher.start_leave(out_RH, plan)  # [6]
 
     def combine(self) -> PendingRows:
-        """Multiply the summed outputs by the gate weights and launch the combine."""
+        """Launch the combine of the outputs, multiplied by the gate weights here if not by the experts."""
         out_RH = self._dispatcher.wait_leave(self._leaving, self.plan)  # [7]
-        return self._dispatcher.start_combine(weigh(out_RH, self._weights_R), self.plan, self._passage.ends_unit)
+        if not self._dispatcher.weighs_inside:
+            out_RH = weigh(out_RH, self._weights_R)
+        return self._dispatcher.start_combine(out_RH, self.plan, self._passage.ends_unit)
 
 
 class Passage:
@@ -216,7 +220,7 @@ class Passage:
     def _work(
         self,
         compute: Compute,
-        by_expert: Sequence[Callable[[Tensor], Tensor]],
+        by_expert: Sequence[ComputeOne],
         tokens: Sequence[tuple[Tensor, ...]],
     ) -> _Worked:
         """Compute every piece of every slice. tokens: the autograd tokens of each slice's messages."""

@@ -7,7 +7,8 @@
         experts    each rank of emp has F/emp features of every expert here: partial sums
         leave      replicated:                  back in received order, all-reduce over emp
                    sharded:                     back in gathered order, reduce-scatter over emp
-                   times the gate weights, received with the tokens: from here on the sums are complete
+                   times the gate weights, received with the tokens: from here on the sums are complete; whole
+                   experts (emp = 1) multiply their activations instead (``weighs_inside``)
         combine    all-to-all over ep           each pair's row returns to the rank of its token
     y [T, H] = the sum of each token's rows
 
@@ -218,10 +219,14 @@ class TokenDispatcher:
     def wait_dispatch(
         self, sent: PendingRows, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows."""
+        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows.
+
+        Weights are in the order of the rows that they multiply (``weighs_inside``).
+        """
         if self.gathers:
-            return unpack(wait(*sent), hidden, weight_dtype, None, plan.room)
-        return unpack(wait(*sent), hidden, weight_dtype, plan.receive_order, plan.received)
+            return unpack(wait(*sent), hidden, weight_dtype, None, plan.room, sort_weights=False)
+        order, inside = plan.receive_order, self.weighs_inside
+        return unpack(wait(*sent), hidden, weight_dtype, order, plan.received, sort_weights=inside)
 
     def start_enter(self, rows_RH: Tensor) -> PendingRows:
         """Launch the copy or all-gather of the rows to all ranks that share the experts."""
@@ -252,7 +257,7 @@ class TokenDispatcher:
         unit's output needs the result.
         """
         back = plan.exchange.conjugate()
-        # The backward needs the rows sent, for the weights, but not those received.
+        # The backward may need the rows sent, for the weights, but not those received.
         output_unused = ends_unit is not None and ends_unit.recomputing
         return start(Unsent(back) if output_unused else back, rows_RH, self.comm)
 
@@ -260,6 +265,14 @@ class TokenDispatcher:
     def is_local(self) -> bool:
         """True if all experts are on this rank, each of them whole."""
         return self.ep.size == self.emp.size == 1
+
+    @property
+    def weighs_inside(self) -> bool:
+        """True if the experts multiply their activations by the gate weights; otherwise their summed outputs are.
+
+        The former are fewer numbers, but give the weights' whole gradient only where experts are whole.
+        """
+        return self.emp.size == 1
 
     @property
     def exchanges_counts(self) -> bool:
@@ -278,12 +291,20 @@ class TokenDispatcher:
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
         capacity = rows // self.num_experts
         send_order = spread_by_expert(experts_Tk, kept_Tk, self.num_experts, capacity)
-        sharers = self.emp.size if self.gathers else 1
-        shape = (sharers, self.ep.size, self.num_experts // self.ep.size)
-        counts = torch.full(shape, capacity, dtype=torch.int64, device=experts_Tk.device)
-        receive_order, counts_L = order_by_expert(counts, rows, sharers * rows)
-        sizes = (sharers * self.ep.size * capacity,) * shape[2]
+        sources = self.ep.size * (self.emp.size if self.gathers else 1)
+        local, device = self.num_experts // self.ep.size, experts_Tk.device
+        receive_order = transpose_runs(sources, local, capacity, device)
+        counts_L = torch.full((local,), sources * capacity, dtype=torch.int64, device=device)
+        sizes = (sources * capacity,) * local
         return DispatchPlan(send_order, AllToAll(self.ep), rows, rows, receive_order, counts_L, sizes=sizes)
+
+
+def transpose_runs(sources: int, experts: int, length: int, device: torch.device) -> ExpertOrder:
+    """Return the order of ``order_by_expert`` if each of ``sources`` sends ``length`` rows to each expert."""
+    place_P = torch.arange(sources * experts * length, device=device)
+    pair_R = place_P.view(sources, experts, length).transpose(0, 1).flatten()
+    row_P = place_P.view(experts, sources, length).transpose(0, 1).flatten()
+    return ExpertOrder(pair_R, row_P[:, None], None, None)
 
 
 def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrder, Tensor]:
@@ -299,12 +320,13 @@ def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrd
     blocks, device, total = counts_NSL.shape[0], counts_NSL.device, room * counts_NSL.shape[0]
     # The rows come in runs, one per count. Sorting moves whole runs, so no key of a row is compared.
     ends_LNS = counts_NSL.permute(2, 0, 1).flatten().cumsum(0)
-    shift_NSL = counts_NSL.flatten(1).cumsum(1).view_as(counts_NSL)
+    come_NSL = counts_NSL.flatten(1).cumsum(1).view_as(counts_NSL)
     if blocks > 1:
-        shift_NSL = shift_NSL + room * torch.arange(blocks, device=device)[:, None, None]
-    shift_LNS = shift_NSL.permute(2, 0, 1).flatten() - ends_LNS
+        come_NSL = come_NSL + room * torch.arange(blocks, device=device)[:, None, None]
+    come_LNS = come_NSL.permute(2, 0, 1)
+    ahead_Q = (ends_LNS.view(come_LNS.shape) - come_LNS).flatten()  # places that each run moves towards the end
     place_R = torch.arange(rows, device=device)
-    pair_R = place_R + shift_LNS.index_select(0, torch.searchsorted(ends_LNS, place_R, right=True))
+    pair_R = place_R - ahead_Q.index_select(0, torch.searchsorted(ends_LNS, place_R, right=True))
     counts_L = counts_NSL.sum((0, 1))
     if rows == total:
         return ExpertOrder(pair_R, torch.empty_like(pair_R).scatter_(0, pair_R, place_R)[:, None], None, None), counts_L

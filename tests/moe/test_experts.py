@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.moe.expert_order import weigh
 from megapar.moe.experts import Experts
 
 COUNTS = (3, 0, 4)
@@ -20,32 +21,51 @@ def make(dtype: torch.dtype, *, gated: bool, bias: bool) -> Experts:
     return experts
 
 
+@pytest.mark.parametrize(("gated", "bias"), [(True, False), (True, True), (False, True)])
+def test_weights_multiply_the_outputs(gated: bool, bias: bool) -> None:
+    experts, x = make(torch.float64, gated=gated, bias=bias), rows(torch.float64)
+    weights = torch.rand(sum(COUNTS), dtype=torch.float64).requires_grad_()
+    leaves = [x, weights, *experts.parameters()]
+    plain = weigh(experts.compute(x, torch.tensor(COUNTS)), weights)
+    inside = experts.compute(x, torch.tensor(COUNTS), None, weights)
+    torch.testing.assert_close(inside, plain, rtol=1e-13, atol=1e-13)
+    gradients = [torch.autograd.grad(y.square().sum(), leaves) for y in (inside, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
 def rows(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(sum(COUNTS), 8, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
 
 
-def one_by_one(experts: Experts, x: torch.Tensor, length: int) -> torch.Tensor:
+def one_by_one(experts: Experts, x: torch.Tensor, length: int, weights: torch.Tensor | None = None) -> torch.Tensor:
     """Each expert's rows in pieces of at most ``length``."""
-    apart = experts.per_expert()
-    parts = [apart[e](piece) for e, own in enumerate(x.split(COUNTS)) for piece in own.split(length) if len(own)]
+    apart, start, parts = experts.per_expert(), 0, []
+    for e, own in enumerate(x.split(COUNTS)):
+        for piece in own.split(length) if len(own) else ():
+            parts.append(apart[e](piece, None if weights is None else weights[start : start + len(piece)]))
+            start += len(piece)
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
-def test_pieces_of_one_expert_give_what_all_experts_give(gated: bool, bias: bool, selective: bool) -> None:
+def test_pieces_of_one_expert_give_what_all_experts_give(
+    gated: bool, bias: bool, selective: bool, weighed: bool
+) -> None:
+    weights = torch.rand(sum(COUNTS), dtype=torch.float64).requires_grad_() if weighed else None
     experts, x = make(torch.float64, gated=gated, bias=bias), rows(torch.float64)
     experts.selective = selective
     fired: list[nn.Parameter] = []
     for parameter in experts.parameters():
         parameter.register_post_accumulate_grad_hook(fired.append)
-    leaves = [x, *experts.parameters()]
-    want = experts(lambda own, *inputs: own.compute(*inputs), x, torch.tensor(COUNTS))
+    leaves = [x, *experts.parameters(), *([] if weights is None else [weights])]
+    want = experts(lambda own, *inputs: own.compute(*inputs), x, torch.tensor(COUNTS), None, weights)
     wanted = torch.autograd.grad(want.square().sum(), leaves)
-    got = experts(one_by_one, x, 2)
+    got = experts(one_by_one, x, 2, weights)
     got.square().sum().backward()
     assert torch.allclose(got, want, rtol=0, atol=1e-12)
-    assert len(fired) == len(leaves) - 1
+    assert len(fired) == len(list(experts.parameters()))
     for leaf, grad in zip(leaves, wanted, strict=True):
         assert leaf.grad is not None
         assert torch.allclose(leaf.grad, grad, rtol=0, atol=1e-11)

@@ -41,7 +41,7 @@ def test_packed_and_unpacked_is_indexed(name, dtype, room):
     x, weights = drawn(dtype)
     message = pack(x, weights, permutation)
     received = len(permutation.pair)
-    rows, row_weights = unpack(message, x.shape[1], weights.dtype, None, received + room)
+    rows, row_weights = unpack(message, x.shape[1], weights.dtype, None, received + room, sort_weights=False)
     wanted_rows, wanted_weights = plainly(x, weights, permutation)
     assert torch.equal(rows[:received], wanted_rows)
     assert not rows[received:].any()
@@ -56,14 +56,15 @@ def test_packed_and_unpacked_is_indexed(name, dtype, room):
         torch.testing.assert_close(got, want)
 
 
-def test_unpacking_can_sort():
-    """Two sources with two experts here; weights stay in the order of arrival."""
+@pytest.mark.parametrize("sort_weights", [False, True])
+def test_unpacking_can_sort(sort_weights):
+    """Two sources with two experts here; weights are sorted with them, or stay in the order of arrival."""
     counts = torch.tensor([[[1, 2], [2, 0]]])
     order, _ = order_by_expert(counts, 5, 5)
     message = torch.arange(20.0).view(5, 4).requires_grad_()
-    rows, weights = unpack(message, 3, torch.float32, order, 5)
+    rows, weights = unpack(message, 3, torch.float32, order, 5, sort_weights=sort_weights)
     assert rows[:, 0].tolist() == [0, 12, 16, 4, 8]
-    assert weights.tolist() == [3, 7, 11, 15, 19]
+    assert weights.tolist() == ([3, 15, 19, 7, 11] if sort_weights else [3, 7, 11, 15, 19])
     (gradient,) = torch.autograd.grad((rows, weights), message, (rows.detach(), weights.detach()))
     assert torch.equal(gradient, message.detach())
 
@@ -88,7 +89,7 @@ def test_what_fills_a_row_up_is_nobodys(dtype, order):
         message = pack(x, weights, PERMUTATIONS["all pairs"])
         used = x.shape[1] + weights.element_size() // x.element_size()
         message = Filled.apply(message, used, fill)
-        rows, row_weights = unpack(message, x.shape[1], weights.dtype, order, 8)
+        rows, row_weights = unpack(message, x.shape[1], weights.dtype, order, 8, sort_weights=True)
         (rows.sin().sum() + row_weights.sin().sum()).backward()
         return rows, row_weights, x.grad, weights.grad
 

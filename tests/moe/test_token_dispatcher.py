@@ -28,7 +28,7 @@ from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.decoder.table import decoder_table
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.layer import MoeLayer
-from megapar.moe.token_dispatcher import TokenDispatcher, order_by_expert
+from megapar.moe.token_dispatcher import TokenDispatcher, order_by_expert, transpose_runs
 from tests.model.small import MOE
 from tests.support import late
 from tests.support.ranks import run_ranks
@@ -442,6 +442,16 @@ def test_gathered_rows_are_sorted_by_expert_without_their_padding(data):
         assert kept == (row is not None)
         if kept:
             assert order.pair[order.row[place]] == place
+
+
+@pytest.mark.parametrize(("sources", "experts", "length"), [(3, 2, 4), (1, 3, 2), (2, 1, 3), (2, 2, 0)])
+def test_runs_of_one_length_are_sorted_without_their_counts(sources, experts, length):
+    counts = torch.full((1, sources, experts), length)
+    wanted, _ = order_by_expert(counts, sources * experts * length, sources * experts * length)
+    got = transpose_runs(sources, experts, length, counts.device)
+    assert torch.equal(got.pair, wanted.pair)
+    assert torch.equal(got.row, wanted.row)
+    assert got[2:] == wanted[2:] == (None, None)
 
 
 def test_axes_that_do_not_fit_are_refused():

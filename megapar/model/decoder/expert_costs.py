@@ -68,7 +68,10 @@ class _ExpertLayer:
         F, local = moe.ffn_hidden_size / view.emp, max(1, moe.num_experts // view.ep)
         columns = F * (2 if moe.gated else 1)
         activated = (e * inside * F if moe.gated else 0.0) + view.stored_bytes(inside * F)
-        kept = 0.0 if view.selective_recompute else activated
+        # Whole experts multiply their activation by the gate weights, others their summed outputs.
+        weighs_inside = view.emp == 1
+        weighed = e * inside * F if weighs_inside else e * rows * H
+        kept = 0.0 if view.selective_recompute else activated + (weighed + e * rows if weighs_inside else 0.0)
         return [
             OpCost(
                 "up",
@@ -83,10 +86,10 @@ class _ExpertLayer:
                 "down",
                 0.0,
                 (Product(inside, round(F), H, local, mlp=True),),
-                moved=e * inside * (H + F) + 4 * e * rows * H,
+                moved=e * inside * (H + F) + 2 * e * rows * H + 2 * weighed,
                 transient=e * inside * (F + 2 * H),
             ),
-            OpCost("combine", e * rows * H + e * rows),
+            OpCost("combine", 0.0 if weighs_inside else weighed + e * rows),
         ]
 
     def _sent(self) -> list[CommCost]:

@@ -106,10 +106,11 @@ def rows(*shape, trained=True):
 def life_of_experts(trained):
     """Rows come as the router sends them, also above frozen layers and out of wider rows."""
     for count in (40, 44, 52, 1, 0, 2, 60):
-        yield activate, rows(count, 32, trained=trained), True
+        yield activate, rows(count, 32, trained=trained), True, rows(count, 1, trained=trained)
     for count in (40, 44, 1, 0):
-        yield activate, rows(count, 32, trained=False), True
-        yield activate, rows(count, 64, trained=trained)[:, :32], True
+        weights = rows(count, 1, trained=trained)
+        yield activate, rows(count, 32, trained=False), True, weights
+        yield activate, rows(count, 64, trained=trained)[:, :32], True, weights
 
 
 def life_of_norms(trained):
