@@ -151,12 +151,12 @@ BUDGETS: tuple[Row, ...] = (
         "*",
         "*",
         "kernels",
-        135,
-        "131: 87 for the layer, 44 for its share of the multi-tensor optimizer",
+        102,
+        "98: 86 for the layer, 12 for its share of the norm and the multi-tensor optimizer",
     ),
     Row("dense", "*", "*", "products", 12, "four weights: one product forward, two backward"),
     Row("dense", "*", "*", "rows", 8192, "all tokens of the micro-batch, unsharded"),
-    Row("dense", "*", "*", "megabytes", 19500, "18,990, including 6,500 for the optimizer and gradient buckets"),
+    Row("dense", "*", "*", "megabytes", 18700, "18,120, including 5,670 for the optimizer and gradient buckets"),
     Row(
         "dense",
         "*",
@@ -167,7 +167,9 @@ BUDGETS: tuple[Row, ...] = (
     ),
     Row("dense", "*", "swiglu_reference", "megabytes", 1250, "two passes; a fused kernel needs one"),
     Row("dense", "silu_backward", "*", "kernels", 1, "one kernel, not decomposed"),
-    Row("dense", "*", "global_norm", "kernels", 26, "multi-tensor norms and their sum"),
+    Row(
+        "dense", "*", "_norms", "kernels", 2, "one reduction of the large range; a multi-tensor norm of all small ones"
+    ),
     Row("dense, beside", "*", "*LinearCrossEntropy*", "rows", 1024, "a chunk of the logits that fills the device"),
     Row("dense, beside", "*", "*", "products", 6, "three for each of two chunks of the logits"),
     Row(
@@ -175,10 +177,15 @@ BUDGETS: tuple[Row, ...] = (
         "*",
         "*",
         "megabytes",
-        62000,
-        "59,990: several copies of the logits in fp32; the product accumulates the gradient of the output layer",
+        35000,
+        "33,930: two passes over the logits in fp32; the product accumulates the gradient of the output layer",
     ),
-    Row("mp 8", "*", "*", "kernels", 110, "106"),
+    Row(
+        "dense, beside", "*", "*", "kernels", 115, "111: 22 for the update, 14 for the embedding, 8 per chunk of logits"
+    ),
+    Row("dense, beside", "*", "*_norms", "kernels", 4, "one large range, and the small ones of the whole model"),
+    Row("mp 8", "*", "*", "kernels", 105, "101"),
+    Row("mp 8, beside", "*", "*", "kernels", 111, "107: the statistics of the logits are reduced over mp"),
     Row("mp 8", "*", "*", "products", 16, "split only as far as the saved link time justifies it"),
     Row("mp 8", "*", "*", "rows", 4096, "two parts; a product with less than 1,024 rows does not fill 132 units"),
     Row(
@@ -186,8 +193,8 @@ BUDGETS: tuple[Row, ...] = (
         "*",
         "*",
         "kernels",
-        126,
-        "122: products of own and other ranks' rows, and their messages",
+        121,
+        "117: products of own and other ranks' rows, and their messages",
     ),
     Row(
         "mp 8, sequence parallel",
@@ -286,10 +293,13 @@ BUDGETS: tuple[Row, ...] = (
         1024,
         "a chunk of the logits that fills the device",
     ),
-    Row("encoder", "*", "*", "kernels", 80, "78"),
+    Row("experts, dropless, beside", "*", "*", "kernels", 115, "111"),
+    Row("experts, dropless, beside", "*", "*", "megabytes", 19600, "19,000: two passes over the logits in fp32"),
+    Row("encoder", "*", "*", "kernels", 71, "69"),
     Row("encoder", "*", "*", "products", 12, "four weights: one product forward, two backward"),
     Row("encoder", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
-    Row("encoder", "*", "*", "megabytes", 4400, "4,260"),
+    Row("encoder", "*", "*", "megabytes", 4200, "4,060"),
+    Row("encoder, beside", "*", "*", "kernels", 209, "203: 56 for four embeddings, 30 for small parameters in buckets"),
 )
 
 # Function that may wait for the device -> (waits per step, reason). For rows per expert see ``Run.counts``.
