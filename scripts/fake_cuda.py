@@ -23,7 +23,7 @@ _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunction
 
 
 def stand_in() -> None:
-    """Let torch accept tensors on cuda:0. Requires that the library built by scripts/trace_cuda.sh is preloaded."""
+    """Let torch accept tensors on cuda:0. Requires that the library built by scripts/with_fake_cuda.sh is preloaded."""
     ctypes.CDLL(os.environ["MEGAPAR_CUDA_GUARD"]).stand_in()
 
 

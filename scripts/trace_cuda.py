@@ -48,6 +48,10 @@ class Watch(Tally):
         self.operators: set[str] = set()
         self._kernels = kernels
 
+    def clear(self) -> None:
+        """Forget the counts."""
+        self.sums = Sums()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Run the operator, then check its inputs and outputs."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -78,10 +82,16 @@ class Tracer:
         self._kernels = Kernels()
         self._device = FakeGpu(torch.device("cuda", 0))
 
-    def trace(self, run: Run, more: str = "") -> Watch:
-        """Trace the second step of the last rank, because the first one allocates buffers. ``more`` contains flags."""
+    def trace(self, run: Run, more: str = "", kind: type[Watch] = Watch) -> Watch:
+        """Trace the second step of the last rank, because the first one allocates buffers.
+
+        Args:
+            run: Run to trace.
+            more: Additional flags.
+            kind: Class of the watch that is returned.
+        """
         config = parse(run.model, [*run.flags.split(), *more.split()], {"WORLD_SIZE": str(run.world), "RANK": "0"})
-        watch = Watch(self._kernels, self._device)
+        watch = kind(self._kernels, self._device)
         with ExitStack() as stack:
             for context in (
                 as_a_build_with_cuda(self._kernels),
@@ -91,7 +101,7 @@ class Tracer:
                 stack.enter_context(context)
             trainer = stack.enter_context(pretend(config, run.world - 1, watch, self._device, WaitTally(watch)))
             trainer.step()
-            watch.sums = Sums()
+            watch.clear()
             trainer.step()
         self.operators |= watch.operators
         return watch

@@ -38,22 +38,26 @@ def samples(shape: Shape, count: int) -> list[dict[str, np.ndarray]]:
     return found
 
 
+def write(shape: Shape, device: str, folder: Path) -> None:
+    """Write the folder of a shape: weights drawn on a device, and samples."""
+    torch.manual_seed(0)
+    config = getattr(transformers, shape.config_class)(**shape.config)
+    with torch.device(device):
+        model = getattr(transformers, shape.architecture)(config)
+    if device == "cuda":
+        model.to(torch.bfloat16)  # half to write and to read; everybody trains from the same values in fp32
+    model.save_pretrained(folder)
+    torch.save(samples(shape, STEPS * shape.micro_batch), folder / "samples.pt")
+
+
 def main() -> None:
-    """Write the folder."""
+    """Write the folder of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=tuple(SHAPES), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    shape = find(options.device, options.model)
-    torch.manual_seed(0)
-    config = getattr(transformers, shape.config_class)(**shape.config)
-    with torch.device(options.device):
-        model = getattr(transformers, shape.architecture)(config)
-    if options.device == "cuda":
-        model.to(torch.bfloat16)  # half to write and to read; everybody trains from the same values in fp32
-    model.save_pretrained(options.folder)
-    torch.save(samples(shape, STEPS * shape.micro_batch), options.folder / "samples.pt")
+    write(find(options.device, options.model), options.device, options.folder)
 
 
 if __name__ == "__main__":

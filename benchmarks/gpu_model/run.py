@@ -1,0 +1,121 @@
+"""Step time and MFU on one H200, predicted from the operators that a trace counts. Needs no GPU.
+
+    python -m benchmarks.gpu_model.run [--layer "dense" "experts, dropless"] [--findings FILE] [--operators 15]
+
+Prints the inputs with their sources, a table per layer of ``scripts/trace_cuda_budgets.py``, and one line of JSON.
+``--findings`` names a measured day of ``scripts/gpu_day.sh``, whose figures replace inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+from benchmarks.gpu_model.inputs import MIDDLE, WAYS, Inputs, read, with_findings
+from benchmarks.gpu_model.model import GPU, Gpu
+from benchmarks.gpu_model.work import DEPTHS, Counted, Totals, totals
+from benchmarks.support.table import print_json, print_table
+
+ROOT = Path(__file__).parents[2]
+# Layers -> depth of the model that they are from: a dense 8B decoder; ERNIE 4.5 21B, all of whose layers have experts.
+MODELS: Mapping[str, int] = {"dense": 32, "experts, dropless": 28}
+MILLI = 1e3
+
+
+def count(names: Sequence[str]) -> list[Counted]:
+    """Return the traced operators; none if this machine cannot build the stub of CUDA, whose reason is printed."""
+    line = [str(ROOT / "scripts/with_fake_cuda.sh"), "gpu_model", "-m", "benchmarks.gpu_model.count", *names]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(f"the trace ended with status {done.returncode}: {done.stderr[-2000:]}")
+    lines = done.stdout.splitlines()
+    print("\n".join(line for line in lines if not line.startswith("{")), end="")
+    return [Counted.from_dict(json.loads(line)) for line in lines if line.startswith("{")]
+
+
+def print_inputs(inputs: Inputs) -> None:
+    """Print every input with its source."""
+    print_table(
+        ("input", *WAYS, "unit", "of", "source", "date"),
+        [
+            (name, *(f"{value:.4g}" for value in x.values), x.unit, x.what, x.source, x.date)
+            for name, x in inputs.items()
+        ],
+    )
+
+
+def report(counted: Counted, inputs: Inputs) -> dict[str, object]:
+    """Print the prediction of a layer, and return it."""
+    few, more = totals(counted.few), totals(counted.more)
+    layer, depth = _difference(more, few), MODELS.get(counted.name, 1)
+    kernels, moved = (getattr(few, name) - DEPTHS[0] * getattr(layer, name) for name in ("kernels", "bytes"))
+    print(
+        f"{counted.name}: {layer.kernels} kernels, {layer.bytes / 1e9:.1f} GB outside products, "
+        f"{layer.gemms} products, {layer.waits} waits; beside the layers {kernels} kernels, {moved / 1e9:.1f} GB"
+    )
+    rows, ways = [], {}
+    for way in WAYS:
+        gpu = Gpu(inputs, way)
+        found = gpu.predict(counted)
+        seconds, mfu = gpu.step(counted, depth)
+        ways[way] = {**asdict(found), "step_seconds": seconds, "step_mfu": mfu}
+        times = (found.layer_seconds, *found.device.values(), found.host_seconds, found.beside_seconds, seconds)
+        rows.append((way, *(f"{MILLI * value:.2f}" for value in times), f"{found.layer_mfu:.1%}", f"{mfu:.1%}"))
+    parts = list(Gpu(inputs, MIDDLE).predict(counted).device)
+    header = ("inputs", "layer ms", *parts, "host", "beside ms", f"step of {depth} layers ms", "MFU layer", "MFU step")
+    print_table(header, rows)
+    return {"layers": depth, "layer": asdict(layer), "predicted": ways}
+
+
+def print_operators(counted: Counted, inputs: Inputs, number: int) -> None:
+    """Print the operators of a layer that take the most device time, with the inputs in the middle."""
+    gpu, seconds, kernels = Gpu(inputs, MIDDLE), Counter[str](), Counter[str]()
+    for sign, operations in ((1, counted.more), (-1, counted.few)):
+        for one in operations:
+            seconds[one.name] += sign * sum(gpu.parts(one).values())  # type: ignore[assignment]
+            kernels[one.name] += sign * one.kernels
+    print_table(
+        ("operator", "kernels", "device ms"),
+        [(name, str(kernels[name]), f"{MILLI * value:.2f}") for name, value in seconds.most_common(number)],
+    )
+
+
+def _difference(more: Totals, few: Totals) -> Totals:
+    sent = {name: more.message_bytes[name] - few.message_bytes.get(name, 0.0) for name in more.message_bytes}
+    names = ("kernels", "bytes", "gemms", "gemm_flops", "attention_flops")
+    return Totals(*(getattr(more, name) - getattr(few, name) for name in names), sent, more.waits - few.waits)
+
+
+def _commit() -> str:
+    line = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Count, predict and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", nargs="+", default=list(MODELS), help="names of scripts/trace_cuda_budgets.py")
+    parser.add_argument("--findings", type=Path, help="findings.jsonl of a measured day")
+    parser.add_argument("--operators", type=int, default=0, help="also list this many operators of a layer")
+    options = parser.parse_args()
+    inputs = read() if options.findings is None else with_findings(read(), options.findings)
+    print_inputs(inputs)
+    found = {}
+    for counted in count(options.layer):
+        found[counted.name] = report(counted, inputs)
+        if options.operators:
+            print_operators(counted, inputs, options.operators)
+    if found:
+        facts = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": _commit(), "device": GPU}
+        figures = {name: asdict(figure) for name, figure in inputs.items()}
+        print_json({"benchmark": "gpu_model", **facts, "inputs": figures, "found": found})
+
+
+if __name__ == "__main__":
+    main()
