@@ -28,10 +28,12 @@ from torch.utils._pytree import tree_leaves
 
 from megapar.arguments import parse
 from megapar.core.device import ops
+from megapar.core.device.compiled import plain
 from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.tracing.pretend import pretend
 from megapar.tools.tracing.tally import Sums, Tally, WaitTally, caller
 from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
+from scripts.lowered_functions import LoweredFunctions
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 from scripts.trace_table import counted
 
@@ -99,7 +101,10 @@ class Tracer:
                 counted(self.calls, "cuda"),
             ):
                 stack.enter_context(context)
-            trainer = stack.enter_context(pretend(config, run.world - 1, watch, self._device, WaitTally(watch)))
+            compiled = config.training.compile == "on"
+            runner = LoweredFunctions(watch, self._device) if compiled else plain
+            made = pretend(config, run.world - 1, watch, self._device, WaitTally(watch), run=runner)
+            trainer = stack.enter_context(made)
             trainer.step()
             watch.clear()
             trainer.step()

@@ -69,7 +69,13 @@ class TrainingOptions:
         8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE
     )
     fp8: bool = flag(False, "compute linear layers (except experts) in fp8, with torchao")
-    compile: bool = flag(False, "compile the functions between collectives with torch.compile")
+    compile: str = flag(
+        "auto",
+        "compile the functions between collectives with torch.compile",
+        type="switch",
+        choices=SWITCH,
+        derived="off until measured on GPUs",
+    )
     manual_gc: str = flag(
         "auto",
         "run Python's garbage collector only at fixed steps, the same on all ranks",

@@ -39,8 +39,8 @@ def convert(flag: Flag, raw: Any) -> Any:
         return _list(flag, raw)
     if flag.type == "bool":
         return _bool(flag, raw)
-    if flag.type == "switch" and isinstance(raw, bool):
-        return "on" if raw else "off"
+    if flag.type == "switch" and str(raw).lower() in TRUE + FALSE:
+        return "on" if str(raw).lower() in TRUE else "off"
     value = _scalar(flag, raw, flag.type)
     return _bounded(flag, _chosen(flag, value))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megapar.config.compilation import compilation
 from megapar.config.report import group_lines
 from megapar.config.vocab_size import source_of_rows
 from megapar.core.units import GIBIBYTE, billions
@@ -25,6 +26,7 @@ def _head(plan: Plan) -> Iterator[str]:
     active = f", {billions(counts.active)} active per token" if counts.active != counts.total else ""
     yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
+    yield f"compiled functions: {compilation(plan.config, plan.kind.device_class.compiler)}"
     for word in plan.run.assumed.words:
         yield f"ASSUMED, megapar does not run this: {word}"
     for note in plan.config.notes:

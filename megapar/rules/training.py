@@ -382,7 +382,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="compile-device",
         reads=("compile", "device"),
-        when=lambda f: f.compile,
+        when=lambda f: f.compile == "on",
         requires=lambda f: f.device != "npu",
         message="--compile supports only CPUs and GPUs",
         fix="Leave --compile out; on an NPU, the vendor's fused operators are used.",
@@ -393,7 +393,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="compile-deterministic",
         reads=("compile", "deterministic"),
-        when=lambda f: f.compile,
+        when=lambda f: f.compile == "on",
         requires=lambda f: not f.deterministic,
         message="--compile chooses kernels by timing them, so two runs may round differently",
         fix="Leave one of them out.",
@@ -404,7 +404,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="compile-ernie3",
         reads=("compile", "ernie_model"),
-        when=lambda f: f.compile,
+        when=lambda f: f.compile == "on",
         requires=lambda f: f.ernie_model != "ernie3",
         message=(
             "--compile does not support ERNIE 3.0, whose branches attend by segments with sizes that change from step "

@@ -79,7 +79,7 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
 
 
 def _run(case: Case, config: Config, steps: int, replay: Routing | None = None) -> Trace:
-    timeout = COMPILE_SECONDS if config.training.compile else TIMEOUT_SECONDS
+    timeout = COMPILE_SECONDS if config.training.compile == "on" else TIMEOUT_SECONDS
     result = run_ranks(
         *(case.world_size, trace, case.kind, case.flags(), steps, replay, case.backend), group=False, timeout=timeout
     )[0]

@@ -554,7 +554,7 @@ OTHERS = (
     # Minutes of a compiler, where everything else is seconds.
     Option(
         name="compile",
-        values=lambda d: (*(None,) * 60, True) if d.world_size <= 2 and not legal.branched(d) else (None,),
+        values=lambda d: (*(None,) * 60, "on") if d.world_size <= 2 and not legal.branched(d) else (None,),
         wild=(),
         layout=True,
         rare=True,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class Compiled:
 
     Attributes:
         functions: Plain function -> its compiled forms.
-        given_up: Functions that run uncompiled, because torch could not compile them or they needed too many forms.
+        given_up: Functions that run uncompiled, because they could not be compiled or needed too many forms.
     """
 
     def __init__(self, backend: str = "inductor", most_forms: int = 64) -> None:
@@ -76,24 +77,42 @@ class Compiled:
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call the function, and compile it at the first call of each form.
 
-        If torch gives up, the function runs uncompiled from then on, with one warning per function.
+        If that fails, the function runs uncompiled from then on, with one warning per function.
         """
         forms = self.functions.setdefault(function, {})
         form = None if function in self.given_up else _form(function, arguments)
         if form is None:
             return function(*arguments)
+        new = form not in forms
         try:
-            if form not in forms:
+            if new:
                 forms[form] = self._make(function, len(forms))
-                _mark(function, arguments)
-            result: T = forms[form](*arguments)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit, _TooManyError) as e:
-            self.given_up.add(function)
-            reason = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-            message = f"{function.__name__} runs uncompiled from now on ({reason}); the numbers are the same"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+                result: T = self._first_call(function, forms[form], arguments)
+            else:
+                result = forms[form](*arguments)
+        except Exception as error:
+            if not new and not isinstance(error, _OF_COMPILER):
+                raise
+            self._give_up(function, error)
             return function(*arguments)
         return result
+
+    def _first_call(self, function: Callable[..., T], form: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+        """Compile and call a form, with its backward, which torch would otherwise compile in the backward.
+
+        There a failure would end the run. Generated kernels are also built and tried here, so any error of a first
+        call may be the compiler's; an error of the function itself is raised again by the uncompiled call.
+        """
+        _mark(function, arguments)
+        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+            result: T = form(*arguments)
+        return result
+
+    def _give_up(self, function: Callable[..., Any], error: Exception) -> None:
+        self.given_up.add(function)
+        reason = _reason(error)
+        message = f"{function.__name__} runs uncompiled from now on ({reason}); the numbers are the same"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
     def _make(self, function: Callable[..., T], number: int) -> Callable[..., T]:
         if number == self._most_forms:
@@ -106,6 +125,28 @@ class Compiled:
 
 class _TooManyError(Exception):
     """A function has too many forms."""
+
+
+# Errors of calls after the first one that do not come from the function itself.
+_OF_COMPILER = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
+def failed_trial(device: torch.device, backend: str = "inductor") -> str:
+    """Compile and run a small kernel. Return the reason if that fails, else ""."""
+    try:
+        x = torch.ones(64, device=device)
+        torch.compile(_twice, fullgraph=True, backend=backend)(x)
+    except Exception as error:
+        return f"the compiler fails on a trial kernel ({_reason(error)})"
+    return ""
+
+
+def _twice(x: Tensor) -> Tensor:
+    return x + x
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _counts(x: Tensor, leading: int) -> int:

@@ -36,6 +36,7 @@ class DeviceClass:
         least_rows: Minimum rows of a product that is cut, all its batches together.
         batched: Products of several batches with one weight are one kernel.
         hides: Collectives of linear layers are always hidden; otherwise only if predicted to be faster.
+        compiler: Generates torch.compile's code: triton, c++ or none.
         logits_bytes: Bytes of fp32 logits that the loss computes at a time.
     """
 
@@ -47,6 +48,7 @@ class DeviceClass:
     least_rows: int
     batched: bool
     hides: bool
+    compiler: str
     logits_bytes: int
 
 
@@ -173,5 +175,6 @@ def _class(row: Mapping[str, Any]) -> DeviceClass:
         least_rows=row["least_rows"],
         batched=row["batched"],
         hides=row["hides"],
+        compiler=row["compiler"],
         logits_bytes=row["logits_mib"] * MEGABYTE,
     )

@@ -25,6 +25,7 @@ from megapar.core.box import Box
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
+from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.pick import pick
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.data.batches import Collate, MicroBatch, pinned
@@ -53,6 +54,7 @@ def pretend(
     observer: StepObserver | None = None,
     *,
     exact: bool = False,
+    run: FunctionRunner = plain,
 ) -> Iterator[Trainer]:
     """Yield the trainer of ``rank``, ready to step, with fake tensors. Samples are real, from ``--data-path``.
 
@@ -65,9 +67,10 @@ def pretend(
         device: Device; the CPU by default.
         observer: Observer of the trainer's steps.
         exact: Run every operator, including those whose result is cached. Slower; verifies the cache.
+        run: Caller of the layers' functions.
     """
     config = replace(config, checkpoint=replace(config.checkpoint, save=None))  # nothing is written
-    builder = FakeBuilder(exact=exact)
+    builder = FakeBuilder(exact=exact, run=run)
     corpus = make_corpus(config)
     world = FakeWorld.pretend(config.grid, device or pick("cpu"), rank)
     mode = FakeTensorMode if exact else RememberingMode
@@ -166,13 +169,13 @@ class FakeWorld(World):
 
 
 class FakeBuilder(Builder):
-    """Builder of a trainer with fake tensors whose host sees a balanced run. For ``exact`` see ``pretend``."""
+    """Builder of a trainer with fake tensors whose host sees a balanced run. For the arguments see ``pretend``."""
 
     moe_layer = BalancedMoeLayer
     denominators = BalancedDenominators
 
-    def __init__(self, *, exact: bool) -> None:
-        self._exact = exact
+    def __init__(self, *, exact: bool, run: FunctionRunner = plain) -> None:
+        self._exact, self._run = exact, run
 
     def model(self, *parts: Any, meta: bool, **options: Any) -> Model:
         """Build the model; outside the fake mode if it is on the meta device, where fake tensors are not needed."""
@@ -185,6 +188,10 @@ class FakeBuilder(Builder):
         if self._exact:
             return made
         return OneSampleOverlap(**{field.name: getattr(made, field.name) for field in fields(made)})
+
+    def runner(self, config: Config, world: World) -> FunctionRunner:
+        """Return the caller that the trace wants: no compiler runs on fake tensors."""
+        return self._run
 
     def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
         """Do nothing: initializing values that do not exist would take most of the time."""

@@ -33,7 +33,7 @@ ALIGNMENT_BYTES = 16
 # Messages per peer below this size are short, aligned or not.
 LARGE_BYTES = 64 * 1024
 
-_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"})
+PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"})
 _COPIES = frozenset({"_to_copy", "copy_", "_pin_memory"})
 # Operators that read a value or the size of their result from the device.
 _READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"})
@@ -151,7 +151,7 @@ class Tally(TorchDispatchMode):
             return
         label = caller()
         self.sums.kernels[operator, label] += launches
-        if operator in _PRODUCTS:
+        if operator in PRODUCTS:
             first = 1 if "add" in operator else 0
             self.sums.products[product_of(*args[first : first + 2]), label] += 1
         elif "attention" not in name and not name.startswith(tuple(_MESSAGES)):

@@ -156,7 +156,7 @@ def traceable(config: Config, rank: int) -> Config:
             # Settings that ramp up over the first steps have their final values.
             config.training,
             dtype=dtype,
-            compile=False,
+            compile="off",
             fp8=False,
             progressive_iters=0,
             rampup_batch_size=None,

@@ -20,7 +20,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.compiled import Compiled, plain
+from megapar.core.device.compiled import FunctionRunner
 from megapar.core.device.kinds import kind_of
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import RankLayers
@@ -46,6 +46,7 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
 from megapar.training.building.build import DTYPES, compute_dtype, make_collate, make_layout, make_slicing
+from megapar.training.building.function_runner import make_runner
 from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.building.tensor_overlap import hiding
 from megapar.training.step.denominators import Denominators
@@ -114,6 +115,10 @@ class Builder:
         """Return the overlap of tensor parallel layers' collectives. See ``make_overlap``."""
         return make_overlap(config, world, sizes)
 
+    def runner(self, config: Config, world: World) -> FunctionRunner:
+        """Return the caller of the layers' functions. See ``make_runner``."""
+        return make_runner(config, world)
+
     def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
         """Fill this rank's shard of a parameter with its initial values."""
         fill(tensor, spec, box, seed=seed, init_std=init_std)
@@ -127,15 +132,15 @@ class Builder:
         return make_collate(config, world, corpus)
 
 
-def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext) -> Execution:
-    """Return how the model's layers run on this device."""
+def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext, run: FunctionRunner) -> Execution:
+    """Return how the model's layers run on this device. ``run`` calls their functions."""
     splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
     return Execution(
         overlap=overlap,
         comm=comm,
         weight_gradients=WeightGradients() if splits_backward else None,
         fp8=Fp8Linear() if config.training.fp8 else None,
-        run=Compiled() if config.training.compile else plain,
+        run=run,
         selective=config.recompute.recompute_granularity == "selective",
     )
 

@@ -18,6 +18,7 @@ from megapar.arguments import Config
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
+from megapar.core.device.compiled import plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
@@ -61,6 +62,7 @@ class Job:
         partial: Parameters whose gradients are summed over mp.
         pipeline: Runs the model if pp > 1, else None.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
+        compiled: Functions of layers are compiled.
         observer: Hooks into every step.
     """
 
@@ -75,6 +77,7 @@ class Job:
     partial: tuple[str, ...]
     pipeline: PipelinedModel | None = None
     tied: str | None = None
+    compiled: bool = False
     observer: StepObserver = field(default_factory=StepObserver)
 
 
@@ -96,7 +99,8 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     comm = CommContext(world.meter, world.device, chained, None if observer is None else observer.host_waited)
     recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
     cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    execution = make_execution(config, world, builder.overlap(config, world, sizes), comm)
+    overlap, run = builder.overlap(config, world, sizes), builder.runner(config, world)
+    execution = make_execution(config, world, overlap, comm, run)
     rank_layers = stages.rank_layers(world.axis("pp").rank)
     model_dtype = at_least_fp32(dtype) if cut_parameters else dtype
     model = builder.model(config, world, sizes, rank_layers, model_dtype, execution, recompute, meta=cut_parameters)
@@ -122,6 +126,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         metered=not cut_parameters,
         partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
         pipeline=pipeline,
+        compiled=execution.run is not plain,
         observer=observer or StepObserver(),
     )
     if pipeline is not None and model.embedding is not None and rank_layers.first != rank_layers.last:
@@ -143,8 +148,6 @@ def _observe_routing(model: Model, observer: StepObserver) -> None:
 def check_device(config: Config, device: Device) -> None:
     """Raise ConfigError if the flags need something that this device or machine does not support."""
     complaints = []
-    if config.training.compile and (lacks := device.compiler_lacks()):
-        complaints.append(Complaint("compile", f"--compile, but {lacks}.", "Remove --compile."))
     if config.parallel.tp_comm_overlap == FUSED and device.type != "cuda":
         message = f"--tp-comm-overlap fused reads the memory of other GPUs, but the device is {device.name}."
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))

@@ -209,7 +209,7 @@ def make_guards(
     if interval := config.reliability.replica_check_interval:
         guards.append(ReplicaGuard(job, interval))
     if interval := config.reliability.recompute_check_interval:
-        schedule, compiled = effective_schedule(config), config.training.compile
+        schedule, compiled = effective_schedule(config), job.compiled
         guards.append(
             RecomputeGuard(
                 job, gradients, loader, interval, schedule=schedule, changes_kernels=not compiled, log_line=log_line

@@ -14,10 +14,12 @@ import torch
 
 from megapar import __version__
 from megapar.arguments import FLAGS, GROUPS, Config
+from megapar.config.compilation import compilation
 from megapar.config.draft import is_given
 from megapar.config.help import written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
+from megapar.core.device.kinds import device_class
 from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.mock import MockTokenizer
@@ -45,6 +47,7 @@ def opening(config: Config, world: World, corpus: Corpus, names: Sequence[str]) 
     yield f"{versions}, {world.device.type}; started {started}"
     yield _hosts(names)
     yield from _flags(config)
+    yield f"compiled functions: {compilation(config, device_class(world.device.type).compiler)}"
     yield from _data(config, corpus)
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from megapar.core.device.compiled import Compiled, plain
 from megapar.core.tensor_parallel.execution import Execution
@@ -81,6 +83,38 @@ def test_what_never_ends_to_be_compiled_runs_as_it_is(recwarn):
 
 def twice(x):
     return 2 * x
+
+
+def test_a_backward_that_cannot_be_compiled_runs_as_it_is():
+    """torch compiles a backward when it runs unless asked before, and an error there would end the run."""
+
+    def fails(graph, inputs):
+        raise RuntimeError("no backward")
+
+    run = Compiled(aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=fails))
+    x = torch.ones(3, requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="twice runs uncompiled from now on"):
+        run(twice, x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), 2.0))
+    assert run.given_up == {twice}
+
+
+def test_code_that_fails_at_its_first_call_is_given_up_and_an_error_of_the_function_is_raised():
+    def out_of_registers(graph, inputs):
+        def code(*inputs):
+            raise RuntimeError("out of resources")
+
+        return code
+
+    run = Compiled(out_of_registers)
+    with pytest.warns(RuntimeWarning, match="out of resources"):
+        torch.testing.assert_close(run(twice, torch.ones(3)), torch.full((3,), 2.0))
+    with pytest.warns(RuntimeWarning, match="uncompiled"), pytest.raises(RuntimeError, match="size of tensor"):
+        Compiled("eager")(torch_add, torch.ones(3), torch.ones(4))
+
+
+def torch_add(x, y):
+    return x + y
 
 
 @pytest.mark.table  # a minute of compiling
