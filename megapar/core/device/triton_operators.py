@@ -52,15 +52,18 @@ def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[T
     return log_p, torch.ops.megapar.gradient_of_logits(logits, labels, lse, dtype)
 
 
-@cache
 def usable(device: torch.device) -> bool:
-    """Return True if Triton is installed and every kernel computes its example right on ``device``; else warn."""
-    if find_spec("triton") is None:
-        return False
+    """Return True if ``device`` is a GPU, Triton is installed, and every kernel has passed its trial there."""
+    return device.type == "cuda" and find_spec("triton") is not None and passed(device)
+
+
+@cache
+def passed(device: torch.device) -> bool:
+    """Return True if every kernel computes its example right on ``device``; otherwise warn."""
     try:
         wrong = [name for name, error in _errors(device).items() if not error < TOLERANCE]
     except Exception as error:  # whatever a compiler or a driver raises
-        wrong = [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"]
+        wrong = [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"]
     if wrong:
         message = f"Triton kernels are not used on {device} ({', '.join(wrong)}); the numbers are the same without them"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
@@ -102,7 +105,8 @@ def _by_sample(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 def _rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     from megapar.core.device.triton_kernels.rotary import split_rotated
 
-    return tuple(split_rotated(qkv, cos, sin))
+    heads = split_rotated(qkv, cos, sin)
+    return heads.q, heads.k, heads.v
 
 
 def _rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

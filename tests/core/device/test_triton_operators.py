@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def untried():
-    triton_operators.usable.cache_clear()
+    triton_operators.passed.cache_clear()
     yield
-    triton_operators.usable.cache_clear()
+    triton_operators.passed.cache_clear()
 
 
 def test_a_trace_sees_the_shapes_of_the_results():
@@ -33,25 +33,24 @@ def test_a_trace_sees_the_shapes_of_the_results():
         assert (gradient.shape, gradient.dtype) == ((6, 50), torch.bfloat16)
 
 
-def test_without_triton_nothing_is_tried(monkeypatch):
-    monkeypatch.setattr(triton_operators, "find_spec", lambda name: None)
+@pytest.mark.parametrize(("device", "installed"), [("cpu", True), ("cuda:0", False)])
+def test_other_devices_and_installations_try_nothing(device, installed, monkeypatch):
+    monkeypatch.setattr(triton_operators, "find_spec", lambda name: object() if installed else None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not triton_operators.usable(CPU)
+        assert not triton_operators.usable(torch.device(device))
 
 
 @pytest.mark.parametrize("errors", [{"rotary_heads": 0.5}, {"rotary_heads": float("nan")}])
 def test_a_kernel_that_computes_something_else_is_not_used(errors, monkeypatch):
-    monkeypatch.setattr(triton_operators, "find_spec", lambda name: object())
     monkeypatch.setattr(triton_operators, "_errors", lambda device: {"cross_entropy": 0.001, **errors})
     with pytest.warns(RuntimeWarning, match=r"not used on cpu \(rotary_heads\)"):
-        assert not triton_operators.usable(CPU)
+        assert not triton_operators.passed(CPU)
 
 
-def test_a_device_that_cannot_run_them_goes_without(monkeypatch):
-    monkeypatch.setattr(triton_operators, "find_spec", lambda name: object())
+def test_a_device_that_cannot_run_them_goes_without():
     with pytest.warns(RuntimeWarning, match="NotImplementedError.*the numbers are the same without them"):
-        assert not triton_operators.usable(CPU)  # no kernel is registered for a CPU
+        assert not triton_operators.passed(CPU)  # no kernel is registered for a CPU
 
 
 def check():
