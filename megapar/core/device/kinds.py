@@ -37,6 +37,7 @@ class DeviceClass:
         batched: Products of several batches with one weight are one kernel.
         hides: Collectives of linear layers are always hidden; otherwise only if predicted to be faster.
         logits_bytes: Bytes of fp32 logits that the loss computes at a time.
+        one_hot_rows: Most rows of an embedding whose gradient is a product with one-hot indices.
     """
 
     tile: tuple[int, int]
@@ -48,6 +49,7 @@ class DeviceClass:
     batched: bool
     hides: bool
     logits_bytes: int
+    one_hot_rows: int
 
 
 @dataclass(frozen=True)
@@ -174,4 +176,5 @@ def _class(row: Mapping[str, Any]) -> DeviceClass:
         batched=row["batched"],
         hides=row["hides"],
         logits_bytes=row["logits_mib"] * MEGABYTE,
+        one_hot_rows=row["one_hot_rows"],
     )

@@ -53,6 +53,7 @@ from megapar.core.device.packed_attention import (
     packed_attention_reference,
     packed_attention_varlen,
 )
+from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
 
 
 def op(name: str, like: Tensor) -> Callable[..., Tensor]:
@@ -212,6 +213,11 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": cross_entropy_reference,
             "cuda": cross_entropy_fused,
             "npu": cross_entropy_reference,
+        },
+        "small_embedding": {
+            "reference": small_embedding_reference,
+            "cuda": small_embedding_by_product,
+            "npu": small_embedding_reference,
         },
         "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
         "unpermute": {"reference": unpermute_reference, "npu": ascend.unpermute_npu},
