@@ -328,7 +328,7 @@ BUDGETS: tuple[Row, ...] = (
     Row(
         "experts, dropless, beside",
         "*",
-        "*LinearCrossEntropy*",
+        "*",
         "rows",
         1024,
         "a chunk of the logits that fills the device",

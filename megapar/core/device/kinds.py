@@ -38,6 +38,7 @@ class DeviceClass:
         hides: Collectives of linear layers are always hidden; otherwise only if predicted to be faster.
         compiler: Generates torch.compile's code: triton, c++ or none.
         logits_bytes: Bytes of fp32 logits that the loss computes at a time.
+        one_hot_rows: Most rows of an embedding whose gradient is a product with one-hot indices.
     """
 
     tile: tuple[int, int]
@@ -50,6 +51,7 @@ class DeviceClass:
     hides: bool
     compiler: str
     logits_bytes: int
+    one_hot_rows: int
 
 
 @dataclass(frozen=True)
@@ -177,4 +179,5 @@ def _class(row: Mapping[str, Any]) -> DeviceClass:
         hides=row["hides"],
         compiler=row["compiler"],
         logits_bytes=row["logits_mib"] * MEGABYTE,
+        one_hot_rows=row["one_hot_rows"],
     )

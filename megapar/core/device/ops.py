@@ -54,6 +54,7 @@ from megapar.core.device.packed_attention import (
     packed_attention_reference,
     packed_attention_varlen,
 )
+<<<<<<< HEAD
 from megapar.core.device.rotary import (
     rotary_complex,
     rotary_cuda,
@@ -63,6 +64,9 @@ from megapar.core.device.rotary import (
     rotary_reference,
 )
 from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
+=======
+from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
+>>>>>>> b5-beside
 
 
 def op(name: str, like: Tensor) -> Callable[..., Tensor]:
@@ -205,6 +209,11 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": cross_entropy_reference,
             "cuda": cross_entropy_fused,
             "npu": cross_entropy_reference,
+        },
+        "small_embedding": {
+            "reference": small_embedding_reference,
+            "cuda": small_embedding_by_product,
+            "npu": small_embedding_reference,
         },
         "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
         "unpermute": {"reference": unpermute_reference, "cuda": unpermute_strided, "npu": ascend.unpermute_npu},

@@ -54,7 +54,7 @@ def global_norm(
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norms of tensors, in any order.
 
-    A reduction of its own takes a tensor of any size at once, a multi-tensor norm many small ones.
+    A plain reduction takes a tensor of any size at once, a multi-tensor norm many small ones.
     """
     large = [grad for grad in grads if grad.numel() > LIST_ELEMENTS]
     small = [grad for grad in grads if grad.numel() <= LIST_ELEMENTS]

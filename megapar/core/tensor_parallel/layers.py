@@ -25,6 +25,7 @@ from megapar.core.comm.autograd import all_gather, all_reduce_, reduce, reduce_s
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
+from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
@@ -294,7 +295,10 @@ class Embedding(nn.Module):
 
     def forward(self, indices: Tensor) -> Tensor:
         """Look up [..] int64 to [.., H]."""
-        return F.embedding(indices, local(self.weight))
+        weight = local(self.weight)
+        if weight.shape[0] > device_class(weight.device.type).one_hot_rows:
+            return F.embedding(indices, weight)
+        return op("small_embedding", weight)(weight, indices=indices)
 
 
 def vocabulary_range(vocab_size: int, mp: Axis) -> tuple[int, int]:
