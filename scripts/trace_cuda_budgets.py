@@ -43,6 +43,7 @@ RECIPE += " --gradient-merge-acc-step 2 --global-batch-size 32"
 RUNS = (
     Run("dense", "moe", 1, DENSE),
     Run("dense, fp16", "moe", 1, f"{DENSE} --fp16".replace("--bf16 ", "")),
+    Run("dense, norms of queries and keys", "moe", 1, f"{DENSE} --qk-norm"),
     Run("dense, sharding 2", "moe", 2, DENSE),
     Run("dense, sharding 24, rows of odd lengths", "moe", 24, f"{DENSE} --hidden-size 2560"),
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
@@ -162,12 +163,18 @@ BUDGETS: tuple[Row, ...] = (
     Row(
         "dense",
         "*",
-        "rotary_reference",
-        "megabytes",
-        2100,
-        "fp32, seven passes per tensor; a fused kernel reads and writes once",
+        "_turn_",
+        "kernels",
+        4,
+        "queries and keys in one product in each direction, and its complex angles",
     ),
-    Row("dense", "*", "swiglu_reference", "megabytes", 1250, "two passes; a fused kernel needs one"),
+    Row("dense", "*", "_turn_", "megabytes", 375, "the product in fp32; a fused kernel has no copies in fp32"),
+    Row("dense", "*", "_RotaryHeads.backward", "megabytes", 560, "gradients to fp32, and back into one buffer"),
+    Row("dense", "*", "_Swiglu.forward", "megabytes", 1250, "two passes; a fused kernel needs one"),
+    Row("dense", "*", "_Swiglu.backward", "kernels", 3, "gradients of gate and up in one buffer, without a stack"),
+    Row(
+        "dense", "copy_", "*", "kernels", 14, "14: seven of rotary embedding, six of gradients, one cast of parameters"
+    ),
     Row("dense", "silu_backward", "*", "kernels", 1, "one kernel, not decomposed"),
     Row(
         "dense", "*", "_norms", "kernels", 2, "one reduction of the large range; a multi-tensor norm of all small ones"
