@@ -7,6 +7,7 @@ Shape letters: R rows, I input features, O output features, E experts on this ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def grouped_linear(
     counts_E: Tensor,
     defer_wgrad: DeferWgrad | None = None,
     sizes_E: tuple[int, ...] | None = None,
+    ends: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Multiply each row by the transposed weight of its expert: [R, O].
 
@@ -33,13 +35,14 @@ def grouped_linear(
         counts_E: int64, rows of each expert, possibly 0; they must sum to R, because further rows are not computed.
         defer_wgrad: Defers the product of the weight gradient (``weight_gradients``); None: the backward computes it.
         sizes_E: The counts on the host; passed if the device's product would otherwise copy them to the host.
+        ends: Returns ``row_ends`` of the counts, if several products share it.
     """
     if defer_wgrad is not None:
         product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)
         return product
     if sizes_E is not None:
         return linear_by_size(rows_RI, weight_EOI, sizes_E)
-    return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E)
+    return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E, ends)
 
 
 class _SplitBackward(torch.autograd.Function):

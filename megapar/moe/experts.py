@@ -7,7 +7,7 @@ this rank (E and F are global sizes divided by the ep and emp sizes).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.device.compiled import counted
+from megapar.core.device.grouped import row_ends
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
@@ -112,10 +113,11 @@ class Experts(nn.Module):
                 local(getattr(self, f"{name}_bias")).flatten(1).index_select(0, expert_R)
                 for name in (self.up_name, "down")
             )
-        hidden = grouped_linear(rows_RH, up, counts_E, self._defer_wgrad(self.up_name), sizes_E)
+        ends = cache(partial(row_ends, counts_E))  # computed by the first product that needs it
+        hidden = grouped_linear(rows_RH, up, counts_E, self._defer_wgrad(self.up_name), sizes_E, ends)
 
         def down(inner: Tensor) -> Tensor:
-            return grouped_linear(inner, local(self.down), counts_E, self._defer_wgrad("down"), sizes_E)
+            return grouped_linear(inner, local(self.down), counts_E, self._defer_wgrad("down"), sizes_E, ends)
 
         return self._finish(hidden, up_bias, down, down_bias, weights_R)
 

@@ -13,7 +13,7 @@ Tested in ``tests/core/device/test_ops.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -125,7 +125,9 @@ def rotary_npu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y.view_as(x).to(x.dtype)
 
 
-def grouped_linear_npu(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_linear_npu(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends: Callable[[], Tensor] | None = None
+) -> Tensor:
     """Compute ``grouped_linear_reference`` by npu_grouped_matmul, for which the host does not wait for the counts."""
     product: Tensor = _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)
     return product

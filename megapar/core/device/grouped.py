@@ -10,7 +10,7 @@ Shape letters: R rows, I input features, O output features, E experts on this ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,22 +22,40 @@ GROUPED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 ALIGNMENT_BYTES = 16
 
 
-def grouped_linear_reference(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply each row by the transposed weight of its expert, to [R, O], expert by expert. Waits for the counts."""
+def row_ends(counts_E: Tensor) -> Tensor:
+    """Return the row after the last one of each expert, as ``grouped_mm`` takes it: [E] int32."""
+    return counts_E.cumsum(0).to(torch.int32)
+
+
+def grouped_linear_reference(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends: Callable[[], Tensor] | None = None
+) -> Tensor:
+    """Multiply each row by the transposed weight of its expert, to [R, O], expert by expert. Waits for the counts.
+
+    Args:
+        rows_RI: Rows sorted by expert.
+        weight_EOI: The weights of all experts.
+        counts_E: int64, rows of each expert.
+        ends: Returns ``row_ends`` of the counts, which several products share; None: a form that needs it computes it.
+    """
     pieces = rows_RI.split(counts_E.tolist())
     # unbind instead of indexing: its backward stacks once, and does not add E tensors of the full size.
     return torch.cat([F.linear(piece, weight) for piece, weight in zip(pieces, weight_EOI.unbind(0), strict=True)])
 
 
-def grouped_linear_aligned(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_linear_aligned(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends: Callable[[], Tensor] | None = None
+) -> Tensor:
     """Compute ``grouped_linear_reference`` in one kernel if it accepts these widths."""
     form = grouped_linear_fused if grouped_mm_takes(rows_RI, weight_EOI) else grouped_linear_reference
-    return form(rows_RI, weight_EOI, counts_E)
+    return form(rows_RI, weight_EOI, counts_E, ends)
 
 
-def grouped_linear_fused(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+def grouped_linear_fused(
+    rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends: Callable[[], Tensor] | None = None
+) -> Tensor:
     """Compute ``grouped_linear_reference`` in one kernel. The offsets stay on the device."""
-    ends_E = counts_E.cumsum(0).to(torch.int32)
+    ends_E = row_ends(counts_E) if ends is None else ends()
     product: Tensor = F.grouped_mm(rows_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
     result: Tensor = _ContiguousGradient.apply(product)
     return result
@@ -75,7 +93,7 @@ def grouped_input_gradient_aligned(dy_RO: Tensor, weight_EOI: Tensor, counts_E: 
     """Compute ``grouped_input_gradient_reference`` in one kernel if it accepts these widths."""
     if not grouped_mm_takes(dy_RO, weight_EOI):
         return grouped_input_gradient_reference(dy_RO, weight_EOI, counts_E)
-    product: Tensor = F.grouped_mm(dy_RO.contiguous(), weight_EOI, offs=counts_E.cumsum(0).to(torch.int32))
+    product: Tensor = F.grouped_mm(dy_RO.contiguous(), weight_EOI, offs=row_ends(counts_E))
     return product
 
 
@@ -90,8 +108,7 @@ def grouped_weight_gradient_aligned(dy_RO: Tensor, rows_RI: Tensor, counts_E: Te
     """Compute ``grouped_weight_gradient_reference`` in one kernel if it accepts these widths."""
     if dy_RO.dtype not in GROUPED_DTYPES or not (_aligned(dy_RO) and _aligned(rows_RI)):
         return grouped_weight_gradient_reference(dy_RO, rows_RI, counts_E)
-    ends_E = counts_E.cumsum(0).to(torch.int32)
-    product: Tensor = F.grouped_mm(dy_RO.t(), rows_RI, offs=ends_E)
+    product: Tensor = F.grouped_mm(dy_RO.t(), rows_RI, offs=row_ends(counts_E))
     return product
 
 
