@@ -54,7 +54,6 @@ from megapar.core.device.packed_attention import (
     packed_attention_reference,
     packed_attention_varlen,
 )
-<<<<<<< HEAD
 from megapar.core.device.rotary import (
     rotary_complex,
     rotary_cuda,
@@ -63,10 +62,8 @@ from megapar.core.device.rotary import (
     rotary_heads_reference,
     rotary_reference,
 )
-from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
-=======
 from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
->>>>>>> b5-beside
+from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
 
 
 def op(name: str, like: Tensor) -> Callable[..., Tensor]:

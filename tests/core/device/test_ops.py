@@ -54,14 +54,10 @@ def cases(name, dtype):
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
     if name == "swiglu":
         return [((draw(0, 2, 3, 2, 16, dtype=dtype),), {})]
-<<<<<<< HEAD
-    if name in ("rotary", "rotary_heads"):
-=======
     if name == "small_embedding":
         indices = torch.tensor([[0, 3, 3], [1, 0, 3]])
         return [((draw(0, 5, 16, dtype=dtype),), {"indices": some}) for some in (indices, indices[0])]
-    if name == "rotary":
->>>>>>> b5-beside
+    if name in ("rotary", "rotary_heads"):
         angles = draw(1, 2, 5, 8, dtype=torch.float32).detach()
         shapes = [(2, 5, 4, 16)] if name == "rotary" else [(2, 5, 2, queries + 2, 16) for queries in (1, 4)]
         return [((draw(0, *shape, dtype=dtype),), {"cos": angles.cos(), "sin": angles.sin()}) for shape in shapes]
@@ -163,11 +159,7 @@ def test_attention_takes_values_of_another_head_size(name, device, value_dim):
 
 def test_every_form_has_a_case():
     attentions = {"attention", "attention_slice", "packed_attention", "packed_attention_slice"}
-<<<<<<< HEAD
-    others = {"rms_norm", "swiglu", "rotary", "rotary_heads", "permute", "unpermute"}
-=======
-    others = {"rms_norm", "swiglu", "rotary", "small_embedding", "permute", "unpermute"}
->>>>>>> b5-beside
+    others = {"rms_norm", "swiglu", "rotary", "rotary_heads", "small_embedding", "permute", "unpermute"}
     products = {f"grouped_{kind}" for kind in ("linear", "input_gradient", "weight_gradient")}
     assert {name for name, _ in ENTRIES} == attentions | others | products
     assert all("npu" in forms for forms in OPS.values())
