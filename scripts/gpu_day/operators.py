@@ -55,8 +55,8 @@ def run(day: Day) -> None:
     torch.manual_seed(0)
     for named, dtype in DTYPES.items():
         for name in OPS:
-            if name.startswith("attention_block"):
-                continue  # forward and backward are compared together below
+            if name.startswith("attention_block") or name == "cross_entropy":
+                continue  # value and gradient are compared together below
             form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
                 day.findings.record(day.part, f"{name}: calls", False, error="this entry has no test calls")
@@ -64,6 +64,7 @@ def run(day: Day) -> None:
             for case in cases(name, day, dtype):
                 work = partial(compare, form, reference, case, TOLERANCE[dtype])
                 day.attempt(f"{name}: {case.name}, {named}", work)
+        day.attempt(f"cross_entropy: {named}", partial(entropy, day, dtype))
         for causal, groups in ((True, 8), (False, 8), (True, 2)):
             work = partial(blocks, day, dtype, causal, groups)
             day.attempt(f"attention_block: causal {causal}, 8/{groups} heads, {named}", work)
@@ -220,6 +221,12 @@ def _add_product(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
         yield Case("begins" if begins else "goes on", (total.clone(), *factors), {"begins": begins})
 
 
+def _small_embedding(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    for count in (4, 512):
+        indices = torch.randint(count, (2, _length(day)), device=day.place)
+        yield Case(f"{count} rows", (draw(count, 96),), {"indices": indices})
+
+
 def _permutation(day: Day, draw: Callable[..., Tensor], back: bool) -> Iterator[Case]:
     T = 4 * _length(day)
     experts = torch.stack([torch.randperm(8, device=day.place)[:2] for _ in range(T)])
@@ -251,9 +258,22 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "grouped_input_gradient": partial(_grouped, which="input"),
     "grouped_weight_gradient": partial(_grouped, which="weight"),
     "add_product": _add_product,
+    "small_embedding": _small_embedding,
     "permute": partial(_permutation, back=False),
     "unpermute": partial(_permutation, back=True),
 }
+
+
+@torch.no_grad()
+def entropy(day: Day, dtype: torch.dtype) -> Answer:
+    """Compare cross-entropy and its gradient; the device's form overwrites the logits that it reads."""
+    logits = 5 * torch.randn(_length(day), 1003, device=day.place)
+    labels = torch.randint(1003, logits.shape[:1], device=day.place)
+    forms = OPS["cross_entropy"]
+    want = forms["reference"](logits.double(), labels, torch.float64)
+    got = forms.get(day.device, forms["reference"])(logits, labels, dtype)
+    found = {name: relative(a, b) for name, a, b in zip(("result", "gradient"), got, want, strict=True)}
+    return Answer(all(e <= TOLERANCE[dtype] for e in found.values()), {"errors": found, "tolerance": TOLERANCE[dtype]})
 
 
 @torch.no_grad()
