@@ -103,14 +103,14 @@ def _by_sample(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from megapar.core.device.triton_kernels.rotary import split_rotated
+    from megapar.core.device.triton_kernels.rotary_heads import split_rotated
 
     heads = split_rotated(qkv, cos, sin)
     return heads.q, heads.k, heads.v
 
 
 def _rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from megapar.core.device.triton_kernels.rotary import Heads, merge_rotated
+    from megapar.core.device.triton_kernels.rotary_heads import Heads, merge_rotated
 
     return merge_rotated(Heads(dq, dk, dv), cos, sin)
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapar.core.device.triton_kernels.build import BuiltKernel
+from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
 
 BLOCK = 4096
 WARPS = 8

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapar.core.device.triton_kernels.build import BuiltKernel
+from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
 
 ELEMENTS_OF_A_WARP = 512  # 16 of a thread
 

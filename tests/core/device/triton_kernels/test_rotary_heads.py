@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # the interpreter roun
 )
 @settings(max_examples=6, deadline=None)
 def check(shape, half, dtype, seed):
-    from megapar.core.device.triton_kernels import rotary as kernels
+    from megapar.core.device.triton_kernels import rotary_heads as kernels
 
     samples, length, groups, queries = shape
     random = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ HOPPER = 90
 KERNELS = [
     (module, number)
     for module in sorted(info.name for info in pkgutil.iter_modules(triton_kernels.__path__))
-    if module != "build"
+    if module != "built_kernel"
     for number in range(2)
 ]
 
