@@ -34,6 +34,7 @@ OLDEST = "2.11.0"
 # Never run with torch 2.11: files that need the vendor's wheel, and peers that are raced on two CPU cores.
 LEFT_OUT = ("megapar/core/device/ascend.py", "megapar/core/device/npu.py", "benchmarks/throughput/deepspeed_rank.py")
 NCCL = "torch.distributed.ProcessGroupNCCL"
+OWN = "torch.ops.megapar."  # operators that megapar registers
 Names = dict[str, frozenset[str]]  # dotted name -> keywords of its calls
 
 
@@ -70,7 +71,7 @@ def _of_file(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
         if id(node) in inner or not isinstance(node, ast.Attribute | ast.Name):
             continue
         name = _dotted(node, aliases)
-        if name is not None:
+        if name is not None and not name.startswith(OWN):
             call = called.get(id(node))
             yield name, frozenset(k.arg for k in call.keywords if k.arg) if call else frozenset()
 

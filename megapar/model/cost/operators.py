@@ -161,11 +161,14 @@ class Operators:
         """
         view, H, V = self.view, self.hidden_size, -(-vocab_size // self.view.mp)
         e, w, weight = view.item_bytes, view.wide_bytes, V * H
-        chunk = rows_at_a_time(ceil(rows), w * V, view.logits_bytes) * V
+        held = rows_at_a_time(ceil(rows), w * V, view.logits_bytes)
+        chunk = held * V
         widened = w * chunk if e < w else 0
         kept = e * rows * H + e * weight
         product = e * weight if e < w and view.kernels != "cuda" else 0  # without a kernel that adds to the sum
-        making = e * rows * H + w * weight + product + e * chunk + widened
+        # The logits are gone before the product of their gradient with the rows that have a loss.
+        passing = max(e * chunk + widened, e * chunk + product + e * held * H, e * weight)
+        making = e * rows * H + w * weight + passing
         transient = max(making - kept, e * rows * H + e * weight)
         sent: list[CommCost] = []
         if replicated:
