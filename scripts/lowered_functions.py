@@ -101,7 +101,9 @@ class LoweredFunctions:
         try:
             # Constants would be folded by running operators on the GPU; in kernels they cost nothing either way.
             folding = inductor.patch(joint_graph_constant_folding=False)
-            with _disable_current_modes(), FakeTensorMode(), folding:
+            # As dynamo traces a run: the table's forms then leave what a compiler fuses to it.
+            compiling = replaced(torch.compiler, "is_compiling", lambda: True)
+            with _disable_current_modes(), FakeTensorMode(), folding, compiling:
                 made = tree_leaves(form(*(_like(arguments[place]) for place in places)))
                 differentiable = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
                 if differentiable:

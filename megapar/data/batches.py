@@ -113,7 +113,7 @@ def micro_batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[s
     valid_tokens = int(valid.sum())
     if valid_tokens < valid.size:
         arrays["valid"] = valid
-    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    tensors = {name: torch.from_numpy(np.array(array, order="C")) for name, array in arrays.items()}
     return MicroBatch(tensors, counts, valid_tokens, valid.size)
 
 

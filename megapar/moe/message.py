@@ -3,8 +3,8 @@
     message [R, H + w]   x x x x x ... | g g - -   one row per pair; the first of w columns hold the weight's bits
 
 The weight is sent along because it is multiplied on the expert's rank, so the backward never needs the result of the
-combine. They share one message because every
-collective has a fixed cost. Weights are max(fp32, dtype) and keep all their bits: in bf16 a weight takes two columns.
+combine. They share one message because every collective has a fixed cost. Weights are max(fp32, dtype) and keep all
+their bits: in bf16 a weight takes two columns.
 
 A row is a multiple of 16 bytes, so that with any splits each rank's part is aligned: NCCL copies unaligned parts byte
 by byte (nccl#413). The columns after the weight are padding, which is never written or read.

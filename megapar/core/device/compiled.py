@@ -90,6 +90,8 @@ class Compiled:
                 result: T = self._first_call(function, forms[form], arguments)
             else:
                 result = forms[form](*arguments)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             if not new and not isinstance(error, _OF_COMPILER):
                 raise

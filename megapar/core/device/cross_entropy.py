@@ -38,7 +38,7 @@ def cross_entropy_fused(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> t
 
     Each thread of the log-softmax reads an element before it writes it, so the output replaces the input.
     """
-    if triton_operators.usable(logits.device):
+    if dtype != logits.dtype and triton_operators.usable(logits.device):  # of the same dtype, one buffer is enough
         return triton_operators.cross_entropy(logits, labels, dtype)
     column = labels.unsqueeze(-1)
     torch.log_softmax(logits, -1, out=logits)

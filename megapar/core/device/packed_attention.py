@@ -56,8 +56,18 @@ class PackedDocuments:
         key = (place.start, place.stop, samples)
         if key not in self._slices:
             length = self.ends[-1] // samples
-            self._slices[key] = DocumentSlice(self._pieces(place, length), place, length, self.starts)
+            self._slices[key] = DocumentSlice(
+                self._pieces(place, length), self._longest(place, length), place, length, self.starts
+            )
         return self._slices[key]
+
+    def _longest(self, place: slice, length: int) -> tuple[int, int]:
+        queries = keys = 0
+        for start, end in zip((0, *self.ends), self.ends, strict=False):
+            first, last = start % length, start % length + end - start
+            queries = max(queries, min(last, place.stop) - max(first, place.start))
+            keys = max(keys, min(last, place.stop) - min(first, place.stop))
+        return queries, keys
 
     def _pieces(self, place: slice, length: int) -> tuple[DocumentPiece, ...]:
         pieces = []
@@ -92,12 +102,14 @@ class DocumentSlice:
 
     Attributes:
         pieces: The non-empty parts, in order.
+        longest: The most queries of a document, and the most keys, also of a document without a query.
         place: Positions of the slice in each sample.
         length: Positions of a sample.
         starts: As in ``PackedDocuments``.
     """
 
     pieces: tuple[DocumentPiece, ...]
+    longest: tuple[int, int]
     place: slice
     length: int
     starts: Tensor
@@ -116,13 +128,6 @@ class DocumentSlice:
         sample, first = self.starts // self.length, self.starts % self.length
         starts: Tensor = sample * self.place.stop + first.clamp(max=self.place.stop)
         return starts
-
-    @property
-    def longest(self) -> tuple[int, int]:
-        """The most queries and the most keys of a part."""
-        before = self.place.start
-        queries = max(queries.stop - queries.start for _, queries, _ in self.pieces)
-        return queries, max(before + queries.stop - first for _, queries, first in self.pieces)
 
 
 def packed_attention_reference(
@@ -183,7 +188,8 @@ def packed_attention_varlen(
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]) -> Tensor:
     """Call torch's kernel for variable lengths, which takes a single head size.
 
-    The last query of a document sees all of its keys. Documents may have keys and no query, whose gradients are zero.
+    The last query of a document sees all of its keys. Documents may have keys and no query. The kernel writes their
+    gradients, zero, only up to the most keys, so these count, too.
 
     Args:
         q: [B, N, S, D].

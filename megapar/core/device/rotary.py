@@ -114,7 +114,8 @@ class _RotaryHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         ctx.save_for_backward(cos, sin)
-        if triton_operators.usable(qkv.device):
+        ctx.by_kernel = triton_operators.takes_heads(qkv)
+        if ctx.by_kernel:
             return triton_operators.rotary_heads(qkv, cos, sin)
         wide = _turn_(_copied(qkv[:, :, :, :-1], cos.dtype), cos, sin)
         q, k = (_copied(part, qkv.dtype) for part in (wide[:, :, :, :-1], wide[:, :, :, -1]))
@@ -125,7 +126,7 @@ class _RotaryHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         dq, dk, dv = grads
-        if triton_operators.usable(dk.device):
+        if ctx.by_kernel:
             return triton_operators.rotary_heads_backward(dq, dk, dv, cos, sin), None, None
         *rows, num_groups, features = dk.shape
         heads = dq.shape[2] // num_groups

@@ -1,22 +1,19 @@
 """Operators that Triton kernels compute, registered with torch, so that a trace and a compiler see one operator each.
 
-torch's builds for CUDA include Triton. A GPU's kernels are used after each has computed a small example right there;
-otherwise the device's forms without Triton are, with one warning.
+torch's builds for CUDA include Triton. GPUs use the kernels after each has computed an example (``triton_trial.py``);
+otherwise they use the forms without Triton.
 
 Tested in ``tests/core/device/test_triton_operators.py``.
 """
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-TOLERANCE = 2e-2  # of a bf16 example, relative to the norm
+LARGEST_GROUP = 4096  # elements of the heads of a group
 
+_USED: set[torch.device] = set()  # decided once per process
 _LIBRARY = torch.library.Library("megapar", "DEF")
 _LIBRARY.define("rotary_heads(Tensor qkv, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define("rotary_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor")
@@ -52,47 +49,19 @@ def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[T
     return log_p, torch.ops.megapar.gradient_of_logits(logits, labels, lse, dtype)
 
 
+def use(device: torch.device) -> None:
+    """Let the GPU ``device`` use the kernels from now on. All ranks decide alike: results differ by rounding."""
+    _USED.add(device)
+
+
 def usable(device: torch.device) -> bool:
-    """Return True if ``device`` is a GPU, Triton is installed, and every kernel has passed its trial there."""
-    return device.type == "cuda" and find_spec("triton") is not None and passed(device)
+    """Return True if ``device`` uses the kernels (``use``)."""
+    return device in _USED
 
 
-@cache
-def passed(device: torch.device) -> bool:
-    """Return True if every kernel computes its example right on ``device``; otherwise warn."""
-    try:
-        wrong = [name for name, error in _errors(device).items() if not error < TOLERANCE]
-    except Exception as error:  # whatever a compiler or a driver raises
-        wrong = [f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"]
-    if wrong:
-        message = f"Triton kernels are not used on {device} ({', '.join(wrong)}); the numbers are the same without them"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    return not wrong
-
-
-def _errors(device: torch.device) -> dict[str, float]:
-    """Return operator -> relative error of its example."""
-    from megapar.core.device.cross_entropy import cross_entropy_reference
-    from megapar.core.device.rotary import rotary_heads_reference
-
-    random = torch.Generator().manual_seed(0)
-    qkv = torch.randn(2, 3, 2, 6, 64, generator=random).to(device, torch.bfloat16)
-    angles = torch.randn(2, 3, 32, generator=random).to(device)
-    logits, labels = torch.randn(3, 5000, generator=random).to(device), torch.tensor([7, 0, 4999], device=device)
-    exact = qkv.float().requires_grad_()
-    wanted = rotary_heads_reference(exact, angles.cos(), angles.sin())
-    heads = rotary_heads(qkv, angles.cos(), angles.sin())
-    (gradient,) = torch.autograd.grad(wanted, exact, [x.float() for x in heads])
-    turned = rotary_heads_backward(*heads, angles.cos(), angles.sin())
-    pairs = {"rotary_heads": list(zip(heads, wanted, strict=True)), "rotary_heads_backward": [(turned, gradient)]}
-    found, expected = (
-        form(logits.clone(), labels, torch.bfloat16) for form in (cross_entropy, cross_entropy_reference)
-    )
-    pairs["cross_entropy"] = list(zip(found, expected, strict=True))
-    return {
-        name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
-        for name, both in pairs.items()
-    }
+def takes_heads(qkv: Tensor) -> bool:
+    """Return True if the kernels take qkv [.., Q + 2, D], whose heads of a group must fit one block."""
+    return usable(qkv.device) and qkv.shape[-2] * qkv.shape[-1] <= LARGEST_GROUP
 
 
 def _by_sample(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
 from megapar.training.building.build import DTYPES, compute_dtype, make_collate, make_layout, make_slicing
-from megapar.training.building.function_runner import make_runner
+from megapar.training.building.function_runner import make_runner, try_triton
 from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.building.tensor_overlap import hiding
 from megapar.training.step.denominators import Denominators
@@ -116,7 +116,8 @@ class Builder:
         return make_overlap(config, world, sizes)
 
     def runner(self, config: Config, world: World) -> FunctionRunner:
-        """Return the caller of the layers' functions. See ``make_runner``."""
+        """Return the caller of the layers' functions, after trials of kernels. See ``make_runner``, ``try_triton``."""
+        try_triton(world)
         return make_runner(config, world)
 
     def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:

@@ -1,4 +1,4 @@
-"""Choice of the caller of the layers' functions: ``--compile``, and a trial of the compiler on every rank."""
+"""Choice of how functions of layers are computed: ``--compile`` and Triton's kernels, after a trial on every rank."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from megapar.arguments import Config
 from megapar.config.compilation import compilation
 from megapar.core.comm.agreement import texts_of_all
 from megapar.core.comm.world import World
+from megapar.core.device import triton_operators
 from megapar.core.device.compiled import Compiled, FunctionRunner, failed_trial, plain
 from megapar.core.device.kinds import device_class
+from megapar.core.device.triton_trial import triton_failure
 
 
 def make_runner(config: Config, world: World) -> FunctionRunner:
@@ -22,12 +24,32 @@ def make_runner(config: Config, world: World) -> FunctionRunner:
     if not compilation(config, device_class(device.type).compiler).on:
         return plain
     failure = device.compiler_lacks() or failed_trial(device.torch_device)
-    failures = texts_of_all(failure, world.axis("world"), device.torch_device)
-    rank = next((rank for rank, text in enumerate(failures) if text), None)
-    if rank is None:
+    reason = _first(failure, world)
+    if not reason:
         return Compiled()
     if world.rank == 0:
-        reason = f"on rank {rank} {failures[rank]}"
         message = f"--compile: functions run uncompiled, because {reason}; the numbers are the same"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return plain
+
+
+def try_triton(world: World) -> None:
+    """Let GPUs use Triton's kernels if they work on all ranks, whose results must agree. Every rank must call it.
+
+    Otherwise rank 0 warns once, and all use the forms without Triton.
+    """
+    device = world.device.torch_device
+    if device.type != "cuda":
+        return
+    reason = _first(triton_failure(device), world)
+    if not reason:
+        triton_operators.use(device)
+    elif world.rank == 0:
+        message = f"Triton's kernels are not used, because {reason}; the numbers are the same but for rounding"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def _first(failure: str, world: World) -> str:
+    """Return the first failure of all ranks, with its rank; "" if there is none."""
+    failures = texts_of_all(failure, world.axis("world"), world.device.torch_device)
+    return next((f"on rank {rank} {text}" for rank, text in enumerate(failures) if text), "")

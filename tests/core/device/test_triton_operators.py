@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar.core.device import triton_operators
+from megapar.core.device import triton_operators, triton_trial
+from megapar.core.device.cross_entropy import cross_entropy_reference
+from megapar.core.device.ops import OPS
+from megapar.core.device.rotary import rotary_heads_reference, rotary_reference
 from tests.support.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def untried():
-    triton_operators.passed.cache_clear()
-    yield
-    triton_operators.passed.cache_clear()
+def unused(monkeypatch):
+    monkeypatch.setattr(triton_operators, "_USED", set())
 
 
 def test_a_trace_sees_the_shapes_of_the_results():
@@ -33,24 +32,51 @@ def test_a_trace_sees_the_shapes_of_the_results():
         assert (gradient.shape, gradient.dtype) == ((6, 50), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("device", "installed"), [("cpu", True), ("cuda:0", False)])
-def test_other_devices_and_installations_try_nothing(device, installed, monkeypatch):
-    monkeypatch.setattr(triton_operators, "find_spec", lambda name: object() if installed else None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not triton_operators.usable(torch.device(device))
+def test_without_triton_nothing_is_tried(monkeypatch):
+    monkeypatch.setattr(triton_trial, "find_spec", lambda name: None)
+    assert triton_trial.triton_failure(CPU) == "Triton is not installed"
 
 
-@pytest.mark.parametrize("errors", [{"rotary_heads": 0.5}, {"rotary_heads": float("nan")}])
-def test_a_kernel_that_computes_something_else_is_not_used(errors, monkeypatch):
-    monkeypatch.setattr(triton_operators, "_errors", lambda device: {"cross_entropy": 0.001, **errors})
-    with pytest.warns(RuntimeWarning, match=r"not used on cpu \(rotary_heads\)"):
-        assert not triton_operators.passed(CPU)
+@pytest.mark.parametrize("wrong", [0.5, float("nan")])
+def test_a_kernel_that_computes_something_else_fails(wrong, monkeypatch):
+    monkeypatch.setattr(triton_trial, "find_spec", lambda name: object())
+    monkeypatch.setattr(triton_trial, "errors", lambda device: {"cross_entropy": 0.001, "rotary_heads": wrong})
+    assert triton_trial.triton_failure(CPU) == "wrong results: rotary_heads"
 
 
-def test_a_device_that_cannot_run_them_goes_without():
-    with pytest.warns(RuntimeWarning, match="NotImplementedError.*the numbers are the same without them"):
-        assert not triton_operators.passed(CPU)  # no kernel is registered for a CPU
+def test_a_device_that_cannot_run_them_fails(monkeypatch):
+    monkeypatch.setattr(triton_trial, "find_spec", lambda name: object())
+    assert triton_trial.triton_failure(CPU).startswith("NotImplementedError: ")  # no kernel is registered for a CPU
+
+
+def plain_kernels(monkeypatch):
+    """Let the CPU use the kernels, each computed by the form that it replaces."""
+
+    def backward(dq, dk, dv, cos, sin):
+        back = [rotary_reference(x, cos, -sin).unflatten(2, (dk.shape[2], -1)) for x in (dq, dk)]
+        return torch.cat((*back, dv.unsqueeze(3)), dim=3)
+
+    monkeypatch.setattr(triton_operators, "rotary_heads", rotary_heads_reference)
+    monkeypatch.setattr(triton_operators, "rotary_heads_backward", backward)
+    monkeypatch.setattr(triton_operators, "cross_entropy", cross_entropy_reference)
+    triton_operators.use(CPU)
+
+
+def test_operators_of_a_device_that_uses_them_call_them(monkeypatch):
+    plain_kernels(monkeypatch)
+    qkv = torch.randn(2, 3, 2, 6, 8, requires_grad=True)
+    angles = torch.randn(2, 3, 4)
+    arguments = (qkv, angles.cos(), angles.sin())
+    heads, expected = OPS["rotary_heads"]["cuda"](*arguments), rotary_heads_reference(*arguments)
+    for got, wanted in zip(heads, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    grads = [torch.randn_like(x) for x in expected]
+    torch.testing.assert_close(*(torch.autograd.grad(x, qkv, grads) for x in (heads, expected)))
+    monkeypatch.setattr(triton_operators, "cross_entropy", lambda *arguments: "the kernel")
+    logits, labels = torch.randn(4, 9), torch.tensor([1, 0, 8, 8])
+    assert OPS["cross_entropy"]["cuda"](logits, labels, torch.bfloat16) == "the kernel"
+    assert OPS["cross_entropy"]["cuda"](logits, labels, torch.float32)[1] is logits  # one buffer is enough
+    assert not triton_operators.takes_heads(torch.empty(1, 1, 1, 66, 64))  # too many heads for a block
 
 
 def check():
@@ -61,9 +87,9 @@ def check():
         ("gradient_of_logits", triton_operators._gradient_of_logits),
     ):
         triton_operators._LIBRARY.impl(name, kernel, "CPU")
-    found = triton_operators._errors(CPU)
+    found = triton_trial.errors(CPU)
     assert set(found) == {"rotary_heads", "rotary_heads_backward", "cross_entropy"}
-    assert max(found.values()) < triton_operators.TOLERANCE
+    assert max(found.values()) < triton_trial.TOLERANCE
 
 
 def test_the_examples_come_out_right_in_the_interpreter():

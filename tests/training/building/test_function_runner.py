@@ -13,7 +13,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.compiled import Compiled, plain
 from megapar.training.building import function_runner
-from megapar.training.building.function_runner import make_runner
+from megapar.training.building.function_runner import make_runner, try_triton
 
 
 def runner(line, trials=("",), rank=0, *, lacks="", monkeypatch):
@@ -64,3 +64,26 @@ def test_the_trial_itself(monkeypatch):
     assert "the compiler fails on a trial kernel (BackendCompilerFailed" in function_runner.failed_trial(
         torch.device("cpu"), fails
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "trials", "used"),
+    [
+        ("cuda", ("", ""), True),
+        ("cuda", ("", "no compiler"), False),
+        ("cpu", ("no compiler", ""), False),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_use_triton_or_none(device, trials, used, rank, monkeypatch):
+    place, asked = torch.device(device, 0), []
+    monkeypatch.setattr(function_runner, "triton_failure", lambda device: trials[rank])
+    monkeypatch.setattr(function_runner, "texts_of_all", lambda text, axis, device: list(trials))
+    monkeypatch.setattr(function_runner.triton_operators, "use", asked.append)
+    world = SimpleNamespace(device=SimpleNamespace(torch_device=place), rank=rank, axis=Axis.single)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try_triton(world)
+    assert asked == [place] * used
+    warned = device == "cuda" and not used and rank == 0
+    assert ["on rank 1 no compiler" in str(warning.message) for warning in found] == [True] * warned

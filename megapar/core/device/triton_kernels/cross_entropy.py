@@ -50,7 +50,7 @@ def log_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits: [N, V], with contiguous rows.
         labels: [N] int64, 0..V - 1.
     """
-    lse, log_p = logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+    lse, log_p = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
     if logits.shape[0]:
         grid, sizes = (logits.shape[0],), {"V": logits.shape[1], "BLOCK": BLOCK}
         _log_probability[grid](logits, labels, lse, log_p, logits.stride(0), **sizes, num_warps=WARPS)
