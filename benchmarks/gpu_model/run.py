@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -75,14 +75,15 @@ def report(counted: Counted, inputs: Inputs) -> dict[str, object]:
 
 def print_operators(counted: Counted, inputs: Inputs, number: int) -> None:
     """Print the operators of a layer that take the most device time, with the inputs in the middle."""
-    gpu, seconds, kernels = Gpu(inputs, MIDDLE), Counter[str](), Counter[str]()
+    gpu, seconds, kernels = Gpu(inputs, MIDDLE), defaultdict[str, float](float), Counter[str]()
     for sign, operations in ((1, counted.more), (-1, counted.few)):
         for one in operations:
-            seconds[one.name] += sign * sum(gpu.parts(one).values())  # type: ignore[assignment]
+            seconds[one.name] += sign * sum(gpu.parts(one).values())
             kernels[one.name] += sign * one.kernels
+    slowest = sorted(seconds, key=lambda name: -seconds[name])[:number]
     print_table(
         ("operator", "kernels", "device ms"),
-        [(name, str(kernels[name]), f"{MILLI * value:.2f}") for name, value in seconds.most_common(number)],
+        [(name, str(kernels[name]), f"{MILLI * seconds[name]:.2f}") for name in slowest],
     )
 
 

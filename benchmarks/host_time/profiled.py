@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import cProfile
 import os
-import pstats
 import tempfile
 import time
 from pathlib import Path
+from types import CodeType
 from typing import NamedTuple
 
 import torch
@@ -52,17 +52,19 @@ def profile(model: str, layers: int, steps: int) -> dict[str, Cost]:
         profiler.disable()
         trainer.loader.close()
     found: dict[str, Cost] = {}
-    for key, (_, calls, own, whole, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
-        name, old = _name(*key), found.get(_name(*key), Cost(0, 0, 0))
-        found[name] = Cost(old.calls + calls / steps, old.own + own / steps, old.whole + whole / steps)
+    for entry in profiler.getstats():
+        name = _name(entry.code)
+        old = found.get(name, Cost(0, 0, 0))
+        own, whole = entry.inlinetime / steps, entry.totaltime / steps
+        found[name] = Cost(old.calls + entry.callcount / steps, old.own + own, old.whole + whole)
     return found
 
 
-def _name(path: str, line: int, function: str) -> str:
-    if path == "~":
-        return function
-    place = path.removeprefix(f"{ROOT}{os.sep}").rpartition("site-packages/")[2]
-    return f"{place}:{line} {function}"
+def _name(code: CodeType | str) -> str:
+    if isinstance(code, str):  # built in
+        return code
+    place = code.co_filename.removeprefix(f"{ROOT}{os.sep}").rpartition("site-packages/")[2]
+    return f"{place}:{code.co_firstlineno} {code.co_name}"
 
 
 def main() -> None:
