@@ -64,9 +64,10 @@ def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int) ->
 
     mask_Tk: bool, broadcastable to [T, k]; None: count every pair. The host never waits for the device.
     """
-    one = experts_Tk.new_ones(()) if mask_Tk is None else mask_Tk.long()
-    counts_kE = experts_Tk.new_zeros(experts_Tk.shape[1], num_experts)
-    return counts_kE.scatter_add_(1, experts_Tk.t(), one.expand_as(experts_Tk).t())
+    # A number is added, not a tensor, for which torch's deterministic form would copy from pageable memory and wait.
+    bin_Tk = experts_Tk if mask_Tk is None else torch.where(mask_Tk, experts_Tk, num_experts)
+    counts = experts_Tk.new_zeros(experts_Tk.shape[1], num_experts + (mask_Tk is not None))
+    return counts.scatter_(1, bin_Tk.t(), 1, reduce="add")[:, :num_experts].contiguous()
 
 
 @counted(1, 1, 1, 1)
