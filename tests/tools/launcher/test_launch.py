@@ -32,9 +32,16 @@ LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]
 PATIENCE_SECONDS = 120
 
 
+# Ranks run unbuffered, so that a print is several writes; of whole lines, none is divided by another rank's.
+HEAD = """import os, signal, sys, time
+sys.stdout.reconfigure(write_through=False, line_buffering=True)
+rank = int(os.environ['RANK'])
+"""
+
+
 def script(folder: Path, body: str) -> str:
     path = folder / "job.py"
-    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n", encoding="utf-8")
+    path.write_text(f"{HEAD}{body}\n", encoding="utf-8")
     return str(path)
 
 
@@ -344,8 +351,8 @@ rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readl
 def listens(pid):
     mine = {os.readlink(p) for p in glob.glob(f'/proc/{pid}/fd/*') if os.path.islink(p)}
     return sorted({r[1].rpartition(':')[0] for r in rows if r[3] == '0A' and f'socket:[{r[9]}]' in mine})
-for who, pid in ('launcher', os.getppid()), ('rank', os.getpid()):
-    os.write(1, f'{who} listens {listens(pid)}\\n'.encode())  # one write, which the other rank's cannot divide
+print('launcher listens', listens(os.getppid()))
+print('rank listens', listens(os.getpid()))
 dist.barrier()
 os._exit(0)
 """
