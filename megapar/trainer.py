@@ -498,7 +498,7 @@ class Trainer:
         self.guards.witness.hosts = names = opening.hosts(self.world)  # a collective of all ranks
         if self.terminal is None:
             return
-        for line in opening.opening(self.config, self.world, self.corpus, names):
+        for line in opening.opening(self.config, self.world, self.corpus, names, compiled=self.job.compiled):
             self.terminal.print_line(line)
         self.checkpoints.log_line = self.terminal.print_message
         if self.local_saves is not None:

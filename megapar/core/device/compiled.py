@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -60,7 +60,8 @@ class Compiled:
 
     Attributes:
         functions: Plain function -> its compiled forms.
-        given_up: Functions that run uncompiled, because they could not be compiled or needed too many forms.
+        given_up: Names of functions that run uncompiled, because they could not be compiled or needed too many forms.
+        unshared: Names of those that the other ranks of the run do not know of yet; see ``give_up``.
     """
 
     def __init__(self, backend: str = "inductor", most_forms: int = 64) -> None:
@@ -71,7 +72,8 @@ class Compiled:
             most_forms: Maximum forms of one function. Beyond it compilation does not pay off.
         """
         self.functions: dict[Callable[..., Any], dict[Hashable, Callable[..., Any]]] = {}
-        self.given_up: set[Callable[..., Any]] = set()
+        self.given_up: set[str] = set()
+        self.unshared: set[str] = set()
         self._backend, self._most_forms = backend, most_forms
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -80,7 +82,7 @@ class Compiled:
         If that fails, the function runs uncompiled from then on, with one warning per function.
         """
         forms = self.functions.setdefault(function, {})
-        form = None if function in self.given_up else _form(function, arguments)
+        form = None if function.__qualname__ in self.given_up else _form(function, arguments)
         if form is None:
             return function(*arguments)
         new = form not in forms
@@ -110,8 +112,14 @@ class Compiled:
             result: T = form(*arguments)
         return result
 
+    def give_up(self, names: Iterable[str]) -> None:
+        """Run the functions of these names uncompiled from now on: those that any rank runs uncompiled."""
+        self.given_up.update(names)
+        self.unshared.clear()
+
     def _give_up(self, function: Callable[..., Any], error: Exception) -> None:
-        self.given_up.add(function)
+        self.given_up.add(function.__qualname__)
+        self.unshared.add(function.__qualname__)
         reason = _reason(error)
         message = f"{function.__name__} runs uncompiled from now on ({reason}); the numbers are the same"
         warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ LIST_ELEMENTS = 320 * 65_536  # of a list of tensors, in one launch of torch's m
 
 
 def global_norm(
-    shards: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = ()
+    shards: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = (), *, valid: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compute the global gradient norm, and sums of other numbers that share its all-reduce. The host does not wait.
 
@@ -28,6 +29,7 @@ def global_norm(
         shards: This rank's master shards, with gradients.
         world: The axis of all ranks.
         besides: Small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
+        valid: False makes the norm NaN on all ranks, so that none applies the gradients.
 
     Returns:
         The norm (a scalar, the same on all ranks), and a vector of the norm and the sums of ``besides`` for one copy to
@@ -44,6 +46,8 @@ def global_norm(
             total[i].fill_(number)  # a copy from the host would wait for the device
     if grads:
         torch.sum(torch.stack(_norms(grads)).to(total.dtype).square_(), 0, out=total[0])
+    if not valid:
+        total[0].fill_(math.nan)
     if world.group is not None:
         collectives.all_reduce(total, world)
     norm = torch.sqrt(total[0], out=torch.empty((), dtype=dtype, device=device))

@@ -49,6 +49,28 @@ def try_triton(world: World) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
+def runs_alike(runner: FunctionRunner, world: World) -> bool:
+    """Return False if this rank runs a function uncompiled after a failure that the other ranks do not know of yet."""
+    return world.grid.world_size == 1 or not (isinstance(runner, Compiled) and runner.unshared)
+
+
+def share_given_up(runner: FunctionRunner, world: World) -> str:
+    """Let all ranks run uncompiled what any rank runs uncompiled. Every rank must call it.
+
+    Returns a sentence on the change, the same on every rank; "" if nothing changes.
+    """
+    if world.grid.world_size == 1 or not isinstance(runner, Compiled):
+        return ""
+    texts = texts_of_all(" ".join(sorted(runner.unshared)), world.axis("world"), world.device.torch_device)
+    ranks = [str(rank) for rank, text in enumerate(texts) if text]
+    names = sorted({name for text in texts for name in text.split()})
+    runner.give_up(names)
+    if not names:
+        return ""
+    where = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+    return f"compiling {', '.join(names)} failed on {where}; all ranks run uncompiled what one cannot compile"
+
+
 def _first(failure: str, world: World) -> str:
     """Return the first failure of all ranks, with its rank; "" if there is none."""
     failures = texts_of_all(failure, world.axis("world"), world.device.torch_device)

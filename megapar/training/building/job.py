@@ -18,7 +18,7 @@ from megapar.arguments import Config
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.device.compiled import plain
+from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
@@ -62,7 +62,7 @@ class Job:
         partial: Parameters whose gradients are summed over mp.
         pipeline: Runs the model if pp > 1, else None.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
-        compiled: Functions of layers are compiled.
+        runner: Calls the functions of layers, compiled or not.
         observer: Hooks into every step.
     """
 
@@ -77,8 +77,13 @@ class Job:
     partial: tuple[str, ...]
     pipeline: PipelinedModel | None = None
     tied: str | None = None
-    compiled: bool = False
+    runner: FunctionRunner = plain
     observer: StepObserver = field(default_factory=StepObserver)
+
+    @property
+    def compiled(self) -> bool:
+        """True if functions of layers are compiled."""
+        return self.runner is not plain
 
 
 def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
@@ -126,7 +131,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         metered=not cut_parameters,
         partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
         pipeline=pipeline,
-        compiled=execution.run is not plain,
+        runner=execution.run,
         observer=observer or StepObserver(),
     )
     if pipeline is not None and model.embedding is not None and rank_layers.first != rank_layers.last:

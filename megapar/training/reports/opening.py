@@ -40,14 +40,17 @@ def hosts(world: World) -> list[str]:
     return [str(host) for host in messages.all_gather(own, axis.group)]
 
 
-def opening(config: Config, world: World, corpus: Corpus, names: Sequence[str]) -> Iterator[str]:
-    """Yield the first lines of the log. ``names`` are the hosts, by rank."""
+def opening(
+    config: Config, world: World, corpus: Corpus, names: Sequence[str], *, compiled: bool = False
+) -> Iterator[str]:
+    """Yield the first lines of the log. ``names`` are the hosts, by rank; ``compiled``: functions of layers are."""
     started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     versions = f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
     yield f"{versions}, {world.device.type}; started {started}"
     yield _hosts(names)
     yield from _flags(config)
-    yield f"compiled functions: {compilation(config, device_class(world.device.type).compiler)}"
+    decision = compilation(config, device_class(world.device.type).compiler)
+    yield f"compiled functions: {decision}{', but a rank cannot compile' if decision.on and not compiled else ''}"
     yield from _data(config, corpus)
 
 

@@ -21,6 +21,7 @@ from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
 from megapar.model.layers.terms import Terms
+from megapar.training.building.function_runner import runs_alike
 from megapar.training.building.job import Job
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.denominators import Denominators
@@ -160,4 +161,6 @@ class Gradients:
             scale_gradients(job.sharding.master_shards, 1 / factor)
         job.observer.gradients_reduced(job.sharding)
         with self.last_reduction.around("world/all_reduce"):
-            return global_norm(job.sharding.master_shards, world.axis("world"), self._votes())
+            # Rounding differs between compiled and uncompiled functions, and replicas must not (``StepGuard``).
+            alike = runs_alike(job.runner, world)
+            return global_norm(job.sharding.master_shards, world.axis("world"), self._votes(), valid=alike)

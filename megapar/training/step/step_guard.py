@@ -13,6 +13,7 @@ from megapar.arguments import Config
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data.sampling.skipping import Range, sample_at
 from megapar.errors import TrainingError
+from megapar.training.building.function_runner import share_given_up
 from megapar.training.building.job import Job
 from megapar.training.checkpoints.state import Progress
 from megapar.training.step.bad_steps import BadStepPolicy
@@ -66,6 +67,7 @@ class StepGuard:
         mean_loss: Callable[[Totals, Denominators], float],
     ) -> None:
         self._world = job.world
+        self._runner = job.runner
         self._progress = progress
         self._gradients = gradients
         self._loss_scale = loss_scale
@@ -87,6 +89,10 @@ class StepGuard:
     def decide(self, work: StepBatches, summed: Summed, norm: float) -> StepVerdict:
         """Decide about a step with the global gradient norm ``norm``. Raises TrainingError after too many bad steps."""
         cause = ""
+        while not math.isfinite(norm) and (change := share_given_up(self._runner, self._world)):
+            self._bad_steps.messages.append(f"WARNING: iteration {work.iteration} was run again: {change}")
+            summed = self._gradients.make(work)
+            norm = self._world.device.values(summed.norm.view(1))[0]
         if self._loss_scale is None and not math.isfinite(norm):
             summed, norm, cause = self._repeat(work, summed, norm)
         scale, overflow = self._check_overflow(work, norm)

@@ -32,6 +32,14 @@ def test_the_norm_counts_what_is_counted():
     assert (norm.item(), sums.tolist()) == (5.0, [5.0, 2.0, 0.0, 1.0])
 
 
+def test_an_invalid_norm_is_not_a_number_and_votes_are_summed_all_the_same():
+    shards = [MasterShard(torch.zeros(1), torch.ones(1), decay=True, counted=True)]
+    norm, sums = global_norm(shards, Axis.single("world"), (2,), valid=False)
+    assert math.isnan(norm.item())
+    assert math.isnan(sums[0].item())
+    assert sums[1].item() == 2.0
+
+
 def random_shards(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randn(2, size, generator=generator).to(dtype) for size in (7, 40, 3, 64)]

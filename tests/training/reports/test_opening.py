@@ -42,11 +42,23 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text("hidden_size: 32\nseed: 7\n", encoding="utf-8")
 
 
-def said(kind: str, line: str) -> list[str]:
+def said(kind: str, line: str, *, compiled: bool = False) -> list[str]:
     config = parse(kind, last_wins(SMALL[kind], line.split()), {})
     corpus = make_corpus(config)
     world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
-    return list(opening.opening(config, world, corpus, opening.hosts(world)))
+    return list(opening.opening(config, world, corpus, opening.hosts(world), compiled=compiled))
+
+
+@pytest.mark.parametrize(
+    ("line", "compiled", "decision"),
+    [
+        ("--compile on", True, "on (--compile)"),
+        ("--compile on", False, "on (--compile), but a rank cannot compile"),
+        ("--compile off", False, "off (--compile)"),
+    ],
+)
+def test_the_result_of_the_compilers_trial_is_told(line: str, compiled: bool, decision: str) -> None:
+    assert f"compiled functions: {decision}" in said("moe", f"{line} --data-path a.jsonl", compiled=compiled)
 
 
 def test_versions_hosts_flags_and_data_are_told() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +17,14 @@ import torch
 
 from megapar.arguments import parse
 from megapar.core.comm.world import World
+from megapar.core.device.compiled import Compiled, plain
 from megapar.core.device.pick import pick
 from megapar.core.sharding import replicas
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.errors import TrainingError
 from megapar.trainer import Trainer, train
 from megapar.training.building import build
+from megapar.training.building.builder import Builder
 from megapar.training.reports.loggers import PlainTerminal
 from megapar.training.reports.record import Record
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
@@ -135,6 +138,44 @@ def test_what_is_decided_on_the_device_changes_nothing_either(flags: tuple[str, 
         return kept, [line for line in told if "WARNING" in line], shard
 
     assert repr(outcome(True)) == repr(outcome(False))
+
+
+def one_cannot_compile(
+    rank: int, world_size: int, rendezvous: str, flags: Sequence[str], on_device: bool, fails: bool
+) -> tuple[list[Record], list[str]]:
+    """Train with compiled functions, which the last rank cannot compile; the code of the others changes the numbers."""
+
+    def compile_(graph: Any, inputs: object) -> Any:
+        if rank == world_size - 1:
+            raise RuntimeError("no space left on device")
+        return lambda *inputs: tuple(x * 1.001 if x.is_floating_point() else x for x in graph(*inputs))
+
+    told: list[str] = []
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    line = last_wins((*SMALL["moe"], *COMMON), ("--replica-check-interval", "1", *flags))
+    with (
+        patch.dict(os.environ, place),
+        patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
+        patch.object(Builder, "runner", lambda self, config, world: Compiled(compile_) if fails else plain),
+        patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        config = parse("moe", line, dict(os.environ))
+        return list(train(config, f"file://{rendezvous}", keep_records=True).records), told
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_what_one_rank_cannot_compile_no_rank_does(on_device: bool) -> None:
+    """The norms' weights are on both ranks of mp, and compared after every step."""
+    flags = ("--mp-degree", "2")
+    expected = run_ranks(2, one_cannot_compile, flags, on_device, False, group=False)[0][0]
+    records, told = run_ranks(2, one_cannot_compile, flags, on_device, True, group=False)[0]
+    assert [(r.loss, r.grad_norm, r.skipped) for r in records] == [(r.loss, r.grad_norm, r.skipped) for r in expected]
+    (line,) = [line for line in told if "was run again" in line]
+    assert line.startswith("WARNING: iteration 1 was run again: compiling ")
+    assert "rms_norm" in line
+    assert line.endswith(" failed on rank 1; all ranks run uncompiled what one cannot compile")
 
 
 def test_too_many_bad_steps_stop_the_run_and_note_the_samples(tmp_path: Path) -> None:
