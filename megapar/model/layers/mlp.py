@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.device.compiled import counted
+from megapar.core.device.compiled import counted, plain
 from megapar.core.device.ops import op
+from megapar.core.device.swiglu import in_one_kernel
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT
@@ -68,9 +69,11 @@ class Mlp(nn.Module):
         activation = _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
+        hidden = first(x)
+        run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
         if self.selective:
-            return without_output(partial(self.run, activation), first(x), self.down)
-        y: Tensor = self.down(self.run(activation, first(x)), ends_unit)
+            return without_output(partial(run, activation), hidden, self.down)
+        y: Tensor = self.down(run(activation, hidden), ends_unit)
         return y
 
 
