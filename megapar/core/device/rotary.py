@@ -83,7 +83,7 @@ def rotary_heads_cuda(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
 
 
 def rotary_heads_in_one_kernel(qkv: Tensor) -> bool:
-    """Return True if ``rotary_heads`` of this tensor is one kernel of its own, which a compiler would not improve."""
+    """Return True if ``rotary_heads`` of this tensor is a single kernel, which a compiler would not improve."""
     return triton_operators.takes_heads(qkv) and qkv.dtype != torch.float64
 
 

@@ -44,7 +44,7 @@ def swiglu_cuda(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def in_one_kernel(gate_up: Tensor) -> bool:
-    """Return True if ``swiglu`` of this tensor is one kernel of its own, which a compiler would not improve."""
+    """Return True if ``swiglu`` of this tensor is a single kernel, which a compiler would not improve."""
     return triton_operators.usable(gate_up.device) and gate_up.dtype != torch.float64
 
 

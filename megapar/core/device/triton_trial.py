@@ -56,7 +56,9 @@ def errors(device: torch.device) -> dict[str, float]:
         y = swiglu_reference(*inputs)
         wanted_gradients = torch.autograd.grad(y, inputs, gradient.float())
     pairs["swiglu"] = [(swiglu(gate_up, weights), y)]
-    pairs["swiglu_backward"] = list(zip(swiglu_backward(gradient, gate_up, weights), wanted_gradients, strict=True))
+    d_gate_up, d_weights = swiglu_backward(gradient, gate_up, weights)
+    assert d_weights is not None
+    pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()
