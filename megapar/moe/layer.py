@@ -153,7 +153,7 @@ class MoeLayer(nn.Module):
         passage.send(x_BSH, valid_BS)
         combines, (sent,), _ = passage.work()
         y_BSH = combines.finish(0, sent).view_as(x_BSH)
-        shared_BSH = self.shared_experts(x_BSH, ends_unit)
+        shared_BSH = passage.shared_experts(0)
         if shared_BSH is not None:
             y_BSH = y_BSH + shared_BSH
         return y_BSH, passage.stats()

@@ -74,11 +74,23 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
 
+    def fan_out(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x [T, H] for the router, for the dispatch and for the shared experts.
+
+        If the router computes in a wider dtype, the first one has that dtype, and the gradients of all three are added
+        at once, that of the router without rounding.
+        """
+        dtype = self.weight.dtype
+        if x_TH.dtype == dtype or not torch.is_grad_enabled():
+            return x_TH, x_TH, x_TH
+        of_router, of_dispatch, of_shared = _FanOut.apply(x_TH, dtype, self.run)
+        return of_router, of_dispatch, of_shared
+
     def forward(self, x_TH: Tensor, valid_T: Tensor | None = None, samples: int = 1) -> Routing:
         """Choose k experts for every token.
 
         Args:
-            x_TH: Tokens.
+            x_TH: Tokens, in the dtype of the experts or of the router (``fan_out``).
             valid_T: bool, False for padding; None: no padding.
             samples: Number of samples that the T tokens belong to, concatenated, all of the same length.
         """
@@ -134,6 +146,33 @@ class TopExperts(nn.Module):
     def forward(self, probs_TE: Tensor, bias_E: Tensor) -> Tensor:
         """Choose the experts with the highest score plus bias, best first: [T, k]; see ``choose``."""
         return self.run(choose, probs_TE, bias_E, self.sizes)
+
+
+class _FanOut(torch.autograd.Function):
+    """x [T, H] for three readers, in ``dtype`` for the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, dtype: torch.dtype, run: FunctionRunner) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.run, ctx.dtype = run, x_TH.dtype
+        ctx.set_materialize_grads(False)
+        return x_TH.to(dtype), x_TH.view_as(x_TH), x_TH.view_as(x_TH)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, wide: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        narrow = [grad for grad in grads if grad is not None]
+        if wide is None:
+            return (sum(narrow[1:], narrow[0]) if narrow else None), None, None
+        if len(narrow) == 2:
+            return ctx.run(gradient_sum, *narrow, wide), None, None
+        total = torch.empty(wide.shape, dtype=ctx.dtype, device=wide.device)
+        return (torch.add(narrow[0], wide, out=total) if narrow else total.copy_(wide)), None, None
+
+
+@counted(1, 1, 1)
+def gradient_sum(first_TH: Tensor, second_TH: Tensor, wide_TH: Tensor) -> Tensor:
+    """Return the sum of three gradients in the dtype of the first two."""
+    return (first_TH + second_TH).add_(wide_TH)
 
 
 @counted(1)
@@ -212,7 +251,7 @@ def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
 
     A group's score is the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
-    biased_TE = probs_TE + bias_E
+    biased_TE = probs_TE + bias_E if sizes.biased else probs_TE
     if sizes.group_topk < sizes.groups:
         grouped = biased_TE.unflatten(1, (sizes.groups, -1))
         best = grouped.topk(sizes.topk // sizes.group_topk, dim=2).values.sum(2)

@@ -109,6 +109,25 @@ def test_shares_of_the_chosen_and_all_gradients_are_those_of_plain_operators(los
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 1), (0,), (1, 2), (1,)])
+def test_gradients_of_all_readers_are_added_with_the_router_s_unrounded(used):
+    made = router(torch.bfloat16)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(8)).bfloat16().requires_grad_()
+    parts = made.fan_out(x)
+    assert [part.dtype for part in parts] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    random = torch.Generator().manual_seed(9)
+    grads = {number: torch.randn(5, 8, generator=random).to(parts[number].dtype) for number in used}
+    (got,) = torch.autograd.grad([parts[number] for number in used], x, list(grads.values()))
+    narrow = [grads[number] for number in used if number]
+    total = sum(narrow[1:], narrow[0]) if narrow else torch.zeros(5, 8).bfloat16()
+    torch.testing.assert_close(got, (total.float() + grads.get(0, 0.0)).bfloat16(), rtol=0, atol=0)
+
+
+def test_where_the_router_is_no_wider_its_input_is_the_same():
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    assert all(part is x for part in router().fan_out(x))
+
+
 def test_without_losses_the_gradient_is_of_the_weights_alone():
     made, x = router(), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
     routing = made(x)
@@ -127,6 +146,14 @@ def test_a_token_that_lost_all_its_choices_has_a_finite_gradient():
     routing = Routing(probs, torch.tensor([[0, 1]]), None)
     gate_weights(routing, torch.tensor([[False, False]]), over_kept=True).sum().backward()
     assert probs.grad.abs().max() == 0
+
+
+def test_a_bias_that_is_0_is_not_read():
+    made = router(biased=False)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    chosen = made(x).experts
+    made.correction_bias.fill_(float("nan"))
+    assert torch.equal(made(x).experts, chosen)
 
 
 def test_correction_bias_moves_against_the_load():
