@@ -249,9 +249,9 @@ class Passage:
         tickets = _Tickets(tuple(tuple(ticket for _, ticket in pending) for pending in sent))
         return tickets, [tuple(token for token, _ in pending) for pending in sent], shared
 
-    def shared_experts(self, number: int) -> Tensor | None:
-        """Return the output of the shared experts for slice ``number``, [B, s, H]; None if there are none."""
-        return self.layer.shared_experts(self._slices[number].shared_BsH, self.ends_unit)
+    def shared_experts(self, number: int, onto: Tensor | None = None) -> Tensor | None:
+        """Return the output of the shared experts for slice ``number``, [B, s, H]; see ``MoeLayer.shared_experts``."""
+        return self.layer.shared_experts(self._slices[number].shared_BsH, self.ends_unit, onto)
 
     def _pieces_ahead(self) -> int:
         """Return the number of pieces that enter ahead of the computation, to hide collectives over emp."""

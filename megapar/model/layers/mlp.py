@@ -31,6 +31,8 @@ class Mlp(nn.Module):
     then       -> down: row linear -> y [B, S(/mp), H]
     """
 
+    adds_onto = True  # it takes a sum to add to
+
     def __init__(
         self,
         hidden_size: int,
@@ -59,12 +61,13 @@ class Mlp(nn.Module):
             **options,
         )
 
-    def forward(self, x: Tensor, ends_unit: Replay | None = None) -> Tensor:
+    def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H].
 
         Args:
             x: The input.
             ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
+            onto: A sum [B S(/mp), H] to add the output to, which is returned in its place (``RowLinear``).
         """
         activation = _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
@@ -72,8 +75,8 @@ class Mlp(nn.Module):
         hidden = first(x)
         run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
         if self.selective:
-            return without_output(partial(run, activation), hidden, self.down)
-        y: Tensor = self.down(run(activation, hidden), ends_unit)
+            return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
+        y: Tensor = self.down(run(activation, hidden), ends_unit, onto)
         return y
 
 
