@@ -72,6 +72,16 @@ def test_what_another_rank_gives_up_is_not_compiled():
     assert run.functions == {twice: {}}
 
 
+def test_the_gradients_of_a_wider_router_s_input_are_added_by_compiled_code():
+    run = Compiled("aot_eager")
+    loss, found = gradients(MOE, run, torch.bfloat16)
+    plain_loss, plain = gradients(MOE, dtype=torch.bfloat16)
+    assert "gradient_sum" in {function.__name__ for function in run.functions}
+    assert not run.given_up
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-2, atol=0)
+    assert all(float((found[name] - grad).norm() <= 0.1 * grad.norm() + 1e-3) for name, grad in plain.items())
+
+
 def test_what_torch_cannot_compile_runs_as_it_is_with_one_warning():
     def breaks(x):
         return x + 1 if x.sum().item() > 0 else x
