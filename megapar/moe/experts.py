@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.device.compiled import counted
+from megapar.core.device.compiled import counted, plain
 from megapar.core.device.grouped import row_ends
 from megapar.core.device.ops import op
+from megapar.core.device.swiglu import in_one_kernel
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
@@ -176,16 +177,19 @@ class Experts(nn.Module):
 
     def _activate(self, hidden: Tensor, weights_R: Tensor | None) -> Tensor:
         # The weights are a column: a vector's length would be compiled as its number of features.
-        return self.run(activate, hidden, self.gated, None if weights_R is None else weights_R[:, None])
+        run = plain if self.gated and self.run is not plain and in_one_kernel(hidden) else self.run
+        return run(activate, hidden, self.gated, None if weights_R is None else weights_R[:, None])
 
 
 @counted(1, 0, 1)
 def activate(hidden: Tensor, gated: bool, weights_R1: Tensor | None = None) -> Tensor:
     """Apply the activation: [R, 2 F] to [R, F] if ``gated``, else the same shape; then multiply rows by their weights.
 
-    Only this is compiled: the products are one kernel each, compiled or not.
+    Only this is compiled, unless it is one kernel: the products are one kernel each, compiled or not.
     """
-    activated = op("swiglu", hidden)(hidden.unflatten(1, (2, -1))) if gated else F.gelu(hidden)
+    if gated:
+        return op("swiglu", hidden)(hidden.unflatten(1, (2, -1)), weights_R1)
+    activated = F.gelu(hidden)
     return activated if weights_R1 is None else activated * weights_R1.to(activated.dtype)
 
 

@@ -90,7 +90,8 @@ class MoeLayer(nn.Module):
         Args:
             sizes: Global sizes and routing options.
             shared: The shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
-                only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``.
+                only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``,
+                and with an attribute ``adds_onto`` a sum to add to.
             ep: Each rank has a contiguous chunk of the experts; None: one rank.
             emp: Each expert's features are sharded over it; all of mp, or one rank; None: one rank.
             mp: The axis of tensor parallelism; None: one rank.
@@ -152,11 +153,9 @@ class MoeLayer(nn.Module):
         passage = self._passage(Slicing(), self.dispatcher, tokens, capacity, replay, ends_unit)
         passage.send(x_BSH, valid_BS)
         combines, (sent,), _ = passage.work()
-        y_BSH = combines.finish(0, sent).view_as(x_BSH)
-        shared_BSH = self.shared_experts(x_BSH, ends_unit)
-        if shared_BSH is not None:
-            y_BSH = y_BSH + shared_BSH
-        return y_BSH, passage.stats()
+        y_TH = combines.finish(0, sent)
+        shared_BSH = passage.shared_experts(0, onto=y_TH)
+        return (y_TH if shared_BSH is None else shared_BSH).view_as(x_BSH), passage.stats()
 
     def passage(
         self,
@@ -208,12 +207,19 @@ class MoeLayer(nn.Module):
         """Set the slicing of later passages."""
         self.slicing = slicing
 
-    def shared_experts(self, x: Tensor, ends_unit: Replay | None) -> Tensor | None:
-        """Return the output of the shared experts, [.., H] to [.., H]; None if there are none."""
+    def shared_experts(self, x: Tensor, ends_unit: Replay | None, onto: Tensor | None = None) -> Tensor | None:
+        """Return the output of the shared experts, [.., H] to [.., H]; None if there are none.
+
+        onto: A sum [T, H] to add the output to, which is returned in its place; it may change.
+        """
         if self.shared is None:
             return None
-        y: Tensor = self.shared(x) if ends_unit is None else self.shared(x, ends_unit)
-        return y
+        y: Tensor
+        if onto is not None and getattr(self.shared, "adds_onto", False):
+            y = self.shared(x, ends_unit, onto)
+            return y
+        y = self.shared(x) if ends_unit is None else self.shared(x, ends_unit)
+        return y if onto is None else onto + y.flatten(0, -2)
 
     def host_sizes(
         self, counts_E: Tensor, known: tuple[int, ...] | None, rows: int, replay: Replay | None

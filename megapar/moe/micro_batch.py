@@ -30,7 +30,7 @@ from megapar.moe.capacity import (
 )
 from megapar.moe.router import Routing
 from megapar.moe.slicing import Slicing
-from megapar.moe.stats import MoeStats, RouterSums, add_sums, aux_and_z_loss, count_pairs, gather_sums, sequence_loss
+from megapar.moe.stats import MoeStats, RouterSums, add_sums, count_pairs, gather_sums
 
 Totals = tuple[RouterSums, Tensor]  # sums of the micro-batch, and [P, k, E] counts of the pieces that add up to it
 
@@ -126,20 +126,16 @@ class MicroBatchRouting:
         sizes = self.sizes
         sums, counts_PkE = self._sum_slices() if self._totals is None else self._totals
         first_only = sizes.has_capacity and sizes.drop_policy == "choice"
-        aux, z = aux_and_z_loss(sums, self.tokens, first_choices_only=first_only)
-        sequence = sequence_loss(sums)
-        orthogonal = torch.zeros_like(z) if self._orthogonal is None else self._orthogonal
-        load_E = sums.counts.sum(0)
+        stats = MoeStats.of(sums, self.tokens, sizes.topk, first_choices_only=first_only, orthogonal=self._orthogonal)
         if not sizes.has_capacity:
-            return MoeStats(aux, z, sequence, orthogonal, load_E, load_E.new_zeros(()))
+            return stats
+        if self.slicing.active and self.slicing.capacity == "slice":
+            return stats._replace(over=self._dropped_by_slice())
         # Under every policy, an expert drops only what exceeds its capacity.
-        over = load_E - sizes.capacity(self.tokens)
+        over = stats.load - sizes.capacity(self.tokens)
         if self.shares_batch and self.local_capacity:
             over = counts_PkE.sum(1) - capacity_on_device(sizes, counts_PkE[:, 0].sum(1))[:, None]
-        stats = MoeStats(aux, z, sequence, orthogonal, load_E, over.clamp(min=0).sum())
-        if self.slicing.active and self.slicing.capacity == "slice":
-            return stats._replace(dropped=self._dropped_by_slice())
-        return stats
+        return stats._replace(over=over.clamp(min=0).sum())
 
     def _sum_slices(self) -> Totals:
         sums = add_sums(self._sums)

@@ -84,9 +84,9 @@ class _Tickets:
 
 @dataclass
 class _Slice:
-    """A slice between its router and its combine: its input and its dispatch."""
+    """A slice between its router and its combine: the input of its shared experts and its dispatch."""
 
-    x_BsH: Tensor
+    shared_BsH: Tensor
     dispatch: FinishedDispatch | DeferredDispatch
 
 
@@ -165,8 +165,9 @@ class Passage:
         """
         self._launch_last()
         layer, (batch, length, _) = self.layer, x_BsH.shape
-        x_TH, valid_T = x_BsH.flatten(0, 1), None if valid_Bs is None else valid_Bs.flatten()
-        routing = layer.router(x_TH, valid_T, batch)  # [1]
+        valid_T = None if valid_Bs is None else valid_Bs.flatten()
+        wide_TH, x_TH, shared_TH = layer.router.fan_out(x_BsH.flatten(0, 1))
+        routing = layer.router(wide_TH, valid_T, batch)  # [1]
         kept_Tk = self.routing.keep(routing, valid_T, batch, length)  # [2]
         weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity, scaling=layer.sizes.scaling)
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
@@ -188,7 +189,7 @@ class Passage:
                 self._replay,
                 counts_kE,
             )
-        self._slices.append(_Slice(x_BsH, dispatch))
+        self._slices.append(_Slice(shared_TH.view_as(x_BsH), dispatch))
         if not self._device.is_async:
             self._launch_last()
 
@@ -234,7 +235,7 @@ class Passage:
             c, p = jobs[number]
             sent[c].append(pieces[number].combine())
             if self.slicing.active and p == len(self._slices[c].dispatch.plans) - 1:
-                shared[c] = self.layer.shared_experts(self._slices[c].x_BsH, self.ends_unit)
+                shared[c] = self.shared_experts(c)
 
         for number, piece in enumerate(pieces):
             while entered <= min(number + ahead, len(pieces) - 1):
@@ -247,6 +248,10 @@ class Passage:
             combine(number)
         tickets = _Tickets(tuple(tuple(ticket for _, ticket in pending) for pending in sent))
         return tickets, [tuple(token for token, _ in pending) for pending in sent], shared
+
+    def shared_experts(self, number: int, onto: Tensor | None = None) -> Tensor | None:
+        """Return the output of the shared experts for slice ``number``, [B, s, H]; see ``MoeLayer.shared_experts``."""
+        return self.layer.shared_experts(self._slices[number].shared_BsH, self.ends_unit, onto)
 
     def _pieces_ahead(self) -> int:
         """Return the number of pieces that enter ahead of the computation, to hide collectives over emp."""

@@ -45,7 +45,7 @@ from megapar.moe.expert_order import (
     unpermute,
 )
 from megapar.moe.message import pack, unpack
-from megapar.moe.stats import count_pairs
+from megapar.moe.stats import count_pairs, over_choices
 
 PendingRows = tuple[Tensor, Ticket]  # result of ``start``: the token that autograd sees, and the ticket to wait with
 READ = "TokenDispatcher.read"  # where the host waits for counts
@@ -133,7 +133,7 @@ class TokenDispatcher:
                 beyond the kept pairs as zeros; they have weight 0 and reach no token.
             exact: ``rows`` is the number of kept pairs.
             replay: Of the recomputed unit that contains the layer; its recomputation reuses the counts.
-            counts_kE: The kept pairs of each choice and expert, if they have been counted.
+            counts_kE: The kept pairs of each choice, or of all, and expert, if they have been counted.
         """
         if self.even_splits:
             return self._even_plan(experts_Tk, kept_Tk, rows)
@@ -167,7 +167,7 @@ class TokenDispatcher:
             experts_Tk: The experts of each token.
             kept_Tk: bool; None: every pair is kept.
             aside: The current stream is not the main one.
-            counts_kE: The kept pairs of each choice and expert, if they have been counted.
+            counts_kE: The kept pairs of each choice, or of all, and expert, if they have been counted.
         """
         counts = self._count(experts_Tk, kept_Tk, counts_kE).view(self.ep.size, -1)
         sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
@@ -286,7 +286,9 @@ class TokenDispatcher:
 
     def _count(self, experts_Tk: Tensor, kept_Tk: Tensor | None, counts_kE: Tensor | None) -> Tensor:
         """Return the kept pairs of each expert, [E]."""
-        return (count_pairs(experts_Tk, kept_Tk, self.num_experts) if counts_kE is None else counts_kE).sum(0)
+        if counts_kE is None:
+            counts_kE = count_pairs(experts_Tk, kept_Tk, self.num_experts, by_choice=False)
+        return over_choices(counts_kE)
 
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
         capacity = rows // self.num_experts

@@ -181,6 +181,7 @@ def _rms_norm(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
 def _swiglu(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     for rows in (0, 1, 4 * _length(day)):
         yield Case(f"{rows} rows", (draw(rows, 2, 96),), {})
+        yield Case(f"{rows} weighed rows", (draw(rows, 2, 96),), {"weights": torch.rand(rows, 1, device=day.place)})
 
 
 def _rotary(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:

@@ -79,7 +79,7 @@ def _routing_by(parts: Parts) -> type[MicroBatchRouting]:
             return positions * self.sizes.topk, False
 
         def stats(self) -> MoeStats:
-            return super().stats()._replace(dropped=torch.tensor(self.tokens * self.sizes.topk - self.num_kept))
+            return super().stats()._replace(over=torch.tensor(self.tokens * self.sizes.topk - self.num_kept))
 
     return RoutingByParts
 

@@ -61,14 +61,18 @@ def check_against_oracle(layer, valid):
     assert stats.load.tolist() == load
     assert stats.load.dtype == stats.dropped.dtype == torch.int64
     assert int(stats.dropped) == dropped
+    assert (stats.over is None) is not layer.sizes.has_capacity
 
     leaves = [x, *layer.parameters()]
-    ours = torch.autograd.grad((y * upstream).sum() + stats.aux + 0.1 * stats.z + stats.sequence, leaves)
+    own_loss = (y * upstream).sum() + stats.aux + 0.1 * stats.z
     loss = (wanted_y * upstream).sum() + aux + 0.1 * z
     if layer.sizes.sequence_aux:
         sequence = oracle.sequence_loss(layer, x, valid_BS)
         torch.testing.assert_close(stats.sequence, sequence, rtol=1e-11, atol=0)
-        loss = loss + sequence
+        own_loss, loss = own_loss + stats.sequence, loss + sequence
+    else:
+        assert stats.sequence is None
+    ours = torch.autograd.grad(own_loss, leaves)
     theirs = torch.autograd.grad(loss, leaves, allow_unused=True)
     for got, want in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, torch.zeros_like(got) if want is None else want, rtol=1e-9, atol=1e-12)

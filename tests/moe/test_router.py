@@ -1,5 +1,8 @@
+from collections import Counter
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.router import SMALLEST_TOTAL, Router, Routing, gate_weights, move_correction_bias
@@ -20,7 +23,7 @@ def test_computes_in_fp32_at_least(dtype, exact):
     made = router(dtype)
     routing = made(torch.randn(5, 8).to(dtype))
     assert made.weight.dtype == made.correction_bias.dtype == routing.probs.dtype == exact
-    assert routing.sums.z.dtype == exact
+    assert routing.sums.squares.dtype == exact
 
 
 def test_bias_moves_the_choice_and_not_the_weights():
@@ -40,7 +43,7 @@ def test_bias_moves_the_choice_and_not_the_weights():
 
 def given(probs, experts):
     probs, experts = torch.tensor(probs), torch.tensor(experts)
-    return Routing(probs, experts, router_sums(probs.log(), probs, experts, None))
+    return Routing(probs, experts, router_sums(probs.log().logsumexp(1), probs, experts, None))
 
 
 def test_weights_of_one_choice_are_raw_probabilities():
@@ -57,7 +60,7 @@ def test_gradients_of_renormalized_weights():
     probs.requires_grad_()
     chosen = probs.topk(3, dim=1).indices
     upstream = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    weights = gate_weights(Routing(probs, chosen, router_sums(probs, probs, chosen, None)), None, over_kept=False)
+    weights = gate_weights(Routing(probs, chosen, None), None, over_kept=False)
     picked = probs.gather(1, chosen)
     plain = picked / picked.sum(1, keepdim=True).clamp(min=SMALLEST_TOTAL)
     torch.testing.assert_close(weights, plain, rtol=0, atol=0)
@@ -74,11 +77,83 @@ def test_weights_over_the_kept_and_over_the_chosen():
     torch.testing.assert_close(over_chosen, torch.tensor([[5 / 8, 3 / 8], [0, 3 / 8], [0, 0]]))
 
 
+@pytest.mark.parametrize("losses", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_shares_of_the_chosen_and_all_gradients_are_those_of_plain_operators(losses, padded):
+    """Also where an expert that a bias chose has no probability to speak of."""
+    made = router(topk=3)
+    made.weight.data *= 20
+    made.correction_bias[2] = 2.0
+    x = torch.randn(9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    valid = torch.arange(9) % 4 > 0 if padded else None
+    kept = None if valid is None else valid[:, None].expand(9, 3)
+    upstream = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    by_expert = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+    def loss(weights, total, squares):
+        value = (weights * upstream).sum()
+        return value + losses[0] * (total * by_expert).sum() + (0.3 * squares if losses[1] else 0.0)
+
+    routing = made(x, valid)
+    assert routing.shares is not None
+    weights = gate_weights(routing, kept, over_kept=False)
+    got = loss(weights, routing.sums.probs, routing.sums.squares)
+    logits = x @ made.weight.T
+    probs, share = logits.softmax(1), torch.ones(9).double() if valid is None else valid.double()
+    chosen = probs.gather(1, routing.experts)
+    plain = chosen / chosen.sum(1, keepdim=True) * share[:, None]
+    want = loss(plain, share @ probs, share @ logits.logsumexp(1).square())
+    torch.testing.assert_close(weights, plain, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    for a, b in zip(*(torch.autograd.grad(y, (x, made.weight)) for y in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (0, 1), (0,), (1, 2), (1,)])
+def test_gradients_of_all_readers_are_added_with_the_router_s_unrounded(used):
+    made = router(torch.bfloat16)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(8)).bfloat16().requires_grad_()
+    parts = made.fan_out(x)
+    assert [part.dtype for part in parts] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    random = torch.Generator().manual_seed(9)
+    grads = {number: torch.randn(5, 8, generator=random).to(parts[number].dtype) for number in used}
+    (got,) = torch.autograd.grad([parts[number] for number in used], x, list(grads.values()))
+    narrow = [grads[number] for number in used if number]
+    total = sum(narrow[1:], narrow[0]) if narrow else torch.zeros(5, 8).bfloat16()
+    torch.testing.assert_close(got, (total.float() + grads.get(0, 0.0)).bfloat16(), rtol=0, atol=0)
+
+
+def test_where_the_router_is_no_wider_its_input_is_the_same():
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    assert all(part is x for part in router().fan_out(x))
+
+
+def test_without_losses_the_gradient_is_of_the_weights_alone():
+    made, x = router(), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    routing = made(x)
+    assert router(kind="deepspeed_moe")(x).shares is None  # renormalized over the kept choices
+    assert router(topk=1)(x).shares is None
+    assert router(score="sigmoid")(x).shares is None
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        gate_weights(routing, None, over_kept=False)[:, 0].sum().backward()
+    called = Counter(event.key for event in seen.key_averages())
+    assert called["aten::scatter_add_"] == 1
+    assert not called["aten::_log_softmax_backward_data"]
+
+
 def test_a_token_that_lost_all_its_choices_has_a_finite_gradient():
     probs = torch.tensor([[0.5, 0.3, 0.2]], requires_grad=True)
     routing = Routing(probs, torch.tensor([[0, 1]]), None)
     gate_weights(routing, torch.tensor([[False, False]]), over_kept=True).sum().backward()
     assert probs.grad.abs().max() == 0
+
+
+def test_a_bias_that_is_0_is_not_read():
+    made = router(biased=False)
+    x = torch.randn(5, 8, dtype=torch.float64)
+    chosen = made(x).experts
+    made.correction_bias.fill_(float("nan"))
+    assert torch.equal(made(x).experts, chosen)
 
 
 def test_correction_bias_moves_against_the_load():

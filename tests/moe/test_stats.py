@@ -1,8 +1,8 @@
 import torch
 
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.moe.router import choose
-from megapar.moe.stats import add_sums, aux_and_z_loss, count_pairs, router_sums, sequence_loss
+from megapar.moe.router import choose, score
+from megapar.moe.stats import MoeStats, add_sums, count_pairs, over_choices, router_sums
 
 
 def drawn(tokens=12, experts=5, topk=3, seed=0):
@@ -12,24 +12,37 @@ def drawn(tokens=12, experts=5, topk=3, seed=0):
     return logits, probs, probs.topk(topk, dim=1).indices
 
 
+def sums_of(logits, *rest, **more):
+    return router_sums(logits.logsumexp(1), *rest, **more)
+
+
 def test_z_of_a_softmax_is_that_of_the_logits():
     """Also where probabilities vanish, and for gradients of every token."""
     logits = 40 * drawn()[0].detach()
     logits.requires_grad_()
-    upstream = torch.randn((), dtype=torch.float64)
+    upstream, weights = torch.randn((), dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
     probs = logits.softmax(1)
     chosen = probs.topk(2, dim=1).indices
     for valid in (None, torch.arange(12) % 3 > 0):
-        got, want = (router_sums(logits, probs, chosen, valid, softmax=softmax).z for softmax in (True, False))
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=0)
-        gradients = [torch.autograd.grad(z, logits, upstream, retain_graph=True)[0] for z in (got, want)]
-        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
+        found = []
+        for form in (lambda x: score(x, MoeSizes(8, 8, 5, 2)), lambda x: (x.softmax(1),) * 2 + (x.logsumexp(1),)):
+            probs, _, lse = form(logits)
+            z = router_sums(lse, probs, chosen, valid).squares
+            both = z * upstream + (probs * weights).sum()
+            found.append([z, probs, *torch.autograd.grad(z * upstream, logits, retain_graph=True)])
+            found[-1] += torch.autograd.grad(both, logits)
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_counts_are_per_choice_and_expert():
     experts = torch.tensor([[0, 2], [2, 1], [2, 0]])
     assert count_pairs(experts, None, 4).tolist() == [[1, 0, 2, 0], [1, 1, 1, 0]]
     assert count_pairs(experts, torch.tensor([[True], [False], [True]]), 4).tolist() == [[1, 0, 1, 0], [1, 0, 1, 0]]
+    assert over_choices(count_pairs(experts, None, 4)).tolist() == [2, 1, 3, 0]
+    assert over_choices(count_pairs(experts, None, 4, by_choice=False)).tolist() == [2, 1, 3, 0]
+    second = torch.tensor([[True], [False], [True]])
+    assert count_pairs(experts, second, 4, by_choice=False).tolist() == [[2, 0, 2, 0]]
     assert count_pairs(experts, torch.tensor([[True, False]] * 3), 4).tolist() == [[1, 0, 2, 0], [0, 0, 0, 0]]
 
 
@@ -39,7 +52,8 @@ def test_sums_of_slices_give_the_loss_and_the_gradient_of_the_whole():
     for cuts in ([12], [5, 0, 7], [1] * 12):
         logits, probs, experts = drawn()
         pieces = zip(*(t.split(cuts) for t in (logits, probs, experts, valid)), strict=True)
-        aux, z = aux_and_z_loss(add_sums([router_sums(*piece) for piece in pieces]), 10)
+        stats = MoeStats.of(add_sums([sums_of(*piece) for piece in pieces]), 10, 3)
+        aux, z = stats.aux, stats.z
         (gradient,) = torch.autograd.grad(aux + 0.1 * z, logits)
         results.append((aux.detach(), z.detach(), gradient))
     for other in results[1:]:
@@ -51,23 +65,23 @@ def test_sums_of_slices_give_the_loss_and_the_gradient_of_the_whole():
 def test_even_load_gives_one_and_all_on_one_expert_gives_the_number_of_experts():
     even = torch.full((8, 4), 0.25)
     spread = torch.arange(8).remainder(4)[:, None]
-    assert aux_and_z_loss(router_sums(even.log(), even, spread, None), 8)[0] == 1.0
+    assert MoeStats.of(sums_of(even.log(), even, spread, None), 8, 1).aux == 1.0
     single = torch.eye(4)[torch.zeros(8, dtype=torch.long)]
-    aux, _ = aux_and_z_loss(router_sums(single, single, torch.zeros(8, 1, dtype=torch.long), None), 8)
-    assert aux == 4.0
+    stats = MoeStats.of(sums_of(single, single, torch.zeros(8, 1, dtype=torch.long), None), 8, 1)
+    assert stats.aux == 4.0
 
 
 def test_first_choices_only():
     logits, probs, experts = drawn()
-    sums = router_sums(logits, probs, experts, None)
-    aux, _ = aux_and_z_loss(sums, 12, first_choices_only=True)
+    aux = MoeStats.of(sums_of(logits, probs, experts, None), 12, 3, first_choices_only=True).aux
     first = torch.bincount(experts[:, 0], minlength=5).double() / 12
     torch.testing.assert_close(aux, 5 * (probs.mean(0) * first).sum(), rtol=1e-12, atol=0)
 
 
 def test_no_valid_token_gives_zero_and_zero_gradient():
     logits, probs, experts = drawn()
-    aux, z = aux_and_z_loss(router_sums(logits, probs, experts, torch.zeros(12, dtype=torch.bool)), 0)
+    stats = MoeStats.of(sums_of(logits, probs, experts, torch.zeros(12, dtype=torch.bool)), 0, 3)
+    aux, z = stats.aux, stats.z
     assert aux == 0
     assert z == 0
     (gradient,) = torch.autograd.grad(aux + z, logits)
@@ -81,18 +95,19 @@ def test_losses_count_the_best_experts_by_score_where_biases_and_groups_chose_ot
     sizes = MoeSizes(8, 8, num_experts=6, topk=2, groups=3, group_topk=1, sequence_aux=True)
     logits = torch.randn(40, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     bias = torch.tensor([0.5, 0.0, -0.5, 0.0, 0.3, 0.0], dtype=torch.float64)
-    for score, shares in (("softmax", logits.softmax(1)), ("sigmoid", logits.sigmoid())):
+    for kind, shares in (("softmax", logits.softmax(1)), ("sigmoid", logits.sigmoid())):
         shares = shares / shares.sum(1, keepdim=True)
-        chosen = choose(logits.softmax(1) if score == "softmax" else logits.sigmoid(), bias, sizes)
-        sums = router_sums(logits, shares, chosen, None, 4, sizes.loss_choices)
-        aux, _ = aux_and_z_loss(sums, 40)
+        chosen = choose(logits.softmax(1) if kind == "softmax" else logits.sigmoid(), bias, sizes)
+        sums = sums_of(logits, shares, chosen, None, 4, sizes.loss_choices)
+        stats = MoeStats.of(sums, 40, 2)
+        aux = stats.aux
         best = torch.zeros(6).double().scatter_add_(0, shares.topk(2).indices.flatten(), torch.ones(80).double())
         torch.testing.assert_close(aux, 6 / 2 * (shares.mean(0) * best / 40).sum(), rtol=1e-12, atol=0)
         assert sums.counts.sum(0).tolist() == torch.bincount(chosen.flatten(), minlength=6).tolist()
-        by_sample = [aux_and_z_loss(router_sums(*(t[i : i + 10] for t in (logits, shares, chosen)), None, 0, 2), 10)[0]
+        by_sample = [MoeStats.of(sums_of(*(t[i : i + 10] for t in (logits, shares, chosen)), None, 0, 2), 10, 2).aux
                      for i in range(0, 40, 10)]  # fmt: skip
-        torch.testing.assert_close(sequence_loss(sums), torch.stack(by_sample).sum(), rtol=1e-12, atol=0)
-        if score == "softmax":
+        torch.testing.assert_close(stats.sequence, torch.stack(by_sample).sum(), rtol=1e-12, atol=0)
+        if kind == "softmax":
             theirs = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
             torch.testing.assert_close(aux, theirs.double() / 2, rtol=1e-6, atol=0)
 

@@ -165,7 +165,7 @@ def run_by_rank(layer, case, x, upstream, valid, pieces):
     loss = sum((y * up).sum() for (y, _), up in zip(parts, chunks[1], strict=True))
     (loss + COEFFICIENTS[0] * stats.aux + COEFFICIENTS[1] * stats.z).backward()
     y = torch.cat([y.detach() for y, _ in parts], dim=1)
-    return y, stats._replace(dropped=sum(part.dropped for _, part in parts))
+    return y, stats._replace(over=sum(part.dropped for _, part in parts))
 
 
 def check(world, sequence_parallel, case):

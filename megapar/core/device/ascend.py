@@ -111,10 +111,10 @@ def rms_norm_npu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return y
 
 
-def swiglu_npu(gate_up: Tensor) -> Tensor:
-    """Compute ``swiglu_reference`` by npu_swiglu, which takes gate followed by up."""
+def swiglu_npu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute ``swiglu_reference`` by npu_swiglu, which takes gate followed by up, and a product with the weights."""
     y: Tensor = torch.ops.npu.npu_swiglu(gate_up.flatten(-2), -1)
-    return y
+    return y if weights is None else y * weights.to(y.dtype)
 
 
 def rotary_npu(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -82,6 +82,11 @@ def rotary_heads_cuda(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     return heads
 
 
+def rotary_heads_in_one_kernel(qkv: Tensor) -> bool:
+    """Return True if ``rotary_heads`` of this tensor is a single kernel, which a compiler would not improve."""
+    return triton_operators.takes_heads(qkv) and qkv.dtype != torch.float64
+
+
 def _turn_(wide: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate wide [B, S, .., D] in place, in the dtype of its angles."""
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))

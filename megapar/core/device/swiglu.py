@@ -1,4 +1,4 @@
-"""Swiglu: silu(gate) * up of a fused gate-up product.
+"""Swiglu: silu(gate) * up of a fused gate-up product, times a weight per row.
 
 Tested in ``tests/core/device/test_ops.py``.
 """
@@ -12,22 +12,54 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.device import triton_operators
 
-def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up for gate_up [.., 2, F]. Returns [.., F]."""
+
+def swiglu_reference(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute silu(gate) * up, then multiply by the weights. Returns [.., F].
+
+    Args:
+        gate_up: [.., 2, F].
+        weights: [.., 1], in any dtype, rounded to that of ``gate_up``; None: no weights.
+    """
     gate, up = gate_up.unbind(-2)
-    return F.silu(gate) * up
+    activated = F.silu(gate) * up
+    return activated if weights is None else activated * weights.to(activated.dtype)
 
 
-def swiglu_cuda(gate_up: Tensor) -> Tensor:
-    """Compute ``swiglu_reference``, with the gradients of gate and up in one buffer, by the same kernels otherwise.
+def swiglu_cuda(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute ``swiglu_reference`` in one kernel in each direction, in Triton.
 
-    A compiler fuses the reference into one kernel.
+    Without Triton, compute it by the reference's kernels, with the gradients of gate and up in one buffer. A compiler
+    fuses the reference.
     """
     if torch.compiler.is_compiling():
-        return swiglu_reference(gate_up)
-    y: Tensor = _Swiglu.apply(gate_up)
-    return y
+        return swiglu_reference(gate_up, weights)
+    y: Tensor
+    if in_one_kernel(gate_up):
+        y = _RowSwiglu.apply(gate_up, weights)
+        return y
+    y = _Swiglu.apply(gate_up)
+    return y if weights is None else y * weights.to(y.dtype)
+
+
+def in_one_kernel(gate_up: Tensor) -> bool:
+    """Return True if ``swiglu`` of this tensor is a single kernel, which a compiler would not improve."""
+    return triton_operators.usable(gate_up.device) and gate_up.dtype != torch.float64
+
+
+class _RowSwiglu(torch.autograd.Function):
+    """Swiglu by a kernel in each direction. Keeps the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        return triton_operators.swiglu(gate_up, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        return triton_operators.swiglu_backward(grads[0], *ctx.saved_tensors)
 
 
 class _Swiglu(torch.autograd.Function):

@@ -11,7 +11,14 @@ import torch
 
 from megapar.core.device.cross_entropy import cross_entropy_reference
 from megapar.core.device.rotary import rotary_heads_reference
-from megapar.core.device.triton_operators import cross_entropy, rotary_heads, rotary_heads_backward
+from megapar.core.device.swiglu import swiglu_reference
+from megapar.core.device.triton_operators import (
+    cross_entropy,
+    rotary_heads,
+    rotary_heads_backward,
+    swiglu,
+    swiglu_backward,
+)
 
 TOLERANCE = 2e-2  # of a bf16 example, relative to the norm
 
@@ -42,6 +49,16 @@ def errors(device: torch.device) -> dict[str, float]:
     forms = (cross_entropy, cross_entropy_reference)
     found, expected = (form(logits.clone(), labels, torch.bfloat16) for form in forms)
     pairs["cross_entropy"] = list(zip(found, expected, strict=True))
+    gate_up = torch.randn(3, 2, 1500, generator=random).to(device, torch.bfloat16)
+    weights, gradient = torch.rand(3, 1, generator=random).to(device), gate_up[:, 0]
+    inputs = [x.float().requires_grad_() for x in (gate_up, weights)]
+    with torch.enable_grad():
+        y = swiglu_reference(*inputs)
+        wanted_gradients = torch.autograd.grad(y, inputs, gradient.float())
+    pairs["swiglu"] = [(swiglu(gate_up, weights), y)]
+    d_gate_up, d_weights = swiglu_backward(gradient, gate_up, weights)
+    assert d_weights is not None
+    pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

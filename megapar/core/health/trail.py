@@ -83,12 +83,14 @@ class DigestTrail:
         self._digests: list[Tensor] = []
 
     def output(self, unit: str, value: Any, name: str = "") -> None:
-        """Record the output of a unit: a tensor, or the tensors in a list or tuple."""
+        """Record the output of a unit: a tensor, or the tensors in a list or tuple, and in a tuple of tensors in it."""
         order = self._order.get(unit, len(self._order))
         values = value if isinstance(value, list | tuple) else (value,)
-        for tensor in values:
-            if isinstance(tensor, Tensor):
-                self._add(DigestPoint(FORWARD, order, name or f"the output of {unit}"), tensor)
+        for one in values:
+            parts = one if isinstance(one, tuple) and all(isinstance(part, Tensor) for part in one) else (one,)
+            for tensor in parts:
+                if isinstance(tensor, Tensor):
+                    self._add(DigestPoint(FORWARD, order, name or f"the output of {unit}"), tensor)
 
     def sums(self, name: str, tensor: Tensor) -> None:
         """Record a sum at the end of the forward, such as a loss."""

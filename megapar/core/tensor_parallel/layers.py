@@ -39,7 +39,7 @@ from megapar.core.tensor_parallel.overlapped_linear import (
     ReducedRow,
     ScatteredRow,
 )
-from megapar.core.tensor_parallel.weight_gradients import linear
+from megapar.core.tensor_parallel.weight_gradients import linear, linear_onto
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack
@@ -225,10 +225,21 @@ class RowLinear(nn.Module):
         self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
         self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
 
-    def forward(self, x: Tensor, ends_unit: Replay | None = None) -> Tensor:
-        """Multiply [B, S, I/mp] to [B, S(/mp), O]. ``ends_unit`` is the recomputed unit whose output this is."""
+    def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
+        """Multiply [B, S, I/mp] to [B, S(/mp), O].
+
+        Args:
+            x: Input.
+            ends_unit: The recomputed unit whose output this is.
+            onto: A sum [B S(/mp), O] to add the output to, which is returned in its place. No backward may read it: on
+                one rank and without a bias the product adds to it in place.
+        """
+        if onto is not None and (self.mp.size > 1 or self.fp8 is not None or self.bias is not None):
+            return onto + self.forward(x, ends_unit).flatten(0, -2)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        if onto is not None:
+            return linear_onto(onto, x, weight, defer_wgrad, ends_unit)
         if self.fp8 is not None:
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:

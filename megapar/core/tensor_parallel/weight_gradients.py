@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 
 Product = Callable[[], Tensor]
@@ -115,8 +116,45 @@ def linear(
     return y
 
 
+def linear_onto(
+    total: Tensor, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad | None, ends_unit: Replay | None = None
+) -> Tensor:
+    """Add x [.., I] @ w [O, I]^T to total [R, O] in place, and return it: the product accumulates by itself.
+
+    Args:
+        total: A sum that no backward reads. R is the number of rows of ``x``.
+        x: Input.
+        weight: Weight.
+        defer_wgrad: See ``linear``.
+        ends_unit: See ``linear``.
+    """
+    y: Tensor = _LinearOnto.apply(total, x, weight, defer_wgrad or _now, ends_unit)
+    return y
+
+
 def _now(product: Product) -> Tensor:
     return product()
+
+
+class _LinearOnto(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, total: Tensor, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad, ends_unit: Replay | None
+    ) -> Tensor:
+        ctx.defer_wgrad = defer_wgrad
+        ctx.save_for_backward(x, weight)
+        ctx.mark_dirty(total)
+        if ends_unit is None or not ends_unit.recomputing:
+            op("add_product", x)(total, x.flatten(0, -2), weight.t(), begins=False)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), dy = ctx.saved_tensors, grads[0]
+        dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[1] else None
+        dw = ctx.defer_wgrad(lambda: dy.t() @ x.flatten(0, -2)) if ctx.needs_input_grad[2] else None
+        return dy, dx, dw, None, None
 
 
 class _Linear(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.compiled import plain
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
@@ -21,6 +22,7 @@ from megapar.model.layers.context import Context
 from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import make_norm
+from megapar.model.layers.pending_sum import PendingSum
 from megapar.model.layers.self_attention import make_attention
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
@@ -52,6 +54,7 @@ class DecoderBlock(nn.Module):
         super().__init__()
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         share = cp.share(options["mp"], sequence_parallel=options["sequence_parallel"])
+        self.compiled = run is not plain
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
         self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
@@ -86,22 +89,33 @@ class DecoderBlock(nn.Module):
                 **options,
             )
 
-    def forward(self, x: Tensor | Sliced, context: Context) -> tuple[Tensor | Sliced, MoeStats | None]:
+    def forward(
+        self, x: Tensor | Sliced | PendingSum, context: Context
+    ) -> tuple[Tensor | Sliced | PendingSum, MoeStats | None]:
         """Return [B, S(/mp), H] for x [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
 
-        If the context has slices, the layer runs as drawn in ``model.layers.ampipe``.
+        If the context has slices, the layer runs as drawn in ``model.layers.ampipe``. If functions are compiled and
+        another layer follows, the last sum is left to it.
         """
         # Under context parallelism the rank holds a part of each slice, so attention must run slice by slice.
         apart = self.moe is not None or context.cut or self.attention.cp.active
         if isinstance(x, Sliced) or (context.slices and apart):
+            assert not isinstance(x, PendingSum)
             return run_sliced(self, x, context)
-        attended = self.attention(self.attention_norm(x), context)
-        x, normed = self.mlp_norm.after(x, self.drop(attended, context, "attention"))
+        if isinstance(x, PendingSum):
+            x, normed = self.attention_norm.after(x.residual, x.output)
+        else:
+            normed = self.attention_norm(x)
+        x, normed = self.mlp_norm.after(x, self.drop(self.attention(normed, context), context, "attention"))
+        stats = None
         if self.moe is None:
             assert self.mlp is not None
-            return x + self.drop(self.mlp(normed, context.ends_unit), context, "mlp"), None
-        y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.ends_unit)
-        return x + self.drop(y, context, "mlp"), stats
+            y = self.mlp(normed, context.ends_unit)
+        else:
+            y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.ends_unit)
+        y = self.drop(y, context, "mlp")
+        later = self.compiled and context.followed and not context.slices
+        return (PendingSum(x, y) if later else x + y), stats
 
 
 def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:

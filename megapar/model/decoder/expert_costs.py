@@ -108,7 +108,7 @@ class _ExpertLayer:
         if counted and self.gathers:
             sent.append(self._communication.over_emp("all_gather", INDEX_BYTES * E * view.emp, "forward"))
         if view.splits_sequence:  # the losses and the load need sums over the tokens of all ranks
-            numbers = E + 1 + k * E + (E if moe.loss_choices else 0)
+            numbers = E + 1 + (k if moe.has_capacity else 1) * E + (E if moe.loss_choices else 0)
             sent.append(self._communication.over_mp("all_gather", w * numbers * view.mp, "forward"))
         return sent
 

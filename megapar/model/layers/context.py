@@ -33,6 +33,7 @@ class Context:
         slice_plans: One plan per slice, in place of ``plan``, if there are slices.
         replay: The recomputed unit that contains the layer; None if the layer is not recomputed.
         closes_unit: The layer is the last one of its recomputed unit.
+        followed: The result goes to another layer of the same unit, so that its last sum may be left to that layer.
     """
 
     valid: Tensor | None
@@ -48,6 +49,7 @@ class Context:
     slice_plans: tuple[SlicePlan, ...] | None = None
     replay: Replay | None = None
     closes_unit: bool = False
+    followed: bool = False
 
     @property
     def ends_unit(self) -> Replay | None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.compiled import counted
+from megapar.core.device.compiled import counted, plain
 from megapar.core.device.ops import op
-from megapar.core.device.rotary import split_heads
+from megapar.core.device.rotary import rotary_heads_in_one_kernel, split_heads
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
 from megapar.core.tensor_parallel.weight_gradients import linear
 from megapar.model.attention_sizes import AttentionSizes
@@ -95,7 +95,9 @@ class GroupedQueryAttention(SelfAttention):
         if self.q_norm is None and angles is None:
             return split_heads(qkv)  # views
         weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
-        return self.run(rotated_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
+        own_kernel = self.run is not plain and self.q_norm is None and rotary_heads_in_one_kernel(qkv)
+        run = plain if own_kernel else self.run
+        return run(rotated_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
 
 
 @counted(2, 0, 0, 0, 2, 2)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.core.device.compiled import counted
+from megapar.core.device.compiled import counted, plain
 from megapar.core.device.ops import op
+from megapar.core.device.swiglu import in_one_kernel
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT
@@ -29,6 +30,8 @@ class Mlp(nn.Module):
     otherwise: x [B, S(/mp), H] -> up: column linear -> [B, S, F/mp] -> gelu (exact, by erf)
     then       -> down: row linear -> y [B, S(/mp), H]
     """
+
+    adds_onto = True  # it takes a sum to add to
 
     def __init__(
         self,
@@ -58,19 +61,22 @@ class Mlp(nn.Module):
             **options,
         )
 
-    def forward(self, x: Tensor, ends_unit: Replay | None = None) -> Tensor:
+    def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H].
 
         Args:
             x: The input.
             ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
+            onto: A sum [B S(/mp), H] to add the output to, which is returned in its place (``RowLinear``).
         """
         activation = _activations[self.gate_up is not None]
         first = self.up if self.gate_up is None else self.gate_up
         assert first is not None
+        hidden = first(x)
+        run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
         if self.selective:
-            return without_output(partial(self.run, activation), first(x), self.down)
-        y: Tensor = self.down(self.run(activation, first(x)), ends_unit)
+            return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
+        y: Tensor = self.down(run(activation, hidden), ends_unit, onto)
         return y
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +56,10 @@ def _run(
     layers: Sequence[nn.Module], entering: Tensor | Sliced | IncomingSlices, context: Context
 ) -> tuple[Tensor | Sliced, list[MoeStats]]:
     stats = []
-    x = entering.take() if isinstance(entering, IncomingSlices) else entering
+    x: Any = entering.take() if isinstance(entering, IncomingSlices) else entering  # between layers also PendingSum
+    between = replace(context, followed=True) if len(layers) > 1 else context
     for number, layer in enumerate(layers, 1):
-        x, layer_stats = layer(x, replace(context, closes_unit=True) if number == len(layers) else context)
+        x, layer_stats = layer(x, replace(context, closes_unit=True) if number == len(layers) else between)
         if layer_stats is not None:
             stats.append(layer_stats)
     return x, stats

@@ -59,12 +59,23 @@ def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats], like: Tensor | N
         aux, z, sequence, orthogonal = like.new_zeros(4).unbind()
         dropped = torch.zeros((), dtype=torch.int64, device=like.device)
         return Terms(sums, aux, z, sequence, orthogonal, dropped.new_empty((0, 0)), dropped)
+    zero = like.new_zeros(())
+    load = torch.stack([s.load for s in stats])
+    counted = load if all(s.counted is s.load for s in stats) else torch.stack([s.counted for s in stats])
+    scale, tokens = stats[0].aux_scale, stats[0].tokens  # of the micro-batch and of all layers
+    over = [s.over for s in stats if s.over is not None]
     return Terms(
         sums,
-        aux=torch.stack([s.aux for s in stats]).sum(),
-        z=torch.stack([s.z for s in stats]).sum(),
-        sequence=torch.stack([s.sequence for s in stats]).sum(),
-        orthogonal=torch.stack([s.orthogonal for s in stats]).sum(),
-        load=torch.stack([s.load for s in stats]),
-        dropped=torch.stack([s.dropped for s in stats]).sum(),
+        aux=(torch.stack([s.probs for s in stats]) * counted).sum() * scale,
+        z=torch.stack([s.squares for s in stats]).sum() / tokens,
+        sequence=_sum([s.sequence for s in stats], zero),
+        orthogonal=_sum([s.orthogonal for s in stats], zero),
+        load=load,
+        dropped=torch.stack(over).sum() if over else load.new_zeros(()),
     )
+
+
+def _sum(losses: Sequence[Tensor | None], zero: Tensor) -> Tensor:
+    """Return the sum of the layers' losses; ``zero`` if they are not used."""
+    used = [loss for loss in losses if loss is not None]
+    return torch.stack(used).sum() if used else zero

@@ -116,7 +116,10 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
         "torch_attn::_varlen_attn": Kernels(1, "FlashAttention of sequences of unequal lengths"),
         **{
             f"megapar::{name}": Kernels(1, "one kernel in Triton", estimated=False)
-            for name in ("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits")
+            for name in (
+                *("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits"),
+                *("swiglu", "swiglu_backward"),
+            )
         },
         "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
     }

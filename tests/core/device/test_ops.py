@@ -53,7 +53,8 @@ def cases(name, dtype):
     if name == "rms_norm":
         return [((draw(0, 3, 16, dtype=dtype), draw(1, 16, dtype=dtype)), {"epsilon": 1e-5})]
     if name == "swiglu":
-        return [((draw(0, 2, 3, 2, 16, dtype=dtype),), {})]
+        weights = torch.rand(2, 3, 1, generator=torch.Generator().manual_seed(1))
+        return [((draw(0, 2, 3, 2, 16, dtype=dtype),), arguments) for arguments in ({}, {"weights": weights})]
     if name == "small_embedding":
         indices = torch.tensor([[0, 3, 3], [1, 0, 3]])
         return [((draw(0, 5, 16, dtype=dtype),), {"indices": some}) for some in (indices, indices[0])]

@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megapar.core.comm.axis import Axis
 from megapar.core.device import triton_operators, triton_trial
 from megapar.core.device.cross_entropy import cross_entropy_reference
 from megapar.core.device.ops import OPS
-from megapar.core.device.rotary import rotary_heads_reference, rotary_reference
+from megapar.core.device.rotary import rotary_heads_in_one_kernel, rotary_heads_reference, rotary_reference
+from megapar.core.device.swiglu import in_one_kernel, swiglu_reference
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.model.layers.mlp import Mlp
+from megapar.moe.experts import Experts
 from tests.support.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
@@ -30,6 +35,15 @@ def test_a_trace_sees_the_shapes_of_the_results():
         log_p, gradient = triton_operators.cross_entropy(logits, torch.empty(6, dtype=torch.int64), torch.bfloat16)
         assert (log_p.shape, log_p.dtype) == ((6,), torch.float32)
         assert (gradient.shape, gradient.dtype) == ((6, 50), torch.bfloat16)
+        gate_up, weights = torch.empty(2, 3, 2, 8, dtype=torch.bfloat16), torch.empty(2, 3, 1)
+        for given in (weights, None):
+            y = triton_operators.swiglu(gate_up, given)
+            assert (y.shape, y.dtype) == ((2, 3, 8), torch.bfloat16)
+            d_gate_up, d_weights = triton_operators.swiglu_backward(y, gate_up, given)
+            assert d_gate_up.shape == gate_up.shape
+            assert (
+                d_weights is None if given is None else (d_weights.shape, d_weights.dtype) == ((2, 3, 1), torch.float32)
+            )
 
 
 def test_without_triton_nothing_is_tried(monkeypatch):
@@ -58,7 +72,16 @@ def plain_kernels(monkeypatch):
 
     monkeypatch.setattr(triton_operators, "rotary_heads", rotary_heads_reference)
     monkeypatch.setattr(triton_operators, "rotary_heads_backward", backward)
+
+    def swiglu_backward(gradient, gate_up, weights):
+        inputs = [x.detach().requires_grad_() for x in (gate_up, weights) if x is not None]
+        with torch.enable_grad():
+            found = torch.autograd.grad(swiglu_reference(*inputs), inputs, gradient)
+        return found[0], None if weights is None else found[1]
+
     monkeypatch.setattr(triton_operators, "cross_entropy", cross_entropy_reference)
+    monkeypatch.setattr(triton_operators, "swiglu", swiglu_reference)
+    monkeypatch.setattr(triton_operators, "swiglu_backward", swiglu_backward)
     triton_operators.use(CPU)
 
 
@@ -77,6 +100,41 @@ def test_operators_of_a_device_that_uses_them_call_them(monkeypatch):
     assert OPS["cross_entropy"]["cuda"](logits, labels, torch.bfloat16) == "the kernel"
     assert OPS["cross_entropy"]["cuda"](logits, labels, torch.float32)[1] is logits  # one buffer is enough
     assert not triton_operators.takes_heads(torch.empty(1, 1, 1, 66, 64))  # too many heads for a block
+    assert rotary_heads_in_one_kernel(qkv)
+    assert not rotary_heads_in_one_kernel(qkv.double())
+
+
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_activations_by_a_kernel_are_not_compiled_and_give_the_same_gradients(selective, bias, monkeypatch):
+    """Of experts and of an MLP, also where their output is computed again in the backward."""
+    called = []
+
+    def run(function, *arguments):
+        called.append(function)
+        return function(*arguments)
+
+    results = []
+    for kernels in (False, True):
+        if kernels:
+            plain_kernels(monkeypatch)
+        execution = Execution(run=run, selective=selective)
+        experts = Experts(8, 16, 3, gated=True, add_bias=bias, dtype=torch.float32, execution=execution)
+        options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float32, "device": None}
+        mlp = Mlp(8, 16, gated=True, bias=bias, **options, execution=execution)
+        torch.manual_seed(0)
+        for parameter in [*experts.parameters(), *mlp.parameters()]:
+            torch.nn.init.normal_(parameter)
+        x, weights = torch.randn(9, 8, requires_grad=True), torch.rand(9, requires_grad=True)
+        called.clear()
+        y = experts.compute(x, torch.tensor([4, 0, 5]), None, weights), mlp(x[None])[0]
+        assert bool(called) is not kernels
+        leaves = [x, weights, *experts.parameters(), *mlp.parameters()]
+        results.append([*y, *torch.autograd.grad(y[0].sum() + y[1].square().sum(), leaves)])
+        assert in_one_kernel(x) is kernels
+        assert not in_one_kernel(x.double())
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def check():
@@ -85,10 +143,12 @@ def check():
         ("rotary_heads_backward", triton_operators._rotary_heads_backward),
         ("log_probabilities", triton_operators._log_probabilities),
         ("gradient_of_logits", triton_operators._gradient_of_logits),
+        ("swiglu", triton_operators._swiglu),
+        ("swiglu_backward", triton_operators._swiglu_backward),
     ):
         triton_operators._LIBRARY.impl(name, kernel, "CPU")
     found = triton_trial.errors(CPU)
-    assert set(found) == {"rotary_heads", "rotary_heads_backward", "cross_entropy"}
+    assert set(found) == {"rotary_heads", "rotary_heads_backward", "cross_entropy", "swiglu", "swiglu_backward"}
     assert max(found.values()) < triton_trial.TOLERANCE
 
 

@@ -50,7 +50,7 @@ def test_the_earliest_place_is_the_forward_s_first_unit_or_the_backward_s_last()
     trail = DigestTrail(["embedding", "layers.0", "layers.0", "layers.1"])
     one = torch.ones(2)
     for unit in ("embedding", "layers.0", "layers.1"):
-        trail.output(unit, (one, "no tensor"))
+        trail.output(unit, ((one,), "no tensor", (one, "statistics")))
     trail.sums("the loss", one)
     for unit in ("layers.1", "layers.0"):
         trail.gradient(unit, f"{unit}.weight", one)

@@ -68,3 +68,24 @@ def test_one_rank() -> None:
 
 def test_cut_layers_send_nothing_twice() -> None:
     assert run_ranks(2, on_two) == [[], []]
+
+
+def test_a_product_that_adds_to_a_sum_has_the_gradients_of_both() -> None:
+    """In place where one rank has all of it and no bias, and with weight gradients that are made apart."""
+    single = Axis.single("mp")
+    common = {"mp": single, "sequence_parallel": False, "dtype": torch.float64, "device": "cpu"}
+    for bias, store in ((False, None), (False, WeightGradients()), (True, None)):
+        row = RowLinear(6, 4, bias=bias, **common, execution=Execution(weight_gradients=store))
+        torch.manual_seed(0)
+        for parameter in row.parameters():
+            nn.init.normal_(parameter)
+        x, before = torch.randn(2, 3, 6).double().requires_grad_(), torch.randn(6, 4).double().requires_grad_()
+        upstream, leaves = torch.randn(6, 4).double(), (before, x, *row.parameters())
+        want = before.sin() + row(x).flatten(0, -2)
+        total = before.sin()
+        got = row(x, onto=total)
+        assert (got is total) is not bias
+        torch.testing.assert_close(got, want)
+        gradients = [torch.autograd.grad(y, leaves, upstream) for y in (got, want)]
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b)

@@ -18,7 +18,7 @@ from megapar.core.optimizer.gradient_norm import clip_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.master_shard import MasterShard
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.moe.stats import aux_and_z_loss, router_sums
+from megapar.moe.stats import MoeStats, router_sums
 from megapar.tools.translation.translated import Translated, equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
 from megapar.training.step.schedules import LearningRate
@@ -114,7 +114,7 @@ def test_ernie_s_balance_counts_every_choice() -> None:
     theirs = (scores.sum(0) / 12 * dispatched / 12).sum() * 5
     item = translate(["--moe_aux_loss_lambda", "0.5", "--moe_k", str(topk)], "paddle")[0]
     coefficient = float(item.ours.removeprefix("--moe-aux-loss-coeff "))
-    balance, _ = aux_and_z_loss(router_sums(logits, scores, chosen, None), 12)
+    balance = MoeStats.of(router_sums(logits.logsumexp(1), scores, chosen, None), 12, topk).aux
     torch.testing.assert_close(coefficient * balance, 0.5 * theirs, rtol=1e-12, atol=0)
 
 
