@@ -233,7 +233,7 @@ def _permutation(day: Day, draw: Callable[..., Tensor], back: bool) -> Iterator[
     for some in (False, True):
         kept = torch.rand(T, 2, device=day.place) < 0.7 if some else None
         rows = experts.numel() if kept is None else int(kept.sum())
-        permutation = sort_by_expert(experts, kept, 8, rows)
+        permutation = sort_by_expert(experts, kept, 8, rows).order
         more: dict[str, Any] = {"row_Tk": permutation.row, "kept_Tk": kept}
         if not back:
             more["pair_R"] = permutation.pair

@@ -116,8 +116,12 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
         "torch_attn::_varlen_attn": Kernels(1, "FlashAttention of sequences of unequal lengths"),
         **{
             f"megapar::{name}": Kernels(1, "one kernel in Triton", estimated=False)
-            for name in ("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits")
+            for name in (
+                *("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits"),
+                *("order_runs", "copy_rows", "pack_rows", "unpack_rows", "sum_rows", "sum_message"),
+            )
         },
+        "megapar::sort_pairs": Kernels(2, "counts of blocks of pairs, then their rows", estimated=False),
         "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
     }
 )

@@ -109,7 +109,7 @@ def permutations(name, dtype):
     found = []
     for kept in (None, torch.tensor([[1, 1], [0, 1], [1, 0], [1, 1], [0, 0]]).bool()):
         rows = experts.numel() if kept is None else int(kept.sum())
-        permutation = sort_by_expert(experts, kept, 4, rows)
+        permutation = sort_by_expert(experts, kept, 4, rows).order
         arguments = {"row_Tk": permutation.row, "kept_Tk": kept}
         if name == "permute":
             found.append(((draw(0, 5, 8, dtype=dtype),), {"pair_R": permutation.pair, **arguments}))
