@@ -13,6 +13,7 @@ Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,7 @@ def sort_by_expert(
         fill: Give the rows beyond the kept pairs to the last expert.
         counts_kE: The kept pairs of each choice and expert, if they have been counted.
     """
-    sort = op("sort_pairs", experts_Tk)
+    sort: Callable[..., Any] = op("sort_pairs", experts_Tk)
     made = sort(experts_Tk, kept_Tk, num_experts, rows, fill=fill, counts_kE=counts_kE)
     return OrderedRows(ExpertOrder(made.pair, made.row, kept_Tk, made.kept), made.counts, made.ends)
 
@@ -111,7 +112,7 @@ def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> OrderedRows:
         room: Rows of each block, including padding.
         rows: The sum of the counts, on the host.
     """
-    made = op("order_runs", counts_NSL)(counts_NSL, room, rows)
+    made: Any = op("order_runs", counts_NSL)(counts_NSL, room, rows)
     return OrderedRows(ExpertOrder(made.pair, made.row, made.kept, None), made.counts, made.ends)
 
 
@@ -120,7 +121,7 @@ def transpose_runs(like: Tensor, sources: int, experts: int, length: int) -> Ord
 
     like: a tensor of the device.
     """
-    made = op("order_equal_runs", like)(like, sources, experts, length)
+    made: Any = op("order_equal_runs", like)(like, sources, experts, length)
     return OrderedRows(ExpertOrder(made.pair, made.row, None, None), made.counts, made.ends)
 
 

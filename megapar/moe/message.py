@@ -14,6 +14,7 @@ Shape letters: T tokens, k choices per token, H hidden, R rows, w columns after 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,9 @@ def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
 
 def unpack_gradient(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split a message's gradient into (dx [T, H], dweights [T, k])."""
-    gradients: tuple[Tensor, Tensor] = op("sum_message", grad)(grad, hidden, weight_dtype, order.row, order.pair_kept)
-    return gradients
+    split: Callable[..., Any] = op("sum_message", grad)
+    grad_TH, grad_Tk = split(grad, hidden, weight_dtype, order.row, order.pair_kept)
+    return grad_TH, grad_Tk
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class _Unpack(torch.autograd.Function):
         ctx.save_for_backward(*fields)
         ctx.received, ctx.fields, ctx.sort_weights = message.shape[0], len(fields), sort_weights
         pair_R = ExpertOrder(*fields).pair if fields else None
-        return op("unpack", message)(message, hidden, dtype, pair_R, room, sort_weights=sort_weights)
+        split: Callable[..., Any] = op("unpack", message)
+        tokens, weights_R = split(message, hidden, dtype, pair_R, room, sort_weights=sort_weights)
+        return tokens, weights_R
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:

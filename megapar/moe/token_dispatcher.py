@@ -211,9 +211,7 @@ class TokenDispatcher:
         receive_order, counts_L, ends_L = order_by_expert(counts, room, sum(totals or receive))
         arriving = numbers[2:].sum((0, 1)) if totals else numbers[1].sum(0)
         sizes = tuple(arriving.tolist())
-        return DispatchPlan(
-            send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes, ends=ends_L
-        )
+        return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes, ends=ends_L)
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
         """Return the rows of each count in piece ``number`` of ``pieces``: ceil(count / pieces), fewer in the last."""

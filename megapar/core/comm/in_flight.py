@@ -77,7 +77,7 @@ class CommContext:
     def zero(self, like: Tensor) -> Tensor:
         """Return one zero of the device and dtype of ``like``, made once: all results share its memory.
 
-        For autograd tokens, whose value nobody reads or writes.
+        For autograd tokens, whose value is never read or written.
         """
         key = like.device, like.dtype
         if key not in self._zeros:

@@ -9,7 +9,8 @@ Shape letters: T tokens, k choices per token, H hidden, E experts, R rows, w col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,8 +167,17 @@ def _pack_rows(
     hidden = rows.shape[1]
     out = _fake_pack_rows(rows, weights, columns, index, kept, choices, by_index)
     into = out[:, hidden : hidden + weights.shape[1]]
-    more = {"index": index, "kept": kept, "choices": choices, "by_index": by_index}
-    expert_rows.copy_rows(rows, out, hidden, weights=weights, out_weights=into, **more)
+    expert_rows.copy_rows(
+        rows,
+        out,
+        hidden,
+        index=index,
+        kept=kept,
+        choices=choices,
+        weights=weights,
+        out_weights=into,
+        by_index=by_index,
+    )
     return out
 
 
@@ -179,8 +189,9 @@ def _unpack_rows(
     tokens, bits = _fake_unpack_rows(message, hidden, w, index, room, by_index)
     given = message.shape[0] if index is None else None
     weights = message[:, hidden : hidden + w]
-    more = {"index": index, "given": given, "by_index": by_index}
-    expert_rows.copy_rows(message, tokens, hidden, weights=weights, out_weights=bits, **more)
+    expert_rows.copy_rows(
+        message, tokens, hidden, index=index, given=given, weights=weights, out_weights=bits, by_index=by_index
+    )
     return tokens, bits
 
 
@@ -249,13 +260,11 @@ def _fake_sum_rows(rows: Tensor, hidden: int, row: Tensor, kept: Tensor | None) 
     return rows.new_empty(row.shape[0], hidden)
 
 
-def _fake_sum_message(
-    message: Tensor, hidden: int, w: int, row: Tensor, kept: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fake_sum_message(message: Tensor, hidden: int, w: int, row: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     return message.new_empty(row.shape[0], hidden), message.new_empty(row.numel(), w)
 
 
-KERNELS = {
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sort_pairs": (_sort_pairs, _fake_sort_pairs),
     "order_runs": (_order_runs, _fake_order_runs),
     "copy_rows": (_copy_rows, _fake_copy_rows),

@@ -8,9 +8,20 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
+from megapar.core.device import row_operators
 from megapar.core.device.cross_entropy import cross_entropy_reference
+from megapar.core.device.expert_rows import (
+    pack_cuda,
+    pack_reference,
+    sum_message_cuda,
+    sum_message_reference,
+    unpack_cuda,
+    unpack_reference,
+)
 from megapar.core.device.rotary import rotary_heads_reference
+from megapar.core.device.row_order import order_runs_reference, sort_pairs_reference, spread_pairs_reference
 from megapar.core.device.triton_operators import cross_entropy, rotary_heads, rotary_heads_backward
 
 TOLERANCE = 2e-2  # of a bf16 example, relative to the norm
@@ -25,6 +36,30 @@ def triton_failure(device: torch.device) -> str:
     except Exception as error:  # whatever a compiler or a driver raises
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     return f"wrong results: {', '.join(wrong)}" if wrong else ""
+
+
+def _of_expert_rows(device: torch.device, random: torch.Generator) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return operator -> its results and those of the reference, for rows of three experts and a message of them."""
+    experts = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 0], [2, 0]]).to(device)
+    kept = torch.tensor([[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]).bool().to(device)
+    order, capacity = sort_pairs_reference(experts, kept, 3, 9, fill=True), (experts, kept, 3, 4)
+    sorted_ = row_operators.sort_pairs(experts, kept, 3, 9, None, fill=True)
+    spread = row_operators.sort_pairs(experts, kept, 3, 12, 4, fill=False)
+    runs = torch.tensor([[[1, 2], [2, 0]]]).to(device)
+    x, weights = (torch.randn(*shape, generator=random).to(device) for shape in ((5, 96), (10,)))
+    packed = x.bfloat16(), weights, 104, order.pair, order.kept, 2
+    messages = pack_cuda(*packed), pack_reference(*packed)
+    split = (96, torch.float32, order.pair[:3].flip(0), 3)
+    tokens = (form(messages[1], *split, sort_weights=True) for form in (unpack_cuda, unpack_reference))
+    sums = (form(messages[1], 96, torch.float32, order.row, kept) for form in (sum_message_cuda, sum_message_reference))
+    return {
+        "sort_pairs": [*zip(sorted_, (*order[:4], order.counts.cumsum(0)), strict=True)],
+        "spread_pairs": [*zip(spread[:3], spread_pairs_reference(*capacity), strict=True)],
+        "order_runs": [*zip(row_operators.order_runs(runs, (1, 2, 2), 5, 5, 0)[:2], order_runs_reference(runs, 5, 5))],
+        "pack": [(messages[0][:, :98], messages[1][:, :98])],
+        "unpack": [*zip(*tokens, strict=True)],
+        "sum_message": [*zip(*sums, strict=True)],
+    }
 
 
 @torch.no_grad()
@@ -42,6 +77,7 @@ def errors(device: torch.device) -> dict[str, float]:
     forms = (cross_entropy, cross_entropy_reference)
     found, expected = (form(logits.clone(), labels, torch.bfloat16) for form in forms)
     pairs["cross_entropy"] = list(zip(found, expected, strict=True))
+    pairs.update(_of_expert_rows(device, random))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

@@ -20,6 +20,7 @@ from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
 ELEMENTS = 4096  # pairs x experts that a program compares at once, at most
 MOST_PAIRS = 32
 BLOCKS = 128  # programs of the sort: each adds up the counts of all
+PROGRAMS = 512  # that move runs of rows: several move each if there are few
 ROWS_AT_ONCE = 256
 WIDEST = 2048  # columns that a program copies at once
 WARPS = 4
@@ -61,7 +62,7 @@ def _count(experts, kept, counts, N, steps, K, by_token, by_choice, PAIRS: tl.co
 
 
 @triton.jit
-def _place(  # type: ignore[no-untyped-def]
+def _place(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     experts,
     kept,
     counts_by_block,
@@ -162,8 +163,8 @@ def _order_runs(  # type: ignore[no-untyped-def]
         if real is not None:
             tl.store(real + comes + start + offset, tl.full((SIZE,), 1, tl.int8), mask=inside)
     if real is not None:
+        padding = (block + 1) * room - comes - own
         if run % shelf == shelf - 1:
-            padding = (block + 1) * room - comes - own
             for start in range(0, padding, stride):
                 inside = start + offset < padding
                 tl.store(row_of + comes + own + start + offset, 0 * offset, mask=inside)
@@ -174,7 +175,7 @@ def _order_runs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _copy(  # type: ignore[no-untyped-def]
+def _copy(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     rows,
     index,
     kept,
@@ -196,21 +197,22 @@ def _copy(  # type: ignore[no-untyped-def]
     real = row < given
     if kept is not None:
         real = real & (tl.load(kept + row) != 0)
+    features = tl.where(real, H, 0)  # of the row that are read
     at = row
     if index is not None:
         at = tl.load(index + row).to(tl.int64)
     for start in tl.static_range(0, H, WIDTH):
         column = start + tl.arange(0, WIDTH)
-        x = tl.load(rows + at // K * STRIDE + column, mask=(column < H) & real, other=0)
+        x = tl.load(rows + at // K * STRIDE + column, mask=column < features, other=0)
         tl.store(out + row * OUT_STRIDE + column, x, mask=column < H)
     if weights is not None:
         part = tl.arange(0, W)
-        bits = tl.load(weights + (at if BY_INDEX else row) * W_STRIDE + part, mask=real & (part < W), other=0)
-        tl.store(out_weights + row * OUT_W_STRIDE + part, bits, mask=(row < given) & (part < W))
+        bits = tl.load(weights + (at if BY_INDEX else row) * W_STRIDE + part, mask=part < tl.where(real, W, 0), other=0)
+        tl.store(out_weights + row * OUT_W_STRIDE + part, bits, mask=part < tl.where(row < given, W, 0))
 
 
 @triton.jit
-def _sum(  # type: ignore[no-untyped-def]
+def _sum(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     rows,
     row_of,
     kept,
@@ -231,15 +233,15 @@ def _sum(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.float32)
     for choice in tl.static_range(K):
-        real = token >= 0
+        features = H
         if kept is not None:
-            real = tl.load(kept + token * by_token + choice * by_choice) != 0
+            features = tl.where(tl.load(kept + token * by_token + choice * by_choice) != 0, H, 0)
         at = tl.load(row_of + token * K + choice).to(tl.int64)
-        total += tl.load(rows + at * STRIDE + column, mask=(column < H) & real, other=0.0).to(tl.float32)
+        total += tl.load(rows + at * STRIDE + column, mask=column < features, other=0.0).to(tl.float32)
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
     if weights is not None:
+        every, part = tl.arange(0, CHOICES)[:, None], tl.arange(0, W)[None, :]
         if tl.program_id(1) == 0:
-            every, part = tl.arange(0, CHOICES)[:, None], tl.arange(0, W)[None, :]
             inside = (every < K) & (part < W)
             read = inside
             if kept is not None:
@@ -313,7 +315,7 @@ def order_runs(
     real = None if rows == places else made.row_kept.view(torch.uint8)
     runs = blocks * sources * experts
     sizes = {"BLOCKS": blocks, "SOURCES": sources, "EXPERTS": experts}
-    grid = (runs, triton.cdiv(512, runs))
+    grid = (runs, triton.cdiv(PROGRAMS, runs))
     tiles = {"RUNS": max(16, triton.next_power_of_2(runs)), "SIZE": ROWS_AT_ONCE}
     _order_runs[grid](
         counts, made.pair, made.row, real, made.counts, made.ends, room, length, **sizes, **tiles, num_warps=WARPS
@@ -403,7 +405,6 @@ def _mask(kept: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
 
 def _stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
-
 
 
 def _built(name: str, function: object, types: dict[str, str], **constants: int | None) -> BuiltKernel:
