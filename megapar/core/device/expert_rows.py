@@ -148,7 +148,7 @@ def unpack_reference(
         message: Rows of a message.
         hidden: H.
         dtype: Dtype of the weights.
-        index_R: Row of the message for each token; None: all rows in their order, then zeros up to ``room``.
+        index_R: Row of the message for each token, each once; None: all rows in their order, then zeros up to ``room``.
         room: Rows of the result.
         sort_weights: Weights have the order ``index_R``, otherwise that of the message.
     """

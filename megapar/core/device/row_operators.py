@@ -253,7 +253,7 @@ def _fake_unpack_rows(
     message: Tensor, hidden: int, w: int, index: Tensor | None, room: int, by_index: bool
 ) -> tuple[Tensor, Tensor]:
     count = room if index is None else index.shape[0]
-    return message.new_empty(count, hidden), message.new_empty(message.shape[0], w)
+    return message.new_empty(count, hidden), message.new_empty(count if by_index else message.shape[0], w)
 
 
 def _fake_sum_rows(rows: Tensor, hidden: int, row: Tensor, kept: Tensor | None) -> Tensor:

@@ -5,7 +5,9 @@ Tested in ``tests/core/device/test_triton_operators.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +15,8 @@ from torch import Tensor
 from megapar.core.device import row_operators
 from megapar.core.device.cross_entropy import cross_entropy_reference
 from megapar.core.device.expert_rows import (
-    pack_cuda,
     pack_reference,
-    sum_message_cuda,
     sum_message_reference,
-    unpack_cuda,
     unpack_reference,
 )
 from megapar.core.device.rotary import rotary_heads_reference
@@ -42,24 +41,27 @@ def _of_expert_rows(device: torch.device, random: torch.Generator) -> dict[str, 
     """Return operator -> its results and those of the reference, for rows of three experts and a message of them."""
     experts = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 0], [2, 0]]).to(device)
     kept = torch.tensor([[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]).bool().to(device)
-    order, capacity = sort_pairs_reference(experts, kept, 3, 9, fill=True), (experts, kept, 3, 4)
-    sorted_ = row_operators.sort_pairs(experts, kept, 3, 9, None, fill=True)
-    spread = row_operators.sort_pairs(experts, kept, 3, 12, 4, fill=False)
-    runs = torch.tensor([[[1, 2], [2, 0]]]).to(device)
-    x, weights = (torch.randn(*shape, generator=random).to(device) for shape in ((5, 96), (10,)))
-    packed = x.bfloat16(), weights, 104, order.pair, order.kept, 2
-    messages = pack_cuda(*packed), pack_reference(*packed)
-    split = (96, torch.float32, order.pair[:3].flip(0), 3)
-    tokens = (form(messages[1], *split, sort_weights=True) for form in (unpack_cuda, unpack_reference))
-    sums = (form(messages[1], 96, torch.float32, order.row, kept) for form in (sum_message_cuda, sum_message_reference))
-    return {
-        "sort_pairs": [*zip(sorted_, (*order[:4], order.counts.cumsum(0)), strict=True)],
-        "spread_pairs": [*zip(spread[:3], spread_pairs_reference(*capacity), strict=True)],
-        "order_runs": [*zip(row_operators.order_runs(runs, (1, 2, 2), 5, 5, 0)[:2], order_runs_reference(runs, 5, 5))],
-        "pack": [(messages[0][:, :98], messages[1][:, :98])],
-        "unpack": [*zip(*tokens, strict=True)],
-        "sum_message": [*zip(*sums, strict=True)],
+    order, spread = sort_pairs_reference(experts, kept, 3, 9, fill=True), spread_pairs_reference(experts, kept, 3, 4)
+    runs, weights = torch.tensor([[[1, 2], [2, 0]]]).to(device), torch.arange(10.0).to(device)
+    x, bits = torch.randn(5, 96, generator=random).to(device).bfloat16(), weights.view(torch.bfloat16).view(10, 2)
+    message, fp32 = pack_reference(x, weights, 104, order.pair, order.kept, 2), torch.float32
+    packed = row_operators.pack_rows(x, bits, 104, order.pair, order.kept, 2, sort_weights=True)
+    split, back = (message, 96, fp32, torch.arange(8, -1, -1).to(device), 9), (message, 96, fp32, order.row, kept)
+    sums, copied = sum_message_reference(*back), row_operators.copy_rows(x, order.pair, order.kept, 2)
+    results: dict[str, tuple[Sequence[Tensor], Sequence[Any]]] = {
+        "sort_pairs": (row_operators.sort_pairs(experts, kept, 3, 9, None, fill=True)[:4], order[:4]),
+        "spread_pairs": (row_operators.sort_pairs(experts, kept, 3, 12, 4, fill=False)[:3], spread),
+        "order_runs": (row_operators.order_runs(runs, (1, 2, 2), 5, 5, 0)[:2], order_runs_reference(runs, 5, 5)[:2]),
+        "copy_rows": ([copied], [message[:, :96]]),
+        "pack_rows": ([packed[:, :98]], [message[:, :98]]),
+        "unpack_rows": (
+            row_operators.unpack_rows(*split, sort_weights=True),
+            unpack_reference(*split, sort_weights=True),
+        ),
+        "sum_rows": ([row_operators.sum_rows(message, 96, order.row, kept)], sums[:1]),
+        "sum_message": (row_operators.sum_message(*back), sums),
     }
+    return {name: [*zip(found, wanted, strict=True)] for name, (found, wanted) in results.items()}
 
 
 @torch.no_grad()
