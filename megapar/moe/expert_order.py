@@ -13,14 +13,13 @@ Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device.ops import op
-from megapar.moe.stats import count_pairs
 
 
 class ExpertOrder(NamedTuple):
@@ -41,29 +40,57 @@ class ExpertOrder(NamedTuple):
     row_kept: Tensor | None
 
 
+class OrderedRows(NamedTuple):
+    """An order of rows, and the rows of each expert in it.
+
+    Attributes:
+        order: The order.
+        counts: [E] int64, rows of each expert.
+        ends: [E] int32, the row after the last one of each expert, if the device computed it as well; else None.
+    """
+
+    order: ExpertOrder
+    counts: Tensor
+    ends: Tensor | None
+
+
 def weigh(rows_RH: Tensor, weights_R: Tensor) -> Tensor:
     """Multiply each row by its weight, rounded to the rows' dtype first: [R, H]."""
     return rows_RH * weights_R.to(rows_RH.dtype)[:, None]
 
 
-def sort_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int) -> ExpertOrder:
-    """Return the order that sorts the kept pairs by expert into ``rows`` rows, at least as many as there are pairs.
+def sort_by_expert(
+    experts_Tk: Tensor,
+    kept_Tk: Tensor | None,
+    num_experts: int,
+    rows: int,
+    *,
+    fill: bool = False,
+    counts_kE: Tensor | None = None,
+) -> OrderedRows:
+    """Return the order that sorts the kept pairs by expert into ``rows`` rows.
 
-    Pairs of one expert stay in token order.
+    Pairs of one expert stay in token order. The host does not wait for the device.
+
+    Args:
+        experts_Tk: The experts of each token.
+        kept_Tk: bool; None: every pair is kept.
+        num_experts: E.
+        rows: R, from the number of kept pairs to that of all pairs.
+        fill: Give the rows beyond the kept pairs to the last expert.
+        counts_kE: The kept pairs of each choice and expert, if they have been counted.
     """
-    key = experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)
-    order = torch.sort(key.flatten(), stable=True).indices
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    if rows < order.numel():
-        order, row = order[:rows], row.clamp(max=max(rows - 1, 0))
-    return ExpertOrder(order, row.view_as(experts_Tk), kept_Tk, None)
+    sort: Callable[..., Any] = op("sort_pairs", experts_Tk)
+    made = sort(experts_Tk, kept_Tk, num_experts, rows, fill=fill, counts_kE=counts_kE)
+    return OrderedRows(ExpertOrder(made.pair, made.row, kept_Tk, made.kept), made.counts, made.ends)
 
 
-def fill_last_expert_(order: ExpertOrder, counts_E: Tensor) -> ExpertOrder:
-    """Give the rows beyond the kept pairs to the last expert, and add them to the kept pairs ``counts_E``."""
-    rows, num_kept = order.pair.shape[0], counts_E.sum()
-    counts_E[-1] += rows - num_kept
-    return order._replace(row_kept=torch.arange(rows, device=counts_E.device) < num_kept)
+def kept_rows(order: ExpertOrder, rows: int) -> ExpertOrder:
+    """Cut an order of all pairs off after its first ``rows`` rows, those of the kept pairs."""
+    if rows == order.pair.shape[0]:
+        return order
+    # Pairs without a row name any row of the order.
+    return order._replace(pair=order.pair[:rows], row=order.row.clamp(max=max(rows - 1, 0)))
 
 
 def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int) -> ExpertOrder:
@@ -71,18 +98,31 @@ def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: in
 
     No expert may have more kept pairs than ``capacity``. The host does not wait for the device.
     """
-    key = (experts_Tk if kept_Tk is None else torch.where(kept_Tk, experts_Tk, num_experts)).flatten()
-    order = torch.sort(key, stable=True).indices
-    counts_E = count_pairs(experts_Tk, kept_Tk, num_experts).sum(0)
-    sorted_key, rows = key[order], num_experts * capacity
-    first = F.pad(counts_E.cumsum(0), (1, 0))
-    place = torch.arange(order.numel(), device=order.device) - first[sorted_key]
-    # Pairs that are not kept share one row after the last, which is cut off.
-    row_sorted = torch.where(sorted_key < num_experts, sorted_key * capacity + place, rows)
-    pair = order.new_zeros(rows + 1).scatter_(0, row_sorted, order)[:rows]
-    row = torch.empty_like(order).scatter_(0, order, row_sorted).clamp(max=max(rows - 1, 0))
-    row_kept = torch.arange(capacity, device=order.device) < counts_E[:, None]
-    return ExpertOrder(pair, row.view_as(experts_Tk), kept_Tk, row_kept.flatten())
+    pair, row, row_kept = op("spread_pairs", experts_Tk)(experts_Tk, kept_Tk, num_experts, capacity)
+    return ExpertOrder(pair, row, kept_Tk, row_kept)
+
+
+def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> OrderedRows:
+    """Return the order that sorts gathered rows by expert.
+
+    Rows of one expert keep their order; padding is left out.
+
+    Args:
+        counts_NSL: int64, rows in block n from source s for expert l, in this order.
+        room: Rows of each block, including padding.
+        rows: The sum of the counts, on the host.
+    """
+    made: Any = op("order_runs", counts_NSL)(counts_NSL, room, rows)
+    return OrderedRows(ExpertOrder(made.pair, made.row, made.kept, None), made.counts, made.ends)
+
+
+def transpose_runs(like: Tensor, sources: int, experts: int, length: int) -> OrderedRows:
+    """Return ``order_by_expert`` if each of ``sources`` sends ``length`` rows to each expert.
+
+    like: a tensor of the device.
+    """
+    made: Any = op("order_equal_runs", like)(like, sources, experts, length)
+    return OrderedRows(ExpertOrder(made.pair, made.row, None, None), made.counts, made.ends)
 
 
 def permute(x_TH: Tensor, order: ExpertOrder) -> Tensor:
@@ -121,19 +161,13 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _gather(x_TH: Tensor, order: ExpertOrder) -> Tensor:
-    rows_RH = op("permute", x_TH)(x_TH, order.pair, order.row, order.pair_kept)
-    if order.row_kept is None:
-        return rows_RH
-    return rows_RH.masked_fill_(~order.row_kept[:, None], 0)
+    rows_RH: Tensor = op("permute", x_TH)(x_TH, *order)
+    return rows_RH
 
 
 def gather_sum(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
     """Compute ``unpermute`` outside autograd."""
-    num_tokens, topk = order.row.shape
+    num_tokens = order.row.shape[0]
     if rows_RH.shape[0] == 0 or num_tokens == 0:
         return rows_RH.new_zeros(num_tokens, rows_RH.shape[1])
-    kept = order.pair_kept
-    if topk == 1:
-        y_TH = rows_RH.index_select(0, order.row.flatten())
-        return y_TH if kept is None else y_TH.masked_fill_(~kept, 0)
-    return op("unpermute", rows_RH)(rows_RH, order.row, kept)
+    return op("unpermute", rows_RH)(rows_RH, order.row, order.pair_kept)

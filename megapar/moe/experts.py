@@ -97,6 +97,7 @@ class Experts(nn.Module):
         counts_E: Tensor,
         sizes_E: tuple[int, ...] | None = None,
         weights_R: Tensor | None = None,
+        ends_E: Tensor | None = None,
     ) -> Tensor:
         """Return the expert outputs [R, H].
 
@@ -105,6 +106,7 @@ class Experts(nn.Module):
             counts_E: int64, rows of each expert; they sum to R.
             sizes_E: The same on the host, if the device's products need them (``grouped_linear``).
             weights_R: The gate weight of each output; None: the outputs are not multiplied.
+            ends_E: ``row_ends`` of the counts, if they have been computed.
         """
         up = local(getattr(self, self.up_name)).flatten(1, -2)
         expert_R, up_bias, down_bias = None, None, None
@@ -114,7 +116,8 @@ class Experts(nn.Module):
                 local(getattr(self, f"{name}_bias")).flatten(1).index_select(0, expert_R)
                 for name in (self.up_name, "down")
             )
-        ends = cache(partial(row_ends, counts_E))  # computed by the first product that needs it
+        # Computed by the first product that needs it.
+        ends = cache(partial(row_ends, counts_E)) if ends_E is None else partial(_identity, ends_E)
         hidden = grouped_linear(rows_RH, up, counts_E, self._defer_wgrad(self.up_name), sizes_E, ends)
 
         def down(inner: Tensor) -> Tensor:

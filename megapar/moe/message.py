@@ -14,15 +14,16 @@ Shape letters: T tokens, k choices per token, H hidden, R rows, w columns after 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapar.core.device.grouped import token_of
+from megapar.core.device.ops import op
 from megapar.model.decoder.expert_rows import row_columns
-from megapar.moe.expert_order import ExpertOrder, gather_sum
+from megapar.moe.expert_order import ExpertOrder
 
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
@@ -51,27 +52,17 @@ def unpack(
 
 def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     """Compute ``pack`` outside autograd."""
-    hidden, rows = x_TH.shape[1], order.pair.shape[0]
-    shape = (rows, _columns(hidden, weights_Tk.dtype, x_TH.dtype))
-    if not x_TH.shape[0]:
-        return x_TH.new_zeros(shape)
-    message = x_TH.new_empty(shape)
-    torch.index_select(x_TH, 0, token_of(order.pair, weights_Tk.shape[1]), out=message[:, :hidden])
-    _put_weights(message, hidden, weights_Tk.flatten()[order.pair])
-    if order.row_kept is not None:
-        message.masked_fill_(~order.row_kept[:, None], 0)
+    columns = _columns(x_TH.shape[1], weights_Tk.dtype, x_TH.dtype)
+    pairs = (order.pair, order.row_kept, order.row.shape[1])
+    message: Tensor = op("pack", x_TH)(x_TH, weights_Tk.flatten(), columns, *pairs)
     return message
 
 
 def unpack_gradient(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Split a message's gradient into (dx [T, H], dweights [T, k])."""
-    grad_TH = gather_sum(grad[:, :hidden], order)
-    row_Tk, kept_Tk = order.row, order.pair_kept
-    if not grad.shape[0]:
-        grad_Tk = grad.new_zeros(row_Tk.shape, dtype=weight_dtype)
-    else:
-        grad_Tk = _weights(grad, hidden, weight_dtype)[row_Tk]
-    return grad_TH, grad_Tk if kept_Tk is None else torch.where(kept_Tk, grad_Tk, 0)
+    split: Callable[..., Any] = op("sum_message", grad)
+    grad_TH, grad_Tk = split(grad, hidden, weight_dtype, order.row, order.pair_kept)
+    return grad_TH, grad_Tk
 
 
 @dataclass(frozen=True)
@@ -118,51 +109,22 @@ class _Unpack(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(*fields)
         ctx.received, ctx.fields, ctx.sort_weights = message.shape[0], len(fields), sort_weights
-        pair_R = None
-        if fields:
-            order = ExpertOrder(*fields)
-            tokens = message[:, :hidden].index_select(0, order.pair)
-            pair_R = order.pair if sort_weights else None
-        else:
-            tokens = message.new_empty(room, hidden)
-            tokens[: message.shape[0]] = message[:, :hidden]
-            if room > message.shape[0]:
-                tokens[message.shape[0] :] = 0
-        return tokens, _weights(message, hidden, dtype, pair_R)
+        pair_R = ExpertOrder(*fields).pair if fields else None
+        split: Callable[..., Any] = op("unpack", message)
+        tokens, weights_R = split(message, hidden, dtype, pair_R, room, sort_weights=sort_weights)
+        return tokens, weights_R
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
-        hidden = grad_RH.shape[1]
-        grad = grad_RH.new_empty(ctx.received, _columns(hidden, grad_R.dtype, grad_RH.dtype))
-        row_R = None
+        columns = _columns(grad_RH.shape[1], grad_R.dtype, grad_RH.dtype)
         if ctx.fields and ctx.received:
-            order = ExpertOrder(*ctx.saved_tensors)
-            torch.index_select(grad_RH, 0, order.row.flatten(), out=grad[:, :hidden])
-            row_R = order.row.flatten() if ctx.sort_weights else None
+            row_R = ExpertOrder(*ctx.saved_tensors).row.flatten()
+            grad = op("pack", grad_RH)(grad_RH, grad_R, columns, row_R, sort_weights=ctx.sort_weights)
         else:
-            grad[:, :hidden] = grad_RH[: ctx.received]
-        _put_weights(grad, hidden, grad_R, row_R)
+            grad = op("pack", grad_RH)(grad_RH[: ctx.received], grad_R, columns, None)
         return grad, None, None, None, None, *(None,) * ctx.fields
 
 
 def _columns(hidden: int, weight: torch.dtype, row: torch.dtype) -> int:
     """Return the elements of dtype ``row`` in a row, H + w."""
     return row_columns(hidden, weight.itemsize, row.itemsize)
-
-
-def _put_weights(message: Tensor, hidden: int, weights_R: Tensor, row_R: Tensor | None = None) -> None:
-    """Write the bits of the weights, in the order ``row_R`` if given, after the first ``hidden`` columns."""
-    bits = weights_R.contiguous().view(message.dtype).view(weights_R.shape[0], -1 if len(weights_R) else 0)
-    columns = message[:, hidden : hidden + bits.shape[1]]
-    if row_R is None:
-        columns.copy_(bits)
-    else:
-        torch.index_select(bits, 0, row_R, out=columns)
-
-
-def _weights(message: Tensor, hidden: int, dtype: torch.dtype, row_R: Tensor | None = None) -> Tensor:
-    """Read the weights [R] of ``dtype`` that follow the first ``hidden`` columns of these rows; None: of all."""
-    bits = message[:, hidden : hidden + dtype.itemsize // message.dtype.itemsize]
-    # A copy even if the column is contiguous, because a view as another dtype needs an aligned start.
-    bits = bits.clone(memory_format=torch.contiguous_format) if row_R is None else bits.index_select(0, row_R)
-    return bits.flatten().view(dtype)

@@ -46,7 +46,7 @@ from megapar.moe.token_dispatcher import DispatchPlan, PendingRows, TokenDispatc
 if TYPE_CHECKING:
     from megapar.moe.layer import MoeLayer
 
-Compute = Callable[[Tensor, Tensor, tuple[int, ...] | None, Tensor | None], Tensor]  # as ``Experts.compute``
+Compute = Callable[..., Tensor]  # as ``Experts.compute``
 ComputeOne = Callable[[Tensor, Tensor | None], Tensor]  # as of ``Experts.per_expert``
 
 
@@ -115,7 +115,8 @@ class _PieceWork:
         if plan.counts is None:
             out_RH = by_expert[plan.expert](rows_RH, weights_R)
         else:
-            out_RH = compute(rows_RH, plan.counts, self._passage.host_sizes(plan, rows_RH), weights_R)
+            sizes = self._passage.host_sizes(plan, rows_RH)
+            out_RH = compute(rows_RH, plan.counts, sizes, weights_R, plan.ends)
         self._leaving = self._dispatcher.start_leave(out_RH, plan)  # [6]
 
     def combine(self) -> PendingRows:

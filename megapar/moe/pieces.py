@@ -16,19 +16,25 @@ import torch
 from torch import Tensor
 
 from megapar.core.comm.exchange import AllToAll
-from megapar.moe.expert_order import ExpertOrder, sort_by_expert
-from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatcher, order_by_expert
+from megapar.moe.expert_order import ExpertOrder, kept_rows, order_by_expert
+from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatcher
 
 
 def piece_plans(
-    dispatcher: TokenDispatcher, row_counts: RowCounts, experts_Tk: Tensor, kept_Tk: Tensor | None, pieces: int
+    dispatcher: TokenDispatcher, row_counts: RowCounts, pairs: ExpertOrder, pieces: int
 ) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
-    """Return (order of the whole message, its L · pieces plans in the order in which they are sent)."""
+    """Return (order of the whole message, its L · pieces plans in the order in which they are sent).
+
+    Args:
+        dispatcher: Plans the messages.
+        row_counts: Its counts of rows.
+        pairs: All pairs sorted by expert, by the dispatcher.
+        pieces: N.
+    """
     numbers = dispatcher.read(row_counts)
     parts = [dispatcher.piece(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
-    order = sort_by_expert(experts_Tk, kept_Tk, dispatcher.num_experts, int(numbers[0].sum()))
     own = [dispatcher.piece(row_counts.counts, n, pieces) for n in range(pieces)]
-    order = _reorder(order, row_counts.counts, own)
+    order = _reorder(kept_rows(pairs, int(numbers[0].sum())), row_counts.counts, own)
     gathered: list[Tensor | None] = [None] * pieces
     if row_counts.gathered is not None:
         gathered = [dispatcher.piece(row_counts.gathered, n, pieces) for n in range(pieces)]
@@ -71,5 +77,5 @@ def _plan(
     if gathered is not None:
         known = part[2:, :, expert]
         room = int(known.sum(1).max())
-        receive_order, _ = order_by_expert(gathered[:, :, expert].unsqueeze(2), room, int(known.sum()))
+        receive_order = order_by_expert(gathered[:, :, expert].unsqueeze(2), room, int(known.sum())).order
     return DispatchPlan(order, AllToAll(dispatcher.ep, send, receive), received, room, receive_order, None, expert)

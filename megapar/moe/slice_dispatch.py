@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapar.core.comm.async_pairs import defer
 from megapar.core.recompute.replay import Replay, once
-from megapar.moe.expert_order import ExpertOrder
+from megapar.moe.expert_order import ExpertOrder, OrderedRows
 from megapar.moe.message import RowsOfTokens
 from megapar.moe.pieces import piece_plans
 from megapar.moe.slicing import Slicing
@@ -88,13 +88,14 @@ class DeferredDispatch:
         self._experts_Tk, self._kept_Tk, self._room, self._counts_kE = experts_Tk, kept_Tk, room, counts_kE
         self._hidden, self._weight_dtype = x_TH.shape[1], weights_Tk.dtype
         self._order: ExpertOrder | None = None
+        self._pairs: OrderedRows | None = None
         self._device = dispatcher.comm.device
         count = slicing.expert_pieces * (dispatcher.num_experts // dispatcher.ep.size) or 1
         self.tokens, self._deferred = defer((x_TH, weights_Tk), count, dispatcher.comm)
         self._routed = self._device.event()
         self._row_counts: RowCounts | None = None
         if (dispatcher.exchanges_counts or slicing.expert_pieces) and not (replay is not None and replay.recomputing):
-            self._row_counts = self._on_ep_stream(self._exchange_counts)
+            self._pairs, self._row_counts = self._on_ep_stream(self._exchange_counts)
 
     @property
     def order(self) -> ExpertOrder:
@@ -136,18 +137,19 @@ class DeferredDispatch:
             self._device.adopt(leaf)
         return result
 
-    def _exchange_counts(self) -> RowCounts:
-        aside, counts_kE = self._device.is_async, self._counts_kE
-        return self._dispatcher.announce(self._experts_Tk, self._kept_Tk, aside=aside, counts_kE=counts_kE)
+    def _exchange_counts(self) -> tuple[OrderedRows, RowCounts]:
+        pairs = self._dispatcher.sort(self._experts_Tk, self._kept_Tk, self._counts_kE)
+        return pairs, self._dispatcher.announce(pairs.counts, self._experts_Tk.numel(), aside=self._device.is_async)
 
     def _plan(self) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
-        dispatcher, row_counts = self._dispatcher, self._row_counts
-        if row_counts is None:
+        dispatcher, row_counts, pairs = self._dispatcher, self._row_counts, self._pairs
+        self._pairs = None
+        if row_counts is None or pairs is None:
             plan = dispatcher.plan(self._experts_Tk, self._kept_Tk, *self._room, counts_kE=self._counts_kE)
         elif self._slicing.expert_pieces:
-            return piece_plans(dispatcher, row_counts, self._experts_Tk, self._kept_Tk, self._slicing.expert_pieces)
+            return piece_plans(dispatcher, row_counts, pairs.order, self._slicing.expert_pieces)
         else:
-            plan = dispatcher.uneven_plan(row_counts, dispatcher.read(row_counts), self._experts_Tk, self._kept_Tk)
+            plan = dispatcher.uneven_plan(row_counts, dispatcher.read(row_counts), pairs.order)
         return plan.send_order, (plan,)
 
 

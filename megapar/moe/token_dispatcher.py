@@ -38,14 +38,16 @@ from megapar.core.device.base import Event
 from megapar.core.recompute.replay import Replay, once
 from megapar.moe.expert_order import (
     ExpertOrder,
-    fill_last_expert_,
+    OrderedRows,
+    kept_rows,
+    order_by_expert,
     permute,
     sort_by_expert,
     spread_by_expert,
+    transpose_runs,
     unpermute,
 )
 from megapar.moe.message import pack, unpack
-from megapar.moe.stats import count_pairs, over_choices
 
 PendingRows = tuple[Tensor, Ticket]  # result of ``start``: the token that autograd sees, and the ticket to wait with
 READ = "TokenDispatcher.read"  # where the host waits for counts
@@ -63,6 +65,7 @@ class DispatchPlan(NamedTuple):
         counts: [L] int64, rows of each local expert after the all-gather; None if all rows are for ``expert``.
         expert: The only expert of this message, if ``counts`` is None.
         sizes: ``counts`` on the host, if the host has them anyway.
+        ends: [L] int32, the row after the last one of each local expert, if the device computed it with the order.
     """
 
     send_order: ExpertOrder
@@ -73,6 +76,7 @@ class DispatchPlan(NamedTuple):
     counts: Tensor | None
     expert: int = 0
     sizes: tuple[int, ...] | None = None
+    ends: Tensor | None = None
 
 
 class RowCounts(NamedTuple):
@@ -138,38 +142,40 @@ class TokenDispatcher:
         if self.even_splits:
             return self._even_plan(experts_Tk, kept_Tk, rows)
         if not self.exchanges_counts:
-            order = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, rows)
-            counts_E = self._count(experts_Tk, kept_Tk, counts_kE)
-            if not exact:
-                order = fill_last_expert_(order, counts_E)
-            return DispatchPlan(order, AllToAll(self.ep), rows, rows, None, counts_E)
+            order, counts_E, ends_E = sort_by_expert(
+                experts_Tk, kept_Tk, self.num_experts, rows, fill=not exact, counts_kE=counts_kE
+            )
+            return DispatchPlan(order, AllToAll(self.ep), rows, rows, None, counts_E, ends=ends_E)
+        pairs = self.sort(experts_Tk, kept_Tk, counts_kE)
 
         def count() -> tuple[RowCounts, Tensor]:
-            row_counts = self.announce(experts_Tk, kept_Tk, counts_kE=counts_kE)
+            row_counts = self.announce(pairs.counts, experts_Tk.numel())
             return row_counts, self.read(row_counts)
 
-        return self.uneven_plan(*once(replay, count), experts_Tk, kept_Tk)
+        return self.uneven_plan(*once(replay, count), pairs.order)
 
-    def announce(
-        self,
-        experts_Tk: Tensor,
-        kept_Tk: Tensor | None,
-        *,
-        aside: bool = False,
-        counts_kE: Tensor | None = None,
-    ) -> RowCounts:
+    def sort(self, experts_Tk: Tensor, kept_Tk: Tensor | None, counts_kE: Tensor | None = None) -> OrderedRows:
+        """Sort all pairs by expert, the kept ones first. The device does this while the host waits for the counts.
+
+        Args:
+            experts_Tk: The experts of each token.
+            kept_Tk: bool; None: every pair is kept.
+            counts_kE: The kept pairs of each choice and expert, if they have been counted.
+        """
+        return sort_by_expert(experts_Tk, kept_Tk, self.num_experts, experts_Tk.numel(), counts_kE=counts_kE)
+
+    def announce(self, counts_E: Tensor, pairs: int, *, aside: bool = False) -> RowCounts:
         """Exchange the counts of rows, without a host wait.
 
         First over emp, then over ep: over ep the counts queue after the dispatch of the previous slice. In the opposite
         order, collectives over emp that follow, such as the sums of the next slice, would queue after that dispatch.
 
         Args:
-            experts_Tk: The experts of each token.
-            kept_Tk: bool; None: every pair is kept.
+            counts_E: The kept pairs of each expert.
+            pairs: All pairs, of which some may not be kept.
             aside: The current stream is not the main one.
-            counts_kE: The kept pairs of each choice, or of all, and expert, if they have been counted.
         """
-        counts = self._count(experts_Tk, kept_Tk, counts_kE).view(self.ep.size, -1)
+        counts = counts_E.view(self.ep.size, -1)
         sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
         # [ep, emp, L]; a copy is sent, because the counts are used later.
         arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
@@ -188,20 +194,24 @@ class TokenDispatcher:
         self.comm.count_host_wait(READ)
         return row_counts.numbers.view(-1, *row_counts.counts.shape)
 
-    def uneven_plan(
-        self, row_counts: RowCounts, numbers: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None
-    ) -> DispatchPlan:
-        """Plan uneven splits from the counts. numbers: the counts on the host, from ``read``."""
+    def uneven_plan(self, row_counts: RowCounts, numbers: Tensor, pairs: ExpertOrder) -> DispatchPlan:
+        """Plan uneven splits from the counts.
+
+        Args:
+            row_counts: From ``announce``.
+            numbers: The counts on the host, from ``read``.
+            pairs: All pairs, from ``sort``.
+        """
         send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
         totals = numbers[2:].sum((1, 2)).tolist()
-        send_order = sort_by_expert(experts_Tk, kept_Tk, self.num_experts, sum(send))
+        send_order = kept_rows(pairs, sum(send))
         exchange = AllToAll(self.ep, tuple(send), tuple(receive))
         room = max(totals, default=sum(receive))
         counts = row_counts.arriving[None] if row_counts.gathered is None else row_counts.gathered
-        receive_order, counts_L = order_by_expert(counts, room, sum(totals or receive))
+        receive_order, counts_L, ends_L = order_by_expert(counts, room, sum(totals or receive))
         arriving = numbers[2:].sum((0, 1)) if totals else numbers[1].sum(0)
         sizes = tuple(arriving.tolist())
-        return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes)
+        return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes, ends=ends_L)
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
         """Return the rows of each count in piece ``number`` of ``pieces``: ceil(count / pieces), fewer in the last."""
@@ -284,56 +294,12 @@ class TokenDispatcher:
         """True if each rank of emp receives different rows, which all of its ranks need."""
         return self.sequence_sharded and self.emp.size > 1
 
-    def _count(self, experts_Tk: Tensor, kept_Tk: Tensor | None, counts_kE: Tensor | None) -> Tensor:
-        """Return the kept pairs of each expert, [E]."""
-        if counts_kE is None:
-            counts_kE = count_pairs(experts_Tk, kept_Tk, self.num_experts, by_choice=False)
-        return over_choices(counts_kE)
-
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
         capacity = rows // self.num_experts
         send_order = spread_by_expert(experts_Tk, kept_Tk, self.num_experts, capacity)
         sources = self.ep.size * (self.emp.size if self.gathers else 1)
-        local, device = self.num_experts // self.ep.size, experts_Tk.device
-        receive_order = transpose_runs(sources, local, capacity, device)
-        counts_L = torch.full((local,), sources * capacity, dtype=torch.int64, device=device)
+        local = self.num_experts // self.ep.size
+        receive_order, counts_L, ends_L = transpose_runs(experts_Tk, sources, local, capacity)
         sizes = (sources * capacity,) * local
-        return DispatchPlan(send_order, AllToAll(self.ep), rows, rows, receive_order, counts_L, sizes=sizes)
-
-
-def transpose_runs(sources: int, experts: int, length: int, device: torch.device) -> ExpertOrder:
-    """Return the order of ``order_by_expert`` if each of ``sources`` sends ``length`` rows to each expert."""
-    place_P = torch.arange(sources * experts * length, device=device)
-    pair_R = place_P.view(sources, experts, length).transpose(0, 1).flatten()
-    row_P = place_P.view(experts, sources, length).transpose(0, 1).flatten()
-    return ExpertOrder(pair_R, row_P[:, None], None, None)
-
-
-def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> tuple[ExpertOrder, Tensor]:
-    """Return the order that sorts gathered rows by expert, and the rows of each expert [L].
-
-    Rows of one expert keep their order; padding is left out.
-
-    Args:
-        counts_NSL: int64, rows in block n from source s for expert l, in this order.
-        room: Rows of each block, including padding.
-        rows: The sum of the counts, on the host.
-    """
-    blocks, device, total = counts_NSL.shape[0], counts_NSL.device, room * counts_NSL.shape[0]
-    # The rows come in runs, one per count. Sorting moves whole runs, so no key of a row is compared.
-    ends_LNS = counts_NSL.permute(2, 0, 1).flatten().cumsum(0)
-    come_NSL = counts_NSL.flatten(1).cumsum(1).view_as(counts_NSL)
-    if blocks > 1:
-        come_NSL = come_NSL + room * torch.arange(blocks, device=device)[:, None, None]
-    come_LNS = come_NSL.permute(2, 0, 1)
-    ahead_Q = (ends_LNS.view(come_LNS.shape) - come_LNS).flatten()  # places that each run moves towards the end
-    place_R = torch.arange(rows, device=device)
-    pair_R = place_R - ahead_Q.index_select(0, torch.searchsorted(ends_LNS, place_R, right=True))
-    counts_L = counts_NSL.sum((0, 1))
-    if rows == total:
-        return ExpertOrder(pair_R, torch.empty_like(pair_R).scatter_(0, pair_R, place_R)[:, None], None, None), counts_L
-    row_P, real_P = place_R.new_zeros(total), place_R.new_zeros(total, dtype=torch.bool)
-    order = ExpertOrder(
-        pair_R, row_P.scatter_(0, pair_R, place_R)[:, None], real_P.scatter_(0, pair_R, True)[:, None], None
-    )
-    return order, counts_L
+        exchange = AllToAll(self.ep)
+        return DispatchPlan(send_order, exchange, rows, rows, receive_order, counts_L, sizes=sizes, ends=ends_L)

@@ -133,7 +133,7 @@ def _overlapped(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 def _routed(day: Day, sizes: Sizes) -> tuple[Tensor, Any]:
     experts = torch.rand(sizes.T, sizes.E, device=day.place).topk(sizes.k).indices
-    permutation = sort_by_expert(experts, None, sizes.E, experts.numel())
+    permutation = sort_by_expert(experts, None, sizes.E, experts.numel()).order
     return experts, permutation
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
-from megapar.moe.expert_order import fill_last_expert_, permute, sort_by_expert, spread_by_expert, unpermute, weigh
+from megapar.moe.expert_order import permute, sort_by_expert, spread_by_expert, unpermute, weigh
 from megapar.moe.stats import count_pairs
 from megapar.moe.token_dispatcher import TokenDispatcher
 
@@ -37,9 +37,10 @@ def tokens_like(experts):
 
 def ordered(experts, kept, num_experts, rows):
     """The order of the kept pairs in ``rows`` rows, and the rows of each expert."""
-    counts = count_pairs(experts, kept, num_experts).sum(0)
-    order = sort_by_expert(experts, kept, num_experts, rows)
-    return fill_last_expert_(order, counts) if rows > int(counts.sum()) else order, counts
+    num_kept = experts.numel() if kept is None else int(kept.sum())
+    order, counts, ends = sort_by_expert(experts, kept, num_experts, rows, fill=rows > num_kept)
+    assert ends is None  # the reference leaves them to the product
+    return order, counts
 
 
 @settings(max_examples=150, deadline=None)
@@ -66,7 +67,7 @@ def test_every_expert_gets_its_capacity_of_rows(sending, spare):
     permutation = spread_by_expert(experts, kept, num_experts, capacity)
     assert permutation.row_kept.view(num_experts, capacity).sum(1).tolist() == counts.tolist()
     real = permutation.pair[permutation.row_kept]
-    sorted_permutation = sort_by_expert(experts, kept, num_experts, num_kept)
+    sorted_permutation = sort_by_expert(experts, kept, num_experts, num_kept).order
     assert torch.equal(real, sorted_permutation.pair)
     if len(experts):
         x = tokens_like(experts)
@@ -138,7 +139,7 @@ def test_weights_travel_with_their_rows():
 
 def test_indices_are_saved_through_hooks_so_that_recomputation_sees_them():
     experts = torch.tensor([[1, 0], [0, 1]])
-    permutation = sort_by_expert(experts, None, 2, 4)
+    permutation = sort_by_expert(experts, None, 2, 4).order
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         permute(torch.zeros(2, WIDTH, requires_grad=True), permutation)

@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from megapar.moe.expert_order import sort_by_expert, spread_by_expert
+from megapar.moe.expert_order import order_by_expert, sort_by_expert, spread_by_expert
 from megapar.moe.message import pack, unpack
-from megapar.moe.token_dispatcher import order_by_expert
 
 EXPERTS = torch.tensor([[1, 0], [0, 2], [2, 1], [0, 1]])
 KEPT = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
@@ -24,11 +23,11 @@ def plainly(x, weights, permutation):
 
 
 PERMUTATIONS = {
-    "all pairs": sort_by_expert(EXPERTS, None, 3, 8),
-    "kept pairs": sort_by_expert(EXPERTS, KEPT, 3, 5),
+    "all pairs": sort_by_expert(EXPERTS, None, 3, 8).order,
+    "kept pairs": sort_by_expert(EXPERTS, KEPT, 3, 5).order,
     "capacity": spread_by_expert(EXPERTS, KEPT, 3, 3),
-    "one pair": sort_by_expert(EXPERTS, KEPT & (EXPERTS == 0) & (torch.arange(4) == 0)[:, None], 3, 1),
-    "no pair": sort_by_expert(EXPERTS, torch.zeros_like(KEPT), 3, 0),
+    "one pair": sort_by_expert(EXPERTS, KEPT & (EXPERTS == 0) & (torch.arange(4) == 0)[:, None], 3, 1).order,
+    "no pair": sort_by_expert(EXPERTS, torch.zeros_like(KEPT), 3, 0).order,
 }
 
 
@@ -60,7 +59,7 @@ def test_packed_and_unpacked_is_indexed(name, dtype, room):
 def test_unpacking_can_sort(sort_weights):
     """Two sources with two experts here; weights are sorted with them, or stay in the order of arrival."""
     counts = torch.tensor([[[1, 2], [2, 0]]])
-    order, _ = order_by_expert(counts, 5, 5)
+    order = order_by_expert(counts, 5, 5).order
     message = torch.arange(20.0).view(5, 4).requires_grad_()
     rows, weights = unpack(message, 3, torch.float32, order, 5, sort_weights=sort_weights)
     assert rows[:, 0].tolist() == [0, 12, 16, 4, 8]
@@ -79,7 +78,7 @@ def test_every_row_begins_at_a_multiple_of_16_bytes(dtype, width):
     assert message.shape[1] * message.element_size() < (width + 1) * message.element_size() + 4 + 16
 
 
-@pytest.mark.parametrize("order", [None, order_by_expert(torch.tensor([[[3, 5]]]), 8, 8)[0]])
+@pytest.mark.parametrize("order", [None, order_by_expert(torch.tensor([[[3, 5]]]), 8, 8).order])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_fills_a_row_up_is_nobodys(dtype, order):
     """Whatever arrives there, in the message as in its gradient, changes no bit of anything."""

@@ -27,8 +27,9 @@ from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.decoder.table import decoder_table
 from megapar.model.layers.mlp import Mlp
+from megapar.moe.expert_order import order_by_expert, transpose_runs
 from megapar.moe.layer import MoeLayer
-from megapar.moe.token_dispatcher import TokenDispatcher, order_by_expert, transpose_runs
+from megapar.moe.token_dispatcher import TokenDispatcher
 from tests.model.small import MOE
 from tests.support import late
 from tests.support.ranks import run_ranks
@@ -225,7 +226,7 @@ def announced(rank, world_size, rendezvous):
     experts_Tk = torch.randint(0, 4, (9, 2), generator=torch.Generator().manual_seed(rank))
     launched = []
     with patch.object(Axis, "note", lambda axis, kind: launched.append(axis.name)):
-        row_counts = dispatcher.announce(experts_Tk, None)
+        row_counts = dispatcher.announce(dispatcher.sort(experts_Tk, None).counts, experts_Tk.numel())
     everyone = [torch.empty_like(row_counts.counts) for _ in range(world_size)]
     dist.all_gather(everyone, row_counts.counts)
     ep, emp = world.axis("ep"), world.axis("emp")
@@ -434,7 +435,7 @@ def test_gathered_rows_are_sorted_by_expert_without_their_padding(data):
         ]
         rows += own + [None] * (room - len(own))
     real = [row for row in rows if row is not None]
-    order, counts_L = order_by_expert(counts, room, len(real))
+    order, counts_L, _ = order_by_expert(counts, room, len(real))
     assert [rows[place] for place in order.pair.tolist()] == sorted(real)
     assert counts_L.tolist() == [sum(row[0] == expert for row in real) for expert in range(experts)]
     for place, row in enumerate(rows):
@@ -447,8 +448,9 @@ def test_gathered_rows_are_sorted_by_expert_without_their_padding(data):
 @pytest.mark.parametrize(("sources", "experts", "length"), [(3, 2, 4), (1, 3, 2), (2, 1, 3), (2, 2, 0)])
 def test_runs_of_one_length_are_sorted_without_their_counts(sources, experts, length):
     counts = torch.full((1, sources, experts), length)
-    wanted, _ = order_by_expert(counts, sources * experts * length, sources * experts * length)
-    got = transpose_runs(sources, experts, length, counts.device)
+    wanted, counts_L, _ = order_by_expert(counts, sources * experts * length, sources * experts * length)
+    got, lengths_L, _ = transpose_runs(counts, sources, experts, length)
+    assert torch.equal(lengths_L, counts_L)
     assert torch.equal(got.pair, wanted.pair)
     assert torch.equal(got.row, wanted.row)
     assert got[2:] == wanted[2:] == (None, None)

@@ -20,7 +20,7 @@ import torch
 from megapar.core.device.ops import OPS
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.moe.router import Router
-from scripts.gpu_day import ampipe, curve, equivalence, kernels, operators, run, throughput, waits
+from scripts.gpu_day import ampipe, curve, equivalence, expert_rows, kernels, operators, run, throughput, waits
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.findings import PART, Findings
@@ -168,7 +168,7 @@ def test_other_commits_and_half_lines_are_not_read(findings):
 
 
 def test_every_entry_of_the_operator_table_is_called():
-    beside = {"attention_block", "attention_block_backward", "cross_entropy"}
+    beside = {"attention_block", "attention_block_backward", "cross_entropy", *expert_rows.ENTRIES}
     assert set(operators._CASES) | beside == set(OPS)
 
 

@@ -124,7 +124,7 @@ class _Start(torch.autograd.Function):
         ctx.ticket = ticket
         ctx.save_for_backward(x.new_empty(0))
         ticket.forward_flight = ticket.comm.launch(ticket.exchange, x)
-        return x.new_zeros(1)
+        return ticket.comm.zero(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -250,7 +250,7 @@ class _Defer(torch.autograd.Function):
     def forward(ctx: Any, deferred: Deferred, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.deferred = deferred
         deferred._inputs = tuple(x.detach() for x in inputs)
-        return tuple(inputs[0].new_zeros(1) for _ in deferred.tickets)
+        return tuple(ticket.comm.zero(inputs[0]) for ticket in deferred.tickets)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,6 +56,7 @@ class CommContext:
         self._streams: dict[str, Stream] = {}
         # Keeps the objects alive: a lost ticket must not free buffers that a collective still writes to.
         self._open: dict[int, InFlight] = {}
+        self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     @property
     def in_flight(self) -> list[str]:
@@ -71,6 +73,16 @@ class CommContext:
         self.host_waits += 1
         if self._on_host_wait is not None:
             self._on_host_wait(where)
+
+    def zero(self, like: Tensor) -> Tensor:
+        """Return one zero of the device and dtype of ``like``, made once: all results share its memory.
+
+        For autograd tokens, whose value is never read or written.
+        """
+        key = like.device, like.dtype
+        if key not in self._zeros:
+            self._zeros[key] = like.new_zeros(1)
+        return self._zeros[key].detach()
 
     def mark(self) -> tuple[InFlight, ...]:
         """Return the exchanges in flight now, for ``wait_since``."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.device.block_attention import AttentionBlock, BlockGradients
+from megapar.core.device.expert_rows import permute_reference, rows_of_pairs
 from megapar.core.device.head_dims import cut_features, pad_features
 from megapar.core.device.packed_attention import DocumentSlice, PackedDocuments
 
@@ -145,15 +146,19 @@ def grouped_weight_gradient_npu(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor
 
 def unpermute_npu(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
     """Compute ``unpermute_reference`` by npu_moe_token_unpermute, which requires a weight for every pair."""
+    if row_Tk.shape[1] == 1:
+        return rows_of_pairs(rows_RH, row_Tk, kept_Tk)
     weights = row_Tk.new_ones(row_Tk.shape, dtype=rows_RH.dtype) if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
     y: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows_RH, row_Tk.flatten().to(torch.int32), weights)
     return y
 
 
-def permute_npu(x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
+def permute_npu(
+    x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None, row_kept_R: Tensor | None = None
+) -> Tensor:
     """Compute ``permute_reference`` by npu_moe_token_permute, with rows as sort keys, if every pair has a row."""
-    if kept_Tk is not None or row_Tk.numel() != pair_R.numel():
-        return x_TH.index_select(0, pair_R // row_Tk.shape[1])
+    if kept_Tk is not None or row_kept_R is not None or row_Tk.numel() != pair_R.numel():
+        return permute_reference(x_TH, pair_R, row_Tk, kept_Tk, row_kept_R)
     y: Tensor = torch.ops.npu.npu_moe_token_permute(x_TH, row_Tk, pair_R.numel())[0]
     return y
 

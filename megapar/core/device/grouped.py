@@ -1,11 +1,11 @@
-"""Grouped GEMM: linear layers of many experts at once, over rows sorted by expert; and permutation of these rows.
+"""Grouped GEMM: linear layers of many experts at once, over rows sorted by expert.
 
 ``torch.nn.functional.grouped_mm`` is the faster form on a CPU (0.9 to 2.3 times the speed of a loop, measured at 8 to
 64 experts, forward and backward). It is also faster on GPUs that have a kernel for it, where the host does not wait for
 the device (``Device.grouped_lacks``). Elsewhere the host needs the number of rows of each expert: ``linear_by_size``
 then takes every dtype and width, in one batched product if all experts have the same number of rows.
 
-Shape letters: R rows, I input features, O output features, E experts on this rank, T tokens, k choices, H hidden.
+Shape letters: R rows, I input features, O output features, E experts on this rank.
 """
 
 from __future__ import annotations
@@ -119,45 +119,6 @@ def grouped_mm_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:
     item_bytes = rows_RI.element_size()
     lengths = (*weight_EOI.shape[1:], weight_EOI.storage_offset(), rows_RI.storage_offset())
     return weight_EOI.is_contiguous() and all(length * item_bytes % ALIGNMENT_BYTES == 0 for length in lengths)
-
-
-def permute_reference(x_TH: Tensor, pair_R: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """Return the token of each row's (token, choice) pair, [R, H].
-
-    Args:
-        x_TH: Tokens.
-        pair_R: Number of the pair of each row, token * k + choice.
-        row_Tk: Row of each pair, the inverse of ``pair_R``, which other forms use.
-        kept_Tk: bool, True for pairs that are kept, or None if all are; also for other forms.
-    """
-    return x_TH.index_select(0, token_of(pair_R, row_Tk.shape[1]))
-
-
-def token_of(pair_R: Tensor, topk: int) -> Tensor:
-    """Return the token of each pair, [R]."""
-    return pair_R if topk == 1 else pair_R // topk
-
-
-def unpermute_reference(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """Sum the rows of each token's kept pairs in max(fp32, dtype), [T, H].
-
-    An embedding bag gathers and sums in one pass, without the intermediate [T, k, H]. Unlike index_add it is
-    deterministic on every device.
-    """
-    weights = None if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
-    return F.embedding_bag(row_Tk, rows_RH.contiguous(), mode="sum", per_sample_weights=weights)
-
-
-def unpermute_strided(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-    """Compute ``unpermute_reference`` without copying rows that are part of wider ones, such as those of a message.
-
-    The kernel reads rows of any stride, but ``embedding_bag`` makes them contiguous before it is called.
-    """
-    weights = None if kept_Tk is None else kept_Tk.to(rows_RH.dtype).flatten()
-    starts_T = torch.arange(0, row_Tk.numel(), row_Tk.shape[1], device=row_Tk.device)
-    bag = torch.ops.aten._embedding_bag
-    y_TH: Tensor = bag(rows_RH, row_Tk.flatten(), starts_T, mode=0, per_sample_weights=weights)[0]
-    return y_TH
 
 
 def _aligned(x: Tensor) -> bool:

@@ -37,6 +37,19 @@ from megapar.core.device.block_attention import (
 )
 from megapar.core.device.cross_entropy import cross_entropy_fused, cross_entropy_reference
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.expert_rows import (
+    pack_cuda,
+    pack_reference,
+    permute_cuda,
+    permute_reference,
+    sum_message_by,
+    sum_message_cuda,
+    sum_message_reference,
+    unpack_cuda,
+    unpack_reference,
+    unpermute_cuda,
+    unpermute_reference,
+)
 from megapar.core.device.grouped import (
     grouped_input_gradient_aligned,
     grouped_input_gradient_reference,
@@ -44,9 +57,6 @@ from megapar.core.device.grouped import (
     grouped_linear_reference,
     grouped_weight_gradient_aligned,
     grouped_weight_gradient_reference,
-    permute_reference,
-    unpermute_reference,
-    unpermute_strided,
 )
 from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.packed_attention import (
@@ -61,6 +71,16 @@ from megapar.core.device.rotary import (
     rotary_heads_cuda,
     rotary_heads_reference,
     rotary_reference,
+)
+from megapar.core.device.row_order import (
+    order_equal_runs_cuda,
+    order_equal_runs_reference,
+    order_runs_cuda,
+    order_runs_reference,
+    sort_pairs_cuda,
+    sort_pairs_reference,
+    spread_pairs_cuda,
+    spread_pairs_reference,
 )
 from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
 from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
@@ -212,7 +232,26 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "cuda": small_embedding_by_product,
             "npu": small_embedding_reference,
         },
-        "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
-        "unpermute": {"reference": unpermute_reference, "cuda": unpermute_strided, "npu": ascend.unpermute_npu},
+        "permute": {"reference": permute_reference, "cuda": permute_cuda, "npu": ascend.permute_npu},
+        "unpermute": {"reference": unpermute_reference, "cuda": unpermute_cuda, "npu": ascend.unpermute_npu},
+        "pack": {"reference": pack_reference, "cuda": pack_cuda, "npu": pack_reference},
+        "unpack": {"reference": unpack_reference, "cuda": unpack_cuda, "npu": unpack_reference},
+        "sum_message": {
+            "reference": sum_message_reference,
+            "cuda": sum_message_cuda,
+            "npu": sum_message_by(ascend.unpermute_npu),
+        },
+        "sort_pairs": {"reference": sort_pairs_reference, "cuda": sort_pairs_cuda, "npu": sort_pairs_reference},
+        "spread_pairs": {
+            "reference": spread_pairs_reference,
+            "cuda": spread_pairs_cuda,
+            "npu": spread_pairs_reference,
+        },
+        "order_runs": {"reference": order_runs_reference, "cuda": order_runs_cuda, "npu": order_runs_reference},
+        "order_equal_runs": {
+            "reference": order_equal_runs_reference,
+            "cuda": order_equal_runs_cuda,
+            "npu": order_equal_runs_reference,
+        },
     }
 )

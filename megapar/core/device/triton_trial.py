@@ -5,12 +5,22 @@ Tested in ``tests/core/device/test_triton_operators.py``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from megapar.core.device import row_operators
 from megapar.core.device.cross_entropy import cross_entropy_reference
+from megapar.core.device.expert_rows import (
+    pack_reference,
+    sum_message_reference,
+    unpack_reference,
+)
 from megapar.core.device.rotary import rotary_heads_reference
+from megapar.core.device.row_order import order_runs_reference, sort_pairs_reference, spread_pairs_reference
 from megapar.core.device.swiglu import swiglu_reference
 from megapar.core.device.triton_operators import (
     cross_entropy,
@@ -32,6 +42,33 @@ def triton_failure(device: torch.device) -> str:
     except Exception as error:  # whatever a compiler or a driver raises
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     return f"wrong results: {', '.join(wrong)}" if wrong else ""
+
+
+def _of_expert_rows(device: torch.device, random: torch.Generator) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return operator -> its results and those of the reference, for rows of three experts and a message of them."""
+    experts = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 0], [2, 0]]).to(device)
+    kept = torch.tensor([[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]).bool().to(device)
+    order, spread = sort_pairs_reference(experts, kept, 3, 9, fill=True), spread_pairs_reference(experts, kept, 3, 4)
+    runs, weights = torch.tensor([[[1, 2], [2, 0]]]).to(device), torch.arange(10.0).to(device)
+    x, bits = torch.randn(5, 96, generator=random).to(device).bfloat16(), weights.view(torch.bfloat16).view(10, 2)
+    message, fp32 = pack_reference(x, weights, 104, order.pair, order.kept, 2), torch.float32
+    packed = row_operators.pack_rows(x, bits, 104, order.pair, order.kept, 2, sort_weights=True)
+    split, back = (message, 96, fp32, torch.arange(8, -1, -1).to(device), 9), (message, 96, fp32, order.row, kept)
+    sums, copied = sum_message_reference(*back), row_operators.copy_rows(x, order.pair, order.kept, 2)
+    results: dict[str, tuple[Sequence[Tensor], Sequence[Any]]] = {
+        "sort_pairs": (row_operators.sort_pairs(experts, kept, 3, 9, None, fill=True)[:4], order[:4]),
+        "spread_pairs": (row_operators.sort_pairs(experts, kept, 3, 12, 4, fill=False)[:3], spread),
+        "order_runs": (row_operators.order_runs(runs, (1, 2, 2), 5, 5, 0)[:2], order_runs_reference(runs, 5, 5)[:2]),
+        "copy_rows": ([copied], [message[:, :96]]),
+        "pack_rows": ([packed[:, :98]], [message[:, :98]]),
+        "unpack_rows": (
+            row_operators.unpack_rows(*split, sort_weights=True),
+            unpack_reference(*split, sort_weights=True),
+        ),
+        "sum_rows": ([row_operators.sum_rows(message, 96, order.row, kept)], sums[:1]),
+        "sum_message": (row_operators.sum_message(*back), sums),
+    }
+    return {name: [*zip(found, wanted, strict=True)] for name, (found, wanted) in results.items()}
 
 
 @torch.no_grad()
@@ -59,6 +96,7 @@ def errors(device: torch.device) -> dict[str, float]:
     d_gate_up, d_weights = swiglu_backward(gradient, gate_up, weights)
     assert d_weights is not None
     pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
+    pairs.update(_of_expert_rows(device, random))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

@@ -119,8 +119,10 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
             for name in (
                 *("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits"),
                 *("swiglu", "swiglu_backward"),
+                *("order_runs", "copy_rows", "pack_rows", "unpack_rows", "sum_rows", "sum_message"),
             )
         },
+        "megapar::sort_pairs": Kernels(2, "counts of blocks of pairs, then their rows", estimated=False),
         "torch_attn::_varlen_attn_backward": Kernels(4, _FLASH_BACKWARD),
     }
 )

@@ -108,17 +108,10 @@ class BalancedDenominators(Denominators):
 class BalancedDispatcher(TokenDispatcher):
     """Token dispatcher whose host reads counts of a balanced load, as numpy arrays, since a tensor would be fake."""
 
-    def announce(
-        self,
-        experts_Tk: Tensor,
-        kept_Tk: Tensor | None,
-        *,
-        aside: bool = False,
-        counts_kE: Tensor | None = None,
-    ) -> RowCounts:
+    def announce(self, counts_E: Tensor, pairs: int, *, aside: bool = False) -> RowCounts:
         """Exchange counts like the real dispatcher; ``numbers`` are those of a balanced load: [2 (+ emp), ep, L]."""
-        row_counts = super().announce(experts_Tk, kept_Tk, aside=aside, counts_kE=counts_kE)
-        own = np.array(_even(experts_Tk.numel(), self.num_experts))
+        row_counts = super().announce(counts_E, pairs, aside=aside)
+        own = np.array(_even(pairs, self.num_experts))
         counts = own.reshape(tuple(row_counts.counts.shape))
         arriving = np.broadcast_to(counts[self.ep.rank], counts.shape)
         rows = [counts, arriving, *([arriving] * self.emp.size if self.gathers else [])]

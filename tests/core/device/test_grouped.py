@@ -7,14 +7,13 @@ import torch
 
 from megapar.core.device.base import Device
 from megapar.core.device.cuda import CudaDevice
+from megapar.core.device.expert_rows import unpermute_cuda, unpermute_reference
 from megapar.core.device.grouped import (
     grouped_input_gradient_reference,
     grouped_linear_reference,
     grouped_weight_gradient_reference,
     input_gradient_by_size,
     linear_by_size,
-    unpermute_reference,
-    unpermute_strided,
     weight_gradient_by_size,
 )
 from megapar.core.device.npu import NpuDevice
@@ -104,5 +103,5 @@ def test_rows_of_a_message_are_summed_where_they_lie(kept):
     message = torch.randn(4, 24, generator=torch.Generator().manual_seed(0))
     message[:, 16:] = float("nan")
     row = torch.tensor([[2, 0], [3, 1]])
-    got = unpermute_strided(message[:, :16], row, kept)
+    got = unpermute_cuda(message[:, :16], row, kept)
     assert torch.equal(got, unpermute_reference(message[:, :16].clone(), row, kept))

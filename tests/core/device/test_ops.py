@@ -34,7 +34,8 @@ APART = (
     "attention_block_backward",
     "add_product",
     "cross_entropy",
-)  # in test_block_attention.py, test_accumulate.py and test_cross_entropy.py
+    *("pack", "unpack", "sum_message", "sort_pairs", "spread_pairs", "order_runs", "order_equal_runs"),
+)  # in test_block_attention.py, test_accumulate.py, test_cross_entropy.py and test_triton_operators.py
 ENTRIES = [
     (name, device)
     for name, forms in OPS.items()
@@ -110,7 +111,7 @@ def permutations(name, dtype):
     found = []
     for kept in (None, torch.tensor([[1, 1], [0, 1], [1, 0], [1, 1], [0, 0]]).bool()):
         rows = experts.numel() if kept is None else int(kept.sum())
-        permutation = sort_by_expert(experts, kept, 4, rows)
+        permutation = sort_by_expert(experts, kept, 4, rows).order
         arguments = {"row_Tk": permutation.row, "kept_Tk": kept}
         if name == "permute":
             found.append(((draw(0, 5, 8, dtype=dtype),), {"pair_R": permutation.pair, **arguments}))
@@ -164,6 +165,19 @@ def test_every_form_has_a_case():
     products = {f"grouped_{kind}" for kind in ("linear", "input_gradient", "weight_gradient")}
     assert {name for name, _ in ENTRIES} == attentions | others | products
     assert all("npu" in forms for forms in OPS.values())
+
+
+@pytest.mark.parametrize("kept", [None, torch.tensor([[True, False], [False, False]])])
+def test_messages_are_summed_by_each_devices_form(kept):
+    """The columns after the weights are not read; pairs without a row have weight 0."""
+    message = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    message[:, 9:] = float("nan")
+    row = torch.tensor([[2, 0], [3, 1]])
+    chosen = torch.ones(2, 2) if kept is None else kept.float()
+    for form in OPS["sum_message"].values():
+        sums, weights = form(message, 8, torch.float32, row, kept)
+        torch.testing.assert_close(sums, (message[row, :8] * chosen[..., None]).sum(1))
+        torch.testing.assert_close(weights, message[row, 8] * chosen)
 
 
 def test_fp64_and_unknown_devices_take_the_reference():

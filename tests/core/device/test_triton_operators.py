@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.core.comm.axis import Axis
-from megapar.core.device import triton_operators, triton_trial
+from megapar.core.device import ops, row_operators, triton_operators, triton_trial
 from megapar.core.device.cross_entropy import cross_entropy_reference
 from megapar.core.device.ops import OPS
 from megapar.core.device.rotary import rotary_heads_in_one_kernel, rotary_heads_reference, rotary_reference
 from megapar.core.device.swiglu import in_one_kernel, swiglu_reference
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.layers.mlp import Mlp
+from megapar.moe.expert_order import order_by_expert, permute, sort_by_expert, unpermute
 from megapar.moe.experts import Experts
+from megapar.moe.message import pack, unpack
 from tests.support.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
@@ -137,7 +141,56 @@ def test_activations_by_a_kernel_are_not_compiled_and_give_the_same_gradients(se
         torch.testing.assert_close(got, wanted)
 
 
+def rows_by_kernels():
+    """Let the CPU use the kernels of experts' rows, in the interpreter."""
+    for name, (kernel, _) in row_operators.KERNELS.items():
+        row_operators._LIBRARY.impl(name, kernel, "CPU")
+    triton_operators.use(CPU)
+
+
+def check_rows():
+    """Every entry for cuda is its reference, through operators whose fakes promise the shapes that kernels return."""
+    from scripts.gpu_day import expert_rows
+
+    rows_by_kernels()
+    torch.manual_seed(0)
+    for name in ("T", "CAPACITY"):
+        setattr(expert_rows, name, 20)
+    for name in expert_rows.ENTRIES:
+        for dtype in (torch.float32, torch.bfloat16):
+            for arguments, more in expert_rows.calls(name, CPU, dtype):
+                got, wanted = (OPS[name][form](*arguments, **more) for form in ("cuda", "reference"))
+                for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, wanted)), strict=True):
+                    if b is not None:
+                        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+                        rounded = 2**-5 if a.dtype == torch.bfloat16 and name == "sum_message" else 0.0
+                        torch.testing.assert_close(a, b, rtol=rounded, atol=rounded or 1e-6, equal_nan=True)
+    trip()
+
+
+def trip():
+    """A message there and back in autograd, and rows without weights: as by the references, with all gradients."""
+    experts = torch.rand(7, 5).topk(3).indices
+    kept = torch.rand(7, 3) < 0.7
+    found = []
+    for device in ("cuda", "reference"):
+        forms = {name: {"cpu": entries[device], "reference": entries[device]} for name, entries in OPS.items()}
+        with mock.patch.object(ops, "OPS", forms):
+            torch.manual_seed(1)
+            x, weights = torch.randn(7, 24, requires_grad=True), torch.rand(7, 3, requires_grad=True)
+            order = sort_by_expert(experts, kept, 5, int(kept.sum())).order
+            back, _, _ = order_by_expert(
+                torch.tensor([[[0, 3], [int(kept.sum()) - 4, 1]]]), int(kept.sum()), len(order.pair)
+            )
+            rows, sent = unpack(pack(x, weights, order), 24, torch.float32, back, len(order.pair), sort_weights=True)
+            y = unpermute(unpermute(rows * sent[:, None], back), order) + unpermute(permute(x, order), order)
+            found.append((y, *torch.autograd.grad(y.sin().sum(), (x, weights))))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def check():
+    rows_by_kernels()
     for name, kernel in (
         ("rotary_heads", triton_operators._rotary_heads),
         ("rotary_heads_backward", triton_operators._rotary_heads_backward),
@@ -148,8 +201,20 @@ def check():
     ):
         triton_operators._LIBRARY.impl(name, kernel, "CPU")
     found = triton_trial.errors(CPU)
-    assert set(found) == {"rotary_heads", "rotary_heads_backward", "cross_entropy", "swiglu", "swiglu_backward"}
+    assert set(found) == {
+        "rotary_heads",
+        "rotary_heads_backward",
+        "cross_entropy",
+        "swiglu",
+        "swiglu_backward",
+        "spread_pairs",
+        *row_operators.KERNELS,
+    }
     assert max(found.values()) < triton_trial.TOLERANCE
+
+
+def test_rows_of_experts_are_those_of_the_references():
+    run_interpreted(__file__, "check_rows")
 
 
 def test_the_examples_come_out_right_in_the_interpreter():

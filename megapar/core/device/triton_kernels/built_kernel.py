@@ -33,14 +33,14 @@ class BuiltKernel:
         name: Name for messages.
         function: The function decorated by ``triton.jit``.
         signature: Argument -> type in Triton's notation, without the constants.
-        constants: Compile-time constants.
+        constants: Compile-time constants; None for an argument that is not given.
         warps: Warps of a block.
     """
 
     name: str
     function: Any
     signature: Mapping[str, str]
-    constants: Mapping[str, int]
+    constants: Mapping[str, int | None]
     warps: int
 
     def resources(self, capability: int) -> Resources:

@@ -1,0 +1,449 @@
+"""Rows of experts: their order from a counting sort, and copies and sums of rows in that order, one pass each.
+
+Copies move bits, so rows and weights are integers to them. Every row is copied by one program and every sum is added in
+the order of the choices, so that all results repeat.
+
+Shape letters: T tokens, k choices per token, H hidden, E experts, R rows, w columns of a weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
+
+ELEMENTS = 4096  # pairs x experts that a program compares at once, at most
+MOST_PAIRS = 32
+BLOCKS = 128  # programs of the sort: each adds up the counts of all
+PROGRAMS = 512  # that move runs of rows: several move each if there are few
+ROWS_AT_ONCE = 256
+WIDEST = 2048  # columns that a program copies at once
+WARPS = 4
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Sorted(NamedTuple):
+    """Order of pairs by expert.
+
+    Attributes:
+        pair: [R] int64, the pair of each row.
+        row: [T, k] int64, the row of each pair.
+        row_kept: [R] bool, False for rows without a kept pair; without elements if not asked for.
+        counts: [E] int64, rows of each expert.
+        ends: [E] int32, the row after the last one of each expert.
+    """
+
+    pair: Tensor
+    row: Tensor
+    row_kept: Tensor
+    counts: Tensor
+    ends: Tensor
+
+
+@triton.jit
+def _count(experts, kept, counts, N, steps, K, by_token, by_choice, PAIRS: tl.constexpr, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), tl.int32)
+    for step in range(steps):
+        pair = (block * steps + step) * PAIRS + tl.arange(0, PAIRS)
+        chosen = pair < N
+        if kept is not None:
+            place = kept + pair // K * by_token + pair % K * by_choice
+            chosen = chosen & (tl.load(place, mask=chosen, other=0) != 0)
+        expert = tl.load(experts + pair, mask=chosen, other=-1).to(tl.int32)
+        total += tl.sum((expert[:, None] == bins[None, :]).to(tl.int32), 0)
+    tl.store(counts + block * BINS + bins, total)
+
+
+@triton.jit
+def _place(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    experts,
+    kept,
+    counts_by_block,
+    pair_of,
+    row_of,
+    row_kept,
+    counts,
+    ends,
+    N,
+    R,
+    steps,
+    row_steps,
+    capacity,
+    K,
+    by_token,
+    by_choice,
+    E: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BINS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    bins, lane = tl.arange(0, BINS), tl.arange(0, PAIRS)
+    total, place = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for start in range(0, blocks, PAIRS):
+        line = start + lane
+        part = tl.load(counts_by_block + line[:, None] * BINS + bins[None, :], mask=line[:, None] < blocks, other=0)
+        total += tl.sum(part, 0)
+        place += tl.sum(tl.where(line[:, None] < block, part, 0), 0)
+    num_kept = tl.sum(total, 0)
+    rest = num_kept + block * steps * PAIRS - tl.sum(place, 0)  # where pairs that are not kept go
+    end = tl.cumsum(total, 0)
+    place += bins * capacity if SPREAD else end - total
+    if block == 0:
+        more = tl.where(bins == E - 1, R - num_kept, 0) if FILL else 0 * bins
+        tl.store(counts + bins, total + more, mask=bins < E)
+        tl.store(ends + bins, end + more, mask=bins < E)
+    for step in range(steps):
+        pair = (block * steps + step) * PAIRS + lane
+        inside = pair < N
+        chosen = inside
+        if kept is not None:
+            at = kept + pair // K * by_token + pair % K * by_choice
+            chosen = chosen & (tl.load(at, mask=inside, other=0) != 0)
+        expert = tl.load(experts + pair, mask=chosen, other=-1).to(tl.int32)
+        hot = (expert[:, None] == bins[None, :]).to(tl.int32)
+        row = tl.sum(hot * (place[None, :] + tl.cumsum(hot, 0) - 1), 1)
+        place += tl.sum(hot, 0)
+        left = (inside & (chosen == 0)).to(tl.int32)
+        row = tl.where(chosen, row, R if SPREAD else rest + tl.cumsum(left, 0) - 1)
+        rest += tl.sum(left, 0)
+        tl.store(pair_of + row, pair, mask=inside & (row < R))
+        tl.store(row_of + pair, tl.minimum(row, tl.maximum(R - 1, 0)), mask=inside)
+    if SPREAD or FILL:
+        for step in range(row_steps):
+            row = (block * row_steps + step) * PAIRS + lane
+            real = row < num_kept
+            if SPREAD:
+                owner = row // capacity
+                own = tl.sum(tl.where(owner[:, None] == bins[None, :], total[None, :], 0), 1)
+                real = row - owner * capacity < own
+                tl.store(pair_of + row, 0 * row, mask=(row < R) & (real == 0))
+            tl.store(row_kept + row, real, mask=row < R)
+
+
+@triton.jit
+def _order_runs(  # type: ignore[no-untyped-def]
+    counts,
+    pair_of,
+    row_of,
+    real,
+    totals,
+    ends,
+    room,
+    length,
+    BLOCKS: tl.constexpr,
+    SOURCES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RUNS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    run, stride, shelf = tl.program_id(0), tl.num_programs(1) * SIZE, SOURCES * EXPERTS
+    block, expert, others = run // shelf, run % EXPERTS, tl.arange(0, RUNS)
+    if counts is None:
+        count = tl.where(others < BLOCKS * shelf, length, 0)
+    else:
+        count = tl.load(counts + others, mask=others < BLOCKS * shelf, other=0).to(tl.int32)
+    own = tl.sum(tl.where(others == run, count, 0), 0)
+    comes = block * room + tl.sum(tl.where((others // shelf == block) & (others < run), count, 0), 0)
+    behind = (others % EXPERTS > expert) | ((others % EXPERTS == expert) & (others >= run))
+    goes = tl.sum(tl.where(behind, 0, count), 0)
+    offset = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    for start in range(0, own, stride):
+        inside = start + offset < own
+        tl.store(row_of + comes + start + offset, goes + start + offset, mask=inside)
+        tl.store(pair_of + goes + start + offset, comes + start + offset, mask=inside)
+        if real is not None:
+            tl.store(real + comes + start + offset, tl.full((SIZE,), 1, tl.int8), mask=inside)
+    if real is not None:
+        padding = (block + 1) * room - comes - own
+        if run % shelf == shelf - 1:
+            for start in range(0, padding, stride):
+                inside = start + offset < padding
+                tl.store(row_of + comes + own + start + offset, 0 * offset, mask=inside)
+                tl.store(real + comes + own + start + offset, tl.zeros((SIZE,), tl.int8), mask=inside)
+    if (run < EXPERTS) & (tl.program_id(1) == 0):
+        tl.store(totals + expert, tl.sum(tl.where(others % EXPERTS == expert, count, 0), 0))
+        tl.store(ends + expert, tl.sum(tl.where(others % EXPERTS <= expert, count, 0), 0))
+
+
+@triton.jit
+def _copy(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    rows,
+    index,
+    kept,
+    weights,
+    out,
+    out_weights,
+    given,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    W_STRIDE: tl.constexpr,
+    OUT_W_STRIDE: tl.constexpr,
+    BY_INDEX: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    real = row < given
+    if kept is not None:
+        real = real & (tl.load(kept + row) != 0)
+    features = tl.where(real, H, 0)  # of the row that are read
+    at = row
+    if index is not None:
+        at = tl.load(index + row).to(tl.int64)
+    for start in tl.static_range(0, H, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        x = tl.load(rows + at // K * STRIDE + column, mask=column < features, other=0)
+        tl.store(out + row * OUT_STRIDE + column, x, mask=column < H)
+    if weights is not None:
+        part = tl.arange(0, W)
+        bits = tl.load(weights + (at if BY_INDEX else row) * W_STRIDE + part, mask=part < tl.where(real, W, 0), other=0)
+        tl.store(out_weights + row * OUT_W_STRIDE + part, bits, mask=part < tl.where(row < given, W, 0))
+
+
+@triton.jit
+def _sum(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    rows,
+    row_of,
+    kept,
+    weights,
+    out,
+    out_weights,
+    by_token,
+    by_choice,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    W_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for choice in tl.static_range(K):
+        features = H
+        if kept is not None:
+            features = tl.where(tl.load(kept + token * by_token + choice * by_choice) != 0, H, 0)
+        at = tl.load(row_of + token * K + choice).to(tl.int64)
+        total += tl.load(rows + at * STRIDE + column, mask=column < features, other=0.0).to(tl.float32)
+    tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
+    if weights is not None:
+        every, part = tl.arange(0, CHOICES)[:, None], tl.arange(0, W)[None, :]
+        if tl.program_id(1) == 0:
+            inside = (every < K) & (part < W)
+            read = inside
+            if kept is not None:
+                read = read & (tl.load(kept + token * by_token + every * by_choice, mask=every < K, other=0) != 0)
+            source = tl.load(row_of + token * K + every, mask=every < K, other=0).to(tl.int64)
+            bits = tl.load(weights + source * W_STRIDE + part, mask=read, other=0)
+            tl.store(out_weights + (token * K + every) * W + part, bits, mask=inside)
+
+
+def sort_pairs(
+    experts: Tensor, kept: Tensor | None, num_experts: int, rows: int, capacity: int | None, fill: bool
+) -> Sorted:
+    """Sort the kept pairs by expert into ``rows`` rows, those of an expert in their own order.
+
+    Args:
+        experts: [T, k] int64, contiguous.
+        kept: [T, k] bool; None: every pair is kept.
+        num_experts: E.
+        rows: R. Without a capacity the pairs that are not kept come last, as far as there are rows.
+        capacity: Rows of every expert, R / E; rows without a pair have pair 0. None: rows of experts are not padded.
+        fill: Count the rows beyond the kept pairs for the last expert.
+    """
+    pairs, bins = experts.numel(), max(16, triton.next_power_of_2(num_experts))
+    size = max(8, min(MOST_PAIRS, ELEMENTS // bins))
+    blocks = max(1, min(BLOCKS, triton.cdiv(pairs, size)))
+    steps, row_steps = triton.cdiv(pairs, size * blocks), triton.cdiv(rows, size * blocks)
+    by_block = experts.new_empty(blocks * bins, dtype=torch.int32)
+    spread = capacity is not None
+    made = Sorted(
+        experts.new_empty(rows),
+        torch.empty_like(experts),
+        experts.new_empty(rows if spread or fill else 0, dtype=torch.bool),
+        experts.new_empty(num_experts),
+        experts.new_empty(num_experts, dtype=torch.int32),
+    )
+    mask, strides = _mask(kept)
+    shape = {"PAIRS": size, "BINS": bins}
+    _count[(blocks,)](experts, mask, by_block, pairs, steps, experts.shape[1], *strides, **shape, num_warps=WARPS)
+    filled = made._replace(row_kept=made.row_kept.view(torch.uint8))
+    numbers = (pairs, rows, steps, row_steps, capacity or 1, experts.shape[1], *strides)
+    flags = {"E": num_experts, "SPREAD": spread, "FILL": fill}
+    _place[(blocks,)](experts, mask, by_block, *filled, *numbers, **flags, **shape, num_warps=WARPS)
+    return made
+
+
+def order_runs(
+    like: Tensor, counts: Tensor | None, shape: tuple[int, int, int], room: int, rows: int, length: int
+) -> Sorted:
+    """Order received rows by expert: ``Sorted`` whose pairs are places [blocks · room, 1] in the order of arrival.
+
+    ``row_kept`` is of places: False for padding; without elements if there is none.
+
+    Args:
+        like: A tensor of the device.
+        counts: [blocks, sources, L] int64, contiguous: lengths of the runs in their order of arrival; None: all are
+            ``length``.
+        shape: (blocks, sources, L).
+        room: Places of each block.
+        rows: Sum of the counts.
+        length: Length of each run, if ``counts`` is None.
+    """
+    blocks, sources, experts = shape
+    places = blocks * room
+    made = Sorted(
+        like.new_empty(rows, dtype=torch.int64),
+        like.new_empty(places, 1, dtype=torch.int64),
+        like.new_empty(0 if rows == places else places, dtype=torch.bool),
+        like.new_empty(experts, dtype=torch.int64),
+        like.new_empty(experts, dtype=torch.int32),
+    )
+    real = None if rows == places else made.row_kept.view(torch.uint8)
+    runs = blocks * sources * experts
+    sizes = {"BLOCKS": blocks, "SOURCES": sources, "EXPERTS": experts}
+    grid = (runs, triton.cdiv(PROGRAMS, runs))
+    tiles = {"RUNS": max(16, triton.next_power_of_2(runs)), "SIZE": ROWS_AT_ONCE}
+    _order_runs[grid](
+        counts, made.pair, made.row, real, made.counts, made.ends, room, length, **sizes, **tiles, num_warps=WARPS
+    )
+    return made
+
+
+def copy_rows(
+    rows: Tensor,
+    out: Tensor,
+    hidden: int,
+    *,
+    index: Tensor | None = None,
+    kept: Tensor | None = None,
+    choices: int = 1,
+    given: int | None = None,
+    weights: Tensor | None = None,
+    out_weights: Tensor | None = None,
+    by_index: bool = False,
+) -> None:
+    """Copy row ``index[r] // choices`` to row r of ``out``, and a weight to row r of ``out_weights``.
+
+    Args:
+        rows: Contiguous features; rows may be apart.
+        out: Like ``rows``, of the same dtype.
+        hidden: H, features to copy.
+        index: [R] int64; None: row r.
+        kept: [R] bool, False for rows and weights of zeros; None: none are.
+        choices: k.
+        given: Rows of ``out`` beyond these are zeros, and get no weight; None: all are given.
+        weights: [.., w], columns of the dtype of ``rows``.
+        out_weights: [.., w].
+        by_index: The weight is that of ``index[r]``, otherwise that of r.
+    """
+    count = out.shape[0]
+    if count == 0:
+        return
+    bits = BITS[rows.element_size()]
+    width = min(WIDEST, triton.next_power_of_2(hidden))
+    parts = (x if x is None else x.view(bits) for x in (weights, out, out_weights))
+    w = 1 if weights is None else weights.shape[1]
+    strides = {"W_STRIDE": _stride(weights), "OUT_W_STRIDE": _stride(out_weights)}
+    sizes = {"H": hidden, "K": choices, "STRIDE": _stride(rows), "OUT_STRIDE": _stride(out), "W": w, **strides}
+    mask = None if kept is None else kept.view(torch.uint8)
+    arguments = (rows.view(bits), index, mask, *parts, count if given is None else given)
+    _copy[(count,)](*arguments, **sizes, BY_INDEX=by_index, WIDTH=width, num_warps=WARPS)
+
+
+def sum_rows(
+    rows: Tensor,
+    row: Tensor,
+    kept: Tensor | None,
+    hidden: int,
+    weights: Tensor | None = None,
+    out_weights: Tensor | None = None,
+) -> Tensor:
+    """Sum each token's rows in fp32, [T, H] in the dtype of ``rows``, and copy the weights of its rows.
+
+    Args:
+        rows: Contiguous features; rows may be apart.
+        row: [T, k] int64, contiguous.
+        kept: [T, k] bool, False for rows that are not added and weights of zero; None: all are kept.
+        hidden: H, features to sum.
+        weights: [R, w], columns of the dtype of ``rows``; None: none are copied.
+        out_weights: [T · k, w], contiguous.
+    """
+    tokens, choices = row.shape
+    out = rows.new_empty(tokens, hidden)
+    if tokens == 0:
+        return out
+    mask, strides = _mask(kept)
+    width = min(WIDEST // 2, triton.next_power_of_2(hidden))
+    bits = BITS[rows.element_size()]
+    parts = (None if x is None else x.view(bits) for x in (weights, out_weights))
+    w = 1 if weights is None else weights.shape[1]
+    sizes = {"H": hidden, "K": choices, "STRIDE": _stride(rows), "W": w, "W_STRIDE": _stride(weights)}
+    tiles = {"WIDTH": width, "CHOICES": triton.next_power_of_2(choices)}
+    of_row, to_row = parts
+    grid = (tokens, triton.cdiv(hidden, width))
+    _sum[grid](rows, row, mask, of_row, out, to_row, *strides, **sizes, **tiles, num_warps=WARPS)
+    return out
+
+
+def _mask(kept: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
+    return (None, (0, 0)) if kept is None else (kept.view(torch.uint8), (kept.stride(0), kept.stride(1)))
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+def _built(name: str, function: object, types: dict[str, str], **constants: int | None) -> BuiltKernel:
+    """Describe a kernel; ``types`` has the arguments of each type as one string."""
+    signature = {argument: kind for kind, arguments in types.items() for argument in arguments.split()}
+    return BuiltKernel(name, function, signature, constants, WARPS)
+
+
+_COUNTED = {"*i64": "experts", "*u8": "kept", "*i32": "counts", "i32": "N steps K by_token by_choice"}
+_PLACED = {
+    "*i64": "experts pair_of row_of counts",
+    "*u8": "kept row_kept",
+    "*i32": "counts_by_block ends",
+    "i32": "N R steps row_steps capacity K by_token by_choice",
+}
+_RUNS = {"*i64": "counts pair_of row_of totals", "*u8": "real", "*i32": "ends", "i32": "room length"}
+_COPIED = {"*i16": "rows weights out out_weights", "*i64": "index", "i32": "given"}
+_SUMMED = {"*bf16": "rows out", "*i64": "row_of", "*i16": "weights out_weights", "i32": "by_token by_choice"}
+_ROW = {"H": 2560, "W": 2, "WIDTH": WIDEST}
+KERNELS = (
+    _built("pairs of experts", _count, _COUNTED, PAIRS=32, BINS=64),
+    _built("pairs of 512 experts", _count, _COUNTED, PAIRS=8, BINS=512),
+    _built("rows of pairs", _place, _PLACED, E=64, PAIRS=32, BINS=64, SPREAD=0, FILL=0),
+    _built("rows of pairs of 512 experts", _place, _PLACED, E=512, PAIRS=8, BINS=512, SPREAD=1, FILL=0),
+    _built("received rows", _order_runs, _RUNS, BLOCKS=1, SOURCES=8, EXPERTS=8, RUNS=64, SIZE=ROWS_AT_ONCE),
+    _built("gathered rows", _order_runs, _RUNS, BLOCKS=8, SOURCES=64, EXPERTS=8, RUNS=4096, SIZE=ROWS_AT_ONCE),
+    _built(
+        "message",
+        _copy,
+        _COPIED,
+        kept=None,
+        **{**_ROW, "K": 6, "STRIDE": 2560, "OUT_STRIDE": 2568, "W_STRIDE": 2, "OUT_W_STRIDE": 2568},
+        BY_INDEX=1,
+    ),
+    _built(
+        "sums of rows",
+        _sum,
+        _SUMMED,
+        kept=None,
+        **{**_ROW, "K": 6, "STRIDE": 2568, "W_STRIDE": 2568, "CHOICES": 8, "WIDTH": WIDEST // 2},
+    ),
+)
