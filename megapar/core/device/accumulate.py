@@ -5,8 +5,24 @@ Shape letters: M rows, K inner, N columns.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class WeightProduct(NamedTuple):
+    """The product left [M, K] @ right [K, N] that is the gradient of a weight.
+
+    It is called like any function that computes a gradient, or added to a sum by its factors.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def __call__(self) -> Tensor:
+        """Return the product in the dtype of its factors."""
+        return self.left @ self.right
 
 
 def add_product_reference(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Tensor:

@@ -26,6 +26,8 @@ from megapar.core.box import Box
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
+from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.ops import op
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
@@ -188,6 +190,7 @@ class Bucket:
         self.whole_gradients = whole_gradients or shard.size == 1
         self._flat: Tensor | None = None
         self._seen: set[int] = set()
+        self._products: set[int] = set()  # members with products that ``add`` has not taken
         self._missing = len(self.members)
         self._reduced: Tensor | None = None
         self._summed: Tensor | None = None  # over the replicas
@@ -260,14 +263,36 @@ class Bucket:
         self._missing -= 1
         return self._missing == 0
 
+    def add_product(self, index: int, product: WeightProduct) -> None:
+        """Add a product to the gradient of member ``index`` in the master's dtype; ``add`` then takes it.
+
+        Only for an axis of one rank, where a gradient is contiguous in the buffer.
+        """
+        member = self.members[index]
+        left, right = product
+        target = self._main(self.master.dtype)[0, member.offset : member.offset + member.numel]
+        add = op("add_product", left)
+        add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._seen)
+        self._seen.add(index)
+        self._products.add(index)
+
+    def has_gradient(self, index: int) -> bool:
+        """Return whether member ``index`` has a gradient to ``add``, or autograd made none."""
+        return index in self._products or self.members[index].parameter.grad is not None
+
+    def _main(self, dtype: torch.dtype) -> Tensor:
+        """Return the buffer of gradients [n, P]; it has ``dtype`` if it is new."""
+        if self._flat is None:
+            self._flat = self._pool.take((self.shard.size, self.row), dtype)
+        return self._flat
+
     def _accumulate(self, index: int) -> None:
         member = self.members[index]
         grad = member.parameter.grad
+        self._products.discard(index)
         if grad is None:
             return
-        if self._flat is None:
-            self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
-        target = self._columns(self._flat, member)
+        target = self._columns(self._main(self.master.dtype), member)
         if index in self._seen:
             target.add_(member.rows(grad))
         else:
@@ -277,11 +302,8 @@ class Bucket:
 
     def _pack(self) -> Tensor:
         """Return all members' gradients as [n, P]; zero for a member without a gradient."""
-        flat = self._flat
-        if flat is None:
-            # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
-            dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
-            flat = self._flat = self._pool.take((self.shard.size, self.row), dtype)
+        # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
+        flat = self._main(self.master.dtype if self.whole_gradients else self._reduce_dtype)
         for index, member in enumerate(self.members):
             if not self.whole_gradients and member.parameter.grad is not None:
                 self._columns(flat, member).copy_(member.rows(member.parameter.grad))
