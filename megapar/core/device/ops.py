@@ -62,6 +62,12 @@ from megapar.core.device.rotary import (
     rotary_heads_reference,
     rotary_reference,
 )
+from megapar.core.device.rows import (
+    pack_rows_cuda,
+    pack_rows_reference,
+    unpack_rows_cuda,
+    unpack_rows_reference,
+)
 from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
 from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
 
@@ -212,6 +218,8 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "cuda": small_embedding_by_product,
             "npu": small_embedding_reference,
         },
+        "pack_rows": {"reference": pack_rows_reference, "cuda": pack_rows_cuda, "npu": pack_rows_reference},
+        "unpack_rows": {"reference": unpack_rows_reference, "cuda": unpack_rows_cuda, "npu": unpack_rows_reference},
         "permute": {"reference": permute_reference, "npu": ascend.permute_npu},
         "unpermute": {"reference": unpermute_reference, "cuda": unpermute_strided, "npu": ascend.unpermute_npu},
     }

@@ -199,6 +199,8 @@ class Bucket:
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
         self.parameter_row: Tensor | None = None
+        self._is_even = not any(member.padded for member in self.members)
+        self._dims = [member.dim for member in self.members]
         if shard.size == 1:
             self._view_parameters()
 
@@ -425,6 +427,10 @@ class Bucket:
 
     @torch.no_grad()
     def _fill(self, flat: Tensor) -> None:
+        if self._is_even:
+            tensors = [member.parameter for member in self.members]
+            op("unpack_rows", flat)(flat, tensors, self._dims)
+            return
         for member in self.members:
             columns = self._columns(flat, member)
             if member.padded:
