@@ -27,10 +27,12 @@ from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
+SMALL_ELEMENTS = 1 << 16  # of a gradient: below this, a copy of its own takes longer than its bytes
 
 # (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
 Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
@@ -201,6 +203,9 @@ class Bucket:
         self.parameter_row: Tensor | None = None
         self._is_even = not any(member.padded for member in self.members)
         self._dims = [member.dim for member in self.members]
+        self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
+        self._may_wait = False
+        self._waiting: list[int] = []  # members whose gradients are copied together, once the bucket is complete
         if shard.size == 1:
             self._view_parameters()
 
@@ -256,13 +261,21 @@ class Bucket:
 
     def begin_micro_batch(self, gradients: int = 1) -> None:
         """Expect ``gradients`` gradients from each member before the reduction."""
+        self._accumulate_all()
         self._missing = len(self.members) * gradients
+        # Gradients of a second micro-batch are added one by one: autograd would add them in the compute dtype.
+        self._may_wait = self.whole_gradients and gradients == 1 and not self._seen
 
     def add(self, index: int) -> bool:
         """Take a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
-        if self.whole_gradients:
+        small = self.shard.size == 1 and self.members[index].numel <= SMALL_ELEMENTS
+        if self._may_wait and (self._packs or small):
+            self._waiting.append(index)
+        elif self.whole_gradients:
             self._accumulate(index)
         self._missing -= 1
+        if self._missing == 0:
+            self._accumulate_all()
         return self._missing == 0
 
     def add_product(self, index: int, product: WeightProduct) -> None:
@@ -302,10 +315,44 @@ class Bucket:
             self._seen.add(index)
         member.parameter.grad = None
 
+    def _accumulate_all(self) -> None:
+        """Take the gradients that waited for the bucket to be complete."""
+        waiting, self._waiting = self._waiting, []
+        if len(waiting) == len(self.members) and self._pack_at_once(self.master.dtype):
+            self._seen.update(waiting)
+        elif self.shard.size == 1 and len(waiting) > 1:
+            self._copy_together([index for index in waiting if index not in self._seen])
+        for index in waiting:
+            self._accumulate(index)
+
+    def _copy_together(self, indices: Sequence[int]) -> None:
+        """Copy small gradients to a buffer in which they are contiguous, in one call."""
+        flat = self._main(self.master.dtype)[0]
+        members = [self.members[index] for index in indices]
+        targets = [flat[member.offset : member.offset + member.numel].view(member.piece) for member in members]
+        torch._foreach_copy_(targets, [member.parameter.grad for member in members])
+        for member in members:
+            member.parameter.grad = None
+        self._seen.update(indices)
+
+    def _pack_at_once(self, dtype: torch.dtype) -> bool:
+        """Copy all members' gradients to a new buffer in one call; return False if that cannot be."""
+        grads = [member.parameter.grad for member in self.members]
+        if not self._packs or self._seen or any(grad is None for grad in grads):
+            return False
+        flat = self._main(dtype)
+        op("pack_rows", flat)(flat, grads, self._dims)
+        for member in self.members:
+            member.parameter.grad = None
+        return True
+
     def _pack(self) -> Tensor:
         """Return all members' gradients as [n, P]; zero for a member without a gradient."""
+        self._accumulate_all()
         # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
         flat = self._main(self.master.dtype if self.whole_gradients else self._reduce_dtype)
+        if not self.whole_gradients and self._pack_at_once(flat.dtype):
+            return flat
         for index, member in enumerate(self.members):
             if not self.whole_gradients and member.parameter.grad is not None:
                 self._columns(flat, member).copy_(member.rows(member.parameter.grad))
