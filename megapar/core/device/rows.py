@@ -5,8 +5,6 @@ n divides; its piece is contiguous in the row. The last elements of a row may be
 
     tensor a, cut along dim 0      tensor b, cut along dim 1      row 0 | a0 b0 |
     tensor b is as many tensors, cut along dim 0, as its dim 0    row 1 | a1 b1 |
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

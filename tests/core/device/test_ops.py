@@ -34,7 +34,9 @@ APART = (
     "attention_block_backward",
     "add_product",
     "cross_entropy",
-)  # in test_block_attention.py, test_accumulate.py and test_cross_entropy.py
+    "pack_rows",
+    "unpack_rows",
+)  # in test_block_attention.py, test_accumulate.py, test_cross_entropy.py and test_rows.py
 ENTRIES = [
     (name, device)
     for name, forms in OPS.items()
