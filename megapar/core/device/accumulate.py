@@ -5,13 +5,14 @@ Shape letters: M rows, K inner, N columns.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class WeightProduct(NamedTuple):
+@dataclass(frozen=True)
+class WeightProduct:
     """The product left [M, K] @ right [K, N] that is the gradient of a weight.
 
     It is called like any function that computes a gradient, or added to a sum by its factors.

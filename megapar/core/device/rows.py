@@ -1,7 +1,7 @@
 """Copies between many tensors and the rows of a sharding bucket.
 
-rows [n, P]: row r contains piece r of every tensor, one after the other. A tensor is cut along its dim ``dims[i]``, which
-n divides; its piece is contiguous in the row. The last elements of a row may belong to no tensor.
+rows [n, P]: row r contains piece r of every tensor, one after the other. Tensor i is cut along its dim ``dims[i]``,
+which n divides, and each piece is contiguous. The last elements of a row may belong to no tensor.
 
     tensor a, cut along dim 0      tensor b, cut along dim 1      row 0 | a0 b0 |
     tensor b is as many tensors, cut along dim 0, as its dim 0    row 1 | a1 b1 |

@@ -32,7 +32,7 @@ from megapar.core.device.ops import op
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
-SMALL_ELEMENTS = 1 << 16  # of a gradient: below this, a copy of its own takes longer than its bytes
+SMALL_ELEMENTS = 1 << 16  # of a gradient: below this, a launch takes longer than the copy
 
 # (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
 Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
@@ -284,7 +284,7 @@ class Bucket:
         Only for an axis of one rank, where a gradient is contiguous in the buffer.
         """
         member = self.members[index]
-        left, right = product
+        left, right = product.left, product.right
         target = self._main(self.master.dtype)[0, member.offset : member.offset + member.numel]
         add = op("add_product", left)
         add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._seen)
@@ -330,7 +330,9 @@ class Bucket:
         flat = self._main(self.master.dtype)[0]
         members = [self.members[index] for index in indices]
         targets = [flat[member.offset : member.offset + member.numel].view(member.piece) for member in members]
-        torch._foreach_copy_(targets, [member.parameter.grad for member in members])
+        grads = [member.parameter.grad for member in members if member.parameter.grad is not None]
+        assert len(grads) == len(targets)
+        torch._foreach_copy_(targets, grads)
         for member in members:
             member.parameter.grad = None
         self._seen.update(indices)
