@@ -32,7 +32,7 @@ from megapar.core.device.ops import op
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
-SMALL_ELEMENTS = 1 << 16  # of a gradient: below this, a launch takes longer than the copy
+SMALL_ELEMENTS = 1 << 13  # of a gradient, such as a bias: below this, a launch takes longer than the copy
 
 # (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
 Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
