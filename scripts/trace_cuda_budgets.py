@@ -149,14 +149,15 @@ class Row(NamedTuple):
 
 
 BUDGETS: tuple[Row, ...] = (
-    Row("dense", "*", "*", "kernels", 51, "50: 37 for the layer, 13 for its share of norm, update and cast"),
+    Row("dense", "*", "*", "kernels", 46, "45: 32 for the layer, 13 for its share of norm, update and cast"),
     Row("dense", "*", "*", "products", 12, "four weights: one product forward, two backward"),
     Row("dense", "*", "*", "rows", 8192, "all tokens of the micro-batch, unsharded"),
-    Row("dense", "*", "*", "megabytes", 11100, "10,750, including 5,670 for the optimizer and gradient buckets"),
+    Row("dense", "*", "*", "megabytes", 9700, "9,440, including 5,670 for norm, update and cast"),
+    Row("dense", "_fused_adamw_", "*", "kernels", 10, "218 million elements; torch takes 20,971,520 in a launch"),
     Row("dense", "*", "rotary_heads*", "kernels", 2, "one in each direction, which also splits the heads"),
     Row("dense", "swiglu*", "*", "kernels", 2, "one in each direction"),
     Row("dense", "swiglu*", "*", "megabytes", 1900, "1,880: one pass in each direction"),
-    Row("dense", "copy_", "*", "kernels", 7, "six of gradients, one cast of parameters"),
+    Row("dense", "copy_", "*", "kernels", 1, "the cast of parameters: products are added to the bucket of gradients"),
     Row(
         "dense", "*", "_norms", "kernels", 2, "one reduction of the large range; a multi-tensor norm of all small ones"
     ),
@@ -184,8 +185,8 @@ BUDGETS: tuple[Row, ...] = (
         "*",
         "*",
         "kernels",
-        47,
-        "46: 33 for the layer, of which 6 generated, and 13 for its share of norm, update and cast",
+        42,
+        "41: 28 for the layer, of which 6 generated, and 13 for its share of norm, update and cast",
     ),
     Row(
         "dense, compiled",
@@ -201,12 +202,12 @@ BUDGETS: tuple[Row, ...] = (
         "*",
         "*",
         "megabytes",
-        10650,
-        "10,350, including 5,670 for the optimizer and gradient buckets",
+        9350,
+        "9,050, including 5,670 for norm, update and cast",
     ),
     Row("dense, compiled", "swiglu*", "*", "megabytes", 1900, "1,880: one pass in each direction, as uncompiled"),
     Row("dense, compiled", "rotary_heads*", "*", "kernels", 2, "one in each direction, as uncompiled"),
-    Row("mp 8", "*", "*", "kernels", 55, "54"),
+    Row("mp 8", "*", "*", "kernels", 50, "49"),
     Row("mp 8, beside", "*", "*", "kernels", 108, "105: the statistics of the logits are reduced over mp"),
     Row("mp 8", "*", "*", "products", 16, "split only as far as the saved link time justifies it"),
     Row("mp 8", "*", "*", "rows", 4096, "two parts; a product with less than 1,024 rows does not fill 132 units"),
@@ -227,8 +228,13 @@ BUDGETS: tuple[Row, ...] = (
         "own and other ranks' rows in one product; 26 on other ranks",
     ),
     Row("mp 8, sequence parallel", "*", "*", "rows", 1024, "a product with fewer rows does not fill 132 units"),
-    Row("mp 8, sequence parallel", "*", "*", "megabytes", 1500, "1,450"),
-    Row("experts, dropless", "*", "*", "kernels", 116, "113"),
+    Row("mp 8, sequence parallel", "*", "*", "megabytes", 1400, "1,350"),
+    Row("experts, dropless", "*", "*", "kernels", 108, "105"),
+    Row("experts, dropless", "*", "pack_bucket_cuda", "kernels", 2, "a table of addresses, and one kernel per bucket"),
+    Row(
+        "experts, dropless", "*", "unpack_bucket_cuda", "kernels", 2, "a table of addresses, and one kernel per bucket"
+    ),
+    Row("experts, dropless", "copy_", "Bucket.*", "kernels", 5, "two gradients of experts, and three casts of masters"),
     Row(
         "experts, dropless",
         "*",
@@ -280,7 +286,7 @@ BUDGETS: tuple[Row, ...] = (
     Row("experts, dropless", "*", "_ChosenShares*", "kernels", 4, "gate weights, sum of scores, one gradient buffer"),
     Row("experts, dropless", "*", "*aux*", "kernels", 0, "losses are computed once for all layers"),
     Row("experts, dropless", "add", "*", "kernels", 5, "sums around norms, and the gradient of the router's input"),
-    Row("experts, dropless, compiled", "*", "*", "kernels", 109, "106"),
+    Row("experts, dropless, compiled", "*", "*", "kernels", 101, "98"),
     Row(
         "experts, dropless, compiled",
         "*",
@@ -298,7 +304,7 @@ BUDGETS: tuple[Row, ...] = (
         "9,630: weight gradients, dispatch and combine, which are not compiled",
     ),
     Row("experts, dropless, compiled", "*", "*", "waits", 1, "the counts, once per layer"),
-    Row("experts, capacity", "*", "*", "kernels", 160, "155"),
+    Row("experts, capacity", "*", "*", "kernels", 150, "146"),
     Row(
         "experts, capacity",
         "*",
@@ -328,7 +334,7 @@ BUDGETS: tuple[Row, ...] = (
     Row("experts, capacity", "*", "order_runs", "kernels", 1, "places of rows, of which each expert has as many"),
     Row("experts, capacity", "alltoall_base_", "*", "kernels", 4, "dispatch and combine, forward and backward"),
     Row("experts, capacity", "swiglu*", "*", "kernels", 4, "routed and shared experts, one in each direction"),
-    Row("slices 2", "*", "*", "kernels", 250, "245"),
+    Row("slices 2", "*", "*", "kernels", 242, "236"),
     Row("slices 2", "*", "*", "products", 39, "products of two slices; keys and values of attention once"),
     Row("slices 2", "*", "*", "rows", 4096, "all tokens of a slice"),
     Row(
@@ -354,11 +360,11 @@ BUDGETS: tuple[Row, ...] = (
     ),
     Row("experts, dropless, beside", "*", "*", "kernels", 106, "103"),
     Row("experts, dropless, beside", "*", "*", "megabytes", 17900, "17,300: two passes over the logits in fp32"),
-    Row("encoder", "*", "*", "kernels", 59, "57"),
+    Row("encoder", "*", "*", "kernels", 47, "46"),
     Row("encoder", "*", "*", "products", 12, "four weights: one product forward, two backward"),
     Row("encoder", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
-    Row("encoder", "*", "*", "megabytes", 4000, "3,860"),
-    Row("encoder, beside", "*", "*", "kernels", 166, "161: 42 for embeddings, 30 for small parameters in buckets"),
+    Row("encoder", "*", "*", "megabytes", 3670, "3,560"),
+    Row("encoder, beside", "*", "*", "kernels", 150, "148: 42 for embeddings"),
 )
 
 # Function that may wait for the device -> (waits per step, reason). For rows per expert see ``Run.counts``.

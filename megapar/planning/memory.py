@@ -4,7 +4,7 @@ Memory can peak at only a few moments of a step, and each is a sum:
 
     forward     the last forward is done: all activations, and the head's gradients on the last stage
     backward    a backward starts: activations, gradients of earlier micro-batches, temporary tensors of the backward
-    reduction   the backward of the newest layer is done: the other activations, and gradients that are reduced
+    reduction   the backward of the newest layer is done: the other activations, and gradients that are reduced or wait
     end         the last backward is nearly done: all gradients, and the buffers of their reduction
     gather      the optimizer is done: new parameters are gathered
 
@@ -25,7 +25,7 @@ from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
 from megapar.model.cost.model_cost import UnitCost
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
-from megapar.planning.pool import is_cast_apart, pool_bytes
+from megapar.planning.pool import buckets_of, is_cast_apart, pool_bytes
 from megapar.planning.traffic import link
 
 # In addition to tensors and communicators: the driver's context, and fragmentation of the caching allocator.
@@ -115,11 +115,12 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         early = state.row + state.sent if later else 0.0
     else:
         early = (state.whole if stage_one else state.row) if later else 0.0
+    waiting = _waiting(run, stage)
     moments = {
         "forward": (kept.forward, early, kept.forward_transient + (state.gathered if full else 0.0)),
         "backward": (kept.backward, early, kept.backward_transient + state.tied + state.ahead),
-        "reduction": (kept.reduction, early, state.tied + state.regathered),
-        "end": (kept.end, whole, kept.end_transient + 2 * state.tied + state.regathered),
+        "reduction": (kept.reduction, early, state.tied + state.regathered + waiting[0]),
+        "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + state.regathered),
         "gather": (0.0, whole if pooled else state.row, 0.0 if full or pooled else state.gathered),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
@@ -140,6 +141,22 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         host=round(state.host + kept.host),
         moment=moment,
     )
+
+
+def _waiting(run: PlannedRun, stage: int) -> tuple[float, float]:
+    """Return the bytes of gradients that wait until their bucket can copy all of them at once (stage 1).
+
+    They are those of the largest bucket of layers, and of the first bucket, which has the embedding.
+    """
+    sharding = run.config.sharding
+    mixed = run.config.grid.pp > 1 and run.micro_batches > 1  # a bucket has gradients of several micro-batches
+    if mixed or sharding.sharding_stage == 3 or sharding.gradient_merge_mode != "step":
+        return 0.0, 0.0
+    if not run.kind.device_class.packs_rows:
+        return 0.0, 0.0
+    buckets = buckets_of(run, stage)
+    sizes = [float(bucket.row * bucket.shards * bucket.item * (bucket.shards > 1)) for bucket in buckets]
+    return max(sizes[1:-1] or sizes), sizes[0]
 
 
 def group_bytes(run: PlannedRun, stage: int) -> int:

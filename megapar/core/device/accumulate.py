@@ -5,8 +5,25 @@ Shape letters: M rows, K inner, N columns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightProduct:
+    """The product left [M, K] @ right [K, N] that is the gradient of a weight.
+
+    It is called like any function that computes a gradient, or added to a sum by its factors.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    def __call__(self) -> Tensor:
+        """Return the product in the dtype of its factors."""
+        return self.left @ self.right
 
 
 def add_product_reference(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Tensor:

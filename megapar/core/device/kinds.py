@@ -39,6 +39,7 @@ class DeviceClass:
         compiler: Generates torch.compile's code: triton, c++ or none.
         logits_bytes: Bytes of fp32 logits that the loss computes at a time.
         one_hot_rows: Most rows of an embedding whose gradient is a product with one-hot indices.
+        packs_rows: The gradients of a sharded bucket are copied into it by one kernel, once it has all of them.
     """
 
     tile: tuple[int, int]
@@ -52,6 +53,7 @@ class DeviceClass:
     compiler: str
     logits_bytes: int
     one_hot_rows: int
+    packs_rows: bool
 
 
 @dataclass(frozen=True)
@@ -180,4 +182,5 @@ def _class(row: Mapping[str, Any]) -> DeviceClass:
         compiler=row["compiler"],
         logits_bytes=row["logits_mib"] * MEGABYTE,
         one_hot_rows=row["one_hot_rows"],
+        packs_rows=row["packs_rows"],
     )

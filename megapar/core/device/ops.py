@@ -82,6 +82,12 @@ from megapar.core.device.row_order import (
     spread_pairs_cuda,
     spread_pairs_reference,
 )
+from megapar.core.device.bucket_rows import (
+    pack_bucket_cuda,
+    pack_bucket_reference,
+    unpack_bucket_cuda,
+    unpack_bucket_reference,
+)
 from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
 from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference
 
@@ -231,6 +237,12 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": small_embedding_reference,
             "cuda": small_embedding_by_product,
             "npu": small_embedding_reference,
+        },
+        "pack_bucket": {"reference": pack_bucket_reference, "cuda": pack_bucket_cuda, "npu": pack_bucket_reference},
+        "unpack_bucket": {
+            "reference": unpack_bucket_reference,
+            "cuda": unpack_bucket_cuda,
+            "npu": unpack_bucket_reference,
         },
         "permute": {"reference": permute_reference, "cuda": permute_cuda, "npu": ascend.permute_npu},
         "unpermute": {"reference": unpermute_reference, "cuda": unpermute_cuda, "npu": ascend.unpermute_npu},

@@ -26,9 +26,13 @@ from megapar.core.box import Box
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
+from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.kinds import device_class
+from megapar.core.device.ops import op
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
+SMALL_ELEMENTS = 1 << 13  # of a gradient, such as a bias: below this, a launch takes longer than the copy
 
 # (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
 Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
@@ -188,6 +192,7 @@ class Bucket:
         self.whole_gradients = whole_gradients or shard.size == 1
         self._flat: Tensor | None = None
         self._seen: set[int] = set()
+        self._products: set[int] = set()  # members with products that ``add`` has not taken
         self._missing = len(self.members)
         self._reduced: Tensor | None = None
         self._summed: Tensor | None = None  # over the replicas
@@ -196,6 +201,11 @@ class Bucket:
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
         self.parameter_row: Tensor | None = None
+        self._is_even = not any(member.padded for member in self.members)
+        self._dims = [member.dim for member in self.members]
+        self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
+        self._may_wait = False
+        self._waiting: list[int] = []  # members whose gradients are copied together, once the bucket is complete
         if shard.size == 1:
             self._view_parameters()
 
@@ -251,23 +261,53 @@ class Bucket:
 
     def begin_micro_batch(self, gradients: int = 1) -> None:
         """Expect ``gradients`` gradients from each member before the reduction."""
+        self._accumulate_all()
         self._missing = len(self.members) * gradients
+        # Gradients of a second micro-batch are added one by one: autograd would add them in the compute dtype.
+        self._may_wait = self.whole_gradients and gradients == 1 and not self._seen
 
     def add(self, index: int) -> bool:
         """Take a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
-        if self.whole_gradients:
+        small = self.shard.size == 1 and self.members[index].numel <= SMALL_ELEMENTS
+        if self._may_wait and (self._packs or small):
+            self._waiting.append(index)
+        elif self.whole_gradients:
             self._accumulate(index)
         self._missing -= 1
+        if self._missing == 0:
+            self._accumulate_all()
         return self._missing == 0
+
+    def add_product(self, index: int, product: WeightProduct) -> None:
+        """Add a product to the gradient of member ``index`` in the master's dtype; ``add`` then takes it.
+
+        Only for an axis of one rank, where a gradient is contiguous in the buffer.
+        """
+        member = self.members[index]
+        left, right = product.left, product.right
+        target = self._main(self.master.dtype)[0, member.offset : member.offset + member.numel]
+        add = op("add_product", left)
+        add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._seen)
+        self._seen.add(index)
+        self._products.add(index)
+
+    def has_gradient(self, index: int) -> bool:
+        """Return whether member ``index`` has a gradient to ``add``, or autograd made none."""
+        return index in self._products or self.members[index].parameter.grad is not None
+
+    def _main(self, dtype: torch.dtype) -> Tensor:
+        """Return the buffer of gradients [n, P]; it has ``dtype`` if it is new."""
+        if self._flat is None:
+            self._flat = self._pool.take((self.shard.size, self.row), dtype)
+        return self._flat
 
     def _accumulate(self, index: int) -> None:
         member = self.members[index]
         grad = member.parameter.grad
+        self._products.discard(index)
         if grad is None:
             return
-        if self._flat is None:
-            self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
-        target = self._columns(self._flat, member)
+        target = self._columns(self._main(self.master.dtype), member)
         if index in self._seen:
             target.add_(member.rows(grad))
         else:
@@ -275,13 +315,46 @@ class Bucket:
             self._seen.add(index)
         member.parameter.grad = None
 
+    def _accumulate_all(self) -> None:
+        """Take the gradients that waited for the bucket to be complete."""
+        waiting, self._waiting = self._waiting, []
+        if len(waiting) == len(self.members) and self._pack_at_once(self.master.dtype):
+            self._seen.update(waiting)
+        elif self.shard.size == 1 and len(waiting) > 1:
+            self._copy_together([index for index in waiting if index not in self._seen])
+        for index in waiting:
+            self._accumulate(index)
+
+    def _copy_together(self, indices: Sequence[int]) -> None:
+        """Copy small gradients to a buffer in which they are contiguous, in one call."""
+        flat = self._main(self.master.dtype)[0]
+        members = [self.members[index] for index in indices]
+        targets = [flat[member.offset : member.offset + member.numel].view(member.piece) for member in members]
+        grads = [member.parameter.grad for member in members if member.parameter.grad is not None]
+        assert len(grads) == len(targets)
+        torch._foreach_copy_(targets, grads)
+        for member in members:
+            member.parameter.grad = None
+        self._seen.update(indices)
+
+    def _pack_at_once(self, dtype: torch.dtype) -> bool:
+        """Copy all members' gradients to a new buffer in one call; return False if that cannot be."""
+        grads = [member.parameter.grad for member in self.members]
+        if not self._packs or self._seen or any(grad is None for grad in grads):
+            return False
+        flat = self._main(dtype)
+        op("pack_bucket", flat)(flat, grads, self._dims)
+        for member in self.members:
+            member.parameter.grad = None
+        return True
+
     def _pack(self) -> Tensor:
         """Return all members' gradients as [n, P]; zero for a member without a gradient."""
-        flat = self._flat
-        if flat is None:
-            # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
-            dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
-            flat = self._flat = self._pool.take((self.shard.size, self.row), dtype)
+        self._accumulate_all()
+        # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
+        flat = self._main(self.master.dtype if self.whole_gradients else self._reduce_dtype)
+        if not self.whole_gradients and self._pack_at_once(flat.dtype):
+            return flat
         for index, member in enumerate(self.members):
             if not self.whole_gradients and member.parameter.grad is not None:
                 self._columns(flat, member).copy_(member.rows(member.parameter.grad))
@@ -403,6 +476,10 @@ class Bucket:
 
     @torch.no_grad()
     def _fill(self, flat: Tensor) -> None:
+        if self._is_even:
+            tensors = [member.parameter for member in self.members]
+            op("unpack_bucket", flat)(flat, tensors, self._dims)
+            return
         for member in self.members:
             columns = self._columns(flat, member)
             if member.padded:

@@ -1,8 +1,9 @@
 """The cut of parameters: the piece of each whose master weights a rank has, as arithmetic. Standard library only.
 
 mp, ep and emp cut first, along the dims that the parameter's ``axes`` name. Sharding then cuts the local piece along
-its largest dim that the degree divides, so that no rank is left empty. If it divides none, sharding cuts the dim with
-the least padding (8 groups over 168 ranks would take 21 times the memory). FSDP2, used for stage 3, pads dim 0 only.
+its first dim that the degree divides, so that no rank is left empty, and pieces are contiguous in as long runs as can
+be. If it divides none, sharding cuts the dim with the least padding (8 groups over 168 ranks would take 21 times the
+memory). FSDP2, used for stage 3, pads dim 0 only.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ class ParameterInfo(Protocol):
 
 
 def shard_dim(sizes: Sequence[int], num_pieces: int, *, full: bool = False) -> int:
-    """Return the dim along which ``num_pieces`` ranks shard a tensor: the largest one that ``num_pieces`` divides.
+    """Return the dim along which ``num_pieces`` ranks shard a tensor: the first one that ``num_pieces`` divides.
 
     If there is none, return the dim with the least padding, or dim 0 with ``full`` (stage 3).
     """
     even = [dim for dim, size in enumerate(sizes) if size % num_pieces == 0 and size > 0]
     if even:
-        return max(even, key=lambda dim: (sizes[dim], -dim))
+        return even[0]
     if full:
         return 0
     return min(range(len(sizes)), key=lambda dim: (-(-sizes[dim] // num_pieces) * num_pieces / max(1, sizes[dim]), dim))

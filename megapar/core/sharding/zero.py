@@ -27,10 +27,12 @@ from torch import Tensor, nn
 
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.world import World
+from megapar.core.device.accumulate import WeightProduct
 from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.bucket import Bucket
 from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box
+from megapar.core.sharding.gradient_sink import GradientSink, set_gradient_sink
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 
 IN_FLIGHT_BYTES = 1 << 26  # of gradients
@@ -95,6 +97,8 @@ class ZeroSharding:
         for number, bucket in enumerate(self.buckets):
             for index, member in enumerate(bucket.members):
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+                if bucket.shard.size == 1:
+                    set_gradient_sink(member.parameter, self._sink(number, index))
         for name, modules in units.items():
             mine = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
             for module in modules:
@@ -183,12 +187,25 @@ class ZeroSharding:
         # and its groups' threads forever.
         weak = weakref.ref(self)
 
-        def on_gradient(parameter: Tensor) -> None:
+        def on_gradient(_: Tensor) -> None:
             # No gradient yet: it is made later (``core.tensor_parallel.weight_gradients``), or not at all.
-            if parameter.grad is not None and (sharding := weak()) is not None:
+            if (sharding := weak()) is not None and sharding.buckets[number].has_gradient(index):
                 sharding._add(number, index)
 
         return on_gradient
+
+    def _sink(self, number: int, index: int) -> GradientSink:
+        weak = weakref.ref(self)
+
+        def add_product(product: Callable[[], Tensor]) -> Tensor | None:
+            sharding = weak()
+            # A trail records each gradient, so autograd must make it.
+            if sharding is None or sharding._trail is not None or not isinstance(product, WeightProduct):
+                return product()
+            sharding.buckets[number].add_product(index, product)
+            return None
+
+        return add_product
 
     def _add(self, number: int, index: int) -> None:
         """Take the gradient of a bucket's member; launch complete buckets, in the planned order."""

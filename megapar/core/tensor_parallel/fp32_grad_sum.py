@@ -22,6 +22,7 @@ class Fp32GradSum:
     def __init__(self) -> None:
         self._open = 0
         self._total: Tensor | None = None
+        self._dtype = torch.float32  # of the gradients
 
     def use(self, x: Tensor) -> Tensor:
         """Return ``x`` for one use, whose gradient joins the sum. The last use in the backward returns the sum."""
@@ -33,22 +34,19 @@ class Fp32GradSum:
         self._open += 1
 
     def add(self, grad: Tensor | None) -> Tensor | None:
-        """Add the gradient of one use. Returns the sum in the dtype of ``grad`` after the last use, else None.
+        """Add the gradient of one use. Returns the sum in the dtype of the weight after the last use, else None.
 
-        ``grad`` is None if the weight gradient of this use is computed later; this then holds for all uses.
+        ``grad`` is None if the weight gradient of this use is computed later, or was added to a bucket.
         """
         self._open -= 1
-        if grad is None:
-            return None
-        if self._total is None:
-            if not self._open:
+        if grad is not None:
+            if self._total is None and not self._open:
                 return grad
-            self._total = grad.to(torch.float32)
-        else:
-            self._total.add_(grad)
-        if self._open:
+            self._dtype = grad.dtype
+            self._total = grad.to(torch.float32) if self._total is None else self._total.add_(grad)
+        if self._open or self._total is None:
             return None
-        total, self._total = self._total.to(grad.dtype), None
+        total, self._total = self._total.to(self._dtype), None
         return total
 
 

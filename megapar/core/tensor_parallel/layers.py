@@ -39,7 +39,7 @@ from megapar.core.tensor_parallel.overlapped_linear import (
     ReducedRow,
     ScatteredRow,
 )
-from megapar.core.tensor_parallel.weight_gradients import linear, linear_onto
+from megapar.core.tensor_parallel.weight_gradients import defer_wgrad_of, linear, linear_onto
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Unpack
@@ -190,7 +190,7 @@ class ColumnLinear(nn.Module):
     def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
         """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
-        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
         return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, defer_wgrad)
 
 
@@ -237,20 +237,22 @@ class RowLinear(nn.Module):
         if onto is not None and (self.mp.size > 1 or self.fp8 is not None or self.bias is not None):
             return onto + self.forward(x, ends_unit).flatten(0, -2)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
         if onto is not None:
             return linear_onto(onto, x, weight, defer_wgrad, ends_unit)
         if self.fp8 is not None:
             return self.fp8(x, weight, bias)
         if self.mp.size == 1:
             return linear(x, weight, bias, defer_wgrad, ends_unit)
+        if self.sequence_parallel and self.weight_gradients is None:
+            defer_wgrad = None  # the product of this rank's rows runs under the gathers of the others'
         linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, ends_unit)
         y: Tensor = self.product.apply(x, weight, bias, linear_comm)
         return y
 
     def start(self, x: Tensor) -> Started:
         """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""
-        defer_wgrad = None if self.weight_gradients is None else self.weight_gradients.of(self.weight)
+        defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
         y = linear(x, local(self.weight), None, defer_wgrad)
         if self.mp.size == 1:
             return Started(y)

@@ -39,6 +39,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext, InFlight
+from megapar.core.device.accumulate import WeightProduct
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import fused_gather_product, fused_product_scatter
 
@@ -112,8 +113,8 @@ class LinearComm(NamedTuple):
         mp: The axis.
         overlap: How finely collectives are cut.
         comm: Launches and tracks them.
-        defer_wgrad: Called with the product of a weight gradient; returns it, or None if deferred. None: compute it
-            at once.
+        defer_wgrad: Called with the product of a weight gradient; returns it, or None if it is deferred or added to a
+            bucket. None: compute it at once.
         ends_unit: The recomputed unit whose output is the output of this layer.
     """
 
@@ -129,7 +130,7 @@ class LinearComm(NamedTuple):
         return self.ends_unit is not None and self.ends_unit.recomputing
 
     def weight_gradient(self, product: Callable[[], Tensor]) -> Tensor | None:
-        """Return the product, or None if it is deferred."""
+        """Return the product, or None if it is deferred or added to a bucket."""
         return product() if self.defer_wgrad is None else self.defer_wgrad(product)
 
     def gather_product(
@@ -314,7 +315,7 @@ class CopiedColumn(torch.autograd.Function):
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0].flatten(0, -2)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx, flights = _multiply_and_sum(dy, weight, layer) if needs_dx else (None, [])
-        dw = layer.weight_gradient(lambda: dy.t() @ x.flatten(0, -2)) if needs_dw else None
+        dw = layer.weight_gradient(WeightProduct(dy.t(), x.flatten(0, -2))) if needs_dw else None
         db = dy.sum(0) if ctx.biased else None
         for flight in flights:
             layer.comm.wait(flight)
@@ -348,7 +349,7 @@ class ReducedRow(torch.autograd.Function):
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0]
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dy @ weight if needs_dx else None
-        dw = layer.weight_gradient(lambda: dy.flatten(0, -2).t() @ x.flatten(0, -2)) if needs_dw else None
+        dw = layer.weight_gradient(WeightProduct(dy.flatten(0, -2).t(), x.flatten(0, -2))) if needs_dw else None
         return dx, dw, dy.flatten(0, -2).sum(0) if ctx.biased else None, None
 
 
@@ -380,7 +381,7 @@ def _whole_row_gradients(
     dy_BSO, dx = layer.gather_product(dy, weight if needs_dx else None, None, keep=needs_dw)
     if not needs_dw or dy_BSO is None:
         return dx, None
-    return dx, layer.weight_gradient(lambda: dy_BSO.flatten(0, 1).t() @ x.flatten(0, 1))
+    return dx, layer.weight_gradient(WeightProduct(dy_BSO.flatten(0, 1).t(), x.flatten(0, 1)))
 
 
 def _bias_gradient(dy: Tensor, ctx: Any) -> Tensor | None:
@@ -393,7 +394,7 @@ def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, InFlight]], layer: L
     if not gathered:
         return None
     ((_, x_MBsI),) = _landings(gathered, layer)
-    return layer.weight_gradient(lambda: dy.flatten(0, 1).t() @ x_MBsI.transpose(0, 1).flatten(0, 2))
+    return layer.weight_gradient(WeightProduct(dy.flatten(0, 1).t(), x_MBsI.transpose(0, 1).flatten(0, 2)))
 
 
 def _own_product(dy: Tensor, x_BMsI: Tensor, mp: Axis) -> Tensor:

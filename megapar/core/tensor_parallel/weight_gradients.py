@@ -21,9 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapar.core.device.accumulate import WeightProduct
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
+from megapar.core.sharding.gradient_sink import gradient_sink
 
 Product = Callable[[], Tensor]
 DeferWgrad = Callable[[Product], Tensor | None]
@@ -75,6 +77,14 @@ class WeightGradients:
             torch.autograd.backward((parameter,), (gradient,))
 
 
+def defer_wgrad_of(parameter: nn.Parameter, weight_gradients: WeightGradients | None) -> DeferWgrad | None:
+    """Return what a layer calls with the product of this parameter's gradient; None to compute it like any other.
+
+    Without a split backward, the product is added to the parameter's bucket if that takes products.
+    """
+    return gradient_sink(parameter) if weight_gradients is None else weight_gradients.of(parameter)
+
+
 def _whole(parameter: nn.Parameter, pieces: dict[int | None, list[Product]]) -> Tensor:
     """Return a parameter's gradient from the products of its uses, or of the uses of its pieces."""
     if None in pieces:
@@ -107,7 +117,8 @@ def linear(
         x: Input.
         weight: Weight.
         bias: Bias, or None.
-        defer_wgrad: Called in the backward with the product of the weight gradient; None to compute it at once.
+        defer_wgrad: Called in the backward with the product of the weight gradient, which it returns, defers, or adds
+            to a bucket; None to leave it to autograd.
         ends_unit: The recomputed unit whose output is this product. Its recomputation skips it.
     """
     if defer_wgrad is None and ends_unit is None:
@@ -153,7 +164,7 @@ class _LinearOnto(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), dy = ctx.saved_tensors, grads[0]
         dx = (dy @ weight).view(x.shape) if ctx.needs_input_grad[1] else None
-        dw = ctx.defer_wgrad(lambda: dy.t() @ x.flatten(0, -2)) if ctx.needs_input_grad[2] else None
+        dw = ctx.defer_wgrad(WeightProduct(dy.t(), x.flatten(0, -2))) if ctx.needs_input_grad[2] else None
         return dy, dx, dw, None, None
 
 
@@ -174,5 +185,5 @@ class _Linear(torch.autograd.Function):
         (x, weight), dy = ctx.saved_tensors, grads[0]
         rows = dy.flatten(0, -2)
         dx = dy @ weight if ctx.needs_input_grad[0] else None
-        dw = ctx.defer_wgrad(lambda: rows.t() @ x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        dw = ctx.defer_wgrad(WeightProduct(rows.t(), x.flatten(0, -2))) if ctx.needs_input_grad[1] else None
         return dx, dw, rows.sum(0) if ctx.biased else None, None, None

@@ -95,6 +95,8 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
         "select_backward": Kernels(2, "zeros, then the copy"),
         "slice_scatter": Kernels(2, "copy of the whole, then of the slice"),
         "constant_pad_nd": Kernels(2, "constant, then copy"),
+        "_chunk_cat": Kernels(2, "copy of the table of addresses, then the tensors"),
+        "split_with_sizes_copy": Kernels(2, "copy of the table of addresses, then the tensors"),
         "linalg_vector_norm": Kernels(2, "zeros for the partial sums, then the norm"),
         "_foreach_norm": Kernels(2, "norm per block, then over the blocks", elements=ELEMENTS_OF_A_LIST_LAUNCH),
         **{

@@ -35,7 +35,8 @@ APART = (
     "add_product",
     "cross_entropy",
     *("pack", "unpack", "sum_message", "sort_pairs", "spread_pairs", "order_runs", "order_equal_runs"),
-)  # in test_block_attention.py, test_accumulate.py, test_cross_entropy.py and test_triton_operators.py
+    *("pack_bucket", "unpack_bucket"),
+)  # in test_block_attention.py, test_accumulate.py, test_cross_entropy.py, test_triton_operators.py and test_bucket_rows.py
 ENTRIES = [
     (name, device)
     for name, forms in OPS.items()

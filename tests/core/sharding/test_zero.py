@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from megapar.core.device import kinds
+from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.ops import OPS
 from megapar.core.sharding import bucket as segment
 from megapar.core.sharding import zero
 from megapar.core.sharding.zero import ZeroSharding
-from tests.equivalence.run import trace
+from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import ROWS
 from tests.support.ranks import run_ranks
 
@@ -67,3 +73,76 @@ def test_few_reductions_in_flight_change_nothing(stage: str) -> None:
     assert bound is not None
     for name, value in free.items():
         assert torch.equal(bound[name], value), name
+
+
+def train_alone(
+    rank: int, world_size: int, rendezvous: str, flags: tuple[str, ...], products: bool
+) -> tuple[Trace | None, set[int]]:
+    """(the trace, how often buckets took each of the members that got products)."""
+    made: Counter[tuple[int, int]] = Counter()
+    taken: Counter[tuple[int, int]] = Counter()
+    add, add_product = segment.Bucket.add, segment.Bucket.add_product
+
+    def added(self: segment.Bucket, index: int) -> bool:
+        taken[id(self), index] += 1
+        return add(self, index)
+
+    def multiplied(self: segment.Bucket, index: int, product: WeightProduct) -> None:
+        made[id(self), index] += 1
+        add_product(self, index, product)
+
+    with (
+        patch.object(segment.Bucket, "add", added),
+        patch.object(segment.Bucket, "add_product", multiplied),
+        patch.object(zero, "set_gradient_sink", zero.set_gradient_sink if products else lambda *_: None),
+    ):
+        found = trace(rank, world_size, rendezvous, "moe", flags, 2)
+    assert bool(made) == products
+    return found, {taken[member] for member in made}
+
+
+@pytest.mark.parametrize("more", [(), ("--recompute-interval", "1"), ("--untie-embeddings-and-output-weights",)])
+def test_products_in_the_buffer_are_the_gradients_of_autograd(more: tuple[str, ...]) -> None:
+    """With every hook fired once in a micro-batch, however often the weight is used."""
+    flags = ("--data-path", "mock", "--dtype", "fp64", "--num-layers", "2", "--hidden-size", "32", "--vocab-size", "64")
+    flags = (*flags, "--num-attention-heads", "4", "--seq-length", "16", "--micro-batch-size", "2", "--num-experts")
+    flags = (*flags, "0", "--gradient-merge-acc-step", "3", "--mtp-depth", "1", "--device", "cpu", *more)
+    (got, fired), (want, _) = (run_ranks(1, train_alone, flags, products, group=False)[0] for products in (True, False))
+    assert fired == {2 * 3}  # steps and micro-batches
+    assert got is not None
+    assert want is not None
+    assert got.losses == pytest.approx(want.losses, rel=1e-13)
+    assert got.norms == pytest.approx(want.norms, rel=1e-12)
+    for name, value in want.parameters.items():
+        torch.testing.assert_close(got.parameters[name], value, rtol=1e-10, atol=1e-12)
+
+
+def train_packed(
+    rank: int, world_size: int, rendezvous: str, row: tuple[str, tuple[str, ...]], packs: bool
+) -> tuple[Counter[str], dict[str, torch.Tensor] | None]:
+    """(calls of each operator, parameters after two steps), with the GPU's forms if ``packs``."""
+    calls: Counter[str] = Counter()
+    tables, op = kinds._tables(), segment.op
+
+    def form(name: str, like: torch.Tensor) -> Callable[..., torch.Tensor]:
+        calls[name] += 1
+        return OPS[name]["cuda"] if packs and name.endswith("pack_bucket") else op(name, like)
+
+    classes = {name: replace(one, packs_rows=packs) for name, one in tables[1].items()}
+    with patch.object(kinds, "_tables", lambda: (tables[0], classes)), patch.object(segment, "op", form):
+        found = trace(rank, world_size, rendezvous, *row, 2, backend="late")
+    return calls, None if found is None else found.parameters
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+@pytest.mark.parametrize("batch", ["2", "6"])
+def test_gradients_that_are_copied_together_are_the_same(stage: str, batch: str) -> None:
+    row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
+    flags = (*row.flags(), "--sharding-stage", stage, "--global-batch-size", batch)
+    (calls, packed), _ = run_ranks(2, train_packed, (row.kind, flags), True, group=False)
+    (_, want), _ = run_ranks(2, train_packed, (row.kind, flags), False, group=False)
+    assert calls["pack_bucket"] > 0
+    assert packed is not None
+    assert want is not None
+    for name, value in want.items():
+        assert torch.equal(packed[name], value), name

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from _pytest.mark import ParameterSet
 
 from megapar.arguments import parse
 from megapar.core.comm.world import World
+from megapar.core.device import kinds
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.device.pick import pick
 from megapar.planning.devices import device_kind
@@ -215,3 +217,17 @@ def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_only_values_decide_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--trace", "--trace-rank", "9", "--num-experts", "0", "--world-size", "2"]) == 2
     assert "is not one of the 2 ranks" in capsys.readouterr().err
+
+
+def traced_packed(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
+    """A trace on a device that copies the gradients of a sharded bucket together, once it has all of them."""
+    rows, classes = kinds._tables()
+    packing = {kind: replace(one, packs_rows=True) for kind, one in classes.items()}
+    with patch.object(kinds, "_tables", lambda: (rows, packing)):
+        return traced(rank, world_size, rendezvous, name)
+
+
+@pytest.mark.parametrize("name", ["sharding 8", "large shards"])
+def test_formulas_know_gradients_that_wait_for_their_bucket(name: str) -> None:
+    peak, formula, *_ = run_ranks(1, traced_packed, name, group=False, timeout=120)[0]
+    assert formula == pytest.approx(peak, rel=0.02)
