@@ -35,6 +35,12 @@ from megapar.core.device.block_attention import (
     block_cuda,
     block_reference,
 )
+from megapar.core.device.bucket_rows import (
+    pack_bucket_cuda,
+    pack_bucket_reference,
+    unpack_bucket_cuda,
+    unpack_bucket_reference,
+)
 from megapar.core.device.cross_entropy import cross_entropy_fused, cross_entropy_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.expert_rows import (
@@ -81,12 +87,6 @@ from megapar.core.device.row_order import (
     sort_pairs_reference,
     spread_pairs_cuda,
     spread_pairs_reference,
-)
-from megapar.core.device.bucket_rows import (
-    pack_bucket_cuda,
-    pack_bucket_reference,
-    unpack_bucket_cuda,
-    unpack_bucket_reference,
 )
 from megapar.core.device.small_embedding import small_embedding_by_product, small_embedding_reference
 from megapar.core.device.swiglu import swiglu_cuda, swiglu_reference

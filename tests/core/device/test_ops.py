@@ -36,7 +36,7 @@ APART = (
     "cross_entropy",
     *("pack", "unpack", "sum_message", "sort_pairs", "spread_pairs", "order_runs", "order_equal_runs"),
     *("pack_bucket", "unpack_bucket"),
-)  # in test_block_attention.py, test_accumulate.py, test_cross_entropy.py, test_triton_operators.py and test_bucket_rows.py
+)  # in test_block_attention, test_accumulate, test_cross_entropy, test_triton_operators and test_bucket_rows
 ENTRIES = [
     (name, device)
     for name, forms in OPS.items()
