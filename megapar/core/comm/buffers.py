@@ -21,6 +21,7 @@ class BufferPool:
 
     Attributes:
         bytes: Bytes allocated so far.
+        keep: Returned buffers are kept for the next ``take``.
     """
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor], *, keep: bool = True, most: int = 4) -> None:
@@ -33,7 +34,7 @@ class BufferPool:
         """
         self.bytes = 0
         self._new = new
-        self._keep = keep
+        self.keep = keep
         self._most = most
         self._free: list[tuple[Tensor, Event | None]] = []
 
@@ -72,6 +73,6 @@ class BufferPool:
             tensor: A tensor from ``take``.
             read: Event after which its content has been read; None if it has been read already.
         """
-        if self._keep:
+        if self.keep:
             raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             self._free.append((raw.set_(tensor.untyped_storage()), read))

@@ -13,7 +13,7 @@ copies byte by byte otherwise. The padding is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -30,6 +30,7 @@ from megapar.core.comm.buffers import BufferPool
 from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
+TOGETHER_BYTES = 1 << 20  # of gradients copied together: a launch takes longer than a small copy
 
 # (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
 Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
@@ -68,8 +69,18 @@ class BucketParameter:
         """The number of elements of one piece, including padding."""
         return prod(self.piece)
 
+    def columns(self, flat: Tensor) -> Tensor:
+        """Return the parameter's part of all rows [n, P] as a view in the shape of ``rows``."""
+        part = flat[:, self.offset : self.offset + self.numel]
+        if self.num_pieces == 1:
+            return part.view(self.piece)
+        columns: Tensor = part.unflatten(1, self.piece)
+        return columns
+
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a whole local tensor as [n, *piece]; a view unless it needs padding."""
+        """Return a whole local tensor as [n, *piece], as it is for n = 1; a view unless it needs padding."""
+        if self.num_pieces == 1:
+            return tensor
         if self.padded:
             tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.num_pieces)
         cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
@@ -203,8 +214,13 @@ class Bucket:
         self.gradient: Tensor | None = None
         # Unsharded main gradients are kept over the micro-batches if the reduction runs once per step (stage 1).
         self.whole_gradients = whole_gradients or shard.size == 1
+        # The pool keeps buffers on a CPU, so one that is never sent may as well stay here, with its views.
+        self._owns_flat = pool.keep and shard.size == 1
         self._flat: Tensor | None = None
-        self._seen: set[int] = set()
+        self._columns: list[Tensor] = []  # of each member in ``_flat``
+        self._waiting: dict[int, Tensor] = {}  # gradients that are not copied yet, by member
+        self._waiting_bytes = 0
+        self._seen: set[int] = set()  # members whose columns of ``_flat`` have been written
         self._missing = len(self.members)
         self._reduced: Tensor | None = None
         self._summed: Tensor | None = None  # over the replicas
@@ -238,17 +254,17 @@ class Bucket:
         padded = flat[member.offset : member.offset + member.numel].view(member.piece)
         return padded.narrow(member.dim, 0, member.box.sizes[member.dim])
 
-    def _columns(self, flat: Tensor, member: BucketParameter) -> Tensor:
-        columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
-        return columns
-
     # Gradients: add (each backward) -> start_grad_reduce (once complete) -> finish_grad_reduce -> shard's gradient
 
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
-        if self.gradient is not None:
-            self._pool.give(self.gradient)  # on an axis of one rank it is a view of the whole flat buffer
-        self.gradient = self._flat = None
+        if not self._owns_flat:
+            if self.gradient is not None:
+                self._pool.give(self.gradient)  # on an axis of one rank it is a view of the whole flat buffer
+            self._flat = None
+        self.gradient = None
+        self._waiting.clear()
+        self._waiting_bytes = 0
         self._seen.clear()
 
     def begin_micro_batch(self, gradients: int = 1) -> None:
@@ -258,38 +274,67 @@ class Bucket:
     def add(self, index: int) -> bool:
         """Take a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
         if self.whole_gradients:
-            self._accumulate(index)
+            self._take(index)
         self._missing -= 1
+        if self._missing == 0:
+            self._copy_waiting()
         return self._missing == 0
 
-    def _accumulate(self, index: int) -> None:
-        member = self.members[index]
-        grad = member.parameter.grad
+    def _take(self, index: int) -> None:
+        """Take the gradient of a parameter, if it has one. Small ones wait, to be copied with others of the bucket."""
+        parameter = self.members[index].parameter
+        grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
+        if grad.nbytes > TOGETHER_BYTES:
+            self._write({index: grad})
+            return
+        if index in self._waiting:
+            self._copy_waiting()
+        self._waiting[index] = grad
+        self._waiting_bytes += grad.nbytes
+        if self._waiting_bytes > TOGETHER_BYTES:
+            self._copy_waiting()
+
+    def _copy_waiting(self) -> None:
+        if self._waiting:
+            self._write(self._waiting)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+
+    def _write(self, gradients: Mapping[int, Tensor]) -> None:
+        """Write gradients of members to the flat buffer, or add them to those that are there."""
+        self._make_flat()
+        rows = {index: self.members[index].rows(grad) for index, grad in gradients.items()}
+        again = [index for index in rows if index in self._seen]
+        first = [index for index in rows if index not in self._seen]
+        kinds = (again, Tensor.add_, torch._foreach_add_), (first, Tensor.copy_, torch._foreach_copy_)
+        for indices, write, write_together in kinds:
+            if len(indices) == 1:  # a list of one large tensor takes more kernels than the tensor
+                write(self._columns[indices[0]], rows[indices[0]])
+            elif indices:
+                write_together([self._columns[index] for index in indices], [rows[index] for index in indices])
+        self._seen.update(first)
+
+    def _make_flat(self) -> Tensor:
+        """Return the flat buffer [n, P]; take one from the pool if there is none."""
         if self._flat is None:
-            self._flat = self._pool.take((self.shard.size, self.row), self.master.dtype)
-        target = self._columns(self._flat, member)
-        if index in self._seen:
-            target.add_(member.rows(grad))
-        else:
-            target.copy_(member.rows(grad))
-            self._seen.add(index)
-        member.parameter.grad = None
+            # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
+            dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
+            self._flat = self._pool.take((self.shard.size, self.row), dtype)
+            self._columns = [member.columns(self._flat) for member in self.members]
+            self._seen.clear()
+        return self._flat
 
     def _pack(self) -> Tensor:
         """Return all members' gradients as [n, P]; zero for a member without a gradient."""
-        flat = self._flat
-        if flat is None:
-            # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
-            dtype = self.master.dtype if self.whole_gradients else self._reduce_dtype
-            flat = self._flat = self._pool.take((self.shard.size, self.row), dtype)
-        for index, member in enumerate(self.members):
-            if not self.whole_gradients and member.parameter.grad is not None:
-                self._columns(flat, member).copy_(member.rows(member.parameter.grad))
-                member.parameter.grad = None
-            elif index not in self._seen:
-                self._columns(flat, member).zero_()
+        for index in range(0 if self.whole_gradients else len(self.members)):
+            self._take(index)
+        self._copy_waiting()
+        flat = self._make_flat()
+        for index, columns in enumerate(self._columns):
+            if index not in self._seen:
+                columns.zero_()
         return flat
 
     def start_grad_reduce(self, *, overlap: bool) -> None:
@@ -316,7 +361,7 @@ class Bucket:
         self._give_back()
         if self.shard.group is not None and self._flat is not None:
             self._pool.give(self._flat)
-            self._flat = None
+            self._flat, self._columns = None, []
         self._accumulate_reduced(self._reduced)
         self._reduced = None
         if last and self.replica.group is not None:
@@ -406,7 +451,7 @@ class Bucket:
     @torch.no_grad()
     def _fill(self, flat: Tensor) -> None:
         for member in self.members:
-            columns = self._columns(flat, member)
+            columns = member.columns(flat)
             if member.padded:
                 whole = columns.movedim(0, member.dim).flatten(member.dim, member.dim + 1)
                 member.parameter.copy_(whole.narrow(member.dim, 0, member.parameter.shape[member.dim]))

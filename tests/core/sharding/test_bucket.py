@@ -58,6 +58,29 @@ def test_one_rank_casts_its_masters_where_its_parameters_lie(odd: tuple[int, ...
     assert (bucket._pool.bytes > 0) == bool(odd)
 
 
+@pytest.mark.parametrize("together", [segment.TOGETHER_BYTES, 0])
+def test_gradients_copied_together_are_those_copied_one_by_one(together: int) -> None:
+    """Over two micro-batches, with a parameter whose gradients come twice, once, or never."""
+    bucket = lone_bucket((4, 8), (2, 3, 8), (8,))
+    generator = torch.Generator().manual_seed(0)
+    with patch.object(segment, "TOGETHER_BYTES", together):
+        for _ in range(2):  # the second step reuses the buffer
+            expected = torch.zeros(bucket.row)
+            bucket.begin_step()
+            for members in ((1, 0, 1), (1,)):
+                bucket.begin_micro_batch()
+                for index in members:
+                    parameter = bucket.members[index].parameter
+                    parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                    bucket.piece(expected, bucket.members[index]).add_(parameter.grad)
+                    bucket.add(index)
+                    assert parameter.grad is None
+            bucket.start_grad_reduce(overlap=False)
+            bucket.finish_grad_reduce(last=True, overlap=False)
+            bucket.finish()
+            assert torch.equal(bucket.gradient, expected)
+
+
 def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...], filled: bool):
     """(whether a row was filled up, parameters after two steps), with NaN wherever a buffer is taken."""
     lengths = []
