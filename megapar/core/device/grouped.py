@@ -57,8 +57,10 @@ def grouped_linear_fused(
     """Compute ``grouped_linear_reference`` in one kernel. The offsets stay on the device."""
     ends_E = row_ends(counts_E) if ends is None else ends()
     product: Tensor = F.grouped_mm(rows_RI.contiguous(), weight_EOI.transpose(1, 2), offs=ends_E)
-    result: Tensor = _ContiguousGradient.apply(product)
-    return result
+    if product.requires_grad:
+        # The kernel's backward rejects expanded gradients, such as that of a sum. A hook costs less than a function.
+        product.register_hook(Tensor.contiguous)
+    return product
 
 
 def linear_by_size(rows_RI: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
@@ -156,15 +158,3 @@ class _LinearBySize(torch.autograd.Function):
         dx = input_gradient_by_size(dy, weight, ctx.sizes) if ctx.needs_input_grad[0] else None
         dw = weight_gradient_by_size(dy, rows, ctx.sizes) if ctx.needs_input_grad[1] else None
         return dx, dw, None
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous: the kernel's backward rejects expanded ones, such as that of a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.contiguous()

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megapar.core.health.state_digest import FlatRange, digest, places, rotation
+from megapar.core.health.state_digest import FlatRange, IntBlocks, digest, digest_blocks, int_blocks, places, rotation
 
 # The last comparisons. The host learns of a difference up to two updates later.
 _KEPT = 4
@@ -45,13 +45,18 @@ class RestingTensors:
     Args:
         tensors: The tensors to digest.
         steps: The number of updates after which every element was digested once.
+        parts: The number of parts that take turns in them, evenly spread; None: as many as updates.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], steps: int) -> None:
+    def __init__(self, tensors: Sequence[Tensor], steps: int, parts: int | None = None) -> None:
         self._flats = [tensor.view(-1) for tensor in tensors]
-        self._groups = rotation([flat.numel() for flat in self._flats], steps)
+        parts = steps if parts is None else parts
+        self._groups: list[list[FlatRange]] = [[] for _ in range(steps)]
+        for number, group in enumerate(rotation([flat.numel() for flat in self._flats], parts)):
+            self._groups[number * steps // parts] = group
         self._turn = -1
         self._pieces: list[Tensor] = []
+        self._blocks: list[IntBlocks] = []
         self._held: Tensor | None = None
         self._found: deque[tuple[list[Tensor], Tensor]] = deque(maxlen=_KEPT)
 
@@ -59,13 +64,14 @@ class RestingTensors:
         """Digest the next part."""
         self._turn = (self._turn + 1) % len(self._groups)
         self._pieces = [self._flats[piece.tensor][piece.start : piece.end] for piece in self._groups[self._turn]]
-        self._held = digest(self._pieces) if self._pieces else None
+        self._blocks = [int_blocks(piece) for piece in self._pieces]
+        self._held = self._digest() if self._pieces else None
 
     def compare(self) -> Tensor | None:
         """Digest the part again and compare."""
         if self._held is None:
             return None
-        different = digest(self._pieces) != self._held
+        different = self._digest() != self._held
         self._found.append((self._pieces, different))
         return different.any()
 
@@ -77,6 +83,9 @@ class RestingTensors:
         """Return the places without duplicates."""
         found = [place for pieces, different in self._found for place in places(pieces, different, pieces)]
         return list(dict.fromkeys(found))
+
+    def _digest(self) -> Tensor:
+        return digest_blocks(self._blocks, self._pieces[0].device)
 
 
 class _Comparison(NamedTuple):

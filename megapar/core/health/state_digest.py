@@ -61,7 +61,7 @@ def _within(position: int, size: int) -> int:
     return size if position >= size else max(0, position) // _GRAIN * _GRAIN
 
 
-class _IntBlocks(NamedTuple):
+class IntBlocks(NamedTuple):
     """A tensor as 32-bit integers, divided into blocks.
 
     Attributes:
@@ -75,14 +75,15 @@ class _IntBlocks(NamedTuple):
     first: int
 
 
-def _cut(flat: Tensor) -> _IntBlocks:
+def int_blocks(flat: Tensor) -> IntBlocks:
+    """Divide a flat, contiguous fp32 or fp64 tensor into blocks."""
     words = flat.view(torch.int32)
     first = min(int(words.storage_offset()) % 2, words.numel())  # 64-bit integers start at even positions
     number = (words.numel() - first) // BLOCK
     end = first + number * BLOCK
     blocks = words[first:end].view(torch.int64).view(number, BLOCK // 2) if number else None
     rests = ((0, words[:first]), (end, words[end:]))
-    return _IntBlocks(blocks, tuple((at, rest) for at, rest in rests if rest.numel()), first)
+    return IntBlocks(blocks, tuple((at, rest) for at, rest in rests if rest.numel()), first)
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
@@ -90,10 +91,13 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
     Launches one kernel for each tensor with a whole block, and one for the remainders of all tensors.
     """
-    cuts = [_cut(flat) for flat in tensors]
+    return digest_blocks([int_blocks(flat) for flat in tensors], tensors[0].device if tensors else None)
+
+
+def digest_blocks(cuts: Sequence[IntBlocks], device: torch.device | None) -> Tensor:
+    """Digest tensors that are divided into blocks already, as ``digest`` does."""
     counts = [0 if cut.blocks is None else len(cut.blocks) for cut in cuts]
     rests = [rest for cut in cuts for _, rest in cut.rests]
-    device = tensors[0].device if tensors else None
     sums = 2 * sum(counts)
     found = torch.empty(sums + sum(rest.numel() for rest in rests), dtype=torch.int32, device=device)
     for cut, out in zip(cuts, found[:sums].view(torch.int64).split(counts), strict=True):
@@ -115,7 +119,7 @@ def places(tensors: Sequence[Tensor], different: Tensor, homes: Sequence[Tensor]
     spans: list[tuple[int, int]] = []
     rests: list[tuple[int, int]] = []
     for flat, home in zip(tensors, homes, strict=True):
-        address, cut = home.data_ptr(), _cut(flat)
+        address, cut = home.data_ptr(), int_blocks(flat)
         count = 0 if cut.blocks is None else len(cut.blocks)
         begins = [address + 4 * (cut.first + number * BLOCK) for number in range(count)]
         spans += [(begin, begin + 4 * BLOCK) for begin in begins for _ in range(2)]  # a sum is two integers

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from math import prod
 
@@ -66,7 +67,7 @@ class BucketParameter:
     box: Box
     padded: bool
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """The number of elements of one piece, including padding."""
         return prod(self.piece)
@@ -133,6 +134,21 @@ class OptimizerRange:
     router: bool
 
 
+def _ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...]:
+    """Cut a row where decay, learning rate, counting or the number of split dims changes.
+
+    Parameters that other axes split are separate from those that they replicate: a kernel may round the last
+    elements of a range differently, so ranks with the same parameter must update it in ranges of equal length.
+    """
+    ranges: list[OptimizerRange] = []
+    kinds = groupby(members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
+    for (decay, counted, router, _), group in kinds:
+        first, *others = group
+        last = others[-1] if others else first
+        ranges.append(OptimizerRange(first.offset, last.offset + last.numel, decay, counted, router))
+    return tuple(ranges)
+
+
 class Bucket:
     """Master weights, gradients and collectives of one bucket on this rank.
 
@@ -154,6 +170,7 @@ class Bucket:
         members: The parameters, in row order.
         dtype: Compute dtype of the parameters.
         row: P, elements of a row including padding.
+        ranges: The row, cut where the optimizer or the norm treats elements differently.
         master: [P], this rank's master weights.
         gradient: [P], this rank's main gradient; None until the first reduction.
         aliased: True if the parameters are views of the master.
@@ -203,6 +220,7 @@ class Bucket:
         self.parameter_row: Tensor | None = None
         self._is_even = not any(member.padded for member in self.members)
         self._dims = [member.dim for member in self.members]
+        self.ranges = _ranges(self.members)
         self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
         self._may_wait = False
         self._waiting: list[int] = []  # members whose gradients are copied together, once the bucket is complete
@@ -219,22 +237,6 @@ class Bucket:
         viewed = self.master if self.parameter_row is None else self.parameter_row
         for member in self.members:
             member.parameter.data = self.piece(viewed, member)
-
-    @property
-    def ranges(self) -> list[OptimizerRange]:
-        """The row, cut where decay, learning rate, counting or the number of split dims changes.
-
-        Parameters that other axes split are separate from those that they replicate: a kernel may round the last
-        elements of a range differently, so ranks with the same parameter must update it in ranges of equal length.
-        """
-        ranges: list[OptimizerRange] = []
-        kinds = groupby(self.members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
-        for (decay, counted, router, _), group in kinds:
-            members = list(group)
-            ranges.append(
-                OptimizerRange(members[0].offset, members[-1].offset + members[-1].numel, decay, counted, router)
-            )
-        return ranges
 
     @property
     def nbytes(self) -> int:

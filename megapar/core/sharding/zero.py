@@ -99,7 +99,8 @@ class ZeroSharding:
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
                 if bucket.shard.size == 1:
                     set_gradient_sink(member.parameter, self._sink(number, index))
-        for name, modules in units.items():
+        gathers = not all(bucket.aliased for bucket in self.buckets)
+        for name, modules in units.items() if gathers else ():
             mine = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
             for module in modules:
                 module.register_forward_pre_hook(self._before_forward(mine))

@@ -7,10 +7,10 @@ Tested in ``tests/model/test_table.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -193,9 +193,10 @@ class MoeSizes:
         It is ceil(tokens / E · factor · k), at least ``min_capacity``. Decimal fractions make it exact: 1.1 times 10 is
         11, not 12.
         """
-        return max(math.ceil(tokens * self.capacity_per_token), self.min_capacity)
+        ratio = self.capacity_per_token
+        return max(-(-tokens * ratio.numerator // ratio.denominator), self.min_capacity)
 
-    @property
+    @cached_property
     def capacity_per_token(self) -> Fraction:
         """Exact value of factor · k / E."""
         return Fraction(self.topk, self.num_experts) * Fraction(str(self.capacity_factor))

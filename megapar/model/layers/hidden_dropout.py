@@ -36,7 +36,7 @@ class HiddenDropout(nn.Module):
             half: ``attention`` or ``mlp``.
             number: Number of the slice, if x is one of several.
         """
-        if not self.training:
+        if not self.training or not self.probability:
             return x
         place = context.place(f"layers.{self.layer}.{half}", number)
         return context.streams.dropout(x, self.probability * self.share, place, self.rank)

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,17 @@ from megapar.training.building.job import Job
 AUTO = -1
 SHARE = 0.01  # maximum share of a step's time
 SHOWN = 3
-_TIMED_UPDATES = 4  # the median discounts the first step, which takes longer
+_TIMED_UPDATES = 4  # the shortest step counts: first steps, and those that wait for other programs, take longer
 _SAMPLE_BYTES = 1 << 28
+PART_BYTES = 1 << 20  # to digest less takes as long
 
 
 class StateGuard:
     """Checks that master weights and moments are unchanged since the last update.
 
     ``steps`` is the number of steps in which all of them are compared. ``AUTO`` chooses it after the first steps, so
-    that the comparison takes less than ``SHARE`` of a step.
+    that the comparison takes less than ``SHARE`` of a step on average. Parts are then at least ``PART_BYTES``;
+    if that makes fewer parts than steps, some steps have none.
 
     Attributes:
         messages: Lines for the log.
@@ -54,7 +56,11 @@ class StateGuard:
 
     def __init__(self, job: Job, steps: int) -> None:
         self._job = job
-        self._updates: list[float] = []
+        # A CPU's time does not depend on what else runs there; an accelerator's host does not compute.
+        self._clock = time.perf_counter if job.world.device.is_async else time.process_time
+        self._resumed = 0.0  # when the step after a trial began
+        self._step_seconds: list[float] = []
+        self._trial_seconds: list[float] = []
         self._steps = 0  # in which all parts are compared once
         self._held_after: deque[int] = deque()  # iterations of the last ``_steps`` updates
         self._digested: DigestedTensors | None = None
@@ -65,7 +71,7 @@ class StateGuard:
                 f"masters and moments: comparison starts after a few steps, and takes at most {SHARE:.0%} of a step"
             )
         else:
-            self._begin(steps)
+            self._begin(steps, steps)
 
     def before_update(self) -> None:
         """Do nothing: the comparison is part of the votes."""
@@ -73,10 +79,15 @@ class StateGuard:
     def after_update(self, iteration: int) -> None:
         """Digest the next part."""
         if self._digested is None:
-            self._updates.append(time.perf_counter())
-            if len(self._updates) < _TIMED_UPDATES:
+            self._step_seconds.append(self._clock() - self._resumed)
+            last = len(self._step_seconds) == _TIMED_UPDATES
+            # On a CPU a trial per step: repeated at once, a digest would find its data in the caches.
+            trials = 3 * last if self._job.world.device.is_async else 1
+            self._trial_seconds += [self._seconds_of_turn() for _ in range(trials)]
+            self._resumed = self._clock()
+            if not last:
                 return
-            self._begin(self._steps_for(self._updates))
+            self._begin(*self._choose())
         assert self._digested is not None
         self._digested.hold()
         self._held_after.append(iteration)
@@ -119,7 +130,8 @@ class StateGuard:
             parameters,
         )
 
-    def _begin(self, steps: int) -> None:
+    def _begin(self, steps: int, parts: int) -> None:
+        """Begin to compare all state in ``steps`` steps, in at most as many parts."""
         job, self._steps = self._job, steps
         self._held_after = deque(maxlen=steps)
         masters = [shard.master for shard in job.sharding.master_shards]
@@ -128,24 +140,36 @@ class StateGuard:
             visiting = VisitingTensors(homes, steps, job.optimizer.visit)
             self._digested = job.optimizer.seen_by = visiting
         else:
-            self._digested = RestingTensors([tensor for home in homes for tensor in home], steps)
-        self.messages.append(coverage(steps))
+            self._digested = RestingTensors([tensor for home in homes for tensor in home], steps, parts)
+        self.messages.append(coverage(steps, parts))
 
-    def _steps_for(self, updates: Sequence[float]) -> int:
-        """Return the number of steps in which all parts are compared: that of the slowest rank, on every rank."""
-        job = self._job
-        step = statistics.median(b - a for a, b in itertools.pairwise(updates))
+    @property
+    def _total_bytes(self) -> int:
+        return sum(shard.master.nbytes for shard in self._job.sharding.master_shards) * (1 + len(MOMENTS))
+
+    def _seconds_of_turn(self) -> float:
+        job, optimizer = self._job, self._job.optimizer
         masters = [shard.master for shard in job.sharding.master_shards]
-        optimizer = job.optimizer
         sample = [optimizer.slots] if isinstance(optimizer, OffloadedOptimizer) else masters
-        total = sum(master.nbytes for master in masters) * (1 + len(MOMENTS))
-        world = job.world.axis("world")
-        seconds = seconds_of_turn(sample, total, job.world.device)
+        return seconds_of_turn(sample, self._total_bytes, job.world.device, self._clock)
+
+    def _choose(self) -> tuple[int, int]:
+        """Return the number of steps in which all parts are compared, and the number of parts.
+
+        The steps are those of the slowest rank, on every rank.
+        """
+        job = self._job
+        step = min(self._step_seconds[1:])
+        seconds = statistics.median(self._trial_seconds[1:])  # the first one also loads kernels
         steps = torch.tensor(
             max(1, math.ceil(seconds / (SHARE * step))), dtype=torch.int64, device=job.world.device.torch_device
         )
-        reduce_numbers(steps, world, "state guard", dist.ReduceOp.MAX)
-        return int(steps.item())
+        reduce_numbers(steps, job.world.axis("world"), "state guard", dist.ReduceOp.MAX)
+        number = int(steps.item())
+        # Offloaded state is digested whenever an update brings it, so every step has a part.
+        least = 0 if isinstance(job.optimizer, OffloadedOptimizer) else PART_BYTES
+        total = self._total_bytes
+        return number, number if least * number <= total else max(1, total // least)
 
     def _names(self, changed: Sequence[tuple[int, int]]) -> list[str]:
         """Return the names of the tensors in these address ranges."""
@@ -164,30 +188,30 @@ class StateGuard:
         return f"{socket.gethostname()}, {device.torch_device} {device.name}"
 
 
-def coverage(steps: int) -> str:
-    """Describe how often masters and moments are compared, and when a fault is found."""
+def coverage(steps: int, parts: int) -> str:
+    """Describe how often masters and moments are compared, in how many parts, and when a fault is found."""
     if steps == 1:
         return "masters and moments: all compared in every step; a flipped bit is found before the next update"
     return (
-        f"masters and moments: all compared within {steps} steps, a part in each; memory that keeps changing is found "
+        f"masters and moments: all compared within {steps} steps, "
+        f"{'a part in each' if parts == steps else f'in {parts} of them'}; memory that keeps changing is found "
         f"after at most {steps} steps, a single change with a probability of 1 in {steps}"
     )
 
 
-def seconds_of_turn(sample: Sequence[Tensor], total_bytes: int, device: Device) -> float:
+def seconds_of_turn(
+    sample: Sequence[Tensor], total_bytes: int, device: Device, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the seconds to digest ``total_bytes`` twice and compare, extrapolated from a sample of tensors."""
     nbytes = sum(tensor.nbytes for tensor in sample)
     parts = max(1, nbytes // _SAMPLE_BYTES)
     trial = RestingTensors([tensor.detach() for tensor in sample], parts)
-    seconds = []
-    for _ in range(3):
-        device.synchronize()
-        start = time.perf_counter()
-        trial.hold()
-        trial.compare()
-        device.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * total_bytes * parts / max(1, nbytes)
+    device.synchronize()
+    start = clock()
+    trial.hold()
+    device.synchronize()
+    # The comparison digests again, a step later: here it would find the same data in the caches.
+    return 2 * (clock() - start) * total_bytes * parts / max(1, nbytes)
 
 
 def _end(tensor: Tensor) -> int:

@@ -100,6 +100,20 @@ def test_a_change_is_seen_when_its_part_has_its_turn() -> None:
     assert place == (tensors[1].data_ptr(), tensors[1].data_ptr() + 4 * BLOCK)
 
 
+def test_fewer_parts_than_updates_leave_updates_out() -> None:
+    tensors = [torch.randn(2 * BLOCK) for _ in range(3)]
+    resting = RestingTensors(tensors, 5, parts=2)
+    heard = []
+    for _ in range(10):
+        resting.hold()
+        flip(tensors[0], 5, 3)
+        flip(tensors[2], 5, 3)
+        found = resting.compare()
+        heard.append(None if found is None else bool(found))
+    assert heard == [True, None, True, None, None] * 2
+    assert {first for first, _ in resting.changed()} == {tensors[0].data_ptr(), tensors[2].data_ptr()}
+
+
 def make_shards(sizes: Sequence[int]) -> list[MasterShard]:
     torch.manual_seed(2)
     # Pieces of one storage, of which some begin at an odd place.

@@ -140,9 +140,10 @@ def test_as_many_steps_as_keep_it_below_its_share() -> None:
 
 
 def test_what_is_said_of_the_coverage() -> None:
-    assert "before the next update" in state_guard.coverage(1)
-    assert "all compared within 8 steps" in state_guard.coverage(8)
-    assert "a probability of 1 in 8" in state_guard.coverage(8)
+    assert "before the next update" in state_guard.coverage(1, 1)
+    assert "all compared within 8 steps, a part in each" in state_guard.coverage(8, 8)
+    assert "all compared within 8 steps, in 1 of them" in state_guard.coverage(8, 1)
+    assert "a probability of 1 in 8" in state_guard.coverage(8, 1)
 
 
 def test_steps_that_change_nothing_are_none_of_a_turn() -> None:
