@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megapar.core.device import rows as module
+from megapar.core.device import bucket_rows as module
 from megapar.core.device.bucket_rows import (
     MOST_SLICES,
     pack_bucket_cuda,
