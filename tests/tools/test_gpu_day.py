@@ -39,7 +39,9 @@ def small_day(out, *more):
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("parts", ["operators,ampipe,waits,kernels,equivalence,micro,curve", "throughput,predicted"])
+@pytest.mark.parametrize(
+    "parts", ["operators,attention,ampipe,waits,kernels,equivalence,micro,curve", "throughput,predicted"]
+)
 def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
     done, lines = small_day(tmp_path, "--parts", parts)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +69,18 @@ def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
 
 def test_the_order_is_the_days_and_unknown_parts_are_refused(tmp_path):
     assert list(run.PARTS) == [
-        *("operators", "ampipe", "waits", "kernels", "equivalence", "micro", "throughput", "curve", "predicted")
+        *(
+            "operators",
+            "attention",
+            "ampipe",
+            "waits",
+            "kernels",
+            "equivalence",
+            "micro",
+            "throughput",
+            "curve",
+            "predicted",
+        )
     ]
     done = subprocess.run([str(ROOT / "scripts/gpu_day.sh"), "--parts", "ops"], capture_output=True, text=True)
     assert done.returncode == 2

@@ -69,13 +69,14 @@ class TracedStep:
 def trace(config: Config, rank: int) -> TracedStep:
     """Trace the second step of a run as ``rank`` of the configuration's world, on mock data.
 
-    If the step leaves new storages behind, trace another step instead, because later steps reuse these buffers. Raises
-    ConfigError if the configuration depends on values.
+    Every position counts, also padding, because the formulas know no text. If the step leaves new storages behind,
+    trace another step instead, because later steps reuse these buffers. Raises ConfigError if the configuration depends
+    on values.
     """
     config = traceable(config, rank)
     start = time.perf_counter()
     tracker = MemoryTracker()
-    with pretend(config, rank, tracker) as trainer:
+    with pretend(config, rank, tracker, padded=True) as trainer:
         before = tracker.sizes()
         trainer.progress.consumed_samples = config.training.global_batch_size
         found = measure(trainer, tracker, rank, start, first=True)
