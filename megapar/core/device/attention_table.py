@@ -53,7 +53,7 @@ class AttentionCall(NamedTuple):
 
 
 class KernelRow(NamedTuple):
-    """What one kernel takes.
+    """The calls that one kernel takes, and its standing.
 
     Attributes:
         kernel: Name of the kernel.

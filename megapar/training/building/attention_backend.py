@@ -36,7 +36,7 @@ _OPERATORS = {FLASH: "attention_flash", FLASH3: "attention_flash", CUDNN: "atten
 
 
 class AttentionDevice(Protocol):
-    """What the choice asks of a device."""
+    """The part of a device that the choice depends on."""
 
     @property
     def capability(self) -> Capability | None:
