@@ -10,6 +10,7 @@ Imports no torch: the planner and the rules read the same rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 # Forms of a call.
@@ -199,8 +200,9 @@ def choose(backend: str, call: AttentionCall, rows: tuple[KernelRow, ...] = ROWS
     return next(row for row in rows_of(backend, rows) if not row.lacks(call))
 
 
+@lru_cache(maxsize=256)
 def takes(kernel: str, call: AttentionCall) -> bool:
-    """Return True if a row of this kernel takes the call."""
+    """Return True if a row of this kernel takes the call. The result is kept, because every layer asks."""
     return any(row.kernel == kernel and not row.lacks(call) for row in ROWS)
 
 

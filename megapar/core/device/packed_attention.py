@@ -231,13 +231,21 @@ def _by_length(
 ) -> Tensor:
     """Call ``form`` for each run of consecutive documents of one length, as samples of a batch."""
     runs = [(length, len(list(run))) for length, run in groupby(documents.lengths)]
+    sizes = [length * count for length, count in runs]
     outputs = []
-    for (length, _), *own in zip(
-        runs, *(_flat(x).split([length * count for length, count in runs]) for x in (q, k, v)), strict=True
-    ):
-        y = form(*(x.unflatten(0, (-1, length)).transpose(1, 2) for x in own))
-        outputs.append(y.transpose(1, 2).flatten(0, 1))
-    return _unflat(torch.cat(outputs) if len(outputs) > 1 else outputs[0], q)
+    for (length, count), *own in zip(runs, *(_in_row(x).split(sizes, dim=1) for x in (q, k, v)), strict=True):
+        if count > 1:
+            own = [x.view(count, length, *x.shape[2:]) for x in own]
+        y = form(*(x.transpose(1, 2) for x in own)).transpose(1, 2)
+        outputs.append(y if count == 1 else y.reshape(1, -1, *y.shape[2:]))
+    y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    return y.view(q.shape[0], q.shape[2], *y.shape[2:]).transpose(1, 2)
+
+
+def _in_row(x: Tensor) -> Tensor:
+    """Reorder [B, heads, S, D] to [1, B S, heads, D]."""
+    x = x.transpose(1, 2)
+    return x if x.shape[0] == 1 else x.flatten(0, 1)[None]
 
 
 def _with_features_together(x: Tensor) -> Tensor:
