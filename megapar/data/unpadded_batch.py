@@ -23,7 +23,7 @@ def unpadded_collate(collate: Collate, multiple: int = 1) -> Collate:
     Args:
         collate: Makes micro-batches of ERNIE's samples, whose padding is at the end.
         multiple: Filler is appended up to a multiple of this number of positions, so that ranks can split them. It is a
-            document of its own, which no loss reads.
+            further document, which no loss reads.
     """
     return lambda samples: _unpadded(collate(samples), multiple)
 

@@ -55,7 +55,7 @@ def pretend(
     *,
     exact: bool = False,
     run: FunctionRunner = plain,
-    padded: bool = False,
+    padded: bool = True,
 ) -> Iterator[Trainer]:
     """Yield the trainer of ``rank``, ready to step, with fake tensors. Samples are real, from ``--data-path``.
 
@@ -69,7 +69,8 @@ def pretend(
         observer: Observer of the trainer's steps.
         exact: Run every operator, including those whose result is cached. Slower; verifies the cache.
         run: Caller of the layers' functions.
-        padded: Compute padding, too, as if all positions were text.
+        padded: Compute padding, too, as if all positions were text. Otherwise each micro-batch of ERNIE has another
+            number of rows, as in a run, and the results of few operators can be remembered.
     """
     config = replace(config, checkpoint=replace(config.checkpoint, save=None))  # nothing is written
     builder = FakeBuilder(exact=exact, run=run, padded=padded)

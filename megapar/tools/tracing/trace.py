@@ -76,7 +76,7 @@ def trace(config: Config, rank: int) -> TracedStep:
     config = traceable(config, rank)
     start = time.perf_counter()
     tracker = MemoryTracker()
-    with pretend(config, rank, tracker, padded=True) as trainer:
+    with pretend(config, rank, tracker) as trainer:
         before = tracker.sizes()
         trainer.progress.consumed_samples = config.training.global_batch_size
         found = measure(trainer, tracker, rank, start, first=True)

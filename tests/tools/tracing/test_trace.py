@@ -133,7 +133,7 @@ def traced_in_full(rank: int, world_size: int, rendezvous: str, name: str) -> tu
     pretended, ranks, (kind, *flags) = TRACED[name]
     config = parse(kind, line([*flags, *FEW[name]]), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
     tracker = MemoryTracker()
-    with pretend(traceable(config, pretended), pretended, tracker, exact=True, padded=True) as trainer:
+    with pretend(traceable(config, pretended), pretended, tracker, exact=True) as trainer:
         trainer.step()
         gc.collect()
         full = measure(trainer, tracker, pretended, time.perf_counter())
