@@ -103,7 +103,7 @@ class Tracer:
                 stack.enter_context(context)
             compiled = config.training.compile == "on"
             runner = LoweredFunctions(watch, self._device) if compiled else plain
-            made = pretend(config, run.world - 1, watch, self._device, WaitTally(watch), run=runner)
+            made = pretend(config, run.world - 1, watch, self._device, WaitTally(watch), run=runner, padded=False)
             trainer = stack.enter_context(made)
             trainer.step()
             watch.clear()

@@ -46,6 +46,8 @@ RUNS = (
     Run("dense, norms of queries and keys", "moe", 1, f"{DENSE} --qk-norm"),
     Run("dense, sharding 2", "moe", 2, DENSE),
     Run("dense, sharding 24, rows of odd lengths", "moe", 24, f"{DENSE} --hidden-size 2560"),
+    Run("dense, cuDNN", "moe", 1, f"{DENSE} --attention-backend cudnn"),
+    Run("dense, FlashAttention by name", "moe", 1, f"{DENSE} --attention-backend flash"),
     Run("dense, documents", "moe", 1, f"{DENSE} --reset-attention-mask --reset-position-ids"),
     Run("dense, one document per sample", "moe", 1, f"{DENSE} --no-packing"),
     Run("dense, offloaded optimizer", "moe", 2, f"{DENSE} --optimizer-offload"),
@@ -99,6 +101,8 @@ RUNS = (
     Run("stage 3", "moe", 2, f"{DENSE} --sharding-stage 3"),
     Run("stage 3, experts", "moe", 4, f"{UNEVEN} --sharding-stage 3", counts=2),
     Run("ernie", "ernie", 1, SMALL),
+    Run("ernie, no dropout", "ernie", 1, f"{SMALL} --attention-dropout 0 --hidden-dropout 0"),
+    Run("ernie, padding computed, cp 2", "ernie", 2, f"{SMALL} --cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
     Run("ernie, mp 2, sharding 2", "ernie", 4, f"{SMALL} --mp-degree 2 --sequence-parallel"),
     Run("ernie 3.0", "ernie", 1, ERNIE3),
     Run("recipe of ERNIE 4.5 21B, three layers", "moe", 8, RECIPE, counts=4),
@@ -360,11 +364,15 @@ BUDGETS: tuple[Row, ...] = (
     ),
     Row("experts, dropless, beside", "*", "*", "kernels", 106, "103"),
     Row("experts, dropless, beside", "*", "*", "megabytes", 17900, "17,300: two passes over the logits in fp32"),
-    Row("encoder", "*", "*", "kernels", 47, "46"),
+    Row(
+        "encoder", "*", "*", "kernels", 47, "45: 38 for the layer, 7 for its share of gradients, norm, update and cast"
+    ),
     Row("encoder", "*", "*", "products", 12, "four weights: one product forward, two backward"),
-    Row("encoder", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
-    Row("encoder", "*", "*", "megabytes", 3670, "3,560"),
-    Row("encoder, beside", "*", "*", "kernels", 150, "148: 42 for embeddings"),
+    Row("encoder", "*", "*", "rows", 6226, "all tokens of the micro-batch; 1,966 of its 8,192 positions are padding"),
+    Row("encoder", "*", "*", "megabytes", 3120, "3,020: none for padding"),
+    Row("encoder", "*efficient*", "*", "kernels", 0, "no mask, so no kernel that needs one"),
+    Row("encoder", "_flash_attention*", "*", "kernels", 5, "one call for samples of all lengths, four kernels back"),
+    Row("encoder, beside", "*", "*", "kernels", 150, "149: 42 for embeddings"),
 )
 
 # Function that may wait for the device -> (waits per step, reason). For rows per expert see ``Run.counts``.
@@ -377,6 +385,7 @@ COPIES: Mapping[str, str] = MappingProxyType(
     {
         "MicroBatch.to": "the micro-batch, from page-locked memory",
         "PackedDocuments.of": "starts of documents, a few numbers",
+        "Ernie._padded_context": "lengths of samples, a few numbers, from page-locked memory; with padding under cp",
         "_reorder": "order of the parts of a message, which the host computes from the counts",
         "Accelerator.host_copy": "counts and log sums, to page-locked memory with an event",
         "Bucket.start_param_gather": "offloaded master weights, to the device",

@@ -118,7 +118,7 @@ def trace(model: str, world: int, flags: str, device: NpuDevice, calls: collecti
     config = parse(model, flags.split(), {"WORLD_SIZE": str(world), "RANK": "0"})
     ascend.causal_mask.cache_clear()  # it holds a tensor of another fake mode
     watch = Watch()
-    with counted(calls, "npu"), pretend(config, world - 1, watch, device) as trainer:
+    with counted(calls, "npu"), pretend(config, world - 1, watch, device, padded=False) as trainer:
         trainer.step()
         trainer.step()
     return watch

@@ -69,6 +69,11 @@ class TrainingOptions:
         8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE
     )
     fp8: bool = flag(False, "compute linear layers (except experts) in fp8, with torchao")
+    attention_backend: str = flag(
+        "auto",
+        "kernel of attention on an NVIDIA GPU; auto: today's choice until a GPU day has confirmed another",
+        choices=("auto", "flash", "cudnn", "flash3"),
+    )
     compile: str = flag(
         "auto",
         "compile the functions between collectives with torch.compile",

@@ -23,7 +23,7 @@ from megapar.machine import no_device
 
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """Return complaints about a rank's environment and about the device of this machine."""
-    device = [*_check_device(str(values.get("device"))), *_check_fp8(values)]
+    device = [*_check_device(str(values.get("device"))), *_check_fp8(values), *_check_attention(values)]
     return [*_check_numbers(environ), *_check_rendezvous(environ), *device]
 
 
@@ -39,6 +39,15 @@ def _check_fp8(values: Mapping[str, Any]) -> list[Complaint]:
         return []
     message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
     return [Complaint("device", message, "Leave --fp8 out.")]
+
+
+def _check_attention(values: Mapping[str, Any]) -> list[Complaint]:
+    """Complain about --attention-backend with --device auto on a machine without a GPU, as ``_check_fp8`` does."""
+    backend = values.get("attention_backend", "auto")
+    if backend == "auto" or values.get("device") != "auto" or not (reason := no_device("cuda")):
+        return []
+    message = f"--attention-backend {backend} needs an NVIDIA GPU, but {reason} on this machine."
+    return [Complaint("device", message, "Leave --attention-backend out.")]
 
 
 def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:

@@ -5,11 +5,13 @@ Tested in ``tests/tools/test_torch_names.py``.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention
 from torch import Tensor
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,3 +40,22 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *place: Any, **m
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         more["enable_gqa"] = key.shape[1] != query.shape[1]
     return varlen.varlen_attn(query, key, value, *place, **more)
+
+
+def flash3_lacks() -> str:
+    """Return the reason why torch cannot use FlashAttention-3 here, or "" if it can.
+
+    The kernels are a package of its authors, built from the folder ``hopper`` of github.com/Dao-AILab/flash-attention.
+    """
+    if getattr(torch.nn.attention, "activate_flash_attention_impl", None) is None:
+        return f"torch {torch.__version__} cannot use FlashAttention-3"
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "the package of FlashAttention-3 (flash_attn_interface) is not installed"
+    return ""
+
+
+def activate_flash3() -> None:
+    """Put FlashAttention-3 in the place of torch's FlashAttention. Raises RuntimeError if ``flash3_lacks``."""
+    if reason := flash3_lacks():
+        raise RuntimeError(reason)
+    torch.nn.attention.activate_flash_attention_impl("FA3")

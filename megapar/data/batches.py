@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # The host reads these tensors, so they are never copied to the device.
 ENDS, LENGTHS = "ends", "lengths"
+STARTS = "starts"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class MicroBatch:
             ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
             masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
             Both: valid [B, S] bool, only if some position is padding.
+            ERNIE without its padding (see ``data.unpadded_batch``): one sample of all positions, no valid; ends
+            [documents] of the samples in it and starts [documents + 1] int32, 0 and the same ends, for the device.
             Context parallelism adds lengths [B], the valid positions of whole samples, next to valid, and for a
             decoder tokens_ahead, labels_ahead [B, S]: those of the next position, which may be on another rank.
         counts: Items of each loss term: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose

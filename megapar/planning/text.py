@@ -12,6 +12,7 @@ from megapar.config.report import group_lines
 from megapar.config.vocab_size import source_of_rows
 from megapar.core.units import GIBIBYTE, billions
 from megapar.planning.plan import Plan
+from megapar.training.building.attention_backend import attention_kernels
 
 SHOWN_STAGES = 16
 
@@ -27,6 +28,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
     yield f"compiled functions: {compilation(plan.config, plan.kind.device_class.compiler)}"
+    yield f"attention: {attention_kernels(plan.config, plan.kind)}"
     for word in plan.run.assumed.words:
         yield f"ASSUMED, megapar does not run this: {word}"
     for note in plan.config.notes:

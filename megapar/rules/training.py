@@ -66,6 +66,33 @@ def _is_span(text: str) -> bool:
     return bool(colon) and first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
 
 
+def _backend(id: str, reads: tuple[str, ...], failing: str, passing: str, **more: Any) -> Rule:
+    """Build a row on the requirements of --attention-backend."""
+    return Rule(
+        id=id,
+        reads=("attention_backend", *reads),
+        when=lambda f: f.attention_backend != "auto",
+        passing=f"--attention-backend {passing}",
+        failing=f"--attention-backend {failing}",
+        source="devices",
+        **more,
+    )
+
+
+_HEADS = "kernels of --attention-backend take heads of at most 256 features; of a multiple of 8, except flash"
+
+
+def _fits(size: int, backend: str) -> bool:
+    """Return True if a kernel takes heads of this size on some GPU."""
+    return size <= 256 and (backend == "flash" or size % 8 == 0)
+
+
+def _in_parts(f: Facts) -> bool:
+    """Return True if attention never sees whole samples of one document."""
+    keys_travel = f.cp_degree > 1 and f.context_parallel_algo != "ulysses_cp_algo"
+    return bool(keys_travel or f.ampipe_degree > 1 or f.reset_attention_mask)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="batch-divides",
@@ -426,6 +453,87 @@ RULES: tuple[Rule, ...] = (
         source="--manual-gc",
         passing="--manual-gc --manual-gc-interval 50",
         failing="--manual-gc-interval 50",
+    ),
+    _backend(
+        "attention-backend-device",
+        ("device",),
+        "cudnn --device cpu",
+        "cudnn --device cuda",
+        requires=lambda f: f.device in ("auto", "cuda"),
+        message="--attention-backend names kernels for NVIDIA GPUs",
+        fix="Leave --attention-backend out, or choose --device cuda.",
+    ),
+    _backend(
+        "attention-backend-dtype",
+        ("dtype",),
+        "flash --dtype fp32",
+        "flash --bf16",
+        requires=lambda f: f.dtype in ("auto", "bf16", "fp16"),
+        message="the kernels of --attention-backend take bf16 and fp16",
+        fix="Choose --dtype bf16, or leave --attention-backend out.",
+    ),
+    _backend(
+        "attention-backend-fused",
+        ("use_flash_attn",),
+        "flash --no-use-flash-attn",
+        "flash",
+        requires=lambda f: f.use_flash_attn,
+        message="--no-use-flash-attn computes attention by plain products, which no --attention-backend can run",
+        fix="Leave one of the two out.",
+    ),
+    _backend(
+        "attention-backend-repeats",
+        ("deterministic",),
+        "cudnn --deterministic",
+        "flash --deterministic",
+        requires=lambda f: not f.deterministic or f.attention_backend == "flash",
+        message=(
+            "--deterministic needs a kernel whose backward repeats to the last bit: torch refuses cuDNN's, and "
+            "FlashAttention-3's has not been measured"
+        ),
+        fix="Choose --attention-backend flash.",
+    ),
+    _backend(
+        "attention-backend-dropout",
+        ("attention_dropout",),
+        "cudnn --attention-dropout 0.1",
+        "cudnn --attention-dropout 0",
+        requires=lambda f: f.attention_dropout == 0 or f.attention_backend == "flash",
+        message="FlashAttention-3 drops no attention weights, and neither do some versions of cuDNN",
+        fix="Choose --attention-dropout 0 or --attention-backend flash.",
+    ),
+    _backend(
+        "attention-backend-heads",
+        ("head_dim",),
+        "cudnn --head-dim 20",
+        "flash --head-dim 20",
+        requires=lambda f: _fits(f.head_dim, f.attention_backend),
+        message=_HEADS,
+        fix=lambda f: f"Choose --head-dim {near_multiples(8, f.head_dim)}, or leave --attention-backend out.",
+        models=("moe",),
+    ),
+    _backend(
+        "attention-backend-heads-ernie",
+        ("hidden_size", "num_attention_heads"),
+        "flash --hidden-size 2080 --num-attention-heads 8",
+        "flash --hidden-size 2048 --num-attention-heads 8",
+        requires=lambda f: _fits(f.hidden_size // f.num_attention_heads, f.attention_backend),
+        message=_HEADS,
+        fix="Choose another --hidden-size or --num-attention-heads, or leave --attention-backend out.",
+        models=("ernie",),
+    ),
+    _backend(
+        "attention-backend-form",
+        ("cp_degree", "context_parallel_algo", "ampipe_degree", "reset_attention_mask"),
+        "cudnn --reset-attention-mask",
+        "flash --reset-attention-mask",
+        requires=lambda f: f.attention_backend != "cudnn" or not _in_parts(f),
+        message=(
+            "torch's call of cuDNN takes whole samples only, so no layer would use it with --reset-attention-mask, "
+            "slices, or keys from other cp ranks"
+        ),
+        fix="Choose --attention-backend flash.",
+        models=("moe",),
     ),
     _fp8(
         "fp8-device",

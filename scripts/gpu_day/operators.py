@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from megapar.core.device.attention import attention_reference
+from megapar.core.device.attention_slice import attention_slice_reference
 from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
-from megapar.core.device.ops import OPS, attention_reference, attention_slice_reference
+from megapar.core.device.ops import OPS
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.device.pick import pick
 from megapar.moe.expert_order import sort_by_expert
@@ -165,6 +167,7 @@ def _packed_attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     for groups in (8, 2):
         qkv = (draw(2, 8, S, 64), draw(2, groups, S, 64), draw(2, groups, S, 64))
         yield Case(f"documents, 8/{groups} heads", qkv, {"documents": _documents(day)})
+        yield Case(f"samples, 8/{groups} heads", qkv, {"documents": _documents(day), "causal": False})
 
 
 def _packed_attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
@@ -251,6 +254,8 @@ _BY_SIZE: dict[str, Callable[[Tensor, Tensor, list[int]], Tensor]] = {
 }
 _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "attention": _attention,
+    "attention_flash": _attention,
+    "attention_cudnn": _attention,
     "attention_slice": _attention_slice,
     "packed_attention": _packed_attention,
     "packed_attention_slice": _packed_attention_slice,

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 # In this order, with their shares of the minutes. The following parts get the time that a part does not use.
 PARTS = {
     "operators": 2.0,
+    "attention": 1.0,
     "ampipe": 1.5,
     "waits": 2.0,
     "kernels": 2.0,

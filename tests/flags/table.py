@@ -221,6 +221,7 @@ TRAINING = (
     Row("loss_scale_factor", 4.0, "steps", {**HALF, "initial_loss_scale": 16.0, "loss_scale_window": 1}),
     Row("hysteresis", 1, "steps", LOST),
     Row("fp8", True, "refused"),
+    Row("attention_backend", "cudnn", "refused"),
     Row("compile", "on", "host"),
     Row("manual_gc", "on", "host", needs={"manual_gc_interval": 1}),
     Row("manual_gc_interval", 1, "host", {"manual_gc": "on"}),

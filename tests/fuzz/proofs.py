@@ -152,6 +152,10 @@ PROOFS: dict[str, Proof] = {
     "compile-deterministic": Proof(argument="a kernel that is chosen by measuring may be another one in the next run"),
     "compile-ernie3": Proof(argument="segments of another size each step are compiled anew each step"),
     "fp64-device": Proof(argument=_ACCELERATOR),
+    **{
+        f"attention-backend-{what}": Proof(argument=_ACCELERATOR)
+        for what in ("device", "dtype", "fused", "repeats", "dropout", "form", "heads", "heads-ernie")
+    },
     "fp8-device": Proof(argument=_ACCELERATOR),
     "fp8-dtype": Proof(argument=_ACCELERATOR),
     "fp8-mp": Proof(argument=_ACCELERATOR),

@@ -37,5 +37,6 @@ UNDRAWN: dict[str, str] = {
     **dict.fromkeys(("validate_only", "rules_only", "world_size", "config", "device"), _START),
     "strict_seed_rules": "only refuses more; tests/test_compatibility.py",
     "deterministic": "chooses kernels, of which a CPU has one that repeats its results; tests/training",
+    "attention_backend": "kernels of NVIDIA GPUs; scripts/trace_cuda.sh traces them, scripts/gpu_day.sh compares them",
     "fp8": "products of NVIDIA GPUs of capability 8.9; tests/core/tensor_parallel/test_fp8.py emulates them",
 }

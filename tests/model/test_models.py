@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapar.data.batches import MicroBatch
+from megapar.data.unpadded_batch import unpadded_collate
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, total
 
 
@@ -115,6 +117,27 @@ def test_a_sample_of_padding_alone_stays_finite():
         batch["valid"][1] = False
         total(model, batch).backward()
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("flash", [True, False])
+def test_padding_that_is_removed_changes_no_gradient(flash, multiple):
+    """Samples of their own lengths, with filler or without, against the same samples with a mask, in fp64."""
+    model = build(replace(ERNIE, use_flash_attn=flash, sop=True), dtype=torch.float64)
+    batch = batch_for(ERNIE, padded=True)
+    batch["masked_index"] = torch.tensor([1, 4, 18])
+    batch["masked_labels"] = torch.tensor([3, 5, 7])
+    batch["sop_labels"] = torch.tensor([0, 1])
+    whole = MicroBatch(batch, {}, int(batch["valid"].sum()), batch["valid"].numel())
+    bare = unpadded_collate(lambda _: whole, multiple)([]).tensors
+    assert bare["tokens"].shape[1] < batch["tokens"].numel()
+    found = []
+    for given in (batch, bare):
+        terms = model(given)
+        loss = sum(terms.sums.values())
+        found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [DENSE, ERNIE], ids=["dense", "ernie"])

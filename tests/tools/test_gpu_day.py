@@ -17,10 +17,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.moe.router import Router
-from scripts.gpu_day import ampipe, curve, equivalence, expert_rows, kernels, operators, run, throughput, waits
+from scripts.gpu_day import (
+    ampipe,
+    attention,
+    curve,
+    equivalence,
+    expert_rows,
+    kernels,
+    operators,
+    run,
+    throughput,
+    waits,
+)
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.findings import PART, Findings
@@ -39,7 +51,9 @@ def small_day(out, *more):
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("parts", ["operators,ampipe,waits,kernels,equivalence,micro,curve", "throughput,predicted"])
+@pytest.mark.parametrize(
+    "parts", ["operators,attention,ampipe,waits,kernels,equivalence,micro,curve", "throughput,predicted"]
+)
 def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
     done, lines = small_day(tmp_path, "--parts", parts)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,7 +81,8 @@ def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
 
 def test_the_order_is_the_days_and_unknown_parts_are_refused(tmp_path):
     assert list(run.PARTS) == [
-        *("operators", "ampipe", "waits", "kernels", "equivalence", "micro", "throughput", "curve", "predicted")
+        *("operators", "attention", "ampipe", "waits", "kernels"),
+        *("equivalence", "micro", "throughput", "curve", "predicted"),
     ]
     done = subprocess.run([str(ROOT / "scripts/gpu_day.sh"), "--parts", "ops"], capture_output=True, text=True)
     assert done.returncode == 2
@@ -278,3 +293,32 @@ def test_the_chain_names_its_next_token_and_repeats(findings):
     assert (labels[:-1] == tokens[1:]).all()
     named = (3 * (tokens - 7) + 1) % 211 + 7
     assert 0.5 < (named == labels).mean() < 0.95
+
+
+def test_a_machine_without_the_kernels_of_attention_says_so(findings):
+    attention.run(day_of(findings))
+    lines = list(findings.read().values())
+    assert len(lines) == 2 * (2 * 2 + 4)  # two head sizes; two rows of cuDNN with two forms, one of FlashAttention-3
+    assert all(line["ok"] is None and "compute capability" in line["not_to_be_had"] for line in lines)
+
+
+@pytest.mark.parametrize("form", ["causal", "full", "lower-right", "documents"])
+def test_kernels_of_attention_are_measured_against_fp64(form, findings):
+    kernel = OPS[attention._OPERATORS[form]]["cpu"]
+    found = attention.measured(day_of(findings), form, 16, kernel)
+    assert 0 < found.error < operators.TOLERANCE[torch.bfloat16]
+    assert found.milliseconds > 0
+    assert found.repeats
+    wrong = attention.measured(day_of(findings), form, 16, lambda *tensors, **more: 1.1 * kernel(*tensors, **more))
+    assert wrong.error > operators.TOLERANCE[torch.bfloat16]
+
+
+def test_a_candidate_is_confirmed_if_it_is_faster_and_right():
+    figures = ((2.0, 0.01, True), (1.0, 0.01, False), (1.0, 0.5, True))
+    slow, fast, wrong = (attention.Measured(*some) for some in figures)
+    assert attention.judged(slow, fast, Device()).figures["confirms"].startswith('standing="20')
+    assert "repeats" not in attention.judged(slow, fast, Device()).figures
+    assert "confirms" not in attention.judged(fast, slow, Device()).figures
+    answer = attention.judged(slow, wrong, Device())
+    assert not answer.ok
+    assert "confirms" not in answer.figures

@@ -364,10 +364,11 @@ def test_a_device_that_is_not_here_is_told_with_all_else(
     assert parse("moe", line, {}).runtime.device == kind  # plans and launchers speak of other machines
 
 
-def test_fp8_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", ["--fp8", "--attention-backend cudnn"])
+def test_kernels_of_a_gpu_without_a_gpu_are_told(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapar.machine._loads", lambda library: False)
-    line = ["--fp8", "--dtype", "bf16"]
-    with pytest.raises(ConfigError, match=r"--fp8 needs an NVIDIA GPU .* but there is no GPU driver"):
+    line = [*flag.split(), "--dtype", "bf16"]
+    with pytest.raises(ConfigError, match=rf"{flag} needs an NVIDIA GPU.* but there is no GPU driver"):
         parse("moe", line, {}, starting=True)
     parse("moe", line, {})
 

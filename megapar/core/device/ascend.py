@@ -54,11 +54,11 @@ def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0
 
 
 def packed_attention_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout)
+    y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout, causal=causal)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 
@@ -202,9 +202,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mas
 
 
 def _attend_unequal(
-    q: Tensor, k: Tensor, v: Tensor, ends_q: Sequence[int], ends_k: Sequence[int], dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends_q: Sequence[int],
+    ends_k: Sequence[int],
+    dropout: float,
+    *,
+    causal: bool = True,
 ) -> Tensor:
-    """Compute causal attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
+    """Compute attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
     y: Tensor = torch.ops.npu.npu_fusion_attention(
         *(x.contiguous() for x in (*_at_least(v, q, k), v)),
         q.shape[1],
@@ -213,7 +220,7 @@ def _attend_unequal(
         keep_prob=1.0 - dropout,
         actual_seq_qlen=list(ends_q),
         actual_seq_kvlen=list(ends_k),
-        **_causal(q),
+        **(_causal(q) if causal else {}),
     )[0]
     return y
 

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import bias as alignments
 
+from megapar.core.device.attention import call_of
+from megapar.core.device.attention_table import DOCUMENTS, VARLEN, takes
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.merged_attention import MergedAttention
@@ -86,13 +88,13 @@ def packed_attention_slice_merged(
 def packed_attention_slice_varlen(
     q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``packed_attention_slice_reference`` by torch's kernel for variable lengths, if it supports this.
+    """Compute ``packed_attention_slice_reference`` by torch's kernel for variable lengths, if it takes them.
 
-    The kernel is for CUDA, bf16 and fp16, without dropout. Otherwise each document is one call.
+    Otherwise each document is one call.
     """
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
+    if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout)):
         return _by_document(attention_slice_fused, q, k, v, documents, dropout)
-    return by_kernel(q, k, v, (documents.starts_q, documents.starts_k), documents.longest)
+    return by_kernel(q, k, v, (documents.starts_q, documents.starts_k), documents.longest, dropout=dropout)
 
 
 def _by_document(

@@ -141,6 +141,19 @@ class Device:
             os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True)
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of an NVIDIA GPU, (major, minor); None for other devices."""
+        return None
+
+    def attention_lacks(self, kernel: str) -> str:
+        """Return the reason why a kernel of ``attention_table`` is not installed here, or "" if it is."""
+        return f"{kernel} is a kernel for NVIDIA GPUs, and the device is {self.name}"
+
+    def activate_flash3(self) -> None:
+        """Let FlashAttention-3 compute what torch's FlashAttention computes otherwise, in this whole process."""
+        raise NotImplementedError(f"{self.name} has no FlashAttention-3; see attention_lacks")
+
     def compiler_lacks(self) -> str:
         """Return the reason why torch.compile cannot generate code for this device, or "" if it can."""
         if shutil.which(os.environ.get("CXX", "")) or any(shutil.which(name) for name in ("g++", "clang++", "c++")):

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from megapar.core.device.attention_table import CUDNN, FLASH3
 from megapar.core.device.base import Accelerator
 from megapar.core.device.communicators import QUEUE_CHANNELS
 from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly
+from megapar.core.torch_names import activate_flash3, flash3_lacks
 
 FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
 GROUPED_MAJORS = (9, 10)  # major compute capabilities of torch's grouped GEMM, torch 2.11 to 2.13
@@ -56,6 +58,18 @@ class CudaDevice(Accelerator):
     def compiler_lacks(self) -> str:
         """Return a reason if Triton, which generates code for GPUs, is not installed; else ""."""
         return "" if importlib.util.find_spec("triton") else "triton is not installed"
+
+    def attention_lacks(self, kernel: str) -> str:
+        """Return a reason on ROCm, for cuDNN without it, and for FlashAttention-3 if its package is not installed."""
+        if torch.version.hip is not None:
+            return super().attention_lacks(kernel)
+        if kernel == CUDNN and not torch.backends.cudnn.is_available():
+            return "this build of torch has no cuDNN"
+        return flash3_lacks() if kernel == FLASH3 else ""
+
+    def activate_flash3(self) -> None:
+        """Let FlashAttention-3 compute what torch's FlashAttention computes otherwise, by torch's registry."""
+        activate_flash3()
 
     def fp8_lacks(self) -> str:
         """Return a reason unless the GPU is of NVIDIA's Ada or Hopper generation or newer."""

@@ -70,6 +70,7 @@ class DeviceKind:
         inside: Bytes per second that one device can send inside its node.
         between: Bytes per second that one device can send to other nodes.
         kernels: Class of the device, whose forms of operators it runs: cuda, npu or cpu.
+        capability: Compute capability of an NVIDIA GPU, (major, minor); None for other devices.
         source: Source of the figures.
         driver_names: Parts of the names that drivers report.
     """
@@ -83,6 +84,7 @@ class DeviceKind:
     inside: float
     between: float
     kernels: str
+    capability: tuple[int, int] | None
     source: str
     driver_names: tuple[str, ...]
 
@@ -163,6 +165,7 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
         inside=row["inside"] * GIGA,
         between=row["between"] * GIGA,
         kernels=row["kernels"],
+        capability=tuple(row["capability"]) if "capability" in row else None,
         source=row["source"],
         driver_names=tuple(row["driver_names"]),
     )

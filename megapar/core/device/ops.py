@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megapar.core.device import ascend
 from megapar.core.device.accumulate import add_product_reference, add_product_wide
+from megapar.core.device.attention import attention_cudnn, attention_flash, attention_fused, attention_reference
 from megapar.core.device.attention_slice import (
     attention_slice_fused,
     attention_slice_merged,
@@ -64,7 +65,6 @@ from megapar.core.device.grouped import (
     grouped_weight_gradient_aligned,
     grouped_weight_gradient_reference,
 )
-from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.device.packed_attention import (
     packed_attention_by_document,
     packed_attention_reference,
@@ -101,51 +101,6 @@ def op(name: str, like: Tensor) -> Callable[..., Tensor]:
     return forms.get(like.device.type, forms["reference"])
 
 
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
-) -> Tensor:
-    """Compute grouped-query attention softmax(q k^T / sqrt(D)) v by plain products. Materializes all scores.
-
-    Each key-value head serves N / G consecutive query heads.
-
-    Args:
-        q: [B, N, S, D].
-        k: [B, G, S, D].
-        v: [B, G, S, V].
-        causal: Position i attends to 0..i.
-        valid: [B, S] bool, False for padding keys. Ignored if causal: padding is after the text, whose positions do
-            not attend to it.
-        dropout: Dropout probability of the attention weights.
-
-    Returns:
-        [B, N, S, V].
-    """
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
-    least = torch.finfo(scores.dtype).min  # not -inf: a sample that is all padding must stay finite
-    if causal:
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, least)
-    elif valid is not None:
-        scores = scores.masked_fill(~valid[:, None, None, :], least)
-    weights = F.dropout(scores.softmax(-1).to(q.dtype), dropout, training=dropout > 0.0)
-    return weights @ v
-
-
-def attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
-) -> Tensor:
-    """Compute ``attention_reference`` by torch's fused kernels, without materializing the scores."""
-    mask = None if causal or valid is None else valid[:, None, None, :]
-    grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
-    size = v.shape[-1]
-    q, k, v, scale = equal_head_dims(q, k, v)
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
-    return cut_features(y, size)
-
-
 def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in max(fp32, dtype)."""
     x_wide = x.to(at_least_fp32(x.dtype))
@@ -164,6 +119,18 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": attention_reference,
             "cpu": attention_fused,
             "cuda": attention_fused,
+            "npu": ascend.attention_npu,
+        },
+        "attention_flash": {
+            "reference": attention_reference,
+            "cpu": attention_fused,
+            "cuda": attention_flash,
+            "npu": ascend.attention_npu,
+        },
+        "attention_cudnn": {
+            "reference": attention_reference,
+            "cpu": attention_fused,
+            "cuda": attention_cudnn,
             "npu": ascend.attention_npu,
         },
         "packed_attention": {

@@ -1,4 +1,6 @@
-"""Causal attention inside the documents of packed samples: block-diagonal, with an S x S mask in the reference only.
+"""Attention inside the documents of packed samples: block-diagonal, with an S x S mask in the causal reference only.
+
+Samples without their padding are documents, too: one after another, each with attention to all of its positions.
 
 Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size of queries and keys, V of
 values and outputs.
@@ -8,15 +10,18 @@ Tested in ``tests/core/device/test_ops.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device.attention import attention_fused, attention_reference, call_of
+from megapar.core.device.attention_table import DOCUMENTS, VARLEN, takes
 from megapar.core.device.head_dims import cut_features, equal_head_dims
 from megapar.core.torch_names import varlen_attention
 
@@ -131,9 +136,9 @@ class DocumentSlice:
 
 
 def packed_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D)) v, causal inside each document. Materializes all scores.
+    """Compute softmax(q k^T / sqrt(D)) v inside each document. Materializes all scores, of all documents if causal.
 
     Each key-value head serves N / G consecutive query heads.
 
@@ -142,11 +147,14 @@ def packed_attention_reference(
         k: [B, G, S, D].
         v: [B, G, S, V].
         documents: The documents of the micro-batch.
+        causal: A position attends to earlier positions and itself; False: to all of its document.
         dropout: Dropout probability of the attention weights.
 
     Returns:
         [B, N, S, V].
     """
+    if not causal:
+        return _by_length(partial(attention_reference, causal=False, dropout=dropout), q, k, v, documents)
     batch, _, length, size = q.shape
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     number = torch.repeat_interleave(torch.tensor(documents.lengths)).to(q.device).view(batch, 1, length)
@@ -157,39 +165,40 @@ def packed_attention_reference(
 
 
 def packed_attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``packed_attention_reference`` by one fused causal call per document."""
-    grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
-    q, k, v, scale = equal_head_dims(q, k, v)
-    outputs = []
-    for document in zip(*(_flat(x).split(documents.lengths) for x in (q, k, v)), strict=True):
-        q_own, k_own, v_own = (x.transpose(0, 1)[None] for x in document)
-        y = F.scaled_dot_product_attention(
-            q_own, k_own, v_own, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-        outputs.append(cut_features(y[0], size).transpose(0, 1))
-    return _unflat(torch.cat(outputs), q)
+    """Compute ``packed_attention_reference`` by one fused call for each run of documents of one length."""
+    return _by_length(partial(attention_fused, causal=causal, dropout=dropout), q, k, v, documents)
 
 
 def packed_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``packed_attention_reference`` by torch's kernel for sequences of variable lengths, if it supports this.
+    """Compute ``packed_attention_reference`` by torch's kernel for sequences of variable lengths, if it takes them.
 
-    The kernel is for CUDA, bf16 and fp16, without dropout. Otherwise each document is one call.
+    Otherwise documents of one length are one call.
     """
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
-        return packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
+    if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout)):
+        return packed_attention_by_document(q, k, v, documents=documents, causal=causal, dropout=dropout)
     longest = max(documents.lengths)
-    return by_kernel(q, k, v, (documents.starts, documents.starts), (longest, longest))
+    starts = (documents.starts, documents.starts)
+    return by_kernel(q, k, v, starts, (longest, longest), causal=causal, dropout=dropout)
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]) -> Tensor:
+def by_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    causal: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
     """Call torch's kernel for variable lengths, which takes a single head size.
 
-    The last query of a document sees all of its keys. Documents may have keys and no query. The kernel writes their
-    gradients, zero, only up to the most keys, so these count, too.
+    If ``causal``, the last query of a document sees all of its keys. Documents may have keys and no query. The kernel
+    writes their gradients, zero, only up to the most keys, so these count, too.
 
     Args:
         q: [B, N, S, D].
@@ -197,6 +206,8 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], lo
         v: [B, G, L, V].
         starts: Starts of the documents among the queries and among the keys of all samples, [documents + 1] int32.
         longest: The most queries and the most keys of a document.
+        causal: See above; False: all queries of a document see all of its keys.
+        dropout: Dropout probability of the attention weights.
 
     Returns:
         [B, N, S, V].
@@ -204,10 +215,42 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], lo
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     scaled = {} if scale is None else {"scale": scale}
-    query, key, value = (_flat(x).contiguous() for x in (q, k, v))
-    y = varlen_attention(query, key, value, *starts, *longest, window_size=(-1, 0), **scaled)
+    query, key, value = (_with_features_together(_flat(x)) for x in (q, k, v))
+    if dropout:  # torch's function has no such argument, its operator has
+        flash = torch.ops.aten._flash_attention_forward
+        y = flash(query, key, value, *starts, *longest, dropout, causal, False, **scaled)[0]
+    else:
+        window = (-1, 0) if causal else (-1, -1)
+        y = varlen_attention(query, key, value, *starts, *longest, window_size=window, **scaled)
     assert isinstance(y, Tensor)
     return _unflat(cut_features(y, size), q)
+
+
+def _by_length(
+    form: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments
+) -> Tensor:
+    """Call ``form`` for each run of consecutive documents of one length, as samples of a batch."""
+    runs = [(length, len(list(run))) for length, run in groupby(documents.lengths)]
+    sizes = [length * count for length, count in runs]
+    outputs = []
+    for (length, count), *own in zip(runs, *(_in_row(x).split(sizes, dim=1) for x in (q, k, v)), strict=True):
+        if count > 1:
+            own = [x.view(count, length, *x.shape[2:]) for x in own]
+        y = form(*(x.transpose(1, 2) for x in own)).transpose(1, 2)
+        outputs.append(y if count == 1 else y.reshape(1, -1, *y.shape[2:]))
+    y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    return y.view(q.shape[0], q.shape[2], *y.shape[2:]).transpose(1, 2)
+
+
+def _in_row(x: Tensor) -> Tensor:
+    """Reorder [B, heads, S, D] to [1, B S, heads, D]."""
+    x = x.transpose(1, 2)
+    return x if x.shape[0] == 1 else x.flatten(0, 1)[None]
+
+
+def _with_features_together(x: Tensor) -> Tensor:
+    """Copy a tensor unless the features of a head are together, which is all that the kernel needs."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _flat(x: Tensor) -> Tensor:

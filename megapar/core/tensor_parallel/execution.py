@@ -28,6 +28,7 @@ class Execution:
         weight_gradients: Collects the weight gradient products of a split backward; None to compute them at once.
         fp8: Computes x [.., I] @ w [O, I]^T + b of the linear layers in fp8; None for the dtype of the parameters.
         run: Calls the pure functions of layers, compiled or uncompiled.
+        attention: Operator of attention over whole samples (``core/device/ops.py``).
         selective: Selective activation checkpointing: recompute activation functions and core attention in the
             backward.
     """
@@ -37,6 +38,7 @@ class Execution:
     weight_gradients: WeightGradients | None = None
     fp8: LinearProduct | None = None
     run: FunctionRunner = plain
+    attention: str = "attention"
     selective: bool = False
 
 

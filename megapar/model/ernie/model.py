@@ -20,6 +20,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
@@ -52,8 +53,8 @@ class Pooler(Linear):
     """Pooler: tanh(x w^T + b) of the first position, x [B, S, H] -> [B, H]. The weight is replicated over mp."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, H] for x [B, S, H]."""
-        return torch.tanh(super().forward(x[:, 0]))
+        """Return [B, H] for x [B, S, H], or for the first positions alone, [B, H]."""
+        return torch.tanh(super().forward(x[:, 0] if x.dim() > 2 else x))
 
 
 class SentenceOrderHead(nn.Module):
@@ -208,7 +209,10 @@ class Ernie(nn.Module):
             sop_labels: [B], with ``sop``.
             lengths: [B] int64 on the host, if there is padding under context parallelism: valid positions of whole
                 samples.
-        Under context parallelism S is this rank's positions.
+        Under context parallelism S is this rank's positions. A micro-batch whose padding was removed
+        (``data.unpadded_batch``) is one sample of all its positions, with:
+            ends: Position after each sample in it, on the host; filler at the end is one more.
+            starts: 0 and the same ends, int32.
 
         Args:
             batch: The micro-batch.
@@ -292,6 +296,16 @@ class Ernie(nn.Module):
         return x
 
     def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
+        if "ends" in batch:  # no position is padding, and samples attend to themselves only
+            documents = PackedDocuments(tuple(batch["ends"].tolist()), batch["starts"])
+            context = Context(None, None, batch["tokens"].numel(), documents=documents)
+        else:
+            context = self._padded_context(batch)
+        y, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
+        assert isinstance(y, Tensor)  # ERNIE does not run in slices
+        return y
+
+    def _padded_context(self, batch: dict[str, Tensor]) -> Context:
         valid = batch.get("valid")
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
         samples, length = batch["tokens"].shape
@@ -300,10 +314,7 @@ class Ernie(nn.Module):
         if self.cp.deals_heads and valid is not None:
             places = torch.arange(length * self.cp.axis.size, device=valid.device)
             valid = places < batch["lengths"].to(valid.device, non_blocking=True)[:, None]
-        context = Context(valid, own_valid, batch["tokens"].numel(), plan=plan)
-        y, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
-        assert isinstance(y, Tensor)  # ERNIE does not run in slices
-        return y
+        return Context(valid, own_valid, batch["tokens"].numel(), plan=plan)
 
     def _leave(self, x: Tensor) -> Tensor:
         return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x
@@ -314,7 +325,10 @@ class Ernie(nn.Module):
         rows = x.flatten(0, 1).index_select(0, batch["masked_index"])
         sums = {"lm": self.lm_head(rows, batch["masked_labels"], word)}
         if self.pooler is not None and self.sop_head is not None:
-            order = self.sop_head(self.pooler(x), batch["sop_labels"])
+            labels = batch["sop_labels"]
+            starts = batch.get("starts")
+            pooled = self.pooler(x if starts is None else x.flatten(0, 1).index_select(0, starts[: len(labels)]))
+            order = self.sop_head(pooled, labels)
             # The first position of a sample is on cp rank 0. The result of the other ranks is multiplied by 0.
             sums["sop"] = order if self.cp.axis.rank == 0 else 0.0 * order
         return sums

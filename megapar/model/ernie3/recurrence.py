@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.comm.autograd import gather
-from megapar.core.device.ops import attention_reference, op
+from megapar.core.device.attention import attention_reference
+from megapar.core.device.ops import op
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.model.ernie.block import ErnieBlock
@@ -129,7 +130,7 @@ def _of(valid: Tensor | None, rows: Tensor) -> Tensor | None:
 def _plain(
     block: ErnieBlock, q: Tensor, k: Tensor, v: Tensor, dropout: float, valid: Tensor | None, causal: bool = False
 ) -> Tensor:
-    form = op("attention", q) if block.attention.sizes.flash else attention_reference
+    form = op(block.attention.operator, q) if block.attention.sizes.flash else attention_reference
     return form(q, k, v, causal=causal, valid=valid, dropout=dropout)
 
 

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.attention import attention_reference
 from megapar.core.device.compiled import counted
-from megapar.core.device.ops import attention_reference, op
+from megapar.core.device.ops import op
 from megapar.core.device.packed_attention import packed_attention_reference
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.execution import DEFAULT
@@ -59,6 +60,7 @@ class SelfAttention(nn.Module, ABC):
             heads.
         place: Name of the random stream of the weights' dropout.
         dropout: Dropout probability of the weights; training may change it.
+        operator: Operator of attention over whole samples.
         run: Runner of pure functions, which may compile them.
         selective: Recompute the core in the backward instead of keeping its intermediate results.
     """
@@ -72,7 +74,7 @@ class SelfAttention(nn.Module, ABC):
         self.place = f"layers.{layer}.attention.weights"
         self.dropout = sizes.dropout
         execution = options.get("execution", DEFAULT)
-        self.run, self.selective = execution.run, execution.selective
+        self.run, self.selective, self.operator = execution.run, execution.selective, execution.attention
 
     @abstractmethod
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
@@ -144,12 +146,12 @@ class SelfAttention(nn.Module, ABC):
                 y = attend_blockwise(q_heads, k_heads, v_heads, transport, plan, flash=flash, dropout=dropout)
             elif documents is not None:
                 packed = op("packed_attention", q) if flash else packed_attention_reference
-                y = packed(*heads, documents=documents, dropout=dropout)
+                y = packed(*heads, documents=documents, causal=self.sizes.causal, dropout=dropout)
             elif dropout:
-                attention = op("attention", q) if flash else attention_reference
+                attention = op(self.operator, q) if flash else attention_reference
                 y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
             else:
-                y = self.run(attend, q, k, v, context.valid, self.sizes.causal, flash)
+                y = self.run(attend, q, k, v, context.valid, self.sizes.causal, self.operator if flash else None)
         return y.transpose(1, 2)
 
 
@@ -162,7 +164,10 @@ def make_attention(
 
 
 @counted(2, 2, 2, 2)
-def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, flash: bool) -> Tensor:
-    """Compute attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V]."""
-    attention = op("attention", q) if flash else attention_reference
+def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, operator: str | None) -> Tensor:
+    """Compute attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V].
+
+    ``operator`` is its name in the table of operators; None for the reference.
+    """
+    attention = attention_reference if operator is None else op(operator, q)
     return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, valid=valid)

@@ -186,7 +186,7 @@ def _traced(config: Config) -> Sums:
     with ExitStack() as stack:
         for context in (as_on_a_gpu(device), _NumbersWritten(tally)):
             stack.enter_context(context)
-        trainer = stack.enter_context(pretend(config, rank, tally, device, WaitTally(tally)))
+        trainer = stack.enter_context(pretend(config, rank, tally, device, WaitTally(tally), padded=False))
         trainer.step()  # the first step allocates buffers
         tally.sums = Sums()
         trainer.step()

@@ -20,14 +20,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import bias, varlen
 
+from megapar.core.device import attention as attention_forms
 from megapar.core.device import ops, triton_operators
-from megapar.core.device import packed_attention as packed
-from megapar.core.device.attention_slice import packed_attention_slice_varlen
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
 from megapar.tools.tracing.replaced import replaced
 
 _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
+_HOPPER = (9, 0)  # compute capability of the device that ``FakeGpu`` names
 
 
 class FakeGpu(CudaDevice):
@@ -54,7 +54,14 @@ class FakeGpu(CudaDevice):
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability of the same device."""
-        return 9, 0
+        return _HOPPER
+
+    def attention_lacks(self, kernel: str) -> str:
+        """Return "": all kernels are installed."""
+        return ""
+
+    def activate_flash3(self) -> None:
+        """Do nothing: the operators keep their names."""
 
     def pin(self, x: Tensor) -> Tensor:
         """Record the tensor only, because not every build of torch can lock pages."""
@@ -109,6 +116,7 @@ def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(bias, "causal_lower_right", _LowerRight))
+        stack.enter_context(replaced(attention_forms, "capability_of", lambda like: _HOPPER))
         stack.enter_context(replaced(varlen, "_should_use_cudnn", lambda device: False))
         stack.enter_context(replaced(triton_operators, "usable", lambda device: True))
         stack.enter_context(replaced(torch.cuda, "default_generators", (torch.default_generator,)))
@@ -199,24 +207,7 @@ class _TorchOfGroups:
 def _forms(kind: str) -> MappingProxyType[str, Any]:
     """Return the operator table with GPU implementations for another device type."""
     table = {name: {**forms, kind: forms.get("cuda", forms["reference"])} for name, forms in ops.OPS.items()}
-    table["packed_attention"][kind] = _packed
-    table["packed_attention_slice"][kind] = _packed_slice
     return MappingProxyType(table)
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float = 0.0) -> Tensor:
-    """Choose like ``packed_attention_varlen``, which checks the device of the tensors."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
-        return packed.packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
-    longest = max(documents.lengths)
-    return packed.by_kernel(q, k, v, (documents.starts, documents.starts), (longest, longest))
-
-
-def _packed_slice(q: Tensor, k: Tensor, v: Tensor, *, documents: Any, dropout: float = 0.0) -> Tensor:
-    """Choose like ``packed_attention_slice_varlen``, which checks the device of the tensors."""
-    if q.dtype not in (torch.bfloat16, torch.float16) or dropout > 0.0:
-        return packed_attention_slice_varlen(q, k, v, documents=documents, dropout=dropout)
-    return packed.by_kernel(q, k, v, (documents.starts_q, documents.starts_k), documents.longest)
 
 
 @contextmanager

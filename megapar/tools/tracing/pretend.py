@@ -55,6 +55,7 @@ def pretend(
     *,
     exact: bool = False,
     run: FunctionRunner = plain,
+    padded: bool = True,
 ) -> Iterator[Trainer]:
     """Yield the trainer of ``rank``, ready to step, with fake tensors. Samples are real, from ``--data-path``.
 
@@ -68,9 +69,11 @@ def pretend(
         observer: Observer of the trainer's steps.
         exact: Run every operator, including those whose result is cached. Slower; verifies the cache.
         run: Caller of the layers' functions.
+        padded: Compute padding, too, as if all positions were text. Otherwise each micro-batch of ERNIE has another
+            number of rows, as in a run, and the results of few operators can be remembered.
     """
     config = replace(config, checkpoint=replace(config.checkpoint, save=None))  # nothing is written
-    builder = FakeBuilder(exact=exact, run=run)
+    builder = FakeBuilder(exact=exact, run=run, padded=padded)
     corpus = make_corpus(config)
     world = FakeWorld.pretend(config.grid, device or pick("cpu"), rank)
     mode = FakeTensorMode if exact else RememberingMode
@@ -167,8 +170,8 @@ class FakeBuilder(Builder):
     moe_layer = BalancedMoeLayer
     denominators = BalancedDenominators
 
-    def __init__(self, *, exact: bool, run: FunctionRunner = plain) -> None:
-        self._exact, self._run = exact, run
+    def __init__(self, *, exact: bool, run: FunctionRunner = plain, padded: bool = False) -> None:
+        self._exact, self._run, self._padded = exact, run, padded
 
     def model(self, *parts: Any, meta: bool, **options: Any) -> Model:
         """Build the model; outside the fake mode if it is on the meta device, where fake tensors are not needed."""
@@ -196,8 +199,10 @@ class FakeBuilder(Builder):
 
     def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
         """Return a collate function of real samples, because the host reads them. They become fake on the device."""
-        own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
-        collate = pinned(own, world.device.pin)
+        collate = super().collate(config, world, corpus)
+        if self._padded:
+            own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
+            collate = pinned(own, world.device.pin)
 
         def made(samples: Sequence[Sample]) -> MicroBatch:
             with unset_fake_temporarily():

@@ -69,8 +69,9 @@ class TracedStep:
 def trace(config: Config, rank: int) -> TracedStep:
     """Trace the second step of a run as ``rank`` of the configuration's world, on mock data.
 
-    If the step leaves new storages behind, trace another step instead, because later steps reuse these buffers. Raises
-    ConfigError if the configuration depends on values.
+    Every position counts, also padding, because the formulas know no text. If the step leaves new storages behind,
+    trace another step instead, because later steps reuse these buffers. Raises ConfigError if the configuration depends
+    on values.
     """
     config = traceable(config, rank)
     start = time.perf_counter()

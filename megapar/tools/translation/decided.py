@@ -149,6 +149,8 @@ def _zero(value: str, given: Mapping[str, str]) -> Decided:
 def _attention(value: str, given: Mapping[str, str]) -> Decided:
     if value in ("unfused", "local"):
         return RENAMED, "--no-use-flash-attn", ""
+    if value == "fused":
+        return IMPLIED, "", "fused attention is the default; --attention-backend cudnn names cuDNN's kernel"
     return IMPLIED, "", "fused attention is the default"
 
 

@@ -22,9 +22,11 @@ from megapar.data.corpus import Corpus
 from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
+from megapar.data.unpadded_batch import unpadded_collate
 from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import spec_of
 from megapar.moe.slicing import Slicing
+from megapar.training.building.attention_backend import skips_padding
 from megapar.training.health.control import Control, Limits, StopSignal
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
 from megapar.training.step.objective import Objective
@@ -112,6 +114,8 @@ def make_layout(config: Config) -> SequenceLayout:
 def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
     """Return the function that makes pinned micro-batches of this rank's positions from whole samples."""
     own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
+    if skips_padding(config):
+        own = unpadded_collate(own, config.parallel.mp_degree if config.parallel.sequence_parallel else 1)
     return pinned(own, world.device.pin)
 
 

@@ -45,6 +45,7 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
+from megapar.training.building.attention_backend import attention_operator
 from megapar.training.building.build import DTYPES, compute_dtype, make_collate, make_layout, make_slicing
 from megapar.training.building.function_runner import make_runner, try_triton
 from megapar.training.building.pipeline_split import effective_schedule
@@ -135,6 +136,7 @@ class Builder:
 
 def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext, run: FunctionRunner) -> Execution:
     """Return how the model's layers run on this device. ``run`` calls their functions."""
+    dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
     splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
     return Execution(
         overlap=overlap,
@@ -142,6 +144,7 @@ def make_execution(config: Config, world: World, overlap: Overlap, comm: CommCon
         weight_gradients=WeightGradients() if splits_backward else None,
         fp8=Fp8Linear() if config.training.fp8 else None,
         run=run,
+        attention=attention_operator(config, world.device, dtype),
         selective=config.recompute.recompute_granularity == "selective",
     )
 

@@ -38,6 +38,7 @@ from megapar.model.initialize import std_of
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
+from megapar.training.building.attention_backend import backend_lacks, needs_flash3
 from megapar.training.building.build import compute_dtype, make_objective, reduce_dtype
 from megapar.training.building.builder import Builder, Model, check_widths, make_execution, make_recompute
 from megapar.training.building.pipeline_split import effective_schedule, make_stages, placed
@@ -151,15 +152,24 @@ def _observe_routing(model: Model, observer: StepObserver) -> None:
 
 
 def check_device(config: Config, device: Device) -> None:
-    """Raise ConfigError if the flags need something that this device or machine does not support."""
+    """Raise ConfigError if the flags need something that this device or machine does not support.
+
+    Otherwise prepare the process for the kernels of attention.
+    """
     complaints = []
     if config.parallel.tp_comm_overlap == FUSED and device.type != "cuda":
         message = f"--tp-comm-overlap fused reads the memory of other GPUs, but the device is {device.name}."
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
     if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
         complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))
+    backend, dtype = config.training.attention_backend, str(compute_dtype(config, device)).removeprefix("torch.")
+    if lacks := backend_lacks(config, device, dtype):
+        fix = "Remove --attention-backend."
+        complaints.append(Complaint("attention-backend", f"--attention-backend {backend}, but {lacks}.", fix))
     if complaints:
         raise ConfigError(complaints)
+    if needs_flash3(config, device, dtype):
+        device.activate_flash3()
 
 
 def _pipelined(

@@ -19,12 +19,13 @@ from megapar.config.draft import is_given
 from megapar.config.help import written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
-from megapar.core.device.kinds import device_class
+from megapar.core.device.kinds import device_class, kind_of
 from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer
 from megapar.schema.flag import Flag
+from megapar.training.building.attention_backend import attention_kernels
 from megapar.training.building.build import make_batch_size, make_progressive
 
 WIDTH = 118
@@ -51,6 +52,7 @@ def opening(
     yield from _flags(config)
     decision = compilation(config, device_class(world.device.type).compiler)
     yield f"compiled functions: {decision}{', but a rank cannot compile' if decision.on and not compiled else ''}"
+    yield f"attention: {attention_kernels(config, kind_of(world.device.type, world.device.name))}"
     yield from _data(config, corpus)
 
 

@@ -11,8 +11,8 @@ from megapar.core.context_parallel.online_softmax import merge
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
 from megapar.core.context_parallel.tiles import Sight
+from megapar.core.device.attention import attention_reference
 from megapar.core.device.block_attention import block_reference
-from megapar.core.device.ops import attention_reference
 from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
 
 LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8  # SIZE: features of queries and keys

@@ -188,8 +188,8 @@ def life_of_attention(trained):
     """Lengths that grow, with padding and without."""
     for samples, length in ((2, 16), (2, 24), (1, 24), (1, 32), (3, 40)):
         heads = [rows(samples, length, n, 8, trained=trained) for n in (4, 2, 2)]
-        yield attend, *heads, None, True, True
-        yield attend, *heads, torch.arange(length).expand(samples, -1) < length - 3, False, True
+        yield attend, *heads, None, True, "attention"
+        yield attend, *heads, torch.arange(length).expand(samples, -1) < length - 3, False, "attention"
 
 
 # How many graphs the lives may take: for each function one per grad mode and width, and by what is differentiated,

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
-from megapar.core.device import packed_attention
+from megapar.core.device import attention, packed_attention
+from megapar.core.device.attention import attention_fused, attention_reference
 from megapar.core.device.attention_slice import (
     attention_slice_merged,
     attention_slice_reference,
     packed_attention_slice_reference,
 )
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.ops import OPS, attention_fused, attention_reference, op, rotary_reference
+from megapar.core.device.ops import OPS, op, rotary_reference
 from megapar.core.device.packed_attention import (
     PackedDocuments,
     by_kernel,
@@ -78,7 +79,9 @@ def cases(name, dtype):
         documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
         return [
-            (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents}) for one in shapes
+            (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents, **more})
+            for one in shapes
+            for more in ({}, {"causal": False})
         ]
     if name == "packed_attention_slice":
         documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
@@ -161,7 +164,14 @@ def test_attention_takes_values_of_another_head_size(name, device, value_dim):
 
 
 def test_every_form_has_a_case():
-    attentions = {"attention", "attention_slice", "packed_attention", "packed_attention_slice"}
+    attentions = {
+        "attention",
+        "attention_flash",
+        "attention_cudnn",
+        "attention_slice",
+        "packed_attention",
+        "packed_attention_slice",
+    }
     others = {"rms_norm", "swiglu", "rotary", "rotary_heads", "small_embedding", "permute", "unpermute"}
     products = {f"grouped_{kind}" for kind in ("linear", "input_gradient", "weight_gradient")}
     assert {name for name, _ in ENTRIES} == attentions | others | products
@@ -179,6 +189,36 @@ def test_messages_are_summed_by_each_devices_form(kept):
         sums, weights = form(message, 8, torch.float32, row, kept)
         torch.testing.assert_close(sums, (message[row, :8] * chosen[..., None]).sum(1))
         torch.testing.assert_close(weights, message[row, 8] * chosen)
+
+
+@pytest.mark.parametrize(("head", "value"), [(16, 16), (12, 12), (12, 16), (24, 16)])
+def test_flash_by_name_pads_heads_as_torch_does(head, value, monkeypatch):
+    """The kernel runs on CUDA only; plain products stand in for it and see heads of a multiple of 8."""
+
+    def flash(q, k, v, dropout, causal, scale):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        assert q.shape[-1] % 8 == 0
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        scores = (q.float() @ k.float().mT * scale).masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf)
+        return ((scores.softmax(-1) @ v.float()).to(q.dtype),)
+
+    monkeypatch.setattr(attention, "capability_of", lambda like: (9, 0))
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", flash)
+    q, k, v = (
+        draw(i, 2, n, 8, size, dtype=torch.bfloat16) for i, (n, size) in enumerate(((4, head), (2, head), (2, value)))
+    )
+    got = OPS["attention_flash"]["cuda"](q, k, v, causal=True)
+    want = attention_reference(*(x.double() for x in (q, k, v)), causal=True)
+    assert got.shape == want.shape
+    assert float((got - want).norm() / want.norm()) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("given", [{"dropout": 0.5}, {"valid": torch.ones(2, 8).bool()}])
+def test_cudnn_by_name_leaves_other_calls_to_torch(given, monkeypatch):
+    monkeypatch.setattr(attention, "capability_of", lambda like: (9, 0))
+    monkeypatch.setattr(attention, "attention_fused", lambda *tensors, **more: "torch's choice")
+    q = draw(0, 2, 4, 8, 16, dtype=torch.bfloat16)
+    assert OPS["attention_cudnn"]["cuda"](q, q, q, causal=False, **given) == "torch's choice"
 
 
 def test_fp64_and_unknown_devices_take_the_reference():
@@ -298,7 +338,7 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
         given = signature.bind(*args, **kwargs).arguments
         q, k, v, starts = (given[name] for name in ("query", "key", "value", "cu_seq_q"))
         assert (starts.dtype, given["max_q"], given["window_size"]) == (torch.int32, 6, (-1, 0))
-        assert all(x.is_contiguous() and x.shape[-1] == q.shape[-1] for x in (q, k, v))
+        assert all(x.stride(-1) == 1 and x.shape[-1] == q.shape[-1] for x in (q, k, v))
         parts = [
             F.scaled_dot_product_attention(
                 *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)),

@@ -14,11 +14,13 @@ from unittest.mock import patch
 import pytest
 from _pytest.mark import ParameterSet
 
-from megapar.arguments import parse
+from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device import kinds
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.device.pick import pick
+from megapar.data.batches import Collate
+from megapar.data.corpus import Corpus
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.tools.main import main
@@ -26,6 +28,7 @@ from megapar.tools.tracing.pretend import pretend
 from megapar.tools.tracing.trace import TracedStep, measure, trace, traceable
 from megapar.trainer import Trainer
 from megapar.training.building import build
+from megapar.training.building.builder import Builder
 from tests.support.ranks import run_ranks
 
 # peak, the formula's peak, bytes sent, the formula's bytes sent
@@ -107,6 +110,13 @@ def line(flags: Sequence[str]) -> list[str]:
     return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)
 
 
+class WithPadding(Builder):
+    """Computes padding, too: the formulas know no text, so each of their positions counts."""
+
+    def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
+        return corpus.collate
+
+
 def traced(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
     pretended, ranks, (kind, *flags) = TRACED[name]
     config = parse(kind, line(flags), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
@@ -139,7 +149,7 @@ def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequ
         corpus = build.make_corpus(config)
         world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
         with MemoryTracker() as tracker:
-            trainer = Trainer(config, world, corpus)
+            trainer = Trainer(config, world, corpus, builder=WithPadding())
             trainer.start()
             trainer.step()
             seen = measure(trainer, tracker, rank, time.perf_counter())

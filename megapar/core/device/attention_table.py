@@ -1,0 +1,222 @@
+"""Table of the kernels of attention: what each takes, by device, form, head sizes and dtype, and which one is chosen.
+
+``--attention-backend auto`` takes the first row that takes a call: rows that a GPU day has confirmed, then today's
+choice. Other rows are candidates, which only their name selects. To confirm a row, write the date and the device that
+``scripts/gpu_day.sh`` prints into ``standing``.
+
+Imports no torch: the planner and the rules read the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+# Forms of a call.
+CAUSAL, FULL = "causal", "full"  # whole samples; position i attends to 0..i, or to all
+LOWER_RIGHT = "lower-right"  # causal, the last positions of the keys (AMPipe)
+DOCUMENTS = "documents"  # sequences of unequal lengths one after another: packed documents, samples without padding
+MASKED = "masked"  # full, without the keys at padding
+BLOCKS = "blocks"  # a block of queries and keys with its log-sum-exp (ring attention)
+FORMS = (CAUSAL, FULL, LOWER_RIGHT, DOCUMENTS, MASKED, BLOCKS)
+
+FLASH, VARLEN, CUDNN, FLASH3, EFFICIENT, MATH = "flash", "varlen", "cudnn", "flash3", "efficient", "math"
+TODAY, CANDIDATE = "today", ""
+AUTO = "auto"
+BACKENDS = (AUTO, FLASH, CUDNN, FLASH3)  # values of --attention-backend
+
+Capability = tuple[int, int]
+HALF = ("bfloat16", "float16")
+_EVERY: tuple[Capability, Capability] = ((0, 0), (99, 9))
+
+
+class AttentionCall(NamedTuple):
+    """A call of attention on a GPU.
+
+    Attributes:
+        form: One of ``FORMS``.
+        key_dim: Head size of queries and keys.
+        value_dim: Head size of values.
+        dtype: Name of the dtype, as torch writes it.
+        capability: Compute capability of the GPU, (major, minor).
+        dropout: Attention weights are dropped.
+        repeats: The result must repeat to the last bit (--deterministic).
+    """
+
+    form: str
+    key_dim: int
+    value_dim: int
+    dtype: str
+    capability: Capability
+    dropout: bool = False
+    repeats: bool = False
+
+
+class KernelRow(NamedTuple):
+    """The calls that one kernel takes, and its standing.
+
+    Attributes:
+        kernel: Name of the kernel.
+        forms: Forms of calls.
+        capabilities: Smallest and largest compute capability of NVIDIA's GPUs.
+        dtypes: Names of dtypes.
+        multiple: Head sizes are a multiple of it.
+        largest: Largest head size.
+        dropout: The kernel drops attention weights.
+        repeats: Forward and backward repeat to the last bit under torch's deterministic algorithms.
+        standing: ``TODAY`` for today's choice, ``CANDIDATE``, or the date and device of the GPU day that confirmed it.
+        source: Source of the limits.
+    """
+
+    kernel: str
+    forms: tuple[str, ...]
+    capabilities: tuple[Capability, Capability]
+    dtypes: tuple[str, ...]
+    multiple: int
+    largest: int
+    dropout: bool
+    repeats: bool
+    standing: str
+    source: str
+
+    @property
+    def confirmed(self) -> bool:
+        """True if a GPU day has confirmed the row."""
+        return self.standing not in (TODAY, CANDIDATE)
+
+    def lacks(self, call: AttentionCall) -> str:
+        """Return the reason why the kernel does not take the call; "" if it does."""
+        size = max(call.key_dim, call.value_dim)
+        first, last = self.capabilities
+        for wrong, reason in (
+            (call.form not in self.forms, f"it has no form for {call.form} attention"),
+            (
+                not first <= call.capability <= last,
+                f"it is for compute capability {_dotted(first)} to {_dotted(last)}, not {_dotted(call.capability)}",
+            ),
+            (call.dtype not in self.dtypes, f"it takes {' and '.join(self.dtypes)}, not {call.dtype}"),
+            (size > self.largest, f"it takes heads of at most {self.largest} features, not {size}"),
+            (size % self.multiple > 0, f"it takes heads of a multiple of {self.multiple} features, not {size}"),
+            (
+                self.kernel == CUDNN and call.key_dim != call.value_dim,
+                "its heads of keys and values are not padded to one size",
+            ),
+            (call.dropout and not self.dropout, "it drops no attention weights"),
+            (call.repeats and not self.repeats, "its backward is not known to repeat to the last bit"),
+        ):
+            if wrong:
+                return reason
+        return ""
+
+
+_SDP_UTILS = "torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
+_AMPERE_ON: tuple[Capability, Capability] = ((8, 0), (12, 1))
+_HOPPER: tuple[Capability, Capability] = ((9, 0), (9, 0))
+_FLASH_API = "torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp"
+_WHOLE = (CAUSAL, FULL)
+_SINGLE = (*_WHOLE, LOWER_RIGHT, DOCUMENTS)  # forms that are calls of torch's scaled_dot_product_attention
+
+ROWS: tuple[KernelRow, ...] = (
+    KernelRow(CUDNN, _WHOLE, _HOPPER, HALF, 8, 256, False, False, CANDIDATE, f"{_SDP_UTILS}; cuDNN 9.10 on"),
+    KernelRow(CUDNN, _WHOLE, _AMPERE_ON, HALF, 8, 128, False, False, CANDIDATE, f"{_SDP_UTILS}"),
+    KernelRow(
+        FLASH3,
+        (*_WHOLE, LOWER_RIGHT, DOCUMENTS, BLOCKS),
+        _HOPPER,
+        HALF,
+        8,
+        256,
+        False,
+        False,
+        CANDIDATE,
+        "torch/nn/attention/_fa3.py; its deterministic backward has not been measured",
+    ),
+    KernelRow(VARLEN, (DOCUMENTS,), _AMPERE_ON, HALF, 8, 256, True, True, TODAY, _FLASH_API),
+    KernelRow(FLASH, (BLOCKS,), _AMPERE_ON, HALF, 8, 256, True, True, TODAY, _FLASH_API),
+    KernelRow(
+        FLASH,
+        _SINGLE,
+        _AMPERE_ON,
+        HALF,
+        1,
+        256,
+        True,
+        True,
+        TODAY,
+        f"{_SDP_UTILS}; heads are padded to a multiple of 8; one call per length of documents",
+    ),
+    KernelRow(
+        EFFICIENT,
+        (*_SINGLE, MASKED),
+        _AMPERE_ON,
+        (*HALF, "float32"),
+        8,
+        65536,
+        True,
+        True,
+        TODAY,
+        _SDP_UTILS,
+    ),
+    KernelRow(
+        EFFICIENT,
+        (*_SINGLE, MASKED),
+        ((5, 0), (7, 5)),
+        ("float16", "float32"),
+        8,
+        65536,
+        True,
+        True,
+        TODAY,
+        _SDP_UTILS,
+    ),
+    KernelRow(
+        MATH,
+        FORMS,
+        _EVERY,
+        (*HALF, "float32", "float64"),
+        1,
+        65536,
+        True,
+        True,
+        TODAY,
+        "plain products",
+    ),
+)
+
+
+def rows_of(backend: str, rows: tuple[KernelRow, ...] = ROWS) -> Iterator[KernelRow]:
+    """Yield the rows that a value of --attention-backend selects, in the order in which they are tried."""
+    if backend == AUTO:
+        yield from (row for row in rows if row.confirmed)
+    else:
+        names = (FLASH, VARLEN) if backend == FLASH else (backend,)
+        yield from (row for row in rows if row.kernel in names)
+    yield from (row for row in rows if row.standing == TODAY)
+
+
+def choose(backend: str, call: AttentionCall, rows: tuple[KernelRow, ...] = ROWS) -> KernelRow:
+    """Return the first row of ``rows_of`` that takes the call. Plain products take every call."""
+    return next(row for row in rows_of(backend, rows) if not row.lacks(call))
+
+
+@lru_cache(maxsize=256)
+def takes(kernel: str, call: AttentionCall) -> bool:
+    """Return True if a row of this kernel takes the call. The result is kept, because every layer asks."""
+    return any(row.kernel == kernel and not row.lacks(call) for row in ROWS)
+
+
+def lacks(backend: str, calls: tuple[AttentionCall, ...]) -> str:
+    """Return the reason why the kernel of ``backend`` takes none of the calls of a run; "" if it takes one.
+
+    The other calls run by today's choice.
+    """
+    if backend == AUTO:
+        return ""
+    rows = [row for row in ROWS if row.kernel == backend]
+    reasons = [row.lacks(call) for call in calls for row in rows]
+    return "" if "" in reasons else reasons[0]
+
+
+def _dotted(capability: Capability) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,142 @@
+"""Kernels of attention of a run: the calls that it makes, and what ``--attention-backend`` selects for them.
+
+Imports no torch: the planner names the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from megapar.arguments import Config
+from megapar.core.device.attention_table import (
+    AUTO,
+    BLOCKS,
+    CAUSAL,
+    CUDNN,
+    DOCUMENTS,
+    FLASH,
+    FLASH3,
+    FULL,
+    LOWER_RIGHT,
+    MASKED,
+    ROWS,
+    TODAY,
+    AttentionCall,
+    Capability,
+    KernelRow,
+    choose,
+    lacks,
+)
+from megapar.core.device.kinds import DeviceKind
+
+ULYSSES = "ulysses_cp_algo"
+# Kernel of whole samples -> operator of the table in ``core/device/ops.py``.
+_OPERATORS = {FLASH: "attention_flash", FLASH3: "attention_flash", CUDNN: "attention_cudnn"}
+
+
+class AttentionDevice(Protocol):
+    """The part of a device that the choice depends on."""
+
+    @property
+    def capability(self) -> Capability | None:
+        """Compute capability of an NVIDIA GPU, else None."""
+        ...
+
+    def attention_lacks(self, kernel: str) -> str:
+        """Return the reason why this installation lacks a kernel, else ""."""
+        ...
+
+
+def skips_padding(config: Config) -> bool:
+    """Return True if padding is removed before the model: by ERNIE, unless ranks share the positions of a sample.
+
+    Padding of a decoder comes after the text of a causal sample. ERNIE 3.0 selects whole samples for its branches.
+    """
+    return not config.model.causal and not config.model.mixes_tasks and config.parallel.cp_degree == 1
+
+
+def forms_of(config: Config) -> tuple[str, ...]:
+    """Return the forms of attention that the layers of a run call."""
+    parallel, degree = config.parallel, config.ampipe.ampipe_degree
+    if parallel.cp_degree > 1 and parallel.context_parallel_algo != ULYSSES:
+        return (BLOCKS,)
+    if config.model.mixes_tasks:
+        return (FULL, MASKED, CAUSAL)
+    if not config.model.causal:
+        return (DOCUMENTS, FULL) if skips_padding(config) else (MASKED, FULL)
+    if config.data.reset_attention_mask:
+        return (DOCUMENTS,)
+    if degree == 1:
+        return (CAUSAL,)
+    return (LOWER_RIGHT,) if degree else (CAUSAL, LOWER_RIGHT)  # 0: the trainer chooses
+
+
+def calls_of(config: Config, capability: Capability, dtype: str) -> tuple[AttentionCall, ...]:
+    """Return the calls of attention of a run on a GPU.
+
+    Args:
+        config: The configuration.
+        capability: Compute capability of the GPU.
+        dtype: Compute dtype, as torch writes it.
+    """
+    sizes, repeats = config.model.attention, config.training.deterministic
+    return tuple(
+        AttentionCall(form, sizes.key_dim, sizes.value_dim, dtype, capability, sizes.dropout > 0.0, repeats)
+        for form in forms_of(config)
+    )
+
+
+def backend_lacks(config: Config, device: AttentionDevice, dtype: str) -> str:
+    """Return the reason why the kernel of --attention-backend cannot run here, or runs in no layer; "" if it can."""
+    backend = config.training.attention_backend
+    if backend == AUTO:
+        return ""
+    if reason := device.attention_lacks(backend):
+        return reason
+    return lacks(backend, calls_of(config, device.capability or (0, 0), dtype))
+
+
+def chosen_rows(config: Config, device: AttentionDevice, dtype: str) -> tuple[KernelRow, ...]:
+    """Return the row of the table that each call of a run takes on a GPU, among kernels that are installed."""
+    here = tuple(row for row in ROWS if row.standing == TODAY or not device.attention_lacks(row.kernel))
+    calls = calls_of(config, device.capability or (0, 0), dtype)
+    return tuple(choose(config.training.attention_backend, call, here) for call in calls)
+
+
+def attention_operator(config: Config, device: AttentionDevice, dtype: str) -> str:
+    """Return the operator of whole samples: ``attention``, which leaves the kernel to torch, or one with its kernel."""
+    if device.capability is None or not config.model.use_flash_attn or dtype == "float64":
+        return "attention"
+    chosen = zip(forms_of(config), chosen_rows(config, device, dtype), strict=True)
+    row = next((row for form, row in chosen if form in (CAUSAL, FULL)), None)
+    if row is None or (row.standing == TODAY and config.training.attention_backend == AUTO):
+        return "attention"
+    return _OPERATORS.get(row.kernel, "attention")
+
+
+def needs_flash3(config: Config, device: AttentionDevice, dtype: str) -> bool:
+    """Return True if FlashAttention-3 must take the place of torch's FlashAttention before the model is built."""
+    if device.capability is None or not config.model.use_flash_attn or dtype == "float64":
+        return False
+    return any(row.kernel == FLASH3 for row in chosen_rows(config, device, dtype))
+
+
+def attention_kernels(config: Config, kind: DeviceKind) -> str:
+    """Return the kernels of a run on devices of this kind, for the plan and the log."""
+    dtype = kind.default_dtype if config.training.dtype == "auto" else config.training.dtype
+    if not config.model.use_flash_attn:
+        return "plain products (--no-use-flash-attn)"
+    if dtype == "fp64":
+        return "plain products (fp64)"
+    if kind.capability is None:
+        return {"npu": "npu_fusion_attention", "cpu": "torch's fused kernel for CPUs"}[kind.kernels]
+    return ", ".join(_named(config, kind.capability, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]))
+
+
+def _named(config: Config, capability: Capability, dtype: str) -> Iterator[str]:
+    backend = config.training.attention_backend
+    for call in calls_of(config, capability, dtype):
+        row = choose(backend, call)
+        why = {TODAY: "today's choice", "": "not confirmed by a GPU day"}.get(row.standing, f"confirmed {row.standing}")
+        yield f"{call.form} by {row.kernel} ({why})"

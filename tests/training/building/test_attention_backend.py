@@ -1,0 +1,129 @@
+"""The kernels of a run: by its flags and device, as refused at the start, as planned and as built."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megapar.arguments import parse
+from megapar.core.device import attention_table
+from megapar.core.device.base import Device
+from megapar.core.device.kinds import kinds
+from megapar.errors import ConfigError
+from megapar.training.building import attention_backend
+from megapar.training.building.attention_backend import (
+    attention_kernels,
+    attention_operator,
+    backend_lacks,
+    forms_of,
+    needs_flash3,
+    skips_padding,
+)
+from megapar.training.building.job import check_device
+
+DENSE = "moe --num-experts 0 --bf16"
+
+
+def gpu(*missing, capability=(9, 0)):
+    return SimpleNamespace(
+        capability=capability, attention_lacks=lambda kernel: f"no {kernel}" if kernel in missing else ""
+    )
+
+
+def config_of(line, world=1):
+    kind, *flags = line.split()
+    return parse(kind, [*flags, "--world-size", str(world), "--validate-only"], {})
+
+
+@pytest.mark.parametrize(
+    ("line", "world", "forms"),
+    [
+        (DENSE, 1, ("causal",)),
+        (f"{DENSE} --reset-attention-mask", 1, ("documents",)),
+        (f"{DENSE} --cp-degree 2", 2, ("blocks",)),
+        (f"{DENSE} --cp-degree 2 --context-parallel-algo ulysses_cp_algo", 2, ("causal",)),
+        ("moe --ep-degree 2 --ampipe-degree 2", 2, ("lower-right",)),
+        ("moe --ep-degree 2 --ampipe-degree auto", 2, ("causal", "lower-right")),
+        ("ernie", 1, ("documents", "full")),
+        ("ernie --cp-degree 2 --context-parallel-algo ulysses_cp_algo", 2, ("masked", "full")),
+        ("ernie --cp-degree 2", 2, ("blocks",)),
+        ("ernie --ernie-model ernie3 --task-type-vocab-size 5", 1, ("full", "masked", "causal")),
+    ],
+)
+def test_forms_of_a_run(line, world, forms):
+    config = config_of(line, world)
+    assert forms_of(config) == forms
+    assert skips_padding(config) == (forms == ("documents", "full"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "operator"),
+    [
+        ("", "attention"),
+        ("--attention-backend flash", "attention_flash"),
+        ("--attention-backend cudnn", "attention_cudnn"),
+        ("--attention-backend flash3", "attention_flash"),
+        ("--attention-backend flash --reset-attention-mask", "attention"),
+    ],
+)
+def test_operators_of_names(flags, operator):
+    config = config_of(f"{DENSE} {flags}")
+    assert attention_operator(config, gpu(), "bfloat16") == operator
+    assert needs_flash3(config, gpu(), "bfloat16") == ("flash3" in flags)
+    assert attention_operator(config, gpu(capability=None), "bfloat16") == "attention"
+    assert attention_operator(config, gpu(), "float64") == "attention"
+
+
+def test_a_confirmed_row_reaches_the_layers_if_its_kernel_is_installed(monkeypatch):
+    rows = tuple(row._replace(standing=row.standing or "2026-12-01, NVIDIA H200") for row in attention_table.ROWS)
+    monkeypatch.setattr(attention_backend, "ROWS", rows)
+    config = config_of(DENSE)
+    assert attention_operator(config, gpu(), "bfloat16") == "attention_cudnn"
+    assert attention_operator(config, gpu("cudnn"), "bfloat16") == "attention_flash"
+    assert needs_flash3(config, gpu("cudnn"), "bfloat16")
+    assert attention_operator(config, gpu("cudnn", "flash3"), "bfloat16") == "attention"
+    assert attention_operator(config_of(f"{DENSE} --deterministic"), gpu(), "bfloat16") == "attention"
+    assert attention_operator(config_of(f"{DENSE} --no-use-flash-attn"), gpu(), "bfloat16") == "attention"
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "reason"),
+    [
+        ("--attention-backend cudnn", gpu(), ""),
+        ("--attention-backend cudnn", gpu("cudnn"), "no cudnn"),
+        ("--attention-backend cudnn", gpu(capability=(7, 0)), "compute capability 9.0 to 9.0, not 7.0"),
+        ("--attention-backend flash3", gpu(capability=(10, 0)), "compute capability 9.0 to 9.0, not 10.0"),
+        ("--attention-backend cudnn --head-dim 256", gpu(capability=(8, 0)), "compute capability"),
+        ("--attention-backend flash --head-dim 256", gpu(capability=(8, 0)), ""),
+        ("", gpu("cudnn", "flash3"), ""),
+    ],
+)
+def test_a_name_that_cannot_run_is_refused_at_the_start(flags, device, reason):
+    found = backend_lacks(config_of(f"{DENSE} {flags}"), device, "bfloat16")
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_a_cpu_refuses_every_name():
+    config = config_of(f"{DENSE} --attention-backend flash")
+    with pytest.raises(ConfigError, match="flash is a kernel for NVIDIA GPUs"):
+        check_device(config, Device())
+    check_device(config_of(DENSE), Device())
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "text"),
+    [
+        (DENSE, "h200-141g", "causal by flash (today's choice)"),
+        (f"{DENSE} --attention-backend cudnn", "h200-141g", "causal by cudnn (not confirmed by a GPU day)"),
+        ("ernie --bf16", "a100-80g", "documents by varlen (today's choice), full by flash (today's choice)"),
+        ("ernie --fp16", "v100-32g", "documents by efficient (today's choice), full by efficient (today's choice)"),
+        (DENSE, "ascend-910b", "npu_fusion_attention"),
+        (DENSE, "cpu", "torch's fused kernel for CPUs"),
+        (f"{DENSE} --no-use-flash-attn", "h200-141g", "plain products (--no-use-flash-attn)"),
+        ("moe --num-experts 0 --dtype fp64", "h200-141g", "plain products (fp64)"),
+    ],
+)
+def test_the_plan_and_the_log_name_the_kernels(line, kind, text):
+    assert attention_kernels(config_of(line), kinds()[kind]) == text
