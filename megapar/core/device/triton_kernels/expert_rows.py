@@ -1,5 +1,6 @@
 """Rows of experts: their order from a counting sort, and copies and sums of rows in that order, one pass each.
 
+Numbers that change from step to step are not specialized, so that a kernel is compiled once for each shape of a model.
 Copies move bits, so rows and weights are integers to them. Every row is copied by one program and every sum is added in
 the order of the choices, so that all results repeat.
 
@@ -45,7 +46,7 @@ class Sorted(NamedTuple):
     ends: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "steps"])
 def _count(experts, kept, counts, N, steps, K, by_token, by_choice, PAIRS: tl.constexpr, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     bins = tl.arange(0, BINS)
@@ -61,7 +62,7 @@ def _count(experts, kept, counts, N, steps, K, by_token, by_choice, PAIRS: tl.co
     tl.store(counts + block * BINS + bins, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "R", "steps", "row_steps", "capacity"])
 def _place(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     experts,
     kept,
@@ -129,7 +130,7 @@ def _place(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             tl.store(row_kept + row, real, mask=row < R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "length"])
 def _order_runs(  # type: ignore[no-untyped-def]
     counts,
     pair_of,
@@ -174,7 +175,7 @@ def _order_runs(  # type: ignore[no-untyped-def]
         tl.store(ends + expert, tl.sum(tl.where(others % EXPERTS <= expert, count, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["given"])
 def _copy(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     rows,
     index,
