@@ -171,7 +171,8 @@ def test_six_heads_at_mp_4() -> None:
 
 
 def test_hugging_face_form() -> None:
-    assert {"hf-qk-norm"} == set(refused("moe", "--save-hf out --qk-norm --num-experts 0"))
+    assert {"hf-qk-norm"} == set(refused("moe", "--save-hf out --qk-norm --add-qkv-bias --num-experts 0"))
+    assert parse("moe", shlex.split("--save-hf out --qk-norm --num-experts 0"), {}).checkpoint.save_hf == "out"
     assert {"hf-shared-experts"} == set(refused("moe", "--save-hf out --qk-norm --moe-shared-experts 1"))
     assert parse("moe", shlex.split("--save-hf out --qk-norm"), {}).checkpoint.save_hf == "out"
     assert parse("moe", shlex.split("--save-hf out --head-dim 32"), {}).checkpoint.save_hf == "out"

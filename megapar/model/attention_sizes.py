@@ -24,7 +24,8 @@ class AttentionSizes:
         key_dim: Features of a query or key head.
         value_dim: Features of a value head and of an output head.
         causal: A position attends to itself and earlier positions; False: all positions attend to each other.
-        bias: The projections have biases.
+        qkv_bias: The projections of queries, keys and values have biases.
+        output_bias: The output projection has a bias.
         qk_norm: Queries and keys are normalized per head.
         epsilon: Added to the variance in the norms of queries and keys.
         dropout: Dropout probability of the attention weights.
@@ -38,7 +39,8 @@ class AttentionSizes:
     key_dim: int
     value_dim: int
     causal: bool
-    bias: bool
+    qkv_bias: bool
+    output_bias: bool
     qk_norm: bool
     epsilon: float
     dropout: float

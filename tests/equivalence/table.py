@@ -127,6 +127,7 @@ SP = ("--sequence-parallel",)
 BLOCKING = ("--no-tp-comm-overlap",)
 FOUR_GROUPS = ("--num-query-groups", "4")
 QK_NORM = ("--qk-norm",)
+QKV_BIAS = ("--add-qkv-bias",)
 TOP1, TOP4 = ("--moe-router-topk", "1"), ("--moe-router-topk", "4")
 
 SHARDING_ROWS: tuple[Row, ...] = (
@@ -152,6 +153,7 @@ TENSOR_ROWS: tuple[Row, ...] = (
     *(Row(kind, 8, (*MP2, *SP, *layout)) for kind in BOTH for layout in _stages(2, "--hybrid-dp")[1:]),
     *(Row("moe", 2, (*MP2, *SP), (*DROPS, "--moe-drop-policy", policy), 4) for policy in ("token", "choice", "probs")),
     Row("moe", 2, MP2, DROPS, 2),
+    *(Row("moe", 2, (*MP2, *sp), (*QKV_BIAS, "--num-query-groups", "2")) for sp in ((), SP)),
     Row("moe", 2, (*MP2, *SP, *BLOCKING), micro_batch=2),
     Row("ernie", 2, (*MP2, *BLOCKING)),
 )

@@ -115,6 +115,7 @@ MODEL = (
     Row("position_embedding_type", "learned", "table"),
     Row("activation", "gelu", "table"),
     Row("add_bias_linear", True, "table"),
+    Row("add_qkv_bias", True, "table"),
     Row("qk_norm", True, "table"),
     Row("layernorm_epsilon", 0.01, "steps"),
     Row("rope_theta", 100.0, "steps"),

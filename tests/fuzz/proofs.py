@@ -53,6 +53,7 @@ PROOFS: dict[str, Proof] = {
     "dp-degree-hybrid": Proof(argument="there would be replicas although --hybrid-dp is switched off"),
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "ep-without-experts": Proof(idle=("ep_degree",)),
+    "qkv-bias-unused": Proof(idle=("add_qkv_bias",)),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
     "tp-comm-overlap-fused": Proof(argument="all-reduces would stay as they are, one behind each product"),
     "tp-comm-overlap-fused-device": Proof(argument=_ACCELERATOR),

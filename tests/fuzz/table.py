@@ -175,6 +175,13 @@ DECODER = (
     Option(name="normalization", values=(None, "layernorm"), kinds=MOE),
     Option(name="activation", values=(None, "gelu"), kinds=MOE),
     Option(name="add_bias_linear", values=(None, True), kinds=MOE),
+    Option(
+        name="add_qkv_bias",
+        values=(None, True),
+        when=lambda d: not d.add_bias_linear,
+        wild=(True,),
+        kinds=MOE,
+    ),
     Option(name="qk_norm", values=(None, True), kinds=MOE),
     Option(name="layernorm_epsilon", values=(None, 0.01)),
     Option(

@@ -65,6 +65,7 @@ VARIETIES = {
     "biases": replace(DENSE, add_bias_linear=True),
     "head dim": replace(DENSE, head_dim=12),
     "qk-norm": replace(DENSE, qk_norm=True),
+    "qkv biases": replace(DENSE, add_qkv_bias=True),
     "gpt": replace(
         DENSE,
         num_query_groups=4,

@@ -20,7 +20,11 @@ PLAIN = MoeSizes(32, 16, num_experts=4, topk=3)
 SIZES: Mapping[str, ModelSizes] = {
     "Ernie4_5ForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, mtp_depth=1),
     "Ernie4_5_MoeForCausalLM": replace(MOE, tie_embeddings=True, rope_theta=5e5),
+    "LlamaForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, rope_theta=5e5),
+    "MistralForCausalLM": replace(DENSE, tie_embeddings=False),
     "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16),
+    "Qwen2ForCausalLM": replace(DENSE, add_qkv_bias=True, layernorm_epsilon=1e-6),
+    "Qwen3ForCausalLM": replace(DENSE, qk_norm=True, head_dim=12),
     "Qwen3MoeForCausalLM": replace(MOE, qk_norm=True, first_k_dense=2, moe=PLAIN, layernorm_epsilon=1e-6),
     "ErnieForPreTraining": replace(ERNIE, hidden_dropout=0.1),
     "ErnieForMaskedLM": replace(ERNIE, sop=False, type_vocab_size=2),
@@ -56,5 +60,9 @@ def test_an_entry_agrees_with_itself(name: str) -> None:
 
 def test_the_class_of_a_model_that_is_not_from_a_folder() -> None:
     of = {name: own_architecture(sizes) for name, sizes in SIZES.items()}
-    other = {"MixtralForCausalLM": "Ernie4_5_MoeForCausalLM"}
+    other = {
+        "LlamaForCausalLM": "Ernie4_5ForCausalLM",
+        "MistralForCausalLM": "Ernie4_5ForCausalLM",
+        "MixtralForCausalLM": "Ernie4_5_MoeForCausalLM",
+    }
     assert {name: one and one.name for name, one in of.items()} == {name: other.get(name, name) for name in SIZES}

@@ -40,7 +40,9 @@ CANNOT = {
     "--qk-norm --mtp-depth 1": "--finetune --mtp-depth 0",
     "--moe-router-score-function sigmoid": "moe_router_score_function sigmoid",
     "--num-layers 2 --moe-layer-ffn-hidden-sizes 16 8": "moe_layer_ffn_hidden_sizes 16 8",
-    "--num-experts 0 --qk-norm": "qk_norm on",
+    "--num-experts 0 --qk-norm --add-qkv-bias": "qk_norm on",
+    "--num-experts 0 --qk-norm --add-bias-linear": "no biases in all linear layers (add_bias_linear on)",
+    "--add-qkv-bias": "no biases of queries, keys and values alone",
 }
 
 
@@ -92,7 +94,15 @@ def test_what_the_class_cannot_be_is_refused_by_both_doors(flags: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--qk-norm", "--qk-norm --first-k-dense 1", "--head-dim 12", "--moe-shared-experts 1"]
+    "flags",
+    [
+        "--qk-norm",
+        "--qk-norm --first-k-dense 1",
+        "--head-dim 12",
+        "--moe-shared-experts 1",
+        "--num-experts 0 --qk-norm",
+        "--num-experts 0 --add-qkv-bias",
+    ],
 )
 def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_path: Path) -> None:
     run(f"{flags} --save {tmp_path}/runs --save-hf {tmp_path}/direct", tmp_path)
@@ -106,7 +116,7 @@ def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_pa
 
 
 def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:
-    unreached = {"hf-dense-lead", "hf-dense", "hf-experts", "hf-qk-norm-always"}
+    unreached = {"hf-dense-lead", "hf-dense", "hf-experts", "hf-qk-norm-always", "hf-qkv-bias-always"}
     unreached |= {"hf-sentence-order", "hf-no-sentence-order"}
     assert {limit.id for limit in LIMITS} - {rule.id for rule in RULES} == unreached
 

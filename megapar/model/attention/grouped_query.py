@@ -19,14 +19,14 @@ def rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[Param
     """Return the rows of the fused query-key-value projection, the output projection and the norms."""
     H, G, Q, D = sizes.hidden_size, sizes.num_groups, sizes.queries_per_group, sizes.key_dim
     parts: dict[str, int | slice] = {hf("q"): slice(0, Q), hf("k"): Q, hf("v"): Q + 1}
-    fused = attention_rows(f"{name}.qkv", (G, Q + 2, D, H), parts, unit, sizes.bias)
+    fused = attention_rows(f"{name}.qkv", (G, Q + 2, D, H), parts, unit, sizes.qkv_bias)
     return fused + output_rows(sizes, name, hf, unit)
 
 
 def output_rows(sizes: AttentionSizes, name: str, hf: HfNames, unit: str) -> list[ParameterSpec]:
     """Return the rows of the output projection and of the norms of queries and keys."""
     shape = (sizes.hidden_size, sizes.num_heads * sizes.value_dim)
-    found = row_parallel_rows(f"{name}.proj", shape, hf("o"), unit, sizes.bias)
+    found = row_parallel_rows(f"{name}.proj", shape, hf("o"), unit, sizes.output_bias)
     if sizes.qk_norm:
         for part in "qk":
             found.append(scale_row(f"{name}.{part}_norm.weight", sizes.key_dim, "", unit, mp_partial="always"))

@@ -49,6 +49,21 @@ def _window(config: Json) -> str:
     return "but attention here always sees all earlier positions"
 
 
+def _layer_types(config: Json) -> str:
+    kinds = config.get("layer_types") or []
+    plain = all(kind == "full_attention" for kind in kinds) or (
+        set(kinds) <= {"full_attention", "sliding_attention"} and not _window(config)
+    )
+    return "" if plain else "but attention here always sees all earlier positions"
+
+
+def _biases(config: Json) -> str:
+    same = config["attention_bias"] == config["mlp_bias"]
+    return (
+        "" if same else "but biases here are in all linear layers or in none, apart from those of queries, keys, values"
+    )
+
+
 VOCABULARY = (Setting("vocab_size", SIZE, "vocab_size"), Setting("hidden_size", SIZE, "hidden_size"))
 DENSE_WIDTH = Setting("intermediate_size", SIZE, "ffn_hidden_size")
 ATTENTION = (
@@ -77,6 +92,7 @@ ATTENTION = (
     Setting("rope_scaling", rope, written=False, refused=_old_rope_type),
     Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_window),
     Setting("use_sliding_window", true_or_false, written=False),
+    Setting("layer_types", anything, written=False, refused=_layer_types),
     Setting(
         "attention_dropout",
         OPTIONAL_PROBABILITY,
@@ -101,6 +117,11 @@ OUTPUT = (
 DECODER = (*VOCABULARY, DENSE_WIDTH, *ATTENTION, *OUTPUT)
 NO_WINDOW = Setting("sliding_window", OPTIONAL_COUNT, from_flags=lambda settings: None)
 BIASES = Setting("use_bias", true_or_false, "add_bias_linear", to_flag=lambda config: bool(config["use_bias"]))
+LLAMA_BIASES = (
+    Setting("attention_bias", true_or_false, "add_bias_linear", refused=_biases),
+    Setting("mlp_bias", true_or_false, from_flags=lambda settings: settings["add_bias_linear"]),
+)
+NO_ATTENTION_BIAS = Setting("attention_bias", true_or_false, only=False)
 MTP = Setting(
     "num_nextn_predict_layers",
     OPTIONAL_COUNT,
@@ -177,5 +198,4 @@ QWEN_EXPERTS = (
         from_flags=lambda settings: list(range(settings["first_k_dense"])),
         refused=_leading,
     ),
-    Setting("attention_bias", true_or_false, only=False),
 )

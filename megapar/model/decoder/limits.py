@@ -22,16 +22,40 @@ NO_QK_NORM = Limit(
     id="hf-qk-norm",
     reads=("qk_norm",),
     within=lambda f: not f.qk_norm,
-    message="this class has no norms of queries and keys; Qwen3Moe has them, and is written for models with experts",
-    instead="Or train without --qk-norm.",
+    message="this class has no norms of queries and keys; Qwen3 and Qwen3Moe have them",
+    instead="Or train without --qk-norm, or without --add-qkv-bias: Qwen3 has no biases.",
     passing="--qk-norm",
-    failing="--qk-norm --num-experts 0",
+    failing="--qk-norm --add-qkv-bias --num-experts 0",
 )
 QK_NORM = Limit(
     id="hf-qk-norm-always",
     reads=("qk_norm",),
     within=lambda f: f.qk_norm,
     message="this class has norms of queries and keys",
+)
+NO_QKV_BIAS = Limit(
+    id="hf-qkv-bias",
+    reads=("add_qkv_bias",),
+    within=lambda f: not f.add_qkv_bias,
+    message="this class has no biases of queries, keys and values alone; Qwen2 has them, and has no experts",
+    instead="Or train without --add-qkv-bias.",
+    passing="--add-qkv-bias --num-experts 0",
+    failing="--add-qkv-bias",
+)
+QKV_BIAS = Limit(
+    id="hf-qkv-bias-always",
+    reads=("add_qkv_bias",),
+    within=lambda f: f.add_qkv_bias,
+    message="this class has biases of queries, keys and values",
+)
+NO_BIAS = Limit(
+    id="hf-bias",
+    reads=("add_bias_linear",),
+    within=lambda f: not f.add_bias_linear,
+    message="this class has no biases in all linear layers",
+    instead="Or train without --add-bias-linear, or without --qk-norm: Ernie4_5 has biases.",
+    passing="--add-bias-linear --num-experts 0",
+    failing="--add-bias-linear --qk-norm --num-experts 0",
 )
 DENSE = Limit(
     id="hf-dense",

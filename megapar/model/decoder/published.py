@@ -14,8 +14,10 @@ from megapar.model.decoder.keys import (
     DECODER,
     DENSE_WIDTH,
     ERNIE_EXPERTS,
+    LLAMA_BIASES,
     MIXTRAL_EXPERTS,
     MTP,
+    NO_ATTENTION_BIAS,
     NO_WINDOW,
     OUTPUT,
     QWEN_EXPERTS,
@@ -30,6 +32,7 @@ from megapar.schema.published import PublishedArchitecture, PublishedForms, Sett
 DENSE_FLAGS = {
     "hidden_dropout": 0.0,
     "add_bias_linear": False,
+    "add_qkv_bias": False,
     "qk_norm": False,
     "normalization": "rmsnorm",
     "position_embedding_type": "rope",
@@ -38,9 +41,10 @@ DENSE_FLAGS = {
     "mtp_depth": 0,
 }
 EXPERT_FLAGS = {**DENSE_FLAGS, "first_k_dense": 0, "moe_shared_experts": 0}
-DENSE_LIMITS = (limits.VARIETY, limits.NO_QK_NORM, limits.DENSE)
+DENSE_LIMITS = (limits.VARIETY, limits.DENSE)
+PLAIN_DENSE_LIMITS = (*DENSE_LIMITS, limits.NO_QK_NORM, limits.NO_QKV_BIAS)
 EXPERT_LIMITS = (
-    *(limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS),
+    *(limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.NO_QKV_BIAS),
     *(limits.PLAIN_ROUTING, limits.ONE_EXPERT_SIZE, limits.DIVIDED_WEIGHTS),
 )
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -52,6 +56,7 @@ ERNIE4_5_DEFAULTS = {
     "tie_word_embeddings": True,
     "use_bias": False,
 }
+QK_NORM_NAMES = ((r"^layers\.(\d+)\.attention\.([qk])_norm\.weight$", r"model.layers.\1.self_attn.\2_norm.weight"),)
 _BIAS = r"\.e_score_correction_bias$"
 
 ERNIE4_5 = PublishedArchitecture(
@@ -60,9 +65,83 @@ ERNIE4_5 = PublishedArchitecture(
     settings=(*VOCABULARY, DENSE_WIDTH, *ATTENTION, BIASES, *OUTPUT, MTP),
     defaults={**ERNIE4_5_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
     flags=DENSE_FLAGS,
-    limits=DENSE_LIMITS,
+    limits=PLAIN_DENSE_LIMITS,
     tied=TIED,
     remark="the table's own names",
+)
+LLAMA = PublishedArchitecture(
+    name="LlamaForCausalLM",
+    model_type="llama",
+    settings=(*DECODER, *LLAMA_BIASES),
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+    },
+    flags=DENSE_FLAGS,
+    limits=(*PLAIN_DENSE_LIMITS, limits.NO_MTP),
+    tied=TIED,
+    rotary_halves=True,
+    remark="Llama 1 to 3 without scaled positions",
+)
+MISTRAL = PublishedArchitecture(
+    name="MistralForCausalLM",
+    model_type="mistral",
+    settings=(*DECODER, NO_WINDOW),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "sliding_window": 4096,
+        "attention_dropout": 0.0,
+    },
+    flags=DENSE_FLAGS,
+    limits=(*PLAIN_DENSE_LIMITS, limits.NO_BIAS, limits.NO_MTP),
+    tied=TIED,
+    rotary_halves=True,
+    remark="without a sliding window",
+)
+QWEN_DEFAULTS = {
+    "hidden_act": "silu",
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "attention_dropout": 0.0,
+}
+QWEN2 = PublishedArchitecture(
+    name="Qwen2ForCausalLM",
+    model_type="qwen2",
+    settings=(*DECODER, NO_WINDOW),
+    defaults=QWEN_DEFAULTS,
+    flags={**DENSE_FLAGS, "add_qkv_bias": True},
+    limits=(*DENSE_LIMITS, limits.NO_QK_NORM, limits.QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
+    tied=TIED,
+    rotary_halves=True,
+    remark="biases on queries, keys and values",
+)
+QWEN3 = PublishedArchitecture(
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    settings=(*DECODER, NO_ATTENTION_BIAS, NO_WINDOW),
+    defaults={**QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
+    flags={**DENSE_FLAGS, "qk_norm": True},
+    limits=(*DENSE_LIMITS, limits.QK_NORM, limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
+    renames=QK_NORM_NAMES,
+    tied=TIED,
+    rotary_halves=True,
+    remark="norms on queries and keys",
 )
 ERNIE4_5_MOE = PublishedArchitecture(
     name="Ernie4_5_MoeForCausalLM",
@@ -121,7 +200,7 @@ MIXTRAL = PublishedArchitecture(
 QWEN3_MOE = PublishedArchitecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    settings=(*DECODER, *QWEN_EXPERTS, NO_WINDOW),
+    settings=(*DECODER, *QWEN_EXPERTS, NO_ATTENTION_BIAS, NO_WINDOW),
     defaults={
         "hidden_act": "silu",
         "num_key_value_heads": 4,
@@ -143,13 +222,13 @@ QWEN3_MOE = PublishedArchitecture(
         *(limits.QK_NORM, *EXPERT_LIMITS, limits.NO_SHARED_EXPERTS),
         *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
     ),
-    renames=((r"^layers\.(\d+)\.attention\.([qk])_norm\.weight$", r"model.layers.\1.self_attn.\2_norm.weight"),),
+    renames=QK_NORM_NAMES,
     absent=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
     remark="norms on queries and keys, dense leading layers",
 )
-ARCHITECTURES = (ERNIE4_5, ERNIE4_5_MOE, MIXTRAL, QWEN3_MOE)
+ARCHITECTURES = (ERNIE4_5, ERNIE4_5_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
 
 
 def settings_of(sizes: DecoderSizes) -> Settings:
@@ -176,11 +255,13 @@ def settings_of(sizes: DecoderSizes) -> Settings:
 
 
 def _own(settings: Settings) -> str | None:
-    if "num_experts" not in settings or "qk_norm" not in settings:
+    if any(name not in settings for name in ("num_experts", "qk_norm", "add_qkv_bias")):
         return None
     if settings["num_experts"] > 0:
         return QWEN3_MOE.name if settings["qk_norm"] else ERNIE4_5_MOE.name
-    return ERNIE4_5.name
+    if settings["add_qkv_bias"]:
+        return QWEN2.name
+    return QWEN3.name if settings["qk_norm"] else ERNIE4_5.name
 
 
 PUBLISHED = PublishedForms(architectures=ARCHITECTURES, settings=settings_of, own=_own)

@@ -41,6 +41,18 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
+        id="qkv-bias-unused",
+        reads=("add_qkv_bias", "add_bias_linear"),
+        when=lambda f: f.add_qkv_bias,
+        requires=lambda f: not f.add_bias_linear,
+        message="--add-qkv-bias has no effect with --add-bias-linear, which adds biases to all linear layers",
+        fix="Leave out --add-qkv-bias, or --add-bias-linear.",
+        source=NO_EFFECT,
+        passing="--add-qkv-bias",
+        failing="--add-qkv-bias --add-bias-linear",
+        models=MOE,
+    ),
+    Rule(
         id="topk",
         reads=("moe_router_topk", "num_experts"),
         when=lambda f: f.num_experts > 0,

@@ -213,6 +213,7 @@ class DecoderSizes(ModelSizes):
         position_embedding_type: ``rope`` or ``learned``.
         activation: ``swiglu`` or ``gelu``, of MLPs and experts.
         add_bias_linear: Linear layers have biases.
+        add_qkv_bias: The projections of queries, keys and values have biases, whatever the other linear layers have.
         qk_norm: RMSNorm on queries and keys of each head.
         rope_theta: Base of the rotary angles.
         tie_embeddings: The head uses the word embedding's weight.
@@ -260,6 +261,7 @@ class DecoderSizes(ModelSizes):
     add_bias_linear: bool = flag(
         False, "biases in linear layers", ernie=True, aliases=(Alias("disable-bias-linear", False),), value=False
     )
+    add_qkv_bias: bool = flag(False, "biases on queries, keys and values only", value=False)
     qk_norm: bool = flag(False, "RMSNorm on queries and keys of each head", aliases=("qk-layernorm",), value=False)
     rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0)
     tie_embeddings: bool = flag(
@@ -336,7 +338,8 @@ class DecoderSizes(ModelSizes):
             key_dim=self.head_dim,
             value_dim=self.head_dim,
             causal=True,
-            bias=self.add_bias_linear,
+            qkv_bias=self.add_bias_linear or self.add_qkv_bias,
+            output_bias=self.add_bias_linear,
             qk_norm=self.qk_norm,
             epsilon=self.layernorm_epsilon,
             dropout=self.attention_dropout,

@@ -49,8 +49,8 @@ class GroupedQueryAttention(SelfAttention):
             )
         dtype, device = options["dtype"], options["device"]
         H, G, Q, D = sizes.hidden_size, sizes.num_groups, sizes.queries_per_group, sizes.key_dim
-        self.qkv = ColumnLinear(H, (G, Q + 2, D), split=0, bias=sizes.bias, **options)
-        self.proj = RowLinear(G * Q * D, H, bias=sizes.bias, **options)
+        self.qkv = ColumnLinear(H, (G, Q + 2, D), split=0, bias=sizes.qkv_bias, **options)
+        self.proj = RowLinear(G * Q * D, H, bias=sizes.output_bias, **options)
         self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
         self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
 

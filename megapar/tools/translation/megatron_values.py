@@ -107,7 +107,7 @@ def _query_norm(value: str, given: Given) -> Decided:
 def _query_bias(value: str, given: Given) -> Decided:
     if not {"disable-bias-linear", "no-add-bias-linear"} & set(given):
         return IMPLIED, "", "all linear layers have biases"
-    return ANOTHER, "", "all linear layers have biases, or none (--add-bias-linear)"
+    return SAME, "--add-qkv-bias", ""
 
 
 def _gelu(value: str, given: Given) -> Decided:

@@ -28,7 +28,8 @@ moe-train-capacity-factor | @mindspeed_capacity | a capacity factor of deepspeed
 moe-no-drop | @mindspeed_undropped |
 context-parallel-algo | @mindspeed_algorithm |
 moe-router-load-balancing-type | @mindspeed_balancing |
-add-qkv-bias add-dense-bias | @mindspeed_biases |
+add-qkv-bias | @query_bias |
+add-dense-bias | @mindspeed_biases |
 optimizer-selection | @mindspeed_optimizer |
 attention-mask-type cp-attention-mask-type | @mindspeed_mask |
 pre-tockens | @mindspeed_past |

@@ -113,7 +113,11 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
 def _biases(value: str, given: Mapping[str, str]) -> Decided:
     if not {"disable-bias-linear", "no-add-bias-linear"} & set(given):
         return IMPLIED, "", "--add-bias-linear adds them to all linear layers"
-    return ANOTHER, "", "all linear layers have biases, or none"
+    return (
+        ANOTHER,
+        "",
+        "biases are in all linear layers, in those of queries, keys and values (--add-qkv-bias), or in none",
+    )
 
 
 def _optimizer(value: str, given: Mapping[str, str]) -> Decided:

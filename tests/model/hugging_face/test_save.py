@@ -215,7 +215,6 @@ def test_the_exported_model_generates(tmp_path):
         ("layernorm", "normalization layernorm"),
         ("learned positions", "position_embedding_type learned"),
         ("gelu", "activation gelu"),
-        ("qk-norm", "qk_norm on"),
         ("moe gelu with biases", "the experts of this class have no biases"),
     ],
 )

@@ -67,7 +67,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Ernie4_5_Moe": lambda: transformers.Ernie4_5_MoeForCausalLM(
         transformers.Ernie4_5_MoeConfig(**DECODER, **ERNIE_MOE)
     ),
+    "Llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**DECODER, head_dim=12, attention_bias=True, mlp_bias=True)
+    ),
+    "Mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=None)),
     "Mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)),
+    "Qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER)),
+    "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=12)),
     "Qwen3Moe": lambda: transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**DECODER, **QWEN, head_dim=12, mlp_only_layers=[0])
     ),
@@ -238,7 +244,7 @@ LAYOUTS = {
     "ep 2": (2, ["--ep-degree", "2"]),
     "mp 2, sharding 2": (4, ["--mp-degree", "2", "--sequence-parallel", "--sharding-stage", "2"]),
 }
-DENSE = ("ErnieForPreTraining", "ErnieForMaskedLM", "Ernie4_5")
+DENSE = frozenset(MODELS) - {"Ernie4_5_Moe", "Mixtral", "Qwen3Moe"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -268,12 +274,13 @@ def _masters(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> d
     return found
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2", "Qwen3Moe"])
 def test_pieces_of_rotated_tensors(name: str, folders: dict[str, Path]) -> None:
     """Sharding cuts where it likes, also inside of heads whose rows stand in another order in the files."""
     source = ["--load-hf", str(folders[name])]
     one = run_ranks(1, _masters, source, group=False)[0]
-    for flags in (["--sharding-stage", "3", "--ep-degree", "2"], ["--sharding-stage", "2", "--mp-degree", "2"]):
+    experts = [] if name in DENSE else ["--ep-degree", "2"]
+    for flags in (["--sharding-stage", "3", *experts], ["--sharding-stage", "2", "--mp-degree", "2"]):
         other = run_ranks(4, _masters, [*source, *flags], group=False)[0]
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
@@ -410,8 +417,18 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path
         ("Mixtral", {"sliding_window": 8}, "sliding_window is 8"),
         ("Mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn.*, but only the default type"),
         ("Mixtral", {"num_experts_per_tok": 1}, "top-1 routing"),
-        ("Mixtral", {"architectures": ["LlamaForCausalLM"]}, "supported are Ernie"),
+        ("Mixtral", {"architectures": ["GemmaForCausalLM"]}, "supported are Ernie"),
         ("Ernie4_5_Moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
+        ("Llama", {"mlp_bias": False}, "attention_bias is True, but biases here are in all linear layers"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
+            "llama3.*, but only the default type",
+        ),
+        ("Mistral", {"sliding_window": 8}, "sliding_window is 8"),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
+        ("Qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is"),
+        ("Qwen3", {"attention_bias": True}, "attention_bias is True"),
         ("ErnieForMaskedLM", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
     ],
 )
