@@ -25,7 +25,7 @@ from megapar.core.device.ops import OPS
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.device.pick import pick
 from megapar.moe.expert_order import sort_by_expert
-from scripts.gpu_day import expert_rows
+from scripts.gpu_day import bucket_rows, expert_rows
 from scripts.gpu_day.day import Answer, Day
 
 # Relative error of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25) and of the sums that follow.
@@ -58,7 +58,11 @@ def run(day: Day) -> None:
     torch.manual_seed(0)
     for named, dtype in DTYPES.items():
         for name in OPS:
-            if name.startswith("attention_block") or name in ("cross_entropy", *expert_rows.ENTRIES):
+            if name.startswith("attention_block") or name in (
+                "cross_entropy",
+                *expert_rows.ENTRIES,
+                *bucket_rows.ENTRIES,
+            ):
                 continue  # value and gradient are compared together below
             form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
@@ -68,8 +72,9 @@ def run(day: Day) -> None:
                 work = partial(compare, form, reference, case, TOLERANCE[dtype])
                 day.attempt(f"{name}: {case.name}, {named}", work)
         day.attempt(f"cross_entropy: {named}", partial(entropy, day, dtype))
-        for name in expert_rows.ENTRIES:
-            day.attempt(f"{name}: {named}", partial(expert_rows.compare, day, name, dtype))
+        for rows in (expert_rows, bucket_rows):
+            for name in rows.ENTRIES:
+                day.attempt(f"{name}: {named}", partial(rows.compare, day, name, dtype))
         for causal, groups in ((True, 8), (False, 8), (True, 2)):
             work = partial(blocks, day, dtype, causal, groups)
             day.attempt(f"attention_block: causal {causal}, 8/{groups} heads, {named}", work)

@@ -74,7 +74,6 @@ from megapar.core.device.rotary import (
     rotary_complex,
     rotary_cuda,
     rotary_heads_by,
-    rotary_heads_complex,
     rotary_heads_cuda,
     rotary_heads_reference,
     rotary_reference,
@@ -173,7 +172,7 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
         },
         "rotary_heads": {
             "reference": rotary_heads_reference,
-            "cpu": rotary_heads_complex,
+            "cpu": rotary_heads_by(rotary_complex),
             "cuda": rotary_heads_cuda,
             "npu": rotary_heads_by(ascend.rotary_npu),
         },

@@ -37,10 +37,7 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Compute ``rotary_reference`` by one product of complex numbers: a twelfth of its time on a CPU.
-
-    x may be [B, S, .., D] with any number of dims of heads.
-    """
+    """Compute ``rotary_reference`` by one product of complex numbers: a twelfth of its time on a CPU."""
     pairs = torch.view_as_complex(x.to(cos.dtype).unflatten(-1, (-1, 2)))
     rotated = pairs * _turn(x, cos, sin)
     return torch.view_as_real(rotated).flatten(-2).to(x.dtype)
@@ -75,14 +72,6 @@ def rotary_heads_by(rotary: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Calla
 
 
 rotary_heads_reference = rotary_heads_by(rotary_reference)
-
-
-def rotary_heads_complex(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """Compute ``rotary_heads_reference`` as ``rotary_complex`` does, with q and k in one product."""
-    queries = qkv.shape[3] - 2
-    qk, v = qkv.split((queries + 1, 1), dim=3)
-    q, k = rotary_complex(qk, cos, sin).split((queries, 1), dim=3)
-    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 def rotary_heads_cuda(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:

@@ -117,7 +117,7 @@ QWEN_DEFAULTS = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "use_sliding_window": False,
-    "sliding_window": 4096,
+    "sliding_window": None,
     "attention_dropout": 0.0,
 }
 QWEN2 = PublishedArchitecture(

@@ -24,6 +24,8 @@ from megapar.core.device import attention as attention_forms
 from megapar.core.device import ops, triton_operators
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
+from megapar.core.device.kinds import device_class
+from megapar.core.sharding import bucket
 from megapar.tools.tracing.replaced import replaced
 
 _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
@@ -128,6 +130,7 @@ def as_on_a_gpu(device: FakeGpu) -> Iterator[None]:
         if kind != "cuda":
             stack.enter_context(_fused_norms(kind))
             stack.enter_context(replaced(ops, "OPS", _forms(kind)))
+            stack.enter_context(replaced(bucket, "device_class", lambda kind: device_class("cuda")))
         yield
 
 
