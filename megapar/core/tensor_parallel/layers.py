@@ -232,9 +232,11 @@ class RowLinear(nn.Module):
             x: Input.
             ends_unit: The recomputed unit whose output this is.
             onto: A sum [B S(/mp), O] to add the output to, which is returned in its place. No backward may read it: on
-                one rank and without a bias the product adds to it in place.
+                one rank and without a bias the product adds to it in place, unless it is a view, as FSDP makes of the
+                inputs of its groups.
         """
-        if onto is not None and (self.mp.size > 1 or self.fp8 is not None or self.bias is not None):
+        plain = self.mp.size == 1 and self.fp8 is None and self.bias is None
+        if onto is not None and (not plain or onto._is_view()):
             return onto + self.forward(x, ends_unit).flatten(0, -2)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)

@@ -30,6 +30,7 @@ class PatientStream(io.TextIOBase):
         self._waiting = bytearray()
         self._lock = threading.RLock()  # reentrant, because a signal handler may write during a write
         self._gone = False
+        self._by_line = False
         self.failures = 0
         self.dropped = 0
 
@@ -57,8 +58,23 @@ class PatientStream(io.TextIOBase):
         """Append text to the buffer and write the buffer."""
         with self._lock:
             self._waiting += text.encode(self._encoding, errors="backslashreplace")
-            self._send()
+            if not self._by_line or "\n" in text:
+                self._send()
         return len(text)
+
+    def reconfigure(
+        self, *, encoding: str | None = None, line_buffering: bool | None = None, **unused: str | bool | None
+    ) -> None:
+        """Change the stream as ``io.TextIOWrapper.reconfigure``, which scripts call on sys.stdout.
+
+        Args:
+            encoding: Encoding of the text from now on; None: unchanged.
+            line_buffering: Write whole lines only, so that those of several processes do not mix; None: unchanged.
+            unused: Its other arguments, which have no meaning here: characters that cannot be encoded are escaped.
+        """
+        self.flush()
+        self._encoding = encoding or self._encoding
+        self._by_line = self._by_line if line_buffering is None else line_buffering
 
     def flush(self) -> None:
         """Write the buffer."""

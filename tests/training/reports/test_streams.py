@@ -27,6 +27,26 @@ def test_a_reader_that_goes_away_costs_lines_and_nothing_else() -> None:
     stream.close()
 
 
+def test_a_script_may_ask_for_whole_lines_and_another_encoding() -> None:
+    reader, writer = os.pipe()
+    stream = PatientStream(writer)
+    stream.write("a")
+    stream.reconfigure(encoding="latin-1", line_buffering=True, write_through=False)
+    assert os.read(reader, 100) == b"a"
+    print("one", end=" ", file=stream)
+    stream.write("two ")
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 100)
+    print("caf\xe9", file=stream)
+    assert os.read(reader, 100) == b"one two caf\xe9\n"
+    stream.reconfigure(line_buffering=False)
+    stream.write("b")
+    assert os.read(reader, 100) == b"b"
+    os.close(reader)
+    os.close(writer)
+
+
 def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
