@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--findings", type=Path, help="findings.jsonl of a measured day")
     parser.add_argument("--operators", type=int, default=0, help="also list this many operators of a layer")
     options = parser.parse_args()
+    if any("compiled" in name for name in options.layer):
+        parser.error("compiled layers are not built: the trace of a lowered function does not tell attention's FLOPs")
     inputs = read() if options.findings is None else with_findings(read(), options.findings)
     print_inputs(inputs)
     found = {}
