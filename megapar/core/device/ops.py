@@ -124,13 +124,13 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "reference": attention_reference,
             "cpu": attention_fused,
             "cuda": attention_flash,
-            "npu": ascend.attention_npu,
+            "npu": attention_reference,
         },
         "attention_cudnn": {
             "reference": attention_reference,
             "cpu": attention_fused,
             "cuda": attention_cudnn,
-            "npu": ascend.attention_npu,
+            "npu": attention_reference,
         },
         "packed_attention": {
             "reference": packed_attention_reference,
