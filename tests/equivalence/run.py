@@ -7,8 +7,9 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megapar.arguments import parse
 from megapar.core.comm.world import World
+from megapar.core.device import kinds
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
@@ -53,6 +55,12 @@ class Trace:
     decided_on_device: bool = False
 
 
+def _with_products_of_small_weights(tables: Any) -> Any:
+    """Return the tables of devices, on which also the gradients of small weights are added by their products."""
+    rows, classes = tables
+    return rows, {name: replace(one, least_product_elements=0) for name, one in classes.items()}
+
+
 def trace(
     rank: int,
     world_size: int,
@@ -76,6 +84,8 @@ def trace(
         config = parse(kind, [*flags, "--log-interval", str(steps + 1)], dict(os.environ))
         corpus = build.make_corpus(config)
         device = _device(backend)
+        tables = _with_products_of_small_weights(kinds._tables())
+        stack.enter_context(patch.object(kinds, "_tables", lambda: tables))
         if isinstance(device, LazyDevice):
             stack.enter_context(device)
         world = World.start(config.grid, device, timedelta(seconds=60), f"file://{rendezvous}")

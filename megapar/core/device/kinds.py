@@ -39,6 +39,8 @@ class DeviceClass:
         compiler: Generates torch.compile's code: triton, c++ or none.
         logits_bytes: Bytes of fp32 logits that the loss computes at a time.
         one_hot_rows: Most rows of an embedding whose gradient is a product with one-hot indices.
+        least_product_elements: Smallest weight whose gradient is added to its bucket by its product. For smaller ones
+            the host takes longer for the product's node than for a copy.
         packs_rows: The gradients of a sharded bucket are copied into it by one kernel, once it has all of them.
     """
 
@@ -53,6 +55,7 @@ class DeviceClass:
     compiler: str
     logits_bytes: int
     one_hot_rows: int
+    least_product_elements: int
     packs_rows: bool
 
 
@@ -185,5 +188,6 @@ def _class(row: Mapping[str, Any]) -> DeviceClass:
         compiler=row["compiler"],
         logits_bytes=row["logits_mib"] * MEGABYTE,
         one_hot_rows=row["one_hot_rows"],
+        least_product_elements=row["least_product_elements"],
         packs_rows=row["packs_rows"],
     )

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.world import World
 from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.kinds import device_class
 from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.bucket import Bucket
 from megapar.core.sharding.bucket_plan import PlannedBucket
@@ -97,7 +98,8 @@ class ZeroSharding:
         for number, bucket in enumerate(self.buckets):
             for index, member in enumerate(bucket.members):
                 member.parameter.register_post_accumulate_grad_hook(self._hook(number, index))
-                if bucket.shard.size == 1:
+                least = device_class(member.parameter.device.type).least_product_elements
+                if bucket.shard.size == 1 and member.numel >= least:
                     set_gradient_sink(member.parameter, self._sink(number, index))
         gathers = not all(bucket.aliased for bucket in self.buckets)
         for name, modules in units.items() if gathers else ():
