@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks, side_by_side
 # The second step starts from parameters that the first one changed; what it does to moments is in those it leaves.
 STEPS, GROWING_STEPS = 2, 3
 # bf16 is compared over steps that change nothing, so that all of them measure the rounding of one model.
-STILL, STILL_STEPS = ("--lr", "1e-30", "--weight-decay", "0"), 4
+STILL, STILL_STEPS = ("--lr", "1e-30", "--weight-decay", "0"), 8
 
 
 @functools.cache
