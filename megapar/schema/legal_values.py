@@ -9,7 +9,7 @@ Tested in ``tests/model/test_absurd_folder.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_INT = 2**63 - 1
@@ -60,12 +60,12 @@ def text(value: Any) -> str:
 
 
 def rope(value: Any) -> str:
-    """Accept an object with the base and the type of rotary positions, or null."""
+    """Accept an object with the base, the type and the scaling of rotary positions, or null."""
     if value is None:
         return ""
     if not isinstance(value, dict):
         return "an object or null"
-    for name, check in (("rope_theta", THETA), ("rope_type", text), ("type", text)):
+    for name, check in ROPE_PARTS.items():
         if name in value and (wanted := check(value[name])):
             return f"an object whose {name} is {wanted}"
     return ""
@@ -87,3 +87,15 @@ COUNT, OPTIONAL_COUNT = whole(0), whole(0, optional=True)
 PROBABILITY, OPTIONAL_PROBABILITY = number(0.0, 1.0), number(0.0, 1.0, optional=True)
 EPSILON = number(0.0, 1.0)
 THETA = number(0.0, above=True, optional=True)
+ROPE_PARTS: Mapping[str, Check] = {
+    "rope_theta": THETA,
+    "rope_type": text,
+    "type": text,
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "attention_factor"), THETA),
+    **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), number(0.0, optional=True)),
+    "original_max_position_embeddings": OPTIONAL_SIZE,
+    "truncate": lambda value: "" if isinstance(value, bool) else "true or false",
+    "partial_rotary_factor": number(0.0, 1.0, above=True, optional=True),
+}
+"""Checks of the parts of an object that describes rotary positions."""
+POSITIVE = number(0.0, above=True)

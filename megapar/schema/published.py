@@ -35,7 +35,8 @@ class Setting:
         only: The only supported value; any other one is refused, and this one is written.
         implied: Value that readers assume if the key is missing; it is therefore not written.
         written: megapar writes the key.
-        retrained: Training may change it, so that the file of a trained model contains the model's value.
+        retrained: Training may change it, so that the file of a trained model contains the model's value; or a function
+            that says so for a whole config.json.
         to_flag: Returns the flag's value for a whole config.json; by default the key's own value.
         from_flags: Returns the key's value for a model's settings; by default ``only``, or the flag's value.
         refused: Returns the reason why the value in a config.json is not supported, "" if it is; printed after "KEY is
@@ -49,7 +50,7 @@ class Setting:
     only: Any = ANY
     implied: Any = ANY
     written: bool = True
-    retrained: bool = False
+    retrained: bool | Callable[[Json], bool] = False
     to_flag: Callable[[Json], Any] | None = None
     from_flags: Callable[[Settings], Any] | None = None
     refused: Callable[[Json], str] | None = None
@@ -113,8 +114,12 @@ class PublishedArchitecture:
         fixed_sizes: Fields of the model's sizes that the class fixes and no flag sets.
         limits: Restrictions of the class.
         renames: (pattern, replacement) pairs applied to the Hugging Face names of the parameter table.
+        vectors: Patterns of the table's names of tensors that are [n] in the class and [1, n] in the table.
+        whole: (pattern, replacement) pairs from names of parameters to names of tensors that the class stores in one,
+            and the table in pieces: a layer's experts [E, .., I], whose middle dims are one dim in the file.
         absent: Patterns of the names that its folders do not contain; these tensors are zero here.
         absent_without: More such patterns, by the key of config.json; a pattern applies if its key is false.
+        fp32: Patterns of the names that its folders contain in fp32 whatever the dtype of the others.
         tied: Copies of tied tensors that some writers store, with the original of each.
         rotary_halves: The class pairs features (i, i + D / 2) of a head for rotary positions and megapar pairs
             (2i, 2i + 1), so that the rows of queries and keys are stored in a different order.
@@ -130,8 +135,11 @@ class PublishedArchitecture:
     fixed_sizes: Mapping[str, Any] = field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
+    vectors: tuple[str, ...] = ()
+    whole: tuple[tuple[str, str], ...] = ()
     absent: tuple[str, ...] = ()
     absent_without: Mapping[str, str] = field(default_factory=dict)
+    fp32: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     rotary_halves: bool = False
     trained_as: str = ""
@@ -144,6 +152,14 @@ class PublishedArchitecture:
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         return name
+
+    def hf_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in the class's folders of a tensor of the parameter table."""
+        return shape[1:] if any(re.search(pattern, name) for pattern in self.vectors) else shape
+
+    def is_fp32(self, hf_name: str) -> bool:
+        """Return True if the class's folders contain the tensor in fp32 whatever the dtype of the others."""
+        return any(re.search(pattern, hf_name) for pattern in self.fp32)
 
     def of_folder(self, config: Json) -> PublishedArchitecture:
         """Return this class as stored by a folder with this config.json."""
@@ -158,11 +174,30 @@ class PublishedArchitecture:
                 content[setting.name] = value
         return content
 
+    def continued(self, published: Json, settings: Settings) -> dict[str, Any]:
+        """Return the content of config.json for a model with these settings that was loaded from a published folder.
+
+        A key keeps the folder's value, also where megapar does not read it, unless its flag has been changed since.
+
+        Args:
+            published: The folder's config.json, perhaps of another class that is trained as this one.
+            settings: The model's settings, its ``dtype`` included.
+        """
+        whole = {**self.defaults, **published}
+        content = {**published, "architectures": [self.name], **self.retrained(published, settings)}
+        for setting in self.settings:
+            if setting.flag and setting.written and setting.flag_value(whole) != settings[setting.flag]:
+                content[setting.name] = setting.value(settings)
+        if content.get("quantization_config"):
+            del content["quantization_config"]  # the weights are written as numbers
+        names = [name for name in ("dtype", "torch_dtype") if name in published]
+        return content | dict.fromkeys(names or ["dtype"], settings["dtype"])
+
     def retrained(self, config: Json, settings: Settings) -> dict[str, Any]:
         """Return the keys that training may have changed, with the model's values."""
         changed = {}
         for setting in self.settings:
-            if setting.retrained:
+            if setting.retrained(config) if callable(setting.retrained) else setting.retrained:
                 value = setting.value(settings)
                 if setting.name in config or value != setting.implied:
                     changed[setting.name] = value

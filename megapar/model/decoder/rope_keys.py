@@ -1,0 +1,154 @@
+"""Keys of config.json on rotary positions, in the form of transformers 5 and in that before it. Standard library only.
+
+transformers 5 has one object ``rope_parameters``. Before, ``rope_theta`` and ``partial_rotary_factor`` were keys of
+their own and the scaling was ``rope_scaling``, whose ``type`` is now ``rope_type``. As in transformers,
+``rope_scaling`` takes precedence, and a value inside the object over one outside of it.
+
+Tested in ``tests/training/test_rope_folders.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megapar.model.rope_scaling import FLAGS_OF, LINEAR, LLAMA3, NONE, SCALED, YARN, flags_of_scaling
+from megapar.schema.legal_values import ROPE_PARTS, THETA, rope
+from megapar.schema.published import Json, Setting, Settings
+
+UNSCALED = "default"
+_KEYS = {
+    "factor": "rope_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "attention_factor": "rope_attention_factor",
+    "truncate": "yarn_correction_range_round_to_int",
+}
+_NEEDED = {UNSCALED: (), LINEAR: ("factor",), LLAMA3: ("factor", "low_freq_factor", "high_freq_factor"), YARN: ()}
+_ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+_DEFAULTS = flags_of_scaling(None)
+
+
+def rope_settings(partial: float | None = None) -> tuple[Setting, ...]:
+    """Return the settings of rotary positions.
+
+    Args:
+        partial: Share of a head that the class rotates if config.json does not say; None for a class that always
+            rotates whole heads.
+    """
+    main = Setting(
+        "rope_parameters",
+        rope,
+        "rope_theta",
+        to_flag=_theta,
+        from_flags=_written if partial is None else _written_with_share,
+        refused=lambda config: "" if config.get("rope_scaling") else _reason(config, partial),
+        retrained=lambda config: not config.get("rope_scaling") and _incomplete(config),
+    )
+    old = Setting(
+        "rope_scaling",
+        rope,
+        written=False,
+        from_flags=_written if partial is None else _written_with_share,
+        refused=lambda config: _reason(config, partial) if config.get("rope_scaling") else "",
+        retrained=lambda config: bool(config.get("rope_scaling")) and _incomplete(config),
+    )
+    share = Setting("partial_rotary_factor", ROPE_PARTS["partial_rotary_factor"], written=False)
+    if partial is not None:
+        share = Setting(
+            "rope_parameters", rope, "rotary_percent", written=False, to_flag=lambda config: _share(config, partial)
+        )
+    scaling = (_one("rope_scaling_type", _type), *(_one(flag, _value(key, flag)) for key, flag in _KEYS.items()))
+    return (main, *scaling, share, Setting("rope_theta", THETA, written=False), old)
+
+
+def _one(flag: str, to_flag: Callable[[Json], Any]) -> Setting:
+    return Setting("rope_parameters", rope, flag, written=False, to_flag=to_flag)
+
+
+def _object(config: Json) -> Json:
+    found: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return found
+
+
+def _theta(config: Json) -> float:
+    return float(_object(config).get("rope_theta") or config["rope_theta"])
+
+
+def _share(config: Json, default: float) -> float:
+    share = _object(config).get("partial_rotary_factor")
+    return float(share or config.get("partial_rotary_factor") or default)
+
+
+def _named(config: Json) -> str:
+    """Return the type of rope by its name in config.json."""
+    found = _object(config)
+    return str(found.get("rope_type") or found.get("type") or UNSCALED)
+
+
+def _type(config: Json) -> str:
+    return NONE if _named(config) == UNSCALED else _named(config)
+
+
+def _value(key: str, flag: str) -> Callable[[Json], Any]:
+    """Return the function that reads one number of the scaling; a type that does not use it has the flag's default."""
+
+    def value(config: Json) -> Any:
+        found = _object(config).get(key)
+        if flag not in FLAGS_OF.get(_type(config), ()):
+            return _DEFAULTS[flag]
+        if found is None and flag == "original_max_position_embeddings":
+            return config["max_position_embeddings"]
+        if found is None and key == "factor":  # of yarn
+            original = _object(config).get("original_max_position_embeddings") or config["max_position_embeddings"]
+            return config["max_position_embeddings"] / original
+        if not found and key in ("beta_fast", "beta_slow"):
+            return _DEFAULTS[flag]
+        return _DEFAULTS[flag] if found is None else found
+
+    return value
+
+
+def _reason(config: Json, partial: float | None) -> str:
+    """Return why this scaling is not supported, "" if it is."""
+    found, name = _object(config), _named(config)
+    if any(isinstance(value, dict) for value in found.values()):
+        return "but all layers have the same rotary positions here"
+    if name not in (UNSCALED, *SCALED):
+        return f"but rope of the type {name[:40]} is not supported; types are {', '.join((UNSCALED, *SCALED))}"
+    if lacking := [key for key in _NEEDED[name] if found.get(key) is None]:
+        return f"but rope of the type {name} needs {', '.join(lacking)}"
+    if name == LLAMA3 and found["low_freq_factor"] >= found["high_freq_factor"]:
+        return "but low_freq_factor must be below high_freq_factor"
+    if name == YARN and _theta(config) <= 1:
+        return "but yarn needs a rope_theta above 1"
+    if name != YARN and found.get("mscale_all_dim"):
+        return "but mscale_all_dim is of the type yarn only"
+    if partial is None and _share(config, 1.0) != 1:
+        return "but this class rotates whole heads: partial_rotary_factor must be 1"
+    return ""
+
+
+def _incomplete(config: Json) -> bool:
+    """Return True if the scaling depends on ``max_position_embeddings``, which training may change."""
+    lacking = [key for key in ("factor", "original_max_position_embeddings") if _object(config).get(key) is None]
+    return _named(config) in (LLAMA3, YARN) and bool(lacking)
+
+
+def _written(settings: Settings) -> dict[str, Any]:
+    """Return the object of transformers 5, without the keys that have their default."""
+    kind = settings["rope_scaling_type"]
+    found = {"rope_type": UNSCALED if kind == NONE else kind, "rope_theta": settings["rope_theta"]}
+    for key, flag in _KEYS.items():
+        if flag in FLAGS_OF[kind] and (key in _ALWAYS or settings[flag] != _DEFAULTS[flag]):
+            found[key] = settings[flag]
+    return found
+
+
+def _written_with_share(settings: Settings) -> dict[str, Any]:
+    return {**_written(settings), "partial_rotary_factor": settings["rotary_percent"]}
