@@ -90,7 +90,7 @@ class MoeLayer(nn.Module):
         Args:
             sizes: Global sizes and routing options.
             shared: The shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
-                only if ``sizes.shared_experts`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``,
+                only if ``sizes.shared_width`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``,
                 and with an attribute ``adds_onto`` a sum to add to.
             ep: Each rank has a contiguous chunk of the experts; None: one rank.
             emp: Each expert's features are sharded over it; all of mp, or one rank; None: one rank.
@@ -259,7 +259,7 @@ def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:
 
 
 def _check_shared(sizes: MoeSizes, shared: nn.Module | None) -> None:
-    if (shared is None) != (sizes.shared_experts == 0):
+    if (shared is None) != (sizes.shared_width == 0):
         given = "no module" if shared is None else "a module"
         raise ValueError(f"shared_experts is {sizes.shared_experts}, but {given} was passed as shared")
 

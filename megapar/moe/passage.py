@@ -170,7 +170,14 @@ class Passage:
         wide_TH, x_TH, shared_TH = layer.router.fan_out(x_BsH.flatten(0, 1))
         routing = layer.router(wide_TH, valid_T, batch)  # [1]
         kept_Tk = self.routing.keep(routing, valid_T, batch, length)  # [2]
-        weights_Tk = gate_weights(routing, kept_Tk, over_kept=layer.sizes.has_capacity, scaling=layer.sizes.scaling)
+        sizes = layer.sizes
+        weights_Tk = gate_weights(
+            routing,
+            kept_Tk,
+            over_kept=sizes.has_capacity,
+            scaling=sizes.scaling,
+            renormalizes=sizes.renormalizes,
+        )
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
         rows, exact = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
         counts_kE = routing.sums.counts if kept_Tk is None else None

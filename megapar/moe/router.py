@@ -69,7 +69,7 @@ class Router(nn.Module):
         super().__init__()
         self.sizes, self.copies = sizes, copies
         self.run, self.top = run, TopExperts(sizes, run)
-        self.renormalizes = sizes.score == "softmax" and sizes.topk > 1 and not sizes.has_capacity
+        self.renormalizes = sizes.score == "softmax" and sizes.renormalizes and not sizes.has_capacity
         exact = at_least_fp32(dtype)
         self.weight = nn.Parameter(torch.empty(sizes.num_experts, sizes.hidden_size, dtype=exact, device=device))
         self.register_buffer("correction_bias", torch.zeros(sizes.num_experts, dtype=exact, device=device))
@@ -249,38 +249,51 @@ class _ChosenShares(torch.autograd.Function):
 def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
     """Choose the experts with the highest score plus correction bias in the best groups only, best first: [T, k].
 
-    A group's score is the sum of its best k / group_topk experts (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    A group's score is the sum of its best ``scored_of_group`` experts: k / group_topk of them in DeepSeek-V3 (arXiv
+    2412.19437, section 2.1.2), whose published class always takes two; one in DeepSeek-V2 (arXiv 2405.04434, section
+    2.1.3).
     """
     biased_TE = probs_TE + bias_E if sizes.biased else probs_TE
     if sizes.group_topk < sizes.groups:
         grouped = biased_TE.unflatten(1, (sizes.groups, -1))
-        best = grouped.topk(sizes.topk // sizes.group_topk, dim=2).values.sum(2)
+        best = grouped.topk(sizes.scored_of_group, dim=2).values.sum(2)
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(sizes.group_topk, dim=1).indices, True)
         biased_TE = grouped.masked_fill(~chosen[:, :, None], -math.inf).flatten(1)
     return torch.topk(biased_TE, sizes.topk, dim=1).indices
 
 
-def gate_weights(routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0) -> Tensor:
+def gate_weights(
+    routing: Routing,
+    kept_Tk: Tensor | None,
+    *,
+    over_kept: bool,
+    scaling: float = 1.0,
+    renormalizes: bool | None = None,
+) -> Tensor:
     """Compute the gate weights of the expert outputs from the unbiased scores, 0 for dropped pairs: [T, k].
 
-    k = 1: the raw score. k >= 2: renormalized over the kept choices (deepspeed_moe) or over all choices (megatron_moe).
+    They are the scores, or the scores renormalized over the kept choices (deepspeed_moe) or over all choices
+    (megatron_moe). A sum below ``SMALLEST_TOTAL`` divides as that number. Published classes add 1e-20 to the sum
+    instead (DeepSeek-V3), or nothing (Qwen): the same to 1e-8 of a weight wherever the sum is above ``SMALLEST_TOTAL``.
 
     Args:
         routing: The router's choices.
         kept_Tk: bool; None: every pair is kept.
         over_kept: Renormalize over the kept choices only.
         scaling: Factor on all weights.
+        renormalizes: Divide by the sum; None: if there are several choices.
     """
-    weights_Tk = _shares(routing, kept_Tk, over_kept)
+    divided = routing.experts.shape[1] > 1 if renormalizes is None else renormalizes
+    weights_Tk = _shares(routing, kept_Tk, over_kept, divided)
     return weights_Tk if scaling == 1.0 else weights_Tk * scaling
 
 
-def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool) -> Tensor:
+def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool, divided: bool) -> Tensor:
     if routing.shares is not None and (kept_Tk is None or not over_kept):
         return routing.shares if kept_Tk is None else torch.where(kept_Tk, routing.shares, 0.0)
     chosen_Tk = routing.probs.gather(1, routing.experts)
     weights_Tk = chosen_Tk if kept_Tk is None else torch.where(kept_Tk, chosen_Tk, 0.0)
-    if chosen_Tk.shape[1] == 1:
+    if not divided:
         return weights_Tk
     if over_kept or kept_Tk is None:
         shares_Tk: Tensor = _Renormalized.apply(weights_Tk)

@@ -58,7 +58,7 @@ def best_of(sizes: MoeSizes, scores: list[float]) -> list[int]:
     """The experts of one token, best first."""
     size = sizes.num_experts // sizes.groups
     groups = [scores[g * size : (g + 1) * size] for g in range(sizes.groups)]
-    worth = [sum(sorted(group)[-(sizes.topk // sizes.group_topk) :]) for group in groups]
+    worth = [sum(sorted(group)[-(sizes.group_score_topk or sizes.topk // sizes.group_topk) :]) for group in groups]
     best = sorted(range(sizes.groups), key=lambda g: -worth[g])[: sizes.group_topk]
     return sorted((e for e in range(sizes.num_experts) if e // size in best), key=lambda e: -scores[e])[: sizes.topk]
 
@@ -106,7 +106,8 @@ def dense(layer: MoeLayer, x_BSH: Tensor, valid_BS: Tensor) -> tuple[Tensor, Ten
         over = choices if sizes.kind == "deepspeed_moe" else range(sizes.topk)
         total = sum((probs[at][experts[at][c]] for c in over), torch.zeros(()))
         for c in choices:
-            weight = probs[at][experts[at][c]] / (total if sizes.topk > 1 else 1.0)
+            divided = {"auto": sizes.topk > 1, "on": True, "off": False}[sizes.norm_topk_prob]
+            weight = probs[at][experts[at][c]] / (total if divided else 1.0)
             y = y.index_put(
                 tuple(torch.tensor(i) for i in at),
                 sizes.scaling * weight * one_expert(layer, experts[at][c], x_BSH[at]),

@@ -98,6 +98,26 @@ def test_sigmoid_groups_scaling_and_losses_of_single_samples(kind, valid):
     check_against_oracle(layer, valid)
 
 
+@pytest.mark.parametrize("valid", ["all", "padded"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {"norm_topk_prob": "off"},
+        {"norm_topk_prob": "on", "topk": 1},
+        {"norm_topk_prob": "off", "score": "sigmoid", "scaling": 2.5},
+        {"norm_topk_prob": "on", "score": "sigmoid", "topk": 1},
+        {"groups": 2, "group_topk": 1, "group_score_topk": 1},
+        {"topk": 3, "groups": 3, "group_topk": 2, "group_score_topk": 2, "score": "sigmoid"},
+    ],
+    ids=lambda routing: "-".join(map(str, routing.values())),
+)
+def test_weights_as_they_are_or_divided_and_scores_of_groups(kind, routing, valid):
+    layer = make(capacity_factor=0.7, **kind, **routing)
+    layer.router.correction_bias[2] = 0.05
+    check_against_oracle(layer, valid)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 @pytest.mark.parametrize("options", [{"activation": "gelu", "add_bias": True}, {"add_bias": True, "shared": True}])
 def test_biases_gelu_and_shared_experts(kind, options):
