@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,17 @@ def flight_record() -> bytes:
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
     record: bytes = dump() if dump is not None else b""
     return record if b'"record_id"' in record else b""
+
+
+def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return the functions of the innermost ``saved_tensors_hooks``; outside of any, two that change nothing."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = top and top(False)
+    return found or (_unchanged, _unchanged)
+
+
+def _unchanged(kept: Any) -> Any:
+    return kept
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, *place: Any, **more: Any) -> Any:

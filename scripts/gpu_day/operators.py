@@ -21,6 +21,7 @@ from megapar.core.device.attention import attention_reference
 from megapar.core.device.attention_slice import attention_slice_reference
 from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
+from megapar.core.device.head_dims import HeadWidths
 from megapar.core.device.ops import OPS
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.device.pick import pick
@@ -110,8 +111,8 @@ def compare(form: Callable[..., Tensor], reference: Callable[..., Tensor], case:
 
 
 def _joined(results: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """Return queries, keys and values as one tensor."""
-    return results if isinstance(results, Tensor) else torch.cat(results, dim=2)
+    """Return queries, keys and values as one tensor, features of all heads side by side."""
+    return results if isinstance(results, Tensor) else torch.cat([x.flatten(2) for x in results], dim=2)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -207,6 +208,25 @@ def _rotary_heads(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
         yield Case(f"{queries} queries per group", (qkv,), {"cos": angles.cos(), "sin": angles.sin()})
 
 
+def _rotate_last(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    angles = torch.rand(2, _length(day), 16, device=day.place)
+    for width in (96, 128):
+        # A device's form turns its argument in place, so it gets a product of its own.
+        more = {"cos": angles.cos(), "sin": angles.sin(), "factor": 1.25, "width": width}
+        yield Case(f"96 features in {width}", (draw(2, _length(day), 4, 96),), more)
+
+
+def _join_heads(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    S = _length(day)
+    for widths in (HeadWidths(96, 64), HeadWidths(96, 96)):
+        tensors = draw(2, S, 4, 64 + 64), draw(2, S, 32)
+        yield Case(f"values in {widths.value} features", tensors, {"plain": 64, "widths": widths})
+
+
+def _wide_product(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
+    yield Case("rows", (draw(_length(day), 96, differentiate=False), draw(96, 64, differentiate=False)), {})
+
+
 def _counts(day: Day) -> Iterator[tuple[int, ...]]:
     """Yield rows per expert for four experts: mixed, all on one expert, and none."""
     S = _length(day)
@@ -268,6 +288,9 @@ _CASES: dict[str, Callable[[Day, Callable[..., Tensor]], Iterator[Case]]] = {
     "swiglu": _swiglu,
     "rotary": _rotary,
     "rotary_heads": _rotary_heads,
+    "rotate_last": _rotate_last,
+    "join_heads": _join_heads,
+    "wide_product": _wide_product,
     "grouped_linear": partial(_grouped, which="linear"),
     "grouped_input_gradient": partial(_grouped, which="input"),
     "grouped_weight_gradient": partial(_grouped, which="weight"),

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapar.core.device.dtypes import at_least_fp32
+
 
 @dataclass(frozen=True)
 class WeightProduct:
@@ -43,3 +45,21 @@ def add_product_wide(total: Tensor, a: Tensor, b: Tensor, *, begins: bool) -> Te
     if begins:
         return torch.mm(a, b, out_dtype=torch.float32, out=total)
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+def wide_product_reference(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [M, K] @ b [K, N] in max(fp32, dtype), not rounded to its dtype."""
+    wide = at_least_fp32(a.dtype)
+    return a.to(wide) @ b.to(wide)
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Compute ``wide_product_reference`` from 16-bit factors by one kernel (torch on CUDA)."""
+    if a.dtype.itemsize > 2:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def wide_product_rounded(a: Tensor, b: Tensor) -> Tensor:
+    """Compute ``wide_product_reference`` where products are rounded to the dtype of their factors."""
+    return (a @ b).to(at_least_fp32(a.dtype))

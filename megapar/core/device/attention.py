@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapar.core.device.attention_table import CAUSAL, CUDNN, FLASH, FULL, AttentionCall, Capability, takes
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.head_dims import cut_features, equal_head_dims, pad_features
+from megapar.core.device.head_dims import HeadWidths, cut_features, equal_head_dims, pad_features
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
 
@@ -97,6 +97,27 @@ def _fits(kernel: str, q: Tensor, v: Tensor, causal: bool, valid: Tensor | None,
     """Return True if the kernel of this name takes the call. It takes no mask but the causal one."""
     form = CAUSAL if causal else FULL if valid is None else None
     return form is not None and takes(kernel, call_of(form, q, v, dropout))
+
+
+def kernel_head_dims(operator: str, like: Tensor, key_dim: int, value_dim: int) -> HeadWidths:
+    """Return the head sizes to which the kernels of an operator would pad keys and values.
+
+    Heads that have these sizes already are not copied.
+
+    Args:
+        operator: Its name in the table of operators.
+        like: A tensor of the dtype and on the device of the heads.
+        key_dim: Head size of queries and keys.
+        value_dim: Head size of values.
+    """
+    largest, kind = max(key_dim, value_dim), like.device.type
+    if like.dtype == torch.float64 or kind not in ("cpu", "cuda", "npu"):
+        return HeadWidths(key_dim, value_dim)
+    if kind == "npu":
+        return HeadWidths(largest, value_dim)  # only keys smaller than values are padded
+    if kind == "cuda" and operator == "attention_flash" and like.dtype in (torch.bfloat16, torch.float16):
+        largest = -(-largest // MULTIPLE) * MULTIPLE
+    return HeadWidths(largest, largest)
 
 
 def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> AttentionCall:

@@ -29,6 +29,18 @@ class EqualHeads(NamedTuple):
     scale: float | None
 
 
+class HeadWidths(NamedTuple):
+    """Features of the heads that the kernel of attention gets: the model's, or more, filled up with zeros.
+
+    Attributes:
+        key: Features of a query or key head.
+        value: Features of a value head.
+    """
+
+    key: int
+    value: int
+
+
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:
     """Pad q and k [.., Dk] or v [.., Dv] to max(Dk, Dv) features. Copies nothing if the sizes are equal."""
     key_dim, value_dim = q.shape[-1], v.shape[-1]

@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.device import ascend
-from megapar.core.device.accumulate import add_product_reference, add_product_wide
+from megapar.core.device.accumulate import (
+    add_product_reference,
+    add_product_wide,
+    wide_product,
+    wide_product_reference,
+    wide_product_rounded,
+)
 from megapar.core.device.attention import attention_cudnn, attention_flash, attention_fused, attention_reference
 from megapar.core.device.attention_slice import (
     attention_slice_fused,
@@ -64,6 +70,14 @@ from megapar.core.device.grouped import (
     grouped_linear_reference,
     grouped_weight_gradient_aligned,
     grouped_weight_gradient_reference,
+)
+from megapar.core.device.latent_heads import (
+    join_heads_apart,
+    join_heads_once,
+    join_heads_reference,
+    rotate_last_in_place,
+    rotate_last_npu,
+    rotate_last_reference,
 )
 from megapar.core.device.packed_attention import (
     packed_attention_by_document,
@@ -176,6 +190,18 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "cuda": rotary_heads_cuda,
             "npu": rotary_heads_by(ascend.rotary_npu),
         },
+        "rotate_last": {
+            "reference": rotate_last_reference,
+            "cpu": rotate_last_in_place,
+            "cuda": rotate_last_in_place,
+            "npu": rotate_last_npu,
+        },
+        "join_heads": {
+            "reference": join_heads_reference,
+            "cpu": join_heads_once,
+            "cuda": join_heads_once,
+            "npu": join_heads_apart,
+        },
         "grouped_linear": {
             "reference": grouped_linear_reference,
             "cpu": grouped_linear_aligned,
@@ -195,6 +221,7 @@ OPS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
             "npu": ascend.grouped_weight_gradient_npu,
         },
         "add_product": {"reference": add_product_reference, "cuda": add_product_wide, "npu": add_product_reference},
+        "wide_product": {"reference": wide_product_reference, "cuda": wide_product, "npu": wide_product_rounded},
         "cross_entropy": {
             "reference": cross_entropy_reference,
             "cuda": cross_entropy_fused,

@@ -87,7 +87,7 @@ def rotary_heads_in_one_kernel(qkv: Tensor) -> bool:
     return triton_operators.takes_heads(qkv) and qkv.dtype != torch.float64
 
 
-def _turn_(wide: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn_(wide: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate wide [B, S, .., D] in place, in the dtype of its angles."""
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
     pairs.mul_(_turn(wide, cos, sin))
@@ -109,13 +109,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn_(_copied(x, cos.dtype), cos, sin).to(x.dtype)
+        return turn_(_copied(x, cos.dtype), cos, sin).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn_(_copied(grads[0], cos.dtype), cos, -sin).to(grads[0].dtype), None, None
+        return turn_(_copied(grads[0], cos.dtype), cos, -sin).to(grads[0].dtype), None, None
 
 
 class _RotaryHeads(torch.autograd.Function):
@@ -127,7 +127,7 @@ class _RotaryHeads(torch.autograd.Function):
         ctx.by_kernel = triton_operators.takes_heads(qkv)
         if ctx.by_kernel:
             return triton_operators.rotary_heads(qkv, cos, sin)
-        wide = _turn_(_copied(qkv[:, :, :, :-1], cos.dtype), cos, sin)
+        wide = turn_(_copied(qkv[:, :, :, :-1], cos.dtype), cos, sin)
         q, k = (_copied(part, qkv.dtype) for part in (wide[:, :, :, :-1], wide[:, :, :, -1]))
         return q.flatten(2, 3), k, qkv[:, :, :, -1]
 
@@ -144,6 +144,6 @@ class _RotaryHeads(torch.autograd.Function):
         wide[:, :, :, :-1].copy_(dq.unflatten(2, (num_groups, heads)))
         wide[:, :, :, -1].copy_(dk)
         dqkv = dv.new_empty(*rows, num_groups, heads + 2, features)
-        dqkv[:, :, :, :-1].copy_(_turn_(wide, cos, -sin))
+        dqkv[:, :, :, :-1].copy_(turn_(wide, cos, -sin))
         dqkv[:, :, :, -1].copy_(dv)
         return dqkv, None, None

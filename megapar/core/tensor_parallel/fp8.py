@@ -11,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
+from megapar.core.tensor_parallel.layers import ColumnLinear, ReplicatedLinear, RowLinear
 
 MULTIPLE = 16  # The hardware requires every width to be a multiple of this.
 
@@ -47,7 +47,7 @@ def odd_widths(model: nn.Module) -> list[str]:
     """Return name and shape of each linear layer with a width that is not a multiple of ``MULTIPLE``."""
     odd = []
     for name, module in model.named_modules():
-        if isinstance(module, ColumnLinear | RowLinear):
+        if isinstance(module, ColumnLinear | ReplicatedLinear | RowLinear):
             rows, columns = module.weight.shape[:-1], module.weight.shape[-1]
             if torch.Size(rows).numel() % MULTIPLE or columns % MULTIPLE:
                 odd.append(f"{name} {list(module.weight.shape)}")

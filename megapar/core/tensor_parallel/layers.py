@@ -112,6 +112,33 @@ class Linear(nn.Module):
         return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
 
 
+class ReplicatedLinear(nn.Module):
+    """A linear layer y = x w^T of a transformer layer, with the whole weight on every rank of mp.
+
+    x [.., I] @ w [O, I]^T -> y [.., O]. Every rank multiplies the positions that it has, so the weight's gradient is a
+    partial sum over mp under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        execution: Execution = DEFAULT,
+    ) -> None:
+        super().__init__()
+        self.weight = parameter((out_features, in_features), dtype, device)
+        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply [.., I] to [.., O]."""
+        if self.fp8 is not None:
+            return self.fp8(x, local(self.weight), None)
+        return linear(x, local(self.weight), None, defer_wgrad_of(self.weight, self.weight_gradients))
+
+
 class Started(NamedTuple):
     """A layer sharded over mp, between ``start`` and ``finish``.
 

@@ -9,7 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.core.device.accumulate import add_product_reference, add_product_wide
+from megapar.core.device.accumulate import (
+    add_product_reference,
+    add_product_wide,
+    wide_product,
+    wide_product_reference,
+    wide_product_rounded,
+)
 from megapar.core.device.ops import op
 
 
@@ -54,3 +60,25 @@ def test_one_dtype_needs_no_wider_form() -> None:
     total, a, b = torch.ones(3, 5), torch.randn(3, 4), torch.randn(4, 5)
     torch.testing.assert_close(add_product_wide(total.clone(), a, b, begins=False), total + a @ b)
     torch.testing.assert_close(add_product_wide(total.clone(), a, b, begins=True), a @ b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_wide_product_is_not_rounded(dtype: torch.dtype) -> None:
+    a, b = torch.randn(3, 64).to(dtype), torch.randn(64, 5).to(dtype)
+    found, exact = wide_product_reference(a, b), a.double() @ b.double()
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+    rounded = wide_product_rounded(a, b)
+    assert rounded.dtype == found.dtype
+    torch.testing.assert_close(rounded, (a @ b).to(found.dtype), rtol=0, atol=0)
+    if dtype != torch.bfloat16:
+        torch.testing.assert_close(wide_product(a, b), a @ b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_makes_a_wide_product_by_one_kernel(dtype: torch.dtype) -> None:
+    with FakeTensorMode(), Called() as called:
+        a, b = torch.empty(3, 4, dtype=dtype), torch.empty(4, 5, dtype=dtype)
+        called.names.clear()
+        assert wide_product(a, b).dtype == torch.float32
+    assert called.names == ["aten.mm.dtype"]
