@@ -5,10 +5,11 @@
 
 The ``Transport`` moves keys and values: block by block around a ring (``ring``), or all at once (``gathered``).
 Remote keys and values are not kept for the backward, which fetches them again. Their gradients are summed and sent in
-max(fp32, dtype).
+max(fp32, dtype). With an ``Expansion``, latents travel in the place of keys and values and are kept in their place
+(``latents``).
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of this rank, D head size of queries and keys, V
-of values and outputs.
+of values and outputs, R features of a latent, Dr of a rotary key.
 """
 
 from __future__ import annotations
@@ -16,52 +17,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.context_parallel.columns import Columns
+from megapar.core.context_parallel.latents import ColumnReader, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.block_attention import AttentionBlock
-from megapar.core.device.dtypes import at_least_fp32
-
-
-class Columns(NamedTuple):
-    """Keys and values, or their gradients, as one message: for each head the key's features, then the value's.
-
-    Attributes:
-        message: [S, B, G, D + V].
-        key_dim: D.
-    """
-
-    message: Tensor
-    key_dim: int
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> Columns:
-        """Copy k [B, G, S, D] and v [B, G, S, V] into one message."""
-        return cls(torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1), k.shape[-1])
-
-    def with_message(self, message: Tensor) -> Columns:
-        """Return columns with the same features at other positions. message: [any, B, G, D + V]."""
-        return Columns(message, self.key_dim)
-
-    def zeros(self) -> Columns:
-        """Return a zeroed buffer for the gradients of these columns, in max(fp32, dtype)."""
-        return self.with_message(self.message.new_zeros(self.message.shape, dtype=at_least_fp32(self.message.dtype)))
-
-    @property
-    def k(self) -> Tensor:
-        """Keys [B, G, S, D], a view."""
-        return self.message.narrow(-1, 0, self.key_dim).permute(1, 2, 0, 3)
-
-    @property
-    def v(self) -> Tensor:
-        """Values [B, G, S, V], a view."""
-        return self.message.narrow(-1, self.key_dim, self.message.shape[-1] - self.key_dim).permute(1, 2, 0, 3)
-
+from megapar.core.sharding.gradient_sink import GradientSink
 
 # Attends to tiles of columns that have arrived; in a backward it also adds to the columns' gradients.
 SeeColumns = Callable[[Iterable[Tile], Columns], None]
@@ -98,7 +65,15 @@ class Transport(Protocol):
 
 
 def attend_blockwise(
-    q: Tensor, k: Tensor, v: Tensor, transport: Transport, plan: TilePlan, *, flash: bool, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transport: Transport,
+    plan: TilePlan,
+    *,
+    flash: bool,
+    dropout: float = 0.0,
+    expansion: Expansion | None = None,
 ) -> Tensor:
     """Attend from this rank's positions to those of all ranks; returns [B, N, S, V].
 
@@ -108,9 +83,12 @@ def attend_blockwise(
         plan: The tiles to compute.
         flash: Use fused kernels where the device has them.
         dropout: Probability, applied to the attention weights.
+        expansion: Makes keys and values of the columns where they arrive; k is then latents [B, 1, S, R] and v rotary
+            keys [B, 1, S, Dr]. They are sent in q's dtype. In a wider dtype they get gradients that are not rounded.
     """
-    call = _BlockwiseCall(transport, plan, flash, dropout)
-    out: Tensor = _Blockwise.apply(q, k, v, call)
+    defer_wgrad = None if expansion is None else expansion.defer_wgrad
+    call = _BlockwiseCall(transport, plan, flash, dropout, defer_wgrad)
+    out: Tensor = _Blockwise.apply(q, k, v, None if expansion is None else expansion.weight, call)
     return out
 
 
@@ -122,40 +100,49 @@ class _BlockwiseCall:
     plan: TilePlan
     flash: bool
     dropout: float
+    defer_wgrad: GradientSink | None
+
+    def reader(self, q: Tensor, v: Tensor, weight: Tensor | None, *, needs_wgrad: bool = False) -> ColumnReader:
+        """Return the reader of the columns; latents are expanded for as many positions as q [B, N, S, D] has."""
+        return reader_of(weight, self.defer_wgrad, v.shape[-1], q.shape[2], needs_wgrad=needs_wgrad)
 
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _BlockwiseCall) -> Tensor:
-        rows = OnlineSoftmax(q, v.shape[-1], flash=call.flash, dropout=call.dropout)
-        call.transport.forward(
-            Columns.of(k, v), call.plan, lambda tiles, columns: rows.see(tiles, columns.k, columns.v)
-        )
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, call: _BlockwiseCall) -> Tensor:
+        reader = call.reader(q, v, weight)
+        rows = OnlineSoftmax(q, reader.value_dim(q, v), flash=call.flash, dropout=call.dropout)
+        own = Columns.of(k, v, q.dtype)
+        call.transport.forward(own, call.plan, lambda tiles, columns: reader.attend(rows, tiles, columns))
         result = rows.result()
-        ctx.call, ctx.drawn = call, rows.drawn
-        ctx.save_for_backward(q, k, v, *result[:2])
+        ctx.call, ctx.drawn, ctx.key_dim, ctx.column_dtype = call, rows.drawn, own.key_dim, k.dtype
+        # Latents may be in a wider dtype than the message, which is what the backward needs of them.
+        kept = (k, v) if weight is None else (own.message,)
+        ctx.save_for_backward(q, weight, *result[:2], *kept)
         return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, weight, out, lse, *kept = ctx.saved_tensors
+        own = Columns.of(*kept) if weight is None else Columns(kept[0], ctx.key_dim)
         call: _BlockwiseCall = ctx.call
         drawn: Iterator[tuple[Any, ...]] = iter(ctx.drawn)
         plan = call.plan
         if call.dropout:
             # Dropout masks were drawn per tile in the forward, so the backward must use exactly the same tiles.
-            own = len(plan.own)
-            drawn = itertools.chain(ctx.drawn[own:], ctx.drawn[:own])
+            first = len(plan.own)
+            drawn = itertools.chain(ctx.drawn[first:], ctx.drawn[:first])
             plan = TilePlan(plan.own, (), plan.own, plan.others)
         else:
             drawn = itertools.repeat(ctx.drawn[0])
         merged = AttentionBlock(out, lse)
         rows = OnlineSoftmaxBackward(grads[0], q, merged, drawn, flash=call.flash, dropout=call.dropout)
+        reader = call.reader(q, own.v, weight, needs_wgrad=ctx.needs_input_grad[3])
 
         def see(tiles: Iterable[Tile], columns: Columns, gradients: Columns) -> None:
-            rows.see(tiles, columns.k, columns.v, gradients.k, gradients.v)
+            reader.differentiate(rows, tiles, columns, gradients)
 
-        summed = call.transport.backward(Columns.of(k, v), plan, see)
-        dk, dv = (x.to(k.dtype) for x in (summed.k, summed.v))
-        return rows.dq.to(q.dtype), dk, dv, None
+        summed = call.transport.backward(own, plan, see)
+        dk, dv = (x.to(ctx.column_dtype) for x in (summed.k, summed.v))
+        return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), None

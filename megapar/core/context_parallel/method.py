@@ -25,12 +25,14 @@ class ContextParallel:
         algorithm: ``RING``, ``ULYSSES`` or ``GATHERED`` (``positions``).
         layout: The positions of each rank.
         comm: Launches the collectives and tracks those in flight.
+        latents: Attention that makes keys and values of latents sends the latents (``latents.py``).
     """
 
     axis: Axis = field(default_factory=lambda: Axis.single("cp"))
     algorithm: str = RING
     layout: SequenceLayout = field(default_factory=SequenceLayout)
     comm: CommContext = field(default_factory=CommContext)
+    latents: bool = False
 
     @property
     def active(self) -> bool:
@@ -79,8 +81,9 @@ class ContextParallel:
         if not self.active or self.deals_heads:
             return None
         sight = Sight.of(samples, own_length * self.axis.size, causal=causal, ends=ends, lengths=lengths)
-        make = ring_plan if self.algorithm == RING else gathered_plan
-        return make(self.layout, self.axis.rank, sight)
+        if self.algorithm == RING:
+            return ring_plan(self.layout, self.axis.rank, sight)
+        return gathered_plan(self.layout, self.axis.rank, sight, most=own_length if self.latents else None)
 
     def slice_plans(
         self, samples: int, own_length: int, *, ends: Sequence[int] | None = None
@@ -89,4 +92,5 @@ class ContextParallel:
         if not self.active or self.deals_heads:
             return None
         sight = Sight.of(samples, own_length * self.axis.size, causal=True, ends=ends)
-        return slice_plans(self.layout, self.axis.rank, sight, ring=self.algorithm == RING)
+        most = own_length if self.latents else None
+        return slice_plans(self.layout, self.axis.rank, sight, ring=self.algorithm == RING, most=most)

@@ -40,6 +40,7 @@ class OnlineSoftmax:
         dropout: Probability, applied to the attention weights.
 
     Attributes:
+        key_dim: D.
         out: [B, N, S, V], in max(fp32, dtype).
         lse: [B, N, S], log-sum-exp of each row, in max(fp32, dtype).
         drawn: The random state of each tile, with which the backward repeats its dropout.
@@ -47,6 +48,7 @@ class OnlineSoftmax:
 
     def __init__(self, q: Tensor, value_dim: int, *, flash: bool, dropout: float = 0.0) -> None:
         self._q, self._dropout = q, dropout
+        self.key_dim = q.shape[-1]
         # The operator table types every operator as a function of tensors; this one returns an AttentionBlock.
         self._attend: Callable[..., Any] = op("attention_block", q) if flash else block_reference
         exact = at_least_fp32(q.dtype)
@@ -70,7 +72,7 @@ class OnlineSoftmax:
 
 
 class OnlineSoftmaxBackward:
-    """The backward of ``OnlineSoftmax``: accumulates dq [B, N, S, D] in max(fp32, dtype).
+    """The backward of ``OnlineSoftmax``: accumulates dq [B, N, S, D] in max(fp32, dtype); ``key_dim`` is D.
 
     drawn: the random state of each tile, in the order in which ``see`` receives the tiles.
     """
@@ -87,6 +89,7 @@ class OnlineSoftmaxBackward:
     ) -> None:
         self._grad, self._q, self._rows, self._drawn, self._dropout = grad, q, rows, iter(drawn), dropout
         self._differentiate = op("attention_block_backward", q) if flash else block_backward_reference
+        self.key_dim = q.shape[-1]
         self.dq = torch.zeros(q.shape, dtype=at_least_fp32(q.dtype), device=q.device)
 
     def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import SendReceive
 from megapar.core.comm.in_flight import CommContext, InFlight
-from megapar.core.context_parallel.blockwise import Columns, SeeColumns, SeeColumnsBackward, TilePlan
+from megapar.core.context_parallel.blockwise import SeeColumns, SeeColumnsBackward, TilePlan
+from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
 

@@ -6,7 +6,8 @@
 (``^`` launch, ``v`` wait.) Slice c attends to the keys of slices 0..c, in order of position. They arrive block by block
 around a ring or all at once, and are kept until the layer's backward, since later slices need them again. A key's
 gradient is summed in max(fp32, dtype) over the slices that attended to it. It returns to its owner once the queries of
-its own slice, which come last in the backward, have added their part.
+its own slice, which come last in the backward, have added their part. With an ``Expansion`` all of this holds of
+latents in the place of keys and values (``latents``); each slice expands the columns that it attends to.
 
 Shape letters: B batch, N query heads, G key-value heads, S sequence, s positions of this rank in a slice, D head size
 of queries and keys, V of values and outputs.
@@ -26,11 +27,13 @@ from torch.autograd.function import once_differentiable
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, ReduceScatter, SendReceive
 from megapar.core.comm.in_flight import CommContext, InFlight
-from megapar.core.context_parallel.blockwise import Columns
+from megapar.core.context_parallel.columns import Columns
+from megapar.core.context_parallel.latents import ColumnReader, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.positions import SequenceLayout
-from megapar.core.context_parallel.tiles import Sight, Tile, diagonal_tiles, tiles_before
+from megapar.core.context_parallel.tiles import Sight, Tile, cut_columns, diagonal_tiles, tiles_before
 from megapar.core.device.block_attention import AttentionBlock
+from megapar.core.sharding.gradient_sink import GradientSink
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,33 @@ class SlicePlan:
     others: tuple[tuple[Tile, ...], ...]
 
 
-def slice_plans(layout: SequenceLayout, rank: int, sight: Sight, *, ring: bool) -> tuple[SlicePlan, ...]:
+def slice_plans(
+    layout: SequenceLayout, rank: int, sight: Sight, *, ring: bool, most: int | None = None
+) -> tuple[SlicePlan, ...]:
     """Plan every slice of ``layout``.
 
-    ring: remote keys arrive one block at a time from the ranks before this one, nearest first; otherwise all at once.
+    Args:
+        layout: The positions of each rank.
+        rank: This rank.
+        sight: The attention mask.
+        ring: Remote keys arrive one block at a time from the ranks before this one, nearest first; otherwise all at
+            once.
+        most: The maximum number of columns of a tile, for columns that are expanded piece by piece; None for any
+            number.
     """
     plans, start = [], 0
     for runs in zip(*(layout.runs(sight.length, other) for other in range(layout.size)), strict=True):
         own = runs[rank]
-        near = (*tiles_before(own, range(start), sight), *diagonal_tiles(own, sight))
+        near = [*tiles_before(own, range(start), sight), *diagonal_tiles(own, sight)]
         arrivals = [range(start, own.start)]
         if ring:
             sources = (runs[(rank - step) % layout.size] for step in range(1, layout.size))
             arrivals = [run if run.start < own.start else range(0) for run in sources]
-        others = tuple(tuple(tiles_before(own, keys, sight)) for keys in arrivals)
-        plans.append(SlicePlan(runs, near, others))
+        groups = [near, *(tiles_before(own, keys, sight) for keys in arrivals)]
+        if most is not None:
+            groups = [cut_columns(tiles, most) for tiles in groups]
+        near, *others = groups
+        plans.append(SlicePlan(runs, tuple(near), tuple(map(tuple, others))))
         start += sum(map(len, runs))
     return tuple(plans)
 
@@ -170,31 +185,38 @@ class SharedSlices:
         transport: Moves keys and values between ranks.
         plans: The tiles of each slice.
         flash: Use fused kernels where the device has them.
-        columns: Keys and values of all slices so far.
+        length: S, positions of all slices.
+        columns: Keys and values, or latents, of all slices so far.
         gradients: The gradients of ``columns`` while the backward runs.
     """
 
     def __init__(self, axis: Axis, transport: SliceTransport, plans: Sequence[SlicePlan], *, flash: bool) -> None:
         self.axis, self.transport, self.plans, self.flash = axis, transport, plans, flash
+        self.length = sum(len(run) for plan in plans for run in plan.runs)
         self.columns: Columns | None = None
         self.gradients: Columns | None = None
         self._token: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float, expansion: Expansion | None = None
+    ) -> Tensor:
         """Attend from slice ``number`` to itself and earlier slices; returns [B, N, s, V].
 
-        q [B, N, s, D], k [B, G, s, D] and v [B, G, s, V] are this rank's positions of the slice.
+        Args:
+            q: [B, N, s, D], this rank's positions of the slice; k [B, G, s, D] and v [B, G, s, V] likewise.
+            number: Number of the slice.
+            dropout: Probability, applied to the attention weights.
+            expansion: Makes keys and values of k and v, which are then latents; see ``attend_blockwise``.
         """
+        weight, defer_wgrad = (None, None) if expansion is None else (expansion.weight, expansion.defer_wgrad)
         out: Tensor
-        out, self._token = _Attend.apply(q, k, v, self._token, _Call(self, number, dropout))
+        out, self._token = _Attend.apply(q, k, v, weight, self._token, _Call(self, number, dropout, defer_wgrad))
         return out
 
-    def put(self, k: Tensor, v: Tensor, run: range) -> Columns:
+    def put(self, own: Columns, run: range) -> Columns:
         """Copy this rank's columns of a slice into those of the whole sequence."""
-        own = Columns.of(k, v)
         if self.columns is None:
-            length = sum(len(part) for plan in self.plans for part in plan.runs)
-            self.columns = own.with_message(own.message.new_empty((length, *own.message.shape[1:])))
+            self.columns = own.with_message(own.message.new_empty((self.length, *own.message.shape[1:])))
         _rows(self.columns.message, run).copy_(own.message)
         return self.columns
 
@@ -206,6 +228,12 @@ class _Call:
     shared: SharedSlices
     number: int
     dropout: float
+    defer_wgrad: GradientSink | None
+
+    def reader(self, rotary_dim: int, weight: Tensor | None, *, needs_wgrad: bool = False) -> ColumnReader:
+        """Return the reader of the columns; latents are expanded for as many positions as a rank holds in all."""
+        most = self.shared.length // self.shared.axis.size
+        return reader_of(weight, self.defer_wgrad, rotary_dim, most, needs_wgrad=needs_wgrad)
 
     @property
     def plan(self) -> SlicePlan:
@@ -220,20 +248,22 @@ class _Attend(torch.autograd.Function):
     """Attention of one slice. The token passed from slice to slice makes the backward run last slice first."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, token: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
-        shared = call.shared
-        columns = shared.put(k, v, call.own)
-        rows = OnlineSoftmax(q, v.shape[-1], flash=shared.flash, dropout=call.dropout)
-        shared.transport.fetch(columns.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v))
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, token: Tensor | None, call: _Call
+    ) -> tuple[Tensor, Tensor]:
+        shared, reader = call.shared, call.reader(v.shape[-1], weight)
+        columns = shared.put(Columns.of(k, v, q.dtype), call.own)
+        rows = OnlineSoftmax(q, reader.value_dim(q, v), flash=shared.flash, dropout=call.dropout)
+        shared.transport.fetch(columns.message, call.plan, lambda tiles: reader.attend(rows, tiles, columns))
         result = rows.result()
-        ctx.call, ctx.drawn, ctx.first = call, rows.drawn, token is None
-        ctx.save_for_backward(q, *result[:2])
+        ctx.call, ctx.drawn, ctx.first, ctx.column_dtype = call, rows.drawn, token is None, k.dtype
+        ctx.save_for_backward(q, weight, *result[:2])
         return result.out, q.new_zeros(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse = ctx.saved_tensors
+        q, weight, out, lse = ctx.saved_tensors
         call: _Call = ctx.call
         shared, columns = call.shared, call.shared.columns
         assert columns is not None
@@ -245,14 +275,17 @@ class _Attend(torch.autograd.Function):
         rows = OnlineSoftmaxBackward(
             grads[0], q, AttentionBlock(out, lse), drawn, flash=shared.flash, dropout=call.dropout
         )
+        rotary_dim = columns.message.shape[-1] - columns.key_dim
+        reader = call.reader(rotary_dim, weight, needs_wgrad=ctx.needs_input_grad[3])
         received = shared.transport.return_gradients(
-            sums.message, call.plan, lambda tiles: rows.see(tiles, columns.k, columns.v, sums.k, sums.v)
+            sums.message, call.plan, lambda tiles: reader.differentiate(rows, tiles, columns, sums)
         )
         own = columns.with_message(_rows(sums.message, call.own) + received)
         if ctx.first:
             shared.gradients = None
         token = None if ctx.first else grads[1]
-        return rows.dq.to(q.dtype), own.k.to(q.dtype), own.v.to(q.dtype), token, None
+        dk, dv = (x.to(ctx.column_dtype) for x in (own.k, own.v))
+        return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), token, None
 
 
 def _rows(x: Tensor, run: range) -> Tensor:

@@ -13,7 +13,7 @@ If documents must not attend to each other, tiles are trimmed to the documents t
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +155,40 @@ def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
             lighter = early if sum(t.area for t in early) <= sum(t.area for t in late) else late
             lighter.append(tile)
     return early, late
+
+
+def cut_columns(tiles: Sequence[Tile], most: int) -> list[Tile]:
+    """Cut tiles at the multiples of ``most`` columns and order them by column. Causal tiles stay whole.
+
+    For ``spans``: the tiles of several samples over the same columns follow each other.
+    """
+    cut = []
+    for tile in tiles:
+        if tile.causal:
+            cut.append((tile.keys.start // most, tile))
+            continue
+        for cell in range(tile.keys.start // most, (tile.keys.stop - 1) // most + 1):
+            keys = range(max(tile.keys.start, cell * most), min(tile.keys.stop, (cell + 1) * most))
+            cut.append((cell, tile._replace(keys=keys)))
+    return [tile for _, tile in sorted(cut, key=lambda entry: entry[0])]
+
+
+def spans(tiles: Iterable[Tile], most: int) -> list[tuple[range, list[Tile]]]:
+    """Group consecutive tiles over at most ``most`` columns, or a single larger tile.
+
+    Returns per group the columns from the first to the last that it covers, and its tiles, whose columns are indices
+    into that range. The order of the tiles does not change.
+    """
+    groups: list[tuple[range, list[Tile]]] = []
+    for tile in tiles:
+        if groups:
+            span, group = groups[-1]
+            joined = range(min(span.start, tile.keys.start), max(span.stop, tile.keys.stop))
+            if len(joined) <= most:
+                groups[-1] = (joined, [*group, tile])
+                continue
+        groups.append((tile.keys, [tile]))
+    return [(span, [tile._replace(keys=_shift(tile.keys, -span.start)) for tile in group]) for span, group in groups]
 
 
 def _tiles(rows: Sequence[range], columns: Sequence[range], sight: Sight, *, in_order: bool = False) -> list[Tile]:

@@ -322,8 +322,8 @@ class Bucket:
         waiting, self._waiting = self._waiting, []
         if len(waiting) == len(self.members) and self._pack_at_once(self.master.dtype):
             self._seen.update(waiting)
-        elif self.shard.size == 1 and len(waiting) > 1:
-            self._copy_together([index for index in waiting if index not in self._seen])
+        elif self.shard.size == 1 and len(first := [index for index in waiting if index not in self._seen]) > 1:
+            self._copy_together(first)
         for index in waiting:
             self._accumulate(index)
 

@@ -7,7 +7,16 @@ import itertools
 import pytest
 
 from megapar.core.context_parallel.positions import SequenceLayout
-from megapar.core.context_parallel.tiles import Sight, Tile, gathered_tiles, halves, own_tiles, tiles_between
+from megapar.core.context_parallel.tiles import (
+    Sight,
+    Tile,
+    cut_columns,
+    gathered_tiles,
+    halves,
+    own_tiles,
+    spans,
+    tiles_between,
+)
 
 LENGTH = 16
 SIGHTS = {
@@ -108,3 +117,33 @@ def test_rows_meet_gathered_columns_in_few_calls():
     assert tiles == [Tile(None, range(16), range(8)), Tile(None, range(8, 16), range(16, 48))]
     both_ways = gathered_tiles(SequenceLayout(4), 1, Sight.of(1, 64, causal=False))
     assert both_ways == [Tile(None, range(16), range(16)), Tile(None, range(16), range(32, 64))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", SIGHTS)
+def test_tiles_cut_by_columns_cover_the_same_pairs_in_few_spans(name, layout):
+    sight, held = SIGHTS[name], LENGTH // layout.size
+    for rank in range(layout.size):
+        rows, places = layout.positions(LENGTH, rank), range(LENGTH)
+        tiles = gathered_tiles(layout, rank, sight)
+        cut = cut_columns(tiles, held)
+        assert sorted(pairs(cut, rows, places, sight)) == sorted(pairs(tiles, rows, places, sight))
+        groups = spans(cut, held)
+        assert len(groups) <= layout.size
+        assert all(len(span) <= held for span, _ in groups)
+        back = [
+            tile._replace(keys=range(tile.keys.start + span.start, tile.keys.stop + span.start))
+            for span, group in groups
+            for tile in group
+        ]
+        assert back == cut
+
+
+def test_a_causal_tile_is_a_span_of_its_own_where_it_is_too_long():
+    tiles = [Tile(None, range(2), range(0, 2)), Tile(None, range(6), range(2, 8), causal=True)]
+    assert cut_columns(tiles, 4) == tiles
+    assert spans(tiles, 4) == [
+        (range(0, 2), [tiles[0]]),
+        (range(2, 8), [Tile(None, range(6), range(6), causal=True)]),
+    ]
+    assert spans([], 4) == []
