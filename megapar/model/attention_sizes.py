@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QK_NORM_SCOPES = ("head", "width")
+
 
 @dataclass(frozen=True)
 class AttentionSizes:
@@ -23,10 +25,13 @@ class AttentionSizes:
         queries_per_group: Query heads that share a key-value head.
         key_dim: Features of a query or key head.
         value_dim: Features of a value head and of an output head.
+        rotary_dim: Leading features of a query or key head that rotary position embedding rotates.
+        softmax_scale: Factor on the scores before the softmax, usually key_dim^-0.5.
         causal: A position attends to itself and earlier positions; False: all positions attend to each other.
         qkv_bias: The projections of queries, keys and values have biases.
         output_bias: The output projection has a bias.
-        qk_norm: Queries and keys are normalized per head.
+        qk_norm: Queries and keys are normalized.
+        qk_norm_scope: Features that their norms see: those of one ``head``, or of all heads, the whole ``width``.
         epsilon: Added to the variance in the norms of queries and keys.
         dropout: Dropout probability of the attention weights.
         flash: Use the device's fused kernels if it has them; False: plain products.
@@ -38,10 +43,13 @@ class AttentionSizes:
     queries_per_group: int
     key_dim: int
     value_dim: int
+    rotary_dim: int
+    softmax_scale: float
     causal: bool
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
+    qk_norm_scope: str
     epsilon: float
     dropout: float
     flash: bool
@@ -52,6 +60,16 @@ class AttentionSizes:
         return self.num_groups * self.queries_per_group
 
     @property
-    def rotary_dim(self) -> int:
-        """Features of a query or key head that rotary position embedding rotates."""
+    def angles_dim(self) -> int:
+        """Features that the angles of rope cover: a whole head, of which those after ``rotary_dim`` have angle 0."""
         return self.key_dim
+
+    @property
+    def norms_width(self) -> bool:
+        """The norms of queries and keys see all heads."""
+        return self.qk_norm and self.qk_norm_scope == "width"
+
+    @property
+    def query_factor(self) -> float:
+        """Factor on the queries of a kind whose scores the kernels scale by key_dim^-0.5."""
+        return 1.0 if self.softmax_scale == self.key_dim**-0.5 else self.softmax_scale * self.key_dim**0.5

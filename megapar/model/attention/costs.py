@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.model.attention_sizes import AttentionSizes
-from megapar.model.cost.model_cost import OpCost, Product
+from megapar.model.cost.model_cost import CommCost, OpCost, Product
 from megapar.model.cost.operators import Operators, norm_kept
-from megapar.model.cost.rank_view import LatentAttention, RankView
+from megapar.model.cost.rank_view import RankView
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,12 @@ class AttentionShape:
         rotary: Queries and keys are rotated by their positions.
         segments: Segments per sample.
         memory: Positions of the previous segment that a segment attends to.
-        latent: Shape of latent attention; None for plain attention.
     """
 
     sizes: AttentionSizes
     rotary: bool = False
     segments: int = 1
     memory: int = 0
-    latent: LatentAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,15 @@ def attention_cost(
     view, H = operators.view, operators.hidden_size
     e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
     heads = _heads(view, shape, H, widths)
+    factor = 0.0 if shape.sizes.query_factor == 1.0 else 2 * e * t * heads.N * heads.D
     return [
         operators.norm(),
         OpCost(
             "qkv",
             view.stored_bytes(view.local_tokens * H) + heads.kept,
             heads.products,
-            moved=x + heads.kept * (3 if shape.rotary else 1),
-            sent=operators.communication.column_parallel(e * t * H),
+            moved=x + heads.kept * (3 if shape.rotary else 1) + factor,
+            sent=(*operators.communication.column_parallel(e * t * H), *_norms_sent(operators, shape.sizes)),
             transient=e * t * heads.qkv + 2 * x,
         ),
         _core(operators, shape, heads),
@@ -103,17 +102,6 @@ def _heads(view: RankView, shape: AttentionShape, H: int, widths: tuple[int, int
     N, G, D = shape.sizes.num_heads / view.mp, shape.sizes.num_groups / view.mp, shape.sizes.key_dim
     qkv, out, scored = widths[0] / view.mp, widths[1] / view.mp, 2 * N * D
     products: tuple[Product, ...] = (Product(t, H, round(qkv)),)
-    latent = shape.latent
-    if latent is not None:
-        per = latent.plain + latent.rotated
-        qkv = N * per + N * (latent.plain + latent.value) + (latent.query + latent.shared + latent.rotated)
-        out, scored = N * latent.value, N * (per + latent.value)
-        products = (
-            Product(t, H, latent.query),
-            Product(t, latent.query, round(N * per)),
-            Product(t, H, latent.shared + latent.rotated),
-            Product(t, latent.shared, round(N * (latent.plain + latent.value))),
-        )
     kept = e * t * qkv
     if shape.rotary:
         kept += e * t * (N + G) * D  # rotated queries and keys; values are a view of the product's output
@@ -122,8 +110,28 @@ def _heads(view: RankView, shape: AttentionShape, H: int, widths: tuple[int, int
     elif shape.sizes.queries_per_group > 1:
         kept += e * t * N * D
     if shape.sizes.qk_norm:
-        kept += norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
+        kept += _norms_kept(view, shape.sizes, N, G)
     return _Heads(N, G, D, qkv, out, scored, kept, products)
+
+
+def _norms_kept(view: RankView, sizes: AttentionSizes, N: float, G: float) -> float:
+    """Return the bytes that the norms of queries and keys keep."""
+    t, e, D = view.tokens, view.item_bytes, sizes.key_dim
+    if not sizes.norms_width:
+        return norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
+    if view.mp == 1:
+        return norm_kept(view, t, round(N * D), "rmsnorm") + norm_kept(view, t, round(G * D), "rmsnorm")
+    # Queries of several heads of a group are a copy; keys and single queries are parts of the product's output.
+    return (e * t * N * D if sizes.queries_per_group > 1 else 0.0) + 2 * view.wide_bytes * t
+
+
+def _norms_sent(operators: Operators, sizes: AttentionSizes) -> list[CommCost]:
+    """Return the sums over mp of norms over all heads: two numbers per position."""
+    view = operators.view
+    if view.mp == 1 or not sizes.norms_width:
+        return []
+    sums = 2 * view.wide_bytes * view.tokens
+    return [operators.communication.over_mp("all_reduce", sums, phase) for phase in ("forward", "backward")]
 
 
 def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
@@ -148,7 +156,7 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
             kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
     elif view.cp > 1:
         kept += e * t * heads.out  # the core's output before and after the all-to-all
-    sent = operators.communication.context(t * N * D, t * G * D, G)
+    sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
     return OpCost("core", kept, (), 2.0 * t * heads.scored * seen, core + heads.kept, sent, transient)
 
 

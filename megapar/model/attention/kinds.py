@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 from megapar.model.attention.grouped_query import GROUPED_QUERY
 from megapar.model.attention.kind import AttentionKind
+from megapar.model.attention.latent import LATENT
 from megapar.model.attention_sizes import AttentionSizes
 
-_KINDS = (GROUPED_QUERY,)
+_KINDS = (GROUPED_QUERY, LATENT)
 
 ATTENTION_KINDS: Mapping[str, AttentionKind] = {kind.name: kind for kind in _KINDS}
 

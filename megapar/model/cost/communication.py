@@ -36,12 +36,12 @@ class Communication:
         """Return the cost of a collective over emp, the ranks that split the width of an expert."""
         return CommCost("emp", kind, ring_bytes(kind, whole, self._view.emp), phase)
 
-    def context(self, queries: float, keys: float, groups: float) -> tuple[CommCost, ...]:
+    def context(self, queries: float, columns: float, groups: float) -> tuple[CommCost, ...]:
         """Return the communication of attention over cp.
 
         Args:
-            queries: Elements of the queries on this rank.
-            keys: Elements of the keys on this rank.
+            queries: Elements of the queries and of the output on this rank.
+            columns: Elements of the keys and values on this rank, or of the latents that they are made of.
             groups: Key-value heads on this rank.
         """
         view = self._view
@@ -50,18 +50,51 @@ class Communication:
             return ()
         if view.ulysses:
             copies = cp // math.gcd(cp, round(groups))
-            heads = e * (2 * queries + 2 * keys * copies)
+            heads = e * (queries + columns * copies)
             return tuple(self._over_cp("all_to_all", heads, phase) for phase in ("forward", "backward"))
-        both, others = 2 * keys, cp - 1
+        others = cp - 1
         again = view.ampipe_degree <= 1  # with slices the keys are kept, so the backward does not exchange them again
         if view.ring:
             sent = ((e, "forward"), *([(e, "backward")] if again else []), (w, "backward"))
-            return tuple(CommCost("cp", "send", others * both * size, phase, True) for size, phase in sent)
-        keys_again = [self._over_cp("all_gather", cp * both * e, "backward", hidden=True)] if again else []
+            return tuple(CommCost("cp", "send", others * columns * size, phase, True) for size, phase in sent)
+        keys_again = [self._over_cp("all_gather", cp * columns * e, "backward", hidden=True)] if again else []
         return (
-            self._over_cp("all_gather", cp * both * e, "forward", hidden=True),
+            self._over_cp("all_gather", cp * columns * e, "forward", hidden=True),
             *keys_again,
-            self._over_cp("reduce_scatter", cp * both * w, "backward", hidden=True),
+            self._over_cp("reduce_scatter", cp * columns * w, "backward", hidden=True),
+        )
+
+    def context_by_heads(self, queries: float, latents: float) -> tuple[CommCost, ...]:
+        """Return the communication over cp of attention by heads whose keys and values are made of latents.
+
+        Args:
+            queries: Elements of the queries and of the output on this rank, of which other ranks take heads.
+            latents: Elements of the latents on this rank, which all ranks take.
+        """
+        view = self._view
+        if view.cp == 1:
+            return ()
+        whole = view.cp * latents
+        return (
+            *(self._over_cp("all_to_all", view.item_bytes * queries, phase) for phase in ("forward", "backward")),
+            self._over_cp("all_gather", whole * view.item_bytes, "forward"),
+            self._over_cp("reduce_scatter", whole * view.wide_bytes, "backward"),
+        )
+
+    def shared_input(self, whole: float, summed: float) -> tuple[CommCost, ...]:
+        """Return the communication over mp of an input that column parallel products share and keep whole.
+
+        Args:
+            whole: Bytes of the input.
+            summed: Bytes of its gradient, in the dtype of the sum, under which weight gradients are computed.
+        """
+        if self._view.mp == 1:
+            return ()
+        if not self._view.splits_sequence:
+            return (self.over_mp("all_reduce", summed, "backward", hidden=True),)
+        return (
+            self.over_mp("all_gather", whole, "forward"),
+            self.over_mp("reduce_scatter", summed, "backward", hidden=True),
         )
 
     def column_parallel(self, whole: float) -> tuple[CommCost, ...]:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from megapar.model.cost.rank_view import RankView
 
@@ -75,6 +75,7 @@ class OpCost:
         sent: Its communication.
         transient: Bytes allocated only while its backward runs.
         recomputed: Its forward runs again before its backward.
+        extra: Matrix products beyond the mathematics of a step, each with its phase, ``forward`` or ``backward``.
     """
 
     name: str
@@ -85,11 +86,17 @@ class OpCost:
     sent: tuple[CommCost, ...] = ()
     transient: float = 0.0
     recomputed: bool = False
+    extra: tuple[tuple[str, Product], ...] = ()
 
     @property
     def flops(self) -> float:
         """FLOPs of the forward: matrix products and attention's core."""
         return sum(product.flops for product in self.products) + self.scores
+
+    @property
+    def extra_flops(self) -> float:
+        """FLOPs of ``extra``, which no utilization counts."""
+        return sum(product.flops for _, product in self.extra)
 
 
 @dataclass(frozen=True)
@@ -142,10 +149,7 @@ class ModelCost(ABC):
     Attributes:
         sizes: Sizes of the model.
         view: The rank.
-        latent_attention: A plan may assume latent attention for this model.
     """
-
-    latent_attention: ClassVar[bool] = False
 
     def __init__(self, sizes: Any, view: RankView) -> None:
         self.sizes, self.view = sizes, view

@@ -9,25 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass(frozen=True)
-class LatentAttention:
-    """Shape of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-    Attributes:
-        query: Rank of the compressed queries.
-        shared: Rank of the compressed keys and values.
-        plain: Features of a head without rotary embedding.
-        rotated: Features of a head with rotary embedding.
-        value: Features of a value head.
-    """
-
-    query: int
-    shared: int
-    plain: int
-    rotated: int
-    value: int
-
-
 def _no_tasks() -> Sequence[Mapping[str, float]]:
     """Return one micro-batch without tasks."""
     return ({},)
@@ -55,7 +36,7 @@ class RankView:
         ampipe_degree: Slices of a sequence, each of whose communication hides under the others' attention.
         pipe_experts: Experts run piece by piece under their all-to-alls.
         masked_share: Share of the positions that a masked language model predicts.
-        latent: Shape of latent attention, if the plan assumes it.
+        sends_latents: Context parallel ranks send the latents of multi-latent attention, not its keys and values.
         recomputed_operators: Operators that the plan assumes to be recomputed, each with its layers; None: all layers.
         task_counts: Returns the samples of each task in consecutive micro-batches until they repeat; only models with
             tasks call it.
@@ -78,7 +59,7 @@ class RankView:
     ampipe_degree: int = 1
     pipe_experts: bool = False
     masked_share: float = 0.15
-    latent: LatentAttention | None = None
+    sends_latents: bool = False
     recomputed_operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     task_counts: Callable[[], Sequence[Mapping[str, float]]] = field(default=_no_tasks, repr=False, compare=False)
 

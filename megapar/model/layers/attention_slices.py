@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
-from megapar.core.recompute.selective import recompute_in_backward
+from megapar.core.recompute.remade import Remade, consume
 from megapar.core.tensor_parallel.layers import Started
 from megapar.model.layers.context import Context
 
@@ -52,6 +52,8 @@ class CausalSlices:
         self._leaving: dict[int, Started] = {}
         self._entered = 0
         self._keys, self._values = PrefixBuffer(), PrefixBuffer()
+        self._latents: list[Sequence[Tensor]] = []
+        self._remade: Remade | None = None
         self._shared: SharedSlices | None = None
         if context.slice_plans is not None:
             cp = attention.cp
@@ -63,6 +65,7 @@ class CausalSlices:
         heads = self._attention.project(x_BSH, self._context.angles)
         pieces = (split_slices(x, self._context.slices) for x in heads)
         self._heads = dict(enumerate(zip(*pieces, strict=True)))
+        self._latents = [heads[3:]] if heads[3:] else []
         if not self._attention.cp.active:
             self._keys, self._values = PrefixBuffer(heads[1].data), PrefixBuffer(heads[2].data)
 
@@ -89,13 +92,19 @@ class CausalSlices:
         if self._shared is not None:  # keys of other ranks are kept, because recomputation would send them again
             self._attended[number] = self._attend_shared(self._shared, q, k, v, number)
             return
+        dealt: list[Tensor] = []
         if attention.cp.deals_heads:
-            q, k, v = to_heads(q, k, v, attention.cp.axis, attention.cp.comm)
+            q, k, v, *dealt = attention.to_heads(q, k, v)
+        if number == 0:
+            self._remade = attention.remade(context, self._joined_latents)
+        if dealt or not self.prepared:
+            self._latents.append(dealt or more)
         place, total = context.whole_slices[number], context.whole_slices[-1].stop
-        heads = (q, self._keys.add(k, place, total), self._values.add(v, place, total), number)
-        y = recompute_in_backward(self._attend, *heads) if attention.selective else self._attend(*heads)
+        columns = (self._keys.add(k, place, total), self._values.add(v, place, total))
+        attend = partial(self._attend, number=number)
+        y = consume(attend, q, columns, self._remade, selective=attention.selective)
         if attention.cp.deals_heads:
-            y = to_positions(y, attention.cp.axis, attention.cp.comm)
+            y = attention.to_positions(y)
         self._attended[number] = y
 
     def leave(self, number: int) -> None:
@@ -110,6 +119,10 @@ class CausalSlices:
         """Return the output of slice ``number``, [B, s, H]."""
         started = self._leaving.pop(number, None)
         return self._attended.pop(number) if started is None else self._attention.finish_output(started)
+
+    def _joined_latents(self) -> list[Tensor]:
+        """Return what ``project`` returned after the values, of all positions."""
+        return [x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self._latents, strict=True)]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V]."""
@@ -129,7 +142,7 @@ class CausalSlices:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, s, G, D], v [B, s, G, V]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            return shared.attend(q, k, v, number, dropout).transpose(1, 2)
+            return shared.attend(q, k, v, number, dropout, self._attention.expansion()).transpose(1, 2)
 
     def _drawing(self, q: Tensor, number: int) -> AbstractContextManager[float]:
         """Return a context that draws the random numbers of slice ``number`` and yields its dropout probability."""

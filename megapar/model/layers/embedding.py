@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class DecoderEmbedding(nn.Module):
     """Vocab parallel word embedding, plus position embedding if positions are learned.
 
-    tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] + position [P, H][positions] -> dropout
+    tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] * multiplier + position [P, H][positions]
+      -> dropout
     Under sequence parallelism a rank looks up only its own positions, so their gradient is a partial sum over mp.
     """
 
@@ -43,7 +44,7 @@ class DecoderEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
-        self.dropout = sizes.hidden_dropout
+        self.dropout, self.multiplier = sizes.hidden_dropout, sizes.embedding_multiplier
         self.stream = cp.share(self.mp, sequence_parallel=self.sequence_parallel).rank
         H, dtype, device = sizes.hidden_size, options["dtype"], options["device"]
         self.word = VocabularyEmbedding(sizes.vocab_size, H, **options)
@@ -54,6 +55,8 @@ class DecoderEmbedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return [B, S(/mp), H] for tokens and positions, [B, S] int64 each."""
         x = self.word(tokens)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
         if self.position is not None:
             x = x + self.position(own_sequence(positions, self.mp, self.sequence_parallel))
         return drop(x, self.dropout if self.training else 0.0, self.stream)

@@ -19,6 +19,7 @@ from megapar.core.device.compiled import counted, plain
 from megapar.core.device.ops import op
 from megapar.core.device.rotary import rotary_heads_in_one_kernel, split_heads
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
+from megapar.core.tensor_parallel.split_norm import SplitNorm
 from megapar.core.tensor_parallel.weight_gradients import linear
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.norm import RmsNorm, rms_norm
@@ -35,7 +36,7 @@ class GroupedQueryAttention(SelfAttention):
     x [B, S(/mp), H] -> qkv: column linear -> [B, S, G/mp, Q + 2, D] -> (norm, rope) -> softmax(q k^T) v
       -> [B, S, G Q D/mp] -> proj: row linear -> y [B, S(/mp), H]
     The backward mirrors this. q_norm and k_norm [D] see only this rank's heads, so their gradients are partial sums
-    over mp.
+    over mp. Norms over all heads have weights [N/mp, D] and [G/mp, D], and sum their squares over mp.
     """
 
     def __init__(
@@ -51,8 +52,12 @@ class GroupedQueryAttention(SelfAttention):
         H, G, Q, D = sizes.hidden_size, sizes.num_groups, sizes.queries_per_group, sizes.key_dim
         self.qkv = ColumnLinear(H, (G, Q + 2, D), split=0, bias=sizes.qkv_bias, **options)
         self.proj = RowLinear(G * Q * D, H, bias=sizes.output_bias, **options)
-        self.q_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
-        self.k_norm = RmsNorm(D, sizes.epsilon, dtype=dtype, device=device, run=self.run) if sizes.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if sizes.qk_norm:
+            heads = self.qkv.out_dims[0]
+            q_size, k_size = ((heads * Q, D), (heads, D)) if sizes.norms_width else (D, D)
+            self.q_norm = RmsNorm(q_size, sizes.epsilon, dtype=dtype, device=device, run=self.run)
+            self.k_norm = RmsNorm(k_size, sizes.epsilon, dtype=dtype, device=device, run=self.run)
 
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """See ``SelfAttention.project``. Without norms and rope, k and v are views of the product."""
@@ -92,12 +97,25 @@ class GroupedQueryAttention(SelfAttention):
 
     def _finished_heads(self, qkv: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """Split [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D]; normalize and rotate q and k."""
+        sizes, factor = self.sizes, self.sizes.query_factor
         if self.q_norm is None and angles is None:
-            return split_heads(qkv)  # views
+            q, k, v = split_heads(qkv)  # views
+            return q if factor == 1.0 else q * factor, k, v
+        if sizes.norms_width and self.mp.size > 1:
+            q, k, v = split_heads(qkv)
+            q, k = self._norm_over_ranks(q, k)
+            return (*self.run(rotated, q, k, *(angles or (None, None)), factor), v)
         weights = [None if norm is None else local(norm.weight) for norm in (self.q_norm, self.k_norm)]
         own_kernel = self.run is not plain and self.q_norm is None and rotary_heads_in_one_kernel(qkv)
         run = plain if own_kernel else self.run
-        return run(rotated_heads, qkv, *weights, self.sizes.epsilon, *(angles or (None, None)))
+        return run(rotated_heads, qkv, *weights, sizes.epsilon, *(angles or (None, None)), factor)
+
+    def _norm_over_ranks(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalize this rank's heads, [B, S, N, D] and [B, S, G, D], by the means over the heads of all mp ranks."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        norm = SplitNorm(self.sizes.epsilon, self.mp, self.run)
+        return norm(q, k, local(self.q_norm.weight), local(self.k_norm.weight))
 
 
 @counted(2, 0, 0, 0, 2, 2)
@@ -108,15 +126,32 @@ def rotated_heads(
     epsilon: float,
     cos: Tensor | None,
     sin: Tensor | None,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split heads as ``split_heads`` does. Normalize q and k if weights are given, rotate them if angles are given."""
+    """Split heads as ``split_heads`` does. Normalize q and k if weights are given, rotate them if angles are given.
+
+    Weights [D] are of norms of each head; [N, D] and [G, D] are of norms of all heads together.
+    """
     if q_weight is None and cos is not None:
         split_and_rotate: Callable[..., Any] = op("rotary_heads", qkv)
-        heads: tuple[Tensor, Tensor, Tensor] = split_and_rotate(qkv, cos, sin)
-        return heads
+        q, k, v = split_and_rotate(qkv, cos, sin)
+        return q if factor == 1.0 else q * factor, k, v
     q, k, v = split_heads(qkv)
     if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, epsilon), rms_norm(k, k_weight, epsilon)
+        q, k = _normed(q, q_weight, epsilon), _normed(k, k_weight, epsilon)
+    return *rotated(q, k, cos, sin, factor), v
+
+
+@counted(2, 2, 2, 2)
+def rotated(q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    """Rotate q [B, S, N, D] and k [B, S, G, D] if angles are given, and multiply q by ``factor``."""
     if cos is not None and sin is not None:
         q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
-    return q, k, v
+    return q if factor == 1.0 else q * factor, k
+
+
+def _normed(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Normalize each head of x [B, S, N, D] by weight [D], or all of them together by weight [N, D]."""
+    if weight.dim() == 1:
+        return rms_norm(x, weight, epsilon)
+    return rms_norm(x.flatten(2), weight.flatten(), epsilon).view(x.shape)

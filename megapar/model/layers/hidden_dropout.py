@@ -1,4 +1,4 @@
-"""Dropout on hidden states, the output of attention or MLP.
+"""Dropout and factor on hidden states, the output of attention or MLP.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
 
@@ -13,22 +13,23 @@ from megapar.model.layers.context import Context
 
 
 class HiddenDropout(nn.Module):
-    """Dropout on the output of attention or MLP.
+    """Dropout on the output of attention or MLP, and the factor with which the output enters the residual sum.
 
     Attributes:
         probability: Dropout probability.
         layer: Global number of the layer.
         rank: Number of this rank among those that hold other positions.
+        factor: Factor on the output.
         share: Factor on the probability, for dropout that grows during training.
     """
 
-    def __init__(self, probability: float, layer: int, rank: int) -> None:
+    def __init__(self, probability: float, layer: int, rank: int, factor: float = 1.0) -> None:
         super().__init__()
-        self.probability, self.layer, self.rank = probability, layer, rank
+        self.probability, self.layer, self.rank, self.factor = probability, layer, rank, factor
         self.share = 1.0
 
     def forward(self, x: Tensor, context: Context, half: str, number: int = 0) -> Tensor:
-        """Drop elements of x [B, S(/mp), H].
+        """Multiply x [B, S(/mp), H] by the factor and drop elements.
 
         Args:
             x: Output of attention or MLP.
@@ -36,6 +37,8 @@ class HiddenDropout(nn.Module):
             half: ``attention`` or ``mlp``.
             number: Number of the slice, if x is one of several.
         """
+        if self.factor != 1.0:
+            x = x * self.factor
         if not self.training or not self.probability:
             return x
         place = context.place(f"layers.{self.layer}.{half}", number)

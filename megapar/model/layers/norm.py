@@ -15,11 +15,14 @@ from megapar.core.tensor_parallel.layers import local, parameter
 
 
 class RmsNorm(nn.Module):
-    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] whole on all ranks."""
+    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] whole on all ranks.
+
+    The weight of a norm over all heads is [N/mp, D]; ``GroupedQueryAttention`` applies it.
+    """
 
     def __init__(
         self,
-        size: int,
+        size: int | tuple[int, int],
         epsilon: float,
         *,
         dtype: torch.dtype,
@@ -28,7 +31,7 @@ class RmsNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.weight = parameter((size,), dtype, device)
+        self.weight = parameter((size,) if isinstance(size, int) else size, dtype, device)
         self.run = run
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
     x -> project -> q, k, v -> core -> y -> output        forward = output(core(project(x)))
 
-``project`` may return more tensors [B, S, ..] after v, such as gates, which go past the core to ``output``.
+``project`` may return more tensors [B, S, ..] after v, such as gates, which go past the core to ``output``. A kind that
+can make k and v again from them (``remake``) does not keep k and v for the core's backward.
 
 A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind`` in ``model.attention``. It owns the weights,
 computes queries, keys and values of this rank's positions (``project``) and projects heads to hidden features
@@ -18,8 +19,9 @@ the tensor parallel axis.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,12 +29,13 @@ from torch import Tensor, nn
 
 from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
+from megapar.core.context_parallel.latents import Expansion
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention import attention_reference
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
 from megapar.core.device.packed_attention import packed_attention_reference
-from megapar.core.recompute.selective import recompute_in_backward
+from megapar.core.recompute.remade import Remade, consume
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started
 from megapar.model.attention.kinds import kind_of
@@ -42,7 +45,7 @@ from megapar.model.layers.context import Context
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Angles = tuple[Tensor, Tensor]  # cos and sin of rope, [B, S, rotary_dim / 2] each
+Angles = tuple[Tensor, Tensor]  # cos and sin of rope, [B, S, angles_dim / 2] each
 
 
 class SelfAttention(nn.Module, ABC):
@@ -116,18 +119,62 @@ class SelfAttention(nn.Module, ABC):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H]."""
         q, k, v, *more = self.project(x, context.angles)
-        y = self.core(q, k, v, context)
+        y = self.core(q, k, v, context, more)
         del q, k, v  # without a backward nothing else holds them
         return self.output(y, *more)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Return [B, S, N, V] for q [B, S, N, D], k [B, S, G, D], v [B, S, G, V]."""
+    def remaker(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Return a function that makes k and v from what ``project`` returned after them, with the present weights.
+
+        The default returns None: k and v are kept for the core's backward.
+        """
+        return None
+
+    def remade(self, context: Context, more: Callable[[], Sequence[Tensor]]) -> Remade | None:
+        """Return what makes k and v again in the core's backward; None to keep them.
+
+        They are kept if they come from other ranks, and in a recomputed unit, which drops all that it saves.
+
+        Args:
+            context: Context of the forward.
+            more: Returns what ``project`` returned after v, for all positions.
+        """
+        foreign = self.cp.deals_heads and not self.cp.latents
+        kept = context.replay is not None or foreign or not torch.is_grad_enabled()
+        make = None if kept else self.remaker()
+        return None if make is None else Remade(lambda: make(*more()))
+
+    def expansion(self) -> Expansion | None:
+        """Return the weight that makes keys and values of the k and v of ``project``, which cp ranks send.
+
+        The default returns None: they are keys and values.
+        """
+        return None
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Trade this cp rank's positions of all heads for all positions of its heads (Ulysses).
+
+        After v, a kind returns what ``remaker`` needs, if it is not what ``project`` returned.
+        """
+        return to_heads(q, k, v, self.cp.axis, self.cp.comm)
+
+    def to_positions(self, y: Tensor) -> Tensor:
+        """Undo ``to_heads`` for the output heads [B, S, N, V]."""
+        return to_positions(y, self.cp.axis, self.cp.comm)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context, more: Sequence[Tensor] = ()) -> Tensor:
+        """Return [B, S, N, V] for q [B, S, N, D], k [B, S, G, D], v [B, S, G, V].
+
+        more: What ``project`` returned after v, from which k and v can be made again.
+        """
         if self.cp.deals_heads:
-            q, k, v = to_heads(q, k, v, self.cp.axis, self.cp.comm)
+            q, k, v, *dealt = self.to_heads(q, k, v)
+            more = dealt or more
+        remade = self.remade(context, lambda: more)
         # Blocks of keys from other ranks are never kept, and recomputation would send them again.
         selective = self.selective and context.plan is None
-        y = recompute_in_backward(self._attend, q, k, v, context) if selective else self._attend(q, k, v, context)
-        return to_positions(y, self.cp.axis, self.cp.comm) if self.cp.deals_heads else y
+        y = consume(partial(self._attend, context=context), q, (k, v), remade, selective=selective)
+        return self.to_positions(y) if self.cp.deals_heads else y
 
     @contextmanager
     def drawing(self, context: Context, place: str, device: torch.device) -> Iterator[float]:
@@ -139,11 +186,12 @@ class SelfAttention(nn.Module, ABC):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
         flash, documents = self.sizes.flash, context.documents
-        q_heads, k_heads, v_heads = heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         with self.drawing(context, self.place, q.device) as dropout:
             if context.plan is not None:
-                transport, plan = self.cp.transport, context.plan
-                y = attend_blockwise(q_heads, k_heads, v_heads, transport, plan, flash=flash, dropout=dropout)
+                y = attend_blockwise(
+                    *heads, self.cp.transport, context.plan, flash=flash, dropout=dropout, expansion=self.expansion()
+                )
             elif documents is not None:
                 packed = op("packed_attention", q) if flash else packed_attention_reference
                 y = packed(*heads, documents=documents, causal=self.sizes.causal, dropout=dropout)

@@ -23,7 +23,7 @@ from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.layers.self_attention import SelfAttention, make_attention
 from megapar.moe.slicing import Slicing
-from tests.model.small import DENSE, ERNIE, MOE, batch_for, build
+from tests.model.small import DENSE, ERNIE, LATENT, MOE, batch_for, build
 from tests.support.ranks import run_ranks
 
 LENGTH, ENDS = 16, (6, 16, 16 + 7, 32)
@@ -306,10 +306,12 @@ def test_kinds_are_chosen_by_name():
 
 @pytest.mark.parametrize("name", ATTENTION_KINDS)
 def test_the_widths_of_a_kind_are_those_of_its_rows(name: str) -> None:
-    kind, sizes = ATTENTION_KINDS[name], replace(DENSE.attention, kind=name)
+    latent, kind = name == "latent", ATTENTION_KINDS[name]
+    sizes, made = LATENT.attention if latent else DENSE.attention, ("q_up", "kv_up") if latent else ("qkv",)
     rows = {row.name: row for row in kind.rows(sizes, "attention", lambda part: part, "layers.0")}
-    widths = rows["attention.qkv.weight"].numel // 32, rows["attention.proj.weight"].shape[1]
-    assert kind.widths(sizes) == widths
+    products = [rows[f"attention.{part}.weight"] for part in made]
+    widths = sum(row.numel // row.shape[-1] for row in products), rows["attention.proj.weight"].shape[1]
+    assert (sizes.kind, kind.widths(sizes)) == (name, widths)
 
 
 def test_a_kind_without_a_memory_says_so():

@@ -1,0 +1,419 @@
+"""Latent attention is the published class, and keeps latents in place of keys and values."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.device.compiled import Compiled
+from megapar.core.device.packed_attention import PackedDocuments
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.model.attention.latent import LatentAttentionSizes
+from megapar.model.layers.attention_slices import CausalSlices
+from megapar.model.layers.context import Context
+from megapar.model.layers.latent_attention import LatentAttention
+from megapar.model.layers.rotary import RotaryEmbedding
+from megapar.moe.slicing import Slicing
+from tests.support.ranks import run_ranks
+
+BATCH, LENGTH, THETA = 2, 16, 1e4
+ENDS = (6, 16, 16 + 7, 32)
+
+
+def latent_sizes(**changes) -> LatentAttentionSizes:
+    """Small sizes, all different."""
+    numbers = {"hidden_size": 24, "num_groups": 4, "key_dim": 14, "value_dim": 10, "rotary_dim": 6}
+    numbers |= {"query_rank": 18, "latent_rank": 11, "dropout": 0.0, "flash": True, **changes}
+    return LatentAttentionSizes(
+        kind="latent",
+        queries_per_group=1,
+        softmax_scale=numbers.pop("softmax_scale", numbers["key_dim"] ** -0.5),
+        causal=True,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        qk_norm_scope="head",
+        epsilon=1e-6,
+        **numbers,
+    )
+
+
+def whole_weights(sizes: LatentAttentionSizes, dtype=torch.float64) -> dict[str, Tensor]:
+    """Weights of the whole layer, by the names of its parameters."""
+    Q, L, R = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
+    N, V, H = sizes.num_heads, sizes.value_dim, sizes.hidden_size
+    shapes = {
+        "down.weight": (Q + L + R, H),
+        "kv_norm.weight": (L,),
+        "q_up.weight": (N, sizes.key_dim, Q or H),
+        "kv_up.weight": (N, sizes.plain_dim + V, L),
+        "proj.weight": (H, N * V),
+    } | ({"q_norm.weight": (Q,)} if Q else {})
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).mul(0.4).add(len(shape) == 1).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+SPLIT = {"q_up.weight": 0, "kv_up.weight": 0, "proj.weight": 1}
+
+
+def layer(sizes: LatentAttentionSizes, dtype=torch.float64, *, mp=None, sp=False, execution=None, **more):
+    """The layer with this rank's pieces of the weights."""
+    mp = mp or Axis.single("mp")
+    options = {"mp": mp, "sequence_parallel": sp, "dtype": dtype, "device": None}
+    attention = LatentAttention(sizes, 0, execution=execution or Execution(), **more, **options)
+    with torch.no_grad():
+        for name, parameter in attention.named_parameters():
+            whole = whole_weights(sizes, dtype)[name]
+            dim = SPLIT.get(name)
+            parameter.copy_(whole if dim is None else whole.chunk(mp.size, dim)[mp.rank])
+    return attention
+
+
+def inputs(sizes: LatentAttentionSizes, dtype=torch.float64) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """Hidden states, the angles of their positions, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(3)
+    x, upstream = torch.randn(2, BATCH, LENGTH, sizes.hidden_size, generator=generator, dtype=torch.float64)
+    positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    angles = RotaryEmbedding(sizes.rotary_dim, THETA, dtype).angles(positions)
+    return x.to(dtype).requires_grad_(), angles, upstream.to(dtype)
+
+
+def gradients(attention: nn.Module, y: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    named = {"x": x, **dict(attention.named_parameters())}
+    return dict(zip(named, torch.autograd.grad(y, tuple(named.values()), upstream), strict=True))
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], bound=1e-11) -> None:
+    assert found.keys() == wanted.keys()
+    for name, want in wanted.items():
+        error = (found[name] - want).abs().max() / want.abs().max()
+        assert error <= bound, (name, float(error))
+
+
+def published(sizes: LatentAttentionSizes) -> DeepseekV3Attention:
+    """The class of transformers with the same weights."""
+    config = DeepseekV3Config(
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_key_value_heads=sizes.num_heads,
+        q_lora_rank=sizes.query_rank or None,
+        kv_lora_rank=sizes.latent_rank,
+        qk_rope_head_dim=sizes.rotary_dim,
+        qk_nope_head_dim=sizes.plain_dim,
+        v_head_dim=sizes.value_dim,
+        rope_interleave=True,
+    )
+    config._attn_implementation = "sdpa"  # eager attention rounds to fp32
+    theirs = DeepseekV3Attention(config, 0).double()
+    weights = {name: weight.clone() for name, weight in whole_weights(sizes).items()}
+    queries, rest = weights["down.weight"].split((sizes.query_rank, sizes.latent_rank + sizes.rotary_dim))
+    state = {
+        "kv_a_proj_with_mqa.weight": rest,
+        "kv_b_proj.weight": weights["kv_up.weight"].flatten(0, 1),
+        "o_proj.weight": weights["proj.weight"],
+    }
+    if sizes.query_rank:
+        state |= {"q_a_proj.weight": queries, "q_b_proj.weight": weights["q_up.weight"].flatten(0, 1)}
+        theirs.q_a_layernorm = wide_norm(weights["q_norm.weight"])
+    else:
+        state["q_proj.weight"] = weights["q_up.weight"].flatten(0, 1)
+    theirs.kv_a_layernorm = wide_norm(weights["kv_norm.weight"])
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert all("layernorm" in name for name in missing)
+    return theirs
+
+
+def wide_norm(weight: Tensor) -> nn.RMSNorm:
+    """The class's norm without its rounding to fp32."""
+    norm = nn.RMSNorm(weight.shape[0], eps=1e-6, dtype=torch.float64)
+    norm.weight.data.copy_(weight)
+    return norm
+
+
+def published_gradients(theirs: DeepseekV3Attention, sizes, y, x, upstream) -> dict[str, Tensor]:
+    """The gradients of the class by our names."""
+    found = gradients(theirs, y, x, upstream)
+    rest, N = found["kv_a_proj_with_mqa.weight"], sizes.num_heads
+    named = {"x": found["x"], "kv_norm.weight": found["kv_a_layernorm.weight"], "proj.weight": found["o_proj.weight"]}
+    named["kv_up.weight"] = found["kv_b_proj.weight"].unflatten(0, (N, -1))
+    if sizes.query_rank:
+        named["down.weight"] = torch.cat((found["q_a_proj.weight"], rest))
+        named["q_norm.weight"] = found["q_a_layernorm.weight"]
+        named["q_up.weight"] = found["q_b_proj.weight"].unflatten(0, (N, -1))
+    else:
+        named |= {"down.weight": rest, "q_up.weight": found["q_proj.weight"].unflatten(0, (N, -1))}
+    return named
+
+
+def drawn_sizes(seed: int) -> LatentAttentionSizes:
+    """Random odd sizes."""
+    draw = random.Random(seed)
+    odd = lambda least, most: draw.randrange(least, most, 2)  # noqa: E731
+    rotated = draw.choice((2, 4, 6))
+    return latent_sizes(
+        hidden_size=odd(11, 40),
+        num_groups=draw.choice((1, 3, 5)),
+        rotary_dim=rotated,
+        key_dim=rotated + odd(3, 12),
+        value_dim=odd(3, 14),
+        query_rank=draw.choice((0, odd(5, 30))),
+        latent_rank=odd(5, 30),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_the_published_class(seed):
+    """Output and every gradient, for heads of odd sizes, with and without a query rank."""
+    sizes = drawn_sizes(seed)
+    x, angles, upstream = inputs(sizes)
+    attention, theirs = layer(sizes), published(sizes)
+    y = attention(x, Context(None, None, BATCH * LENGTH, angles))
+    both = tuple(torch.cat((part, part), dim=-1) for part in angles)
+    want = theirs(x, both, None)[0]
+    torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-11)
+    same(gradients(attention, y, x, upstream), published_gradients(theirs, sizes, want, x, upstream))
+
+
+def sliced(attention, x, context, *, prepared, hides=False) -> Tensor:
+    """The output for x, slice after slice, from heads of the whole or from each slice's own."""
+    run, parts = CausalSlices(attention, context, hides=hides), []
+    if prepared:
+        run.prepare(x)
+    for number, place in enumerate(context.own_slices):
+        run.enter(None if prepared else x[:, place])
+        run.project(number)
+        run.attend(number)
+        run.leave(number)
+        parts.append(run.finish(number))
+    return torch.cat(parts, dim=1)
+
+
+def contexts(angles, *, packed=False, slices=1, **more) -> Context:
+    cut = Slicing(slices).cut(LENGTH) if slices > 1 else ()
+    documents = PackedDocuments.of(ENDS, torch.device("cpu")) if packed else None
+    places = {"slices": cut, "own_slices": cut, "whole_slices": cut}
+    return Context(None, None, BATCH * LENGTH, angles, documents=documents, **places, **more)
+
+
+FORMS: dict[str, Callable[[LatentAttention, Tensor, tuple[Tensor, Tensor], bool], Tensor]] = {
+    "whole": lambda layer, x, angles, packed: layer(x, contexts(angles, packed=packed)),
+    "prepared": lambda layer, x, angles, packed: sliced(
+        layer, x, contexts(angles, packed=packed, slices=3), prepared=True
+    ),
+    "slices": lambda layer, x, angles, packed: sliced(
+        layer, x, contexts(angles, packed=packed, slices=3), prepared=False
+    ),
+}
+
+
+def by_document(attention, x, angles) -> Tensor:
+    """The layer on each document alone."""
+    pieces = []
+    for first, end in zip((0, *ENDS), ENDS, strict=False):
+        sample, place = first // LENGTH, slice(first % LENGTH, first % LENGTH + end - first)
+        own = tuple(part[sample : sample + 1, place] for part in angles)
+        pieces.append(attention(x[sample : sample + 1, place], contexts(own))[0])
+    return torch.cat(pieces).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form, packed, selective, dtype):
+    """Whole and by slices, packed, recomputed or not, with values smaller and larger than keys."""
+    for changes in ({}, {"value_dim": 18, "softmax_scale": 0.4, "query_rank": 0}):
+        sizes = latent_sizes(**changes)
+        x, angles, upstream = inputs(sizes)
+        attention = layer(sizes)
+        want = by_document(attention, x, angles) if packed else attention(x, contexts(angles))
+        wanted = gradients(attention, want, x, upstream)
+        x, angles, upstream = inputs(sizes, dtype)
+        attention = layer(sizes, dtype)
+        attention.selective = selective
+        y = FORMS[form](attention, x, angles, packed)
+        bound = 1e-11 if dtype == torch.float64 else 1e-5
+        same({"y": y.detach()} | gradients(attention, y, x, upstream), {"y": want.detach()} | wanted, bound)
+
+
+def test_the_scale_of_the_scores():
+    """A factor on the softmax scale is one on the queries' weights."""
+    sizes = latent_sizes()
+    x, angles, _ = inputs(sizes)
+    scaled, larger = layer(latent_sizes(softmax_scale=1.7 * 14**-0.5)), layer(sizes)
+    with torch.no_grad():
+        larger.q_up.weight.mul_(1.7)
+    torch.testing.assert_close(scaled(x, contexts(angles)), larger(x, contexts(angles)), rtol=0, atol=1e-12)
+
+
+def kept_bytes(run: Callable[[], Tensor], known: tuple[Tensor, ...]) -> int:
+    """Bytes of the storages that the graph of a result holds, except those of known tensors."""
+    outside = {tensor.untyped_storage()._cdata for tensor in known}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in outside:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def bytes_of_a_position(sizes: LatentAttentionSizes) -> int:
+    """What a position keeps in fp32 on a CPU: latents, queries, what attention made; neither keys nor values."""
+    Q, L, R = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
+    N, V = sizes.num_heads, sizes.value_dim
+    width = max(sizes.key_dim, V)
+    down, norms = Q + L + R, 2 * (Q + L) + 2  # its product; per norm the normalized latent, the result and a scale
+    return 4 * (down + norms + N * width + (N * width + N) + N * V)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_kept(form, packed):
+    sizes = latent_sizes()
+    x, angles, _ = inputs(sizes, torch.float32)
+    attention = layer(sizes, torch.float32)
+    known = (x, *attention.parameters(), *angles)
+    found = kept_bytes(lambda: FORMS[form](attention, x, angles, packed), known)
+    copied = sizes.hidden_size * 4 if form == "slices" else 0  # slices of two samples are copied for the product
+    assert found == BATCH * LENGTH * (bytes_of_a_position(sizes) + copied)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_compiled(selective):
+    """Compiled functions give the same, and what they save are latents, too."""
+    sizes = latent_sizes()
+    x, angles, upstream = inputs(sizes, torch.float32)
+    attention, run = layer(sizes, torch.float32), Compiled(backend="aot_eager")
+    want = attention(x, contexts(angles))
+    wanted = {"y": want.detach()} | gradients(attention, want, x, upstream)
+    compiled = layer(sizes, torch.float32, execution=Execution(run=run, selective=selective))
+    known = (x, *attention.parameters(), *compiled.parameters(), *angles)
+    sizes_kept = [kept_bytes(lambda one=one: one(x, contexts(angles)), known) for one in (attention, compiled)]
+    assert sizes_kept[1] <= sizes_kept[0]
+    y = compiled(x, contexts(angles))
+    same({"y": y.detach()} | gradients(compiled, y, x, upstream), wanted, 1e-5)
+    assert not run.given_up
+    assert {function.__name__ for function in run.functions} == {"attend", "joined", "rms_norm", "rotated"}
+
+
+def alone(sizes, *, packed=False) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of one process."""
+    x, angles, upstream = inputs(sizes)
+    attention = layer(sizes)
+    y = attention(x, contexts(angles, packed=packed))
+    return y.detach(), gradients(attention, y, x, upstream)
+
+
+def on_mp(rank, size, sp, form, query_rank, early, deferred):
+    """Compare with one process: the output, and every gradient of this rank's pieces."""
+    mp = Axis("mp", size, rank, dist.group.WORLD, tuple(range(size)))
+    sizes = latent_sizes(query_rank=query_rank)
+    comm, later = CommContext(), WeightGradients() if deferred else None
+    attention = layer(sizes, mp=mp, sp=sp, execution=Execution(comm=comm, weight_gradients=later))
+    x, angles, upstream = inputs(sizes)
+    cut = Slicing(2).cut(LENGTH) if form == "slices" else (slice(0, LENGTH),)
+    # This rank's positions are its part of every slice.
+    pieces = [torch.arange(LENGTH)[place].chunk(size)[rank] if sp else torch.arange(LENGTH)[place] for place in cut]
+    own = torch.cat(pieces)
+    x_own = x.detach()[:, own].requires_grad_()
+    if form == "slices":
+        lengths = torch.tensor([0, *map(len, pieces)]).cumsum(0).tolist()
+        places = tuple(slice(*pair) for pair in itertools.pairwise(lengths))
+        context = Context(None, None, 32, angles, slices=cut, own_slices=places, whole_slices=cut)
+        y = sliced(attention, x_own, context, prepared=False, hides=early)
+    else:
+        y = attention(x_own, contexts(angles))
+    with later.keep(0) if later else nullcontext():
+        y.backward(upstream[:, own])
+    if later:
+        later.run(0)
+    comm.check_settled()
+    want, wanted = alone(sizes)
+    found = {"y": y.detach(), "x": x_own.grad}
+    wanted = {"y": want[:, own], **wanted, "x": wanted["x"][:, own]}
+    for name, parameter in attention.named_parameters():
+        found[name], dim = parameter.grad, SPLIT.get(name)
+        if dim is not None:
+            wanted[name] = wanted[name].chunk(size, dim)[rank]
+        elif sp:
+            dist.all_reduce(found[name])
+    same(found, wanted)
+    return comm.launched
+
+
+@pytest.mark.parametrize("query_rank", [0, 18])
+@pytest.mark.parametrize(
+    ("sp", "form", "early", "deferred"),
+    [
+        (False, "whole", False, False),
+        (True, "whole", False, True),
+        (False, "slices", False, True),
+        (True, "slices", False, False),
+        (True, "slices", True, False),
+        (True, "slices", True, True),
+    ],
+)
+def test_ranks_that_share_heads(sp, form, early, deferred, query_rank):
+    for launched in run_ranks(2, on_mp, sp, form, query_rank, early, deferred):
+        assert launched["all_gather"] > 0 if sp else launched["all_reduce"] > 0
+
+
+def on_cp(rank, size, algorithm, slices, packed):
+    """Compare with one process."""
+    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)))
+    layout = choose_layout(algorithm, size, causal=True, length=LENGTH, slices=slices)
+    cp, sizes = ContextParallel(axis, algorithm, layout), latent_sizes()
+    attention = layer(sizes, cp=cp)
+    x, angles, upstream = inputs(sizes)
+    own = layout.positions(LENGTH, rank)
+    x, angles, upstream = (
+        x.detach()[:, own].requires_grad_(),
+        tuple(part[:, own] for part in angles),
+        upstream[:, own],
+    )
+    ends = ENDS if packed else None
+    documents = PackedDocuments.of(ENDS, torch.device("cpu")) if packed else None
+    if slices > 1:
+        cut, whole = Slicing(slices).cut(len(own)), Slicing(slices).cut(LENGTH)
+        plans = cp.slice_plans(BATCH, len(own), ends=ends)
+        more = {"slices": cut, "own_slices": cut, "whole_slices": whole, "slice_plans": plans}
+        context = Context(None, None, 32, angles, documents=documents, **more)
+        y = sliced(attention, x, context, prepared=True)
+    else:
+        plan = cp.plan(BATCH, len(own), causal=True, ends=ends)
+        context = Context(None, None, 32, angles, documents=documents, plan=plan)
+        y = attention(x, context)
+    found = {"y": y.detach(), **gradients(attention, y, x, upstream)}
+    for name in found.keys() - {"x", "y"}:
+        dist.all_reduce(found[name])
+    want, wanted = alone(sizes, packed=packed)
+    same(found, {"y": want[:, own], **wanted, "x": wanted["x"][:, own]})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
+def test_ranks_that_share_a_sequence(algorithm, slices, packed):
+    run_ranks(2, on_cp, algorithm, slices, packed, backend="late")

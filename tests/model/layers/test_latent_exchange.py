@@ -1,0 +1,147 @@
+"""Latent attention on ranks that share a sequence is that of one process, whatever they send of keys and values."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.comm_bytes import CommBytes
+from megapar.core.comm.in_flight import CommContext
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.device.packed_attention import PackedDocuments
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.model.layers.attention_slices import CausalSlices
+from megapar.model.layers.context import Context
+from tests.model.layers.test_latent_attention import BATCH, ENDS, LENGTH, SPLIT, inputs, latent_sizes, layer
+from tests.support.ranks import run_ranks
+
+COLUMN = (14 + 10) * 4  # keys and values of all heads
+LATENT = 11 + 6
+
+
+def alone(sizes, ends, dtype):
+    """(output, gradients by name) of one process."""
+    x, angles, upstream = inputs(sizes, dtype)
+    documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
+    attention = layer(sizes, dtype)
+    y = attention(x, Context(None, None, BATCH * LENGTH, angles, documents=documents))
+    named = {"x": x, **dict(attention.named_parameters())}
+    return y, dict(zip(named, torch.autograd.grad(y, tuple(named.values()), upstream), strict=True))
+
+
+def axes(rank, size, cp_size, sent):
+    """cp of ``cp_size`` neighbours, and mp of the rest."""
+    groups = [[first + mp for first in range(0, size, size // cp_size)] for mp in range(size // cp_size)]
+    cp = [dist.new_group(group, backend=dist.get_backend()) for group in groups]
+    width = size // cp_size
+    others = [list(range(first, first + width)) for first in range(0, size, width)]
+    mp = [dist.new_group(group, backend=dist.get_backend()) for group in others]
+    at, row = rank % width, rank // width
+    return (
+        Axis("cp", cp_size, row, cp[at], tuple(groups[at]), sent),
+        Axis("mp", width, at, mp[row], tuple(others[row]), sent),
+    )
+
+
+def run_layer(attention, x, angles, layout, slices, ends, prepared):
+    """y [B, S/cp(/mp), H] of this rank's positions."""
+    cp, own_length = attention.cp, angles[0].shape[1]
+    documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
+    if slices == 1:
+        plan = cp.plan(BATCH, own_length, causal=True, ends=ends)
+        return attention(x, Context(None, None, BATCH * LENGTH, angles, documents=documents, plan=plan))
+    runs = layout.runs(LENGTH, cp.axis.rank)
+    cuts = [0]
+    for run in runs:
+        cuts.append(cuts[-1] + len(run))
+    own = tuple(slice(a, b) for a, b in itertools.pairwise(cuts))
+    whole = tuple(slice(cp.axis.size * a, cp.axis.size * b) for a, b in itertools.pairwise(cuts))
+    context = Context(
+        None,
+        None,
+        BATCH * LENGTH,
+        angles,
+        documents=documents,
+        slices=own,
+        own_slices=own,
+        whole_slices=whole,
+        slice_plans=cp.slice_plans(BATCH, own_length, ends=ends),
+    )
+    sliced, parts = CausalSlices(attention, context), []
+    if prepared:
+        sliced.prepare(x)
+    for number, place in enumerate(own):
+        sliced.enter(None if prepared else x[:, place])
+        sliced.project(number)
+        sliced.attend(number)
+        sliced.leave(number)
+        parts.append(sliced.finish(number))
+    return torch.cat(parts, dim=1)
+
+
+def compare(rank, size, cp_size, algorithm, latents, options):
+    """(worst error of y and of every gradient; bytes sent)."""
+    options = {"slices": 1, "ends": None, "sp": False, "dtype": torch.float64, "prepared": False} | options
+    dtype, sp, ends, slices = options["dtype"], options["sp"], options["ends"], options["slices"]
+    sizes = latent_sizes(query_rank=options.get("query_rank", 18), flash=dtype != torch.float64)
+    sent, comm, later = CommBytes(), CommContext(), WeightGradients()
+    cp_axis, mp = axes(rank, size, cp_size, sent)
+    layout = choose_layout(algorithm, cp_size, causal=True, length=LENGTH, slices=slices)
+    cp = ContextParallel(cp_axis, algorithm, layout, comm, latents=latents)
+    execution = Execution(comm=comm, weight_gradients=later if options.get("defers") else None)
+    attention = layer(sizes, dtype, mp=mp, sp=sp, execution=execution, cp=cp)
+    x, angles, upstream = inputs(sizes, dtype)
+    own = torch.tensor(layout.positions(LENGTH, cp_axis.rank))
+    held = own.chunk(mp.size)[mp.rank] if sp else own
+    mine = x.detach()[:, held].requires_grad_()
+    own_angles = tuple(part[:, own] for part in angles)
+    y = run_layer(attention, mine, own_angles, layout, slices, ends, options["prepared"])
+    with later.keep("all"):
+        y.backward(upstream[:, held])
+    later.run("all")
+    comm.check_settled()
+    bytes_sent = dict(sent)
+    want, wants = alone(sizes, ends, torch.float64)
+    pairs = [(y, want[:, held]), (mine.grad, wants.pop("x")[:, held])]
+    for name, parameter in attention.named_parameters():
+        grad, whole = parameter.grad.double(), wants[name]
+        dist.all_reduce(grad, group=cp_axis.group)
+        if sp and name not in SPLIT:
+            dist.all_reduce(grad, group=mp.group)
+        pairs.append((grad, whole if name not in SPLIT else whole.chunk(mp.size, SPLIT[name])[mp.rank]))
+    worst = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs)
+    return worst, bytes_sent
+
+
+@pytest.mark.parametrize("algorithm", [RING, GATHERED, ULYSSES])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"slices": 2, "ends": ENDS}, {"slices": 3, "prepared": True}, {"query_rank": 0, "ends": ENDS, "defers": True}],
+    ids=str,
+)
+def test_two_ranks_share_a_sequence(algorithm, options):
+    """By latents; ``test_latent_attention`` has keys and values."""
+    for error, _ in run_ranks(2, compare, 2, algorithm, True, options, backend="late"):
+        assert error < 1e-11
+
+
+@pytest.mark.parametrize("latents", [True, False])
+@pytest.mark.parametrize("algorithm", [RING, GATHERED, ULYSSES])
+@pytest.mark.parametrize("options", [{"sp": True}, {"query_rank": 0, "ends": ENDS, "slices": 2}], ids=str)
+def test_heads_are_cut_over_mp(algorithm, latents, options):
+    for error, _ in run_ranks(4, compare, 2, algorithm, latents, options, backend="late"):
+        assert error < 1e-11
+
+
+def test_bytes_over_cp():
+    """Ring of two: R + Dr features of a position against N (D + V), three messages with gradients in fp64."""
+    rows = BATCH * LENGTH // 2 * 8
+    for latents, features in ((True, LATENT), (False, COLUMN)):
+        for _, sent in run_ranks(2, compare, 2, RING, latents, {}):
+            assert sent == {("cp", "send"): 3 * rows * features}
