@@ -91,8 +91,7 @@ def parse(
 
 
 def _check_assumptions(draft: Draft) -> None:
-    complaint, warning = unknown_to_trainers(draft.about.assume)
-    draft.complaints += [complaint] if complaint else []
+    warning = unknown_to_trainers(draft.about.assume)
     draft.warnings += [warning] if warning else []
 
 

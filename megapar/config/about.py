@@ -19,8 +19,6 @@ from megapar.errors import Complaint
 from megapar.schema.flag import SCRIPTS
 
 KEYS = ("script", "device_kind", "assume")
-# Assumed techniques that change the model, and not only the way to compute it.
-ANOTHER_MODEL = ("latent-attention",)
 
 
 @dataclass(frozen=True)
@@ -63,20 +61,11 @@ def other_script(path: str, script: str, kind: str) -> Complaint | None:
     return Complaint("script", f"{path} is for {script}, and this is {SCRIPTS[kind]}.", f"Start {script}.")
 
 
-def unknown_to_trainers(assume: Sequence[str]) -> tuple[Complaint | None, str]:
-    """Return (complaint, warning) for a file with these assumptions.
-
-    A file that assumes a different model is refused. One that only assumes a faster implementation gets a warning,
-    because the run does without it.
-    """
+def unknown_to_trainers(assume: Sequence[str]) -> str:
+    """Return the warning of a start from a file with these assumptions; "" without any."""
     if not assume:
-        return None, ""
-    other = [word for word in assume if word.partition(":")[0] in ANOTHER_MODEL]
-    if other:
-        message = f"this file is for `megapar plan` only: it assumes {', '.join(other)}, which the trainers do not have"
-        fix = "Plan it with `megapar plan --config FILE`; a run would train a different model."
-        return Complaint("assume", f"{message}.", fix), ""
-    return None, (
+        return ""
+    return (
         f"the file assumes {', '.join(assume)}, which only `megapar plan` supports: the run trains the same model "
         "without them and needs more memory and time than planned"
     )

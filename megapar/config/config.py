@@ -26,6 +26,7 @@ from megapar.config.run import (
 )
 from megapar.core.grid import Grid
 from megapar.model.decoder.sizes import MoeSizes
+from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import MODELS, selected_model
 from megapar.schema.flag import KINDS, Flag, from_flags, to_flag, to_flags
@@ -60,7 +61,7 @@ GROUPS: Mapping[str, FlagGroup] = MappingProxyType(
         "sharding": _options(ShardingOptions),
         "pipeline": _options(PipelineOptions),
         "recompute": _options(RecomputeOptions),
-        "model": FlagGroup(_MODEL, (*_SIZES, (ModelOptions, KINDS))),
+        "model": FlagGroup(_MODEL, (*_SIZES, (RopeScaling, ("moe",)), (ModelOptions, KINDS))),
         "moe": FlagGroup("The mixture of experts of pretrain_moe.py.", ((MoeSizes, ("moe",)), (MoeOptions, KINDS))),
         "ampipe": _options(AmpipeOptions),
         "training": _options(TrainingOptions),

@@ -36,14 +36,19 @@ class ModelOptions:
         aliases=("mtp-loss-scaling-factor",),
         after="mtp_depth",
     )
-    multi_latent_attention: bool = flag(
-        False, "multi-head latent attention: keys and values from a compressed latent (DeepSeek)", models=MOE
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeOptions:
-    """The training of routers: losses, learning rate, correction bias."""
+    """The training of routers: losses, learning rate, correction bias; Megatron-LM's name of unnormalized weights."""
+
+    moe_router_pre_softmax: bool = flag(
+        False,
+        "the weights of a token's experts are their probabilities by a softmax over all experts, not divided by their "
+        "sum: --no-norm-topk-prob",
+        models=MOE,
+        after="moe_router_score_function",
+    )
 
     moe_router_lr_ratio: float = flag(
         1.0, "learning rate of the routers' weights, as a multiple of --lr", above=0, models=MOE

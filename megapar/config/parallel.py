@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megapar.model.attention.latent_exchange import AUTO, EXCHANGES
 from megapar.schema.flag import SWITCH, Alias, flag
 
 
@@ -98,6 +99,14 @@ class ParallelOptions:
         "context parallel algorithm: ring attention with zig-zag balance (megatron), all-to-all of heads (ulysses), or "
         "all-gather of keys and values (allgather)",
         choices=("megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_algo"),
+    )
+    mla_cp_exchange: str = flag(
+        AUTO,
+        "what context parallel ranks send for multi-latent attention: latents and rotary keys, from which every rank "
+        "makes the keys and values it attends to, or the keys and values",
+        choices=EXCHANGES,
+        models=("moe",),
+        derived="latent or kv, whichever sends fewer bytes, with --multi-latent-attention and --cp-degree > 1",
     )
     distributed_timeout_minutes: float = flag(
         10.0, "time limit of a collective; the run then stops and names the collective", unit="minutes", above=0

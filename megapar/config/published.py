@@ -20,6 +20,15 @@ SHOWN = 8
 """Maximum number of a config.json's settings to complain about."""
 
 
+_LACKING = {
+    "KimiLinear": ", whose linear attention is not built",
+    "DeepseekV32": ", whose sparse attention is not built",
+    "Phimoe": ", whose router masks other experts for each choice and samples them in training (SparseMixer)",
+    "Ernie4_5_VL": ", which reads images",
+}
+"""What is missing for classes that are named like supported ones, by the beginning of their names."""
+
+
 class Unsupported(ValueError):
     """A published model that megapar does not support; the message names the setting."""
 
@@ -44,7 +53,8 @@ def architecture_of(config: Json) -> PublishedArchitecture:
     listed = names if isinstance(names, list) else []
     supported = next((name for name in listed if isinstance(name, str) and name in ARCHITECTURES), None)
     if supported is None:
-        raise Unsupported(f"architectures is {shown(names)}; supported are {', '.join(ARCHITECTURES)}")
+        lacking = next((text for name, text in _LACKING.items() if str(next(iter(listed), "")).startswith(name)), "")
+        raise Unsupported(f"architectures is {shown(names)}{lacking}; supported are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[supported].of_folder(config)
 
 
@@ -52,8 +62,8 @@ def flags_of(config: Json) -> tuple[str, dict[str, Any]]:
     """Return the model kind (moe or ernie) and the flags by field name. Raises Unsupported."""
     architecture = architecture_of(config)
     name = architecture.name
-    if config.get("quantization_config"):
-        raise Unsupported("quantization_config is set: the weights are quantized; pass the folder of the original ones")
+    if reason := _other_quantization(config.get("quantization_config")):
+        raise Unsupported(f"quantization_config {reason}; pass the folder of the weights that are not quantized")
     whole = {**architecture.defaults, **config}
     if wrong := wrong_values(architecture, whole):
         raise Unsupported(f"config.json of this {name}: {'; '.join(wrong)}")
@@ -71,6 +81,22 @@ def flags_of(config: Json) -> tuple[str, dict[str, Any]]:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise Unsupported(f"config.json of this {name} contains a value of the wrong type ({error})") from error
     return model_of_architecture(name).kind, flags
+
+
+def _other_quantization(quantization: Any) -> str:
+    """Return what is quantized otherwise than in FP8 (e4m3) by blocks of 128 x 128, "" for nothing."""
+    if not quantization:
+        return ""
+    if not isinstance(quantization, dict):
+        return f"is {shown(quantization)}, where an object or null is needed"
+    for key, only, implied in (
+        ("quant_method", "fp8", None),
+        ("fmt", "e4m3", "e4m3"),
+        ("weight_block_size", [128] * 2, None),
+    ):
+        if (value := quantization.get(key, implied)) != only:
+            return f"has the {key} {shown(value)}, and only FP8 (e4m3) by blocks of 128 x 128 is read"
+    return ""
 
 
 def wrong_values(architecture: PublishedArchitecture, config: Json) -> list[str]:

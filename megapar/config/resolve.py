@@ -6,6 +6,9 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from megapar.model.attention.latent_exchange import KEYS_AND_VALUES, cheaper_exchange
+from megapar.model.rope_scaling import LLAMA3
+
 
 @dataclass(frozen=True)
 class Derivation:
@@ -44,6 +47,10 @@ def _quotient(whole: int, part: int) -> int | None:
     return None if part < 1 or whole % part else whole // part
 
 
+def _head_dim(hidden: int, heads: int, latent: bool, plain: int, rotated: int) -> int | None:
+    return plain + rotated if latent else _quotient(hidden, heads)
+
+
 def _ffn(hidden: int, activation: str) -> int:
     # Megatron's rule: swiglu has three matrices instead of two, so 2/3 of the width costs the same.
     return 4 * hidden if activation == "gelu" else max(64, int(4 * hidden * 2 / 3) // 64 * 64)
@@ -61,6 +68,17 @@ def _manual_gc(world: int) -> str:
 def _overlap(ampipe_degree: int, strict: bool) -> str:
     # MindSpeed does not combine AMPipe with these overlaps; an automatic choice yields to an explicit one.
     return "off" if strict and ampipe_degree != 1 else "on"
+
+
+def _exchange(latent: bool, fp8: bool, algorithm: str, cp: int, mp: int, heads: int, *features: int) -> str | None:
+    if not latent or cp == 1:
+        return None
+    rank, plain, rotary, value = features
+    # Latents that arrive are multiplied inside attention, where products are not in fp8.
+    if fp8:
+        return KEYS_AND_VALUES
+    on_rank = heads // mp * (plain + rotary + value)
+    return cheaper_exchange(rank + rotary, on_rank, cp, by_heads=algorithm == "ulysses_cp_algo")
 
 
 def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
@@ -88,12 +106,27 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("data_ranks", ("dp_degree", "sharding_degree"), lambda dp, sharding: dp * sharding or None),
     Derivation("expert_mp_degree", ("mp_degree",), lambda mp: mp),
     Derivation("num_query_groups", ("num_attention_heads",), lambda heads: heads),
-    Derivation("head_dim", ("hidden_size", "num_attention_heads"), _quotient),
+    Derivation(
+        "head_dim",
+        ("hidden_size", "num_attention_heads", "multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim"),
+        _head_dim,
+    ),
+    Derivation("attention_latent_norm_epsilon", ("layernorm_epsilon",), lambda epsilon: epsilon),
     Derivation("ffn_hidden_size", ("hidden_size", "activation"), _ffn),
     Derivation("moe_ffn_hidden_size", ("ffn_hidden_size",), lambda ffn: ffn),
     Derivation("moe_router_group_topk", ("moe_router_num_groups",), lambda groups: groups),
+    Derivation(
+        "norm_topk_prob",
+        ("moe_router_pre_softmax",),
+        lambda before: "off" if before else None,
+        open=("auto",),
+        settled=True,
+    ),
     Derivation("task_ffn_hidden_size", ("task_hidden_size",), lambda hidden: 4 * hidden),
     Derivation("max_position_embeddings", ("seq_length",), lambda length: length),
+    Derivation(
+        "original_max_position_embeddings", ("rope_scaling_type",), lambda kind: 8192 if kind == LLAMA3 else 4096
+    ),
     Derivation("gradient_merge_acc_step", ("global_batch_size", "micro_batch_size", "data_ranks"), _steps),
     Derivation(
         "global_batch_size",
@@ -105,6 +138,16 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("overlap_grad_reduce", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("overlap_param_gather", ("ampipe_degree", "strict_seed_rules"), _overlap, open=("auto",)),
     Derivation("manual_gc", ("world_size",), _manual_gc, open=("auto",)),
+    Derivation(
+        "mla_cp_exchange",
+        (
+            *("multi_latent_attention", "fp8", "context_parallel_algo", "cp_degree", "mp_degree"),
+            *("num_attention_heads", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        ),
+        _exchange,
+        open=("auto",),
+        settled=True,
+    ),
     Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
     Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),
 )

@@ -50,6 +50,7 @@ class ParameterSpec:
         router: A router's weight, which may have its own learning rate.
         residual: A weight of attention, an MLP or an expert whose products are added to the residual stream.
         mp_partial: When each mp rank's gradient is a partial sum: "never", "sp" (under sequence parallelism), "always".
+        rotated: Leading features of a head that rope rotates, for queries, keys and their norms; 0 for other rows.
         pieces: The Hugging Face tensors it consists of; models without a Hugging Face form use the parameter's name.
         stage: Coordinate on pp of the stage that owns it.
     """
@@ -66,6 +67,7 @@ class ParameterSpec:
     router: bool = False
     residual: bool = False
     mp_partial: str = "never"
+    rotated: int = 0
     pieces: tuple[HfPiece, ...] = ()
     stage: int = 0
 

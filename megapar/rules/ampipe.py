@@ -424,6 +424,14 @@ RULES: tuple[Rule, ...] = (
         "--hidden-dropout 0.1",
     ),
     _settled(
+        "norms",
+        ("norm_placement",),
+        lambda f: f.norm_placement == "input",
+        "slices need --norm-placement input",
+        "",
+        "--norm-placement output",
+    ),
+    _settled(
         "order",
         ("moe_model_type", "moe_drop_policy"),
         lambda f: f.moe_model_type != "deepspeed_moe" or f.moe_drop_policy == "token",

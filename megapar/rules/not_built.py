@@ -67,20 +67,4 @@ RULES: tuple[Rule, ...] = (
     ),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
     _ahead("recompute_in_bubble", "in the pipeline bubble", "--recompute-in-bubble"),
-    Rule(
-        id="not-built-multi-latent-attention",
-        reads=("multi_latent_attention", "not_default"),
-        when=lambda f: f.multi_latent_attention,
-        requires=lambda f: False,
-        message=(
-            "--multi-latent-attention needs DeepSeek's compressed keys and values, which no layer implements; "
-            "attention is multi-head or grouped-query"
-        ),
-        fix="Leave it out, or set --num-query-groups.",
-        source="later version",
-        passing="",
-        failing="--multi-latent-attention",
-        kind=NOT_BUILT,
-        models=MOE,
-    ),
 )

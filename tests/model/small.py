@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,17 @@ MOE = replace(
     tie_embeddings=False,
     moe=MoeSizes(hidden_size=32, ffn_hidden_size=16, num_experts=4, topk=2, shared_experts=2),
 )
+LATENT = replace(
+    DENSE,
+    num_query_groups=4,
+    head_dim=24,
+    multi_latent_attention=True,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=16,
+    v_head_dim=12,
+)
 ERNIE = ErnieSizes(
     num_layers=2,
     hidden_size=32,
@@ -56,6 +68,10 @@ BIASED_MOE = replace(
     activation="gelu",
     moe=MoeSizes(32, 16, 4, 2, shared_experts=1, activation="gelu", add_bias=True),
 )
+OLMO2: dict[str, Any] = {"qk_norm": True, "qk_norm_scope": "width", "norm_placement": "output"}
+MULTIPLIED: dict[str, Any] = {
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "softmax_scale": 0.2, "logits_scaling": 1.7},
+}
 VARIETIES = {
     "dense": DENSE,
     "untied": replace(DENSE, tie_embeddings=False),
@@ -65,6 +81,9 @@ VARIETIES = {
     "biases": replace(DENSE, add_bias_linear=True),
     "head dim": replace(DENSE, head_dim=12),
     "qk-norm": replace(DENSE, qk_norm=True),
+    "width norms": replace(DENSE, qk_norm=True, qk_norm_scope="width"),
+    "output norms": replace(DENSE, norm_placement="output"),
+    "multipliers": replace(DENSE, **MULTIPLIED),
     "qkv biases": replace(DENSE, add_qkv_bias=True),
     "gpt": replace(
         DENSE,
@@ -74,11 +93,19 @@ VARIETIES = {
         activation="gelu",
         add_bias_linear=True,
     ),
+    "latent attention": LATENT,
+    "latent attention, no query rank": replace(LATENT, q_lora_rank=0, mtp_depth=1),
     "math attention": replace(DENSE, use_flash_attn=False),
     "moe": MOE,
+    "moe of OLMo 2's layers, multiplied": replace(MOE, **OLMO2, **MULTIPLIED),
     "moe everywhere, no shared": replace(MOE, first_k_dense=0, moe=MoeSizes(32, 16, 4, 2)),
     "moe with drops": replace(MOE, moe=replace(MOE.moe, kind="deepspeed_moe", capacity_factor=0.5, min_capacity=1)),
     "moe gelu with biases": BIASED_MOE,
+    "moe with a gated shared expert, dense in between, undivided": replace(
+        *(MOE,),
+        **{"first_k_dense": 0, "moe_pattern": (1, 0, 1)},
+        moe=MoeSizes(32, 16, 4, 2, shared_ffn=12, shared_gate=True, norm_topk_prob="off"),
+    ),
     "multi-token prediction": replace(DENSE, mtp_depth=1),
     "moe of today": replace(
         MOE,

@@ -14,18 +14,43 @@ from megapar.model.architectures import ARCHITECTURES, model_of_architecture, ow
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
-from tests.model.small import DENSE, ERNIE, MOE
+from tests.model.small import DENSE, ERNIE, LATENT, MOE, MULTIPLIED, OLMO2
 
+GROUPED = MoeSizes(32, 16, num_experts=8, topk=3, groups=4, group_topk=2, group_score_topk=2, scaling=2.5)
+SIGMOID = replace(GROUPED, score="sigmoid", shared_experts=1)
+LEADING: dict[str, Any] = {"num_layers": 3, "first_k_dense": 1, "attention_latent_norm_epsilon": 1e-6}
 PLAIN = MoeSizes(32, 16, num_experts=4, topk=3)
 SIZES: Mapping[str, ModelSizes] = {
     "Ernie4_5ForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, mtp_depth=1),
     "Ernie4_5_MoeForCausalLM": replace(MOE, tie_embeddings=True, rope_theta=5e5),
+    "GraniteForCausalLM": replace(DENSE, add_bias_linear=True, **MULTIPLIED),
     "LlamaForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, rope_theta=5e5),
     "MistralForCausalLM": replace(DENSE, tie_embeddings=False),
     "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16),
+    "Olmo2ForCausalLM": replace(DENSE, head_dim=12, **OLMO2),
     "Qwen2ForCausalLM": replace(DENSE, add_qkv_bias=True, layernorm_epsilon=1e-6),
     "Qwen3ForCausalLM": replace(DENSE, qk_norm=True, head_dim=12),
+    "Qwen2MoeForCausalLM": replace(
+        *(MOE,),
+        **{"first_k_dense": 0, "moe_pattern": (0, 1, 0), "num_layers": 3, "add_qkv_bias": True},
+        moe=MoeSizes(32, 16, num_experts=4, topk=3, shared_ffn=24, shared_gate=True, norm_topk_prob="off"),
+    ),
+    "OlmoeForCausalLM": replace(
+        *(MOE,),
+        **{"first_k_dense": 0, "ffn_hidden_size": 16, "qk_norm": True, "qk_norm_scope": "width"},
+        moe=replace(PLAIN, norm_topk_prob="off"),
+    ),
+    "GraniteMoeForCausalLM": replace(
+        *(MOE,),
+        **{"first_k_dense": 0, "ffn_hidden_size": 16, "logits_scaling": 4.0, "softmax_scale": 0.3},
+        moe=PLAIN,
+    ),
     "Qwen3MoeForCausalLM": replace(MOE, qk_norm=True, first_k_dense=2, moe=PLAIN, layernorm_epsilon=1e-6),
+    "DeepseekV2ForCausalLM": replace(
+        LATENT, **LEADING, moe=replace(GROUPED, group_score_topk=1, norm_topk_prob="off", shared_experts=2)
+    ),
+    "DeepseekV3ForCausalLM": replace(LATENT, **LEADING, moe=SIGMOID),
+    "Glm4MoeForCausalLM": replace(MOE, rotary_percent=0.5, add_qkv_bias=True, moe=SIGMOID),
     "ErnieForPreTraining": replace(ERNIE, hidden_dropout=0.1),
     "ErnieForMaskedLM": replace(ERNIE, sop=False, type_vocab_size=2),
 }
@@ -56,6 +81,13 @@ def test_an_entry_agrees_with_itself(name: str) -> None:
     assert all(limit.within(own) for limit in architecture.limits)
     if architecture.trained_as:
         assert model_of_architecture(architecture.trained_as) is model_of_architecture(name)
+
+
+def test_weights_that_were_quantized_are_written_as_numbers() -> None:
+    architecture, settings = ARCHITECTURES["LlamaForCausalLM"], settings_of("LlamaForCausalLM")
+    plain = architecture.config(settings)
+    quantized = {**plain, "quantization_config": {"quant_method": "fp8"}}
+    assert architecture.continued(quantized, {**settings, "dtype": "bfloat16"}) == {**plain, "dtype": "bfloat16"}
 
 
 def test_the_class_of_a_model_that_is_not_from_a_folder() -> None:

@@ -12,11 +12,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from megapar.core.comm.axis import Axis
 from megapar.core.sharding.cut import box_at
 from megapar.model.spec import table_of
-from tests.model.small import DENSE, ERNIE, VARIETIES, batch_for, build
+from tests.model.small import DENSE, ERNIE, MULTIPLIED, OLMO2, VARIETIES, batch_for, build
 from tests.support.ranks import run_ranks
 
 MODELS = {
     "rope, qk-norm, biases": replace(DENSE, qk_norm=True, add_bias_linear=True),
+    "OLMo 2": replace(DENSE, num_attention_heads=6, **OLMO2),
+    "multipliers": replace(DENSE, tie_embeddings=False, **MULTIPLIED),
     "gpt, untied": replace(VARIETIES["gpt"], tie_embeddings=False),
     "ernie": ERNIE,
 }

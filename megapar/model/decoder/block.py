@@ -1,4 +1,4 @@
-"""One layer of the decoder, pre-norm: attention, then a dense MLP or a mixture of experts.
+"""One layer of the decoder: attention, then a dense MLP or a mixture of experts, with norms before or after each.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import plain
+from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
@@ -24,6 +25,7 @@ from megapar.model.layers.mlp import Mlp
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.pending_sum import PendingSum
 from megapar.model.layers.self_attention import make_attention
+from megapar.model.layers.token_gated_mlp import TokenGatedMlp
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm layer: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))), where mlp may be experts.
+    """Layer with norms of inputs: x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); mlp may be experts.
 
+    With norms of outputs (OLMo 2): x + dropout(norm(attention(x))), then x + dropout(norm(mlp(x))).
     All activations between attention and mlp are [B, S(/mp), H]. The norms' gradients are partial sums over mp under
     sequence parallelism.
     """
@@ -55,7 +58,8 @@ class DecoderBlock(nn.Module):
         dtype, device, run = options["dtype"], options["device"], options.get("execution", DEFAULT).run
         share = cp.share(options["mp"], sequence_parallel=options["sequence_parallel"])
         self.compiled = run is not plain
-        self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank)
+        self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank, sizes.residual_multiplier)
+        self.norms_outputs = sizes.norm_placement == "output"
         self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
@@ -97,6 +101,9 @@ class DecoderBlock(nn.Module):
         If the context has slices, the layer runs as drawn in ``model.layers.ampipe``. If functions are compiled and
         another layer follows, the last sum is left to it.
         """
+        if self.norms_outputs:
+            assert isinstance(x, Tensor)
+            return self._norm_outputs(x, context)
         # Under context parallelism the rank holds a part of each slice, so attention must run slice by slice.
         apart = self.moe is not None or context.cut or self.attention.cp.active
         if isinstance(x, Sliced) or (context.slices and apart):
@@ -107,22 +114,33 @@ class DecoderBlock(nn.Module):
         else:
             normed = self.attention_norm(x)
         x, normed = self.mlp_norm.after(x, self.drop(self.attention(normed, context), context, "attention"))
-        stats = None
-        if self.moe is None:
-            assert self.mlp is not None
-            y = self.mlp(normed, context.ends_unit)
-        else:
-            y, stats = self.moe(normed, context.own_valid, context.valid_tokens, context.replay, context.ends_unit)
+        y, stats = self._feed_forward(normed, context, context.ends_unit)
         y = self.drop(y, context, "mlp")
         later = self.compiled and context.followed and not context.slices
         return (PendingSum(x, y) if later else x + y), stats
 
+    def _norm_outputs(self, x: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """Return ``forward`` of a layer that normalizes the outputs of attention and MLP."""
+        x = x + self.drop(self.attention_norm(self.attention(x, context)), context, "attention")
+        # The norm's backward needs the last product, so no recomputation skips it.
+        y, stats = self._feed_forward(x, context, None)
+        return x + self.drop(self.mlp_norm(y), context, "mlp"), stats
+
+    def _feed_forward(self, x: Tensor, context: Context, ends_unit: Replay | None) -> tuple[Tensor, MoeStats | None]:
+        """Run the MLP or the experts. Returns [B, S(/mp), H], and the experts' routing statistics."""
+        if self.moe is None:
+            assert self.mlp is not None
+            return self.mlp(x, ends_unit), None
+        y, stats = self.moe(x, context.own_valid, context.valid_tokens, context.replay, ends_unit)
+        return y, stats
+
 
 def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions]) -> Mlp | None:
     """Build the shared experts, one MLP that every token passes through. Return None for a layer without them."""
-    if not moe.shared_experts:
+    if not moe.shared_width:
         return None
-    return Mlp(
+    kind = TokenGatedMlp if moe.shared_gate else Mlp
+    return kind(
         sizes.hidden_size,
         moe.shared_width,
         gated=moe.gated,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
 
 from megapar.model.attention.costs import AttentionShape
 from megapar.model.attention.kinds import kind_of
@@ -23,7 +22,6 @@ class DecoderCost(ModelCost):
     """Costs of a decoder's units."""
 
     sizes: DecoderSizes
-    latent_attention: ClassVar[bool] = True
 
     def __init__(self, sizes: DecoderSizes, view: RankView) -> None:
         super().__init__(sizes, view)
@@ -42,7 +40,11 @@ class DecoderCost(ModelCost):
     def embedding(self) -> UnitCost:
         """Cost of the word embedding, and of the position embedding if positions are learned."""
         learned = self.sizes.position_embedding_type == "learned"
-        return self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
+        found = self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
+        if self.sizes.embedding_multiplier == 1.0:
+            return found
+        multiplier = OpCost("multiplier", moved=2 * self._operators.hidden_bytes)
+        return replace(found, operators=(*found.operators, multiplier))
 
     def layer(self, number: int) -> UnitCost:
         """Return the cost of layer ``number``."""
@@ -57,7 +59,7 @@ class DecoderCost(ModelCost):
     def attention(self) -> Sequence[OpCost]:
         """See ``ModelCost``."""
         rotary = self.sizes.position_embedding_type == "rope"
-        shape = AttentionShape(self.sizes.attention, rotary=rotary, latent=self.view.latent)
+        shape = AttentionShape(self.sizes.attention, rotary=rotary)
         return kind_of(shape.sizes).costs(self._operators, shape)
 
     @cached_property
@@ -65,7 +67,7 @@ class DecoderCost(ModelCost):
         """Cost of final norm, vocabulary, losses and multi-token prediction."""
         operators, view, x = self._operators, self.view, self._operators.hidden_bytes
         head = (
-            OpCost("final norm", operators.norm_kept() + x),
+            OpCost("final norm", operators.norm_kept() + x, moved=0.0 if self.sizes.logits_scaling == 1.0 else 2 * x),
             operators.leaving(self.sizes.hidden_size, scatters=True),
             *operators.vocabulary(view.tokens, self.sizes.vocab_size, replicated=not view.splits_sequence),
         )
@@ -86,15 +88,24 @@ class DecoderCost(ModelCost):
         parts = [*self.attention, ops.norm()]
         if moe is not None:
             parts += expert_costs(self.view, moe)
-            if moe.shared_experts:
+            if moe.shared_width:
                 stored = self.view.item_bytes < self.view.wide_bytes  # otherwise the router keeps the same tensor
                 parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored)
+            if moe.shared_gate:
+                parts.append(self._shared_gate())
             parts.append(OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes))
         else:
             parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped())
+        if sizes.residual_multiplier != 1.0:
+            parts.append(OpCost("multiplier", moved=4 * ops.hidden_bytes))
         # Operators that the plan assumes to be recomputed keep nothing.
         parts = [replace(part, kept=0.0, recomputed=True) if part.name in recomputed else part for part in parts]
         return UnitCost("moe" if moe else "dense", tuple(parts), ops.hidden_bytes)
+
+    def _shared_gate(self) -> OpCost:
+        """Return the cost of the gate of the shared experts, whose output its backward needs."""
+        s, e, x = self.view.local_tokens, self.view.item_bytes, self._operators.hidden_bytes
+        return OpCost("shared gate", x + e * s, (Product(s, self.sizes.hidden_size, 1),), moved=3 * x, transient=x)
 
     def _join(self) -> OpCost:
         """Return the cost of the multi-token prediction block's input: two norms and a projection."""

@@ -5,41 +5,27 @@ Tested in ``tests/training/checkpoints/test_convert.py``.
 
 from __future__ import annotations
 
+from megapar.model.decoder.layer_pattern import ernie_interval, flags_of, layers_of, to_pattern
+from megapar.model.decoder.rope_keys import rope_settings
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
     OPTIONAL_COUNT,
     OPTIONAL_PROBABILITY,
     OPTIONAL_SIZE,
+    POSITIVE,
     SIZE,
-    THETA,
     anything,
     layer_numbers,
-    rope,
     text,
     true_or_false,
     whole,
 )
-from megapar.schema.published import Json, Setting
+from megapar.schema.published import Json, Setting, Settings
 
 
 def _head_dim(config: Json) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _theta(config: Json) -> float:
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return float(settings.get("rope_theta") or config["rope_theta"])
-
-
-def _rope_type(config: Json, key: str) -> str:
-    settings = config.get(key) or {}
-    default = settings.get("rope_type", settings.get("type", "default")) == "default"
-    return "" if default else "but only the default type of rope is supported"
-
-
-def _old_rope_type(config: Json) -> str:
-    return "" if config.get("rope_parameters") else _rope_type(config, "rope_scaling")
 
 
 def _window(config: Json) -> str:
@@ -64,46 +50,48 @@ def _biases(config: Json) -> str:
     )
 
 
+def _clipped(config: Json) -> str:
+    return "" if config.get("clip_qkv") is None else "but queries, keys and values are not clipped here"
+
+
 VOCABULARY = (Setting("vocab_size", SIZE, "vocab_size"), Setting("hidden_size", SIZE, "hidden_size"))
 DENSE_WIDTH = Setting("intermediate_size", SIZE, "ffn_hidden_size")
-ATTENTION = (
-    Setting("num_hidden_layers", SIZE, "num_layers"),
-    Setting("num_attention_heads", SIZE, "num_attention_heads"),
-    Setting(
-        "num_key_value_heads",
-        OPTIONAL_SIZE,
-        "num_query_groups",
-        to_flag=lambda config: config.get("num_key_value_heads") or config["num_attention_heads"],
-    ),
-    Setting("head_dim", OPTIONAL_SIZE, "head_dim", to_flag=_head_dim),
-    Setting("hidden_act", text, only="silu"),
-    Setting("max_position_embeddings", SIZE, "max_position_embeddings", retrained=True),
-    Setting("initializer_range", anything, from_flags=lambda settings: settings["init_std"]),
-    Setting("rms_norm_eps", EPSILON, "layernorm_epsilon"),
-    Setting(
-        "rope_parameters",
-        rope,
-        "rope_theta",
-        to_flag=_theta,
-        from_flags=lambda settings: {"rope_type": "default", "rope_theta": settings["rope_theta"]},
-        refused=lambda config: _rope_type(config, "rope_parameters"),
-    ),
-    Setting("rope_theta", THETA, written=False),  # this key and the next one are from transformers before version 5
-    Setting("rope_scaling", rope, written=False, refused=_old_rope_type),
-    Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_window),
-    Setting("use_sliding_window", true_or_false, written=False),
-    Setting("layer_types", anything, written=False, refused=_layer_types),
-    Setting(
-        "attention_dropout",
-        OPTIONAL_PROBABILITY,
-        "attention_dropout",
-        written=False,
-        to_flag=lambda config: config.get("attention_dropout") or 0.0,
-    ),
-    Setting(
-        "router_jitter_noise", OPTIONAL_PROBABILITY, written=False, ignored="the router's inputs have no noise here"
-    ),
-)
+
+
+def attention_settings(partial: float | None = None) -> tuple[Setting, ...]:
+    """Return the settings of attention. partial: See ``rope_settings``."""
+    return (
+        Setting("num_hidden_layers", SIZE, "num_layers"),
+        Setting("num_attention_heads", SIZE, "num_attention_heads"),
+        Setting(
+            "num_key_value_heads",
+            OPTIONAL_SIZE,
+            "num_query_groups",
+            to_flag=lambda config: config.get("num_key_value_heads") or config["num_attention_heads"],
+        ),
+        Setting("head_dim", OPTIONAL_SIZE, "head_dim", to_flag=_head_dim),
+        Setting("hidden_act", text, only="silu"),
+        Setting("max_position_embeddings", SIZE, "max_position_embeddings", retrained=True),
+        Setting("initializer_range", anything, from_flags=lambda settings: settings["init_std"]),
+        Setting("rms_norm_eps", EPSILON, "layernorm_epsilon"),
+        *rope_settings(partial),
+        Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_window),
+        Setting("use_sliding_window", true_or_false, written=False),
+        Setting("layer_types", anything, written=False, refused=_layer_types),
+        Setting(
+            "attention_dropout",
+            OPTIONAL_PROBABILITY,
+            "attention_dropout",
+            written=False,
+            to_flag=lambda config: config.get("attention_dropout") or 0.0,
+        ),
+        Setting(
+            "router_jitter_noise", OPTIONAL_PROBABILITY, written=False, ignored="the router's inputs have no noise here"
+        ),
+    )
+
+
+ATTENTION = attention_settings()
 OUTPUT = (
     Setting(
         "tie_word_embeddings",
@@ -121,6 +109,18 @@ LLAMA_BIASES = (
     Setting("attention_bias", true_or_false, "add_bias_linear", refused=_biases),
     Setting("mlp_bias", true_or_false, from_flags=lambda settings: settings["add_bias_linear"]),
 )
+NO_QKV_CLIP = Setting("clip_qkv", anything, written=False, refused=_clipped)
+MULTIPLIERS = (
+    Setting("embedding_multiplier", POSITIVE, "embedding_multiplier"),
+    Setting(
+        "attention_multiplier",
+        POSITIVE,
+        "softmax_scale",
+        from_flags=lambda settings: settings["softmax_scale"] or settings["head_dim"] ** -0.5,
+    ),
+    Setting("residual_multiplier", POSITIVE, "residual_multiplier"),
+    Setting("logits_scaling", POSITIVE, "logits_scaling"),
+)
 NO_ATTENTION_BIAS = Setting("attention_bias", true_or_false, only=False)
 MTP = Setting(
     "num_nextn_predict_layers",
@@ -135,51 +135,108 @@ MTP = Setting(
 )
 
 
-def topk(key: str) -> Setting:
-    """Return the setting for the number of experts per token."""
-    reason = "but top-1 routing of published models divides the single weight by itself, and here it is kept"
-    return Setting(key, SIZE, "moe_router_topk", refused=lambda config: reason if config[key] < 2 else "")
+NORM_TOPK_PROB = Setting(
+    "norm_topk_prob",
+    true_or_false,
+    "norm_topk_prob",
+    to_flag=lambda config: "on" if config["norm_topk_prob"] else "off",
+    from_flags=lambda settings: settings["norm_topk_prob"] == "on",
+)
 
 
-def _last_moe_layer(config: Json) -> str:
-    last = config.get("moe_layer_end_index", -1)
-    supported = last in (-1, config["num_hidden_layers"] - 1)
-    return "" if supported else "but all layers up to the last one must have experts"
+def _sparse_layers(config: Json) -> list[int]:
+    """Return the numbers of the layers with experts: every ``decoder_sparse_step``-th that is not listed as dense."""
+    dense, step = config.get("mlp_only_layers") or [], config["decoder_sparse_step"]
+    return [n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0]
 
 
-def _leading(config: Json) -> str:
-    dense = config.get("mlp_only_layers") or []
-    return "" if sorted(dense) == list(range(len(dense))) else "but only leading layers may be dense"
+def _all_dense(config: Json) -> str:
+    return "" if _sparse_layers(config) else "but at least one layer must have experts"
+
+
+def _dense_layers(settings: Settings) -> list[int]:
+    moe = moe_layers(settings)
+    return [n for n in range(settings["num_layers"]) if n not in moe]
+
+
+def moe_layers(settings: Settings) -> tuple[int, ...]:
+    """Return the numbers of a model's layers with experts."""
+    pattern = to_pattern(settings["moe_layer_freq"])
+    return layers_of(pattern, settings["num_layers"], settings["first_k_dense"])
+
+
+def _ernie_layers(config: Json) -> list[int]:
+    """Return the numbers of the layers with experts: every ``moe_layer_interval``-th from the first to the last one."""
+    first, last, step = config["moe_layer_start_index"], config["moe_layer_end_index"], config["moe_layer_interval"]
+    end = config["num_hidden_layers"] if last == -1 else min(last + 1, config["num_hidden_layers"])
+    return [n for n in range(first, end) if (n + 1) % step == 0]
+
+
+def _no_ernie_layers(config: Json) -> str:
+    return "" if _ernie_layers(config) else "but at least one layer must have experts"
+
+
+def shared_width(settings: Settings) -> int:
+    """Return the intermediate features of a model's shared experts."""
+    width = settings["moe_shared_expert_intermediate_size"] or (
+        settings["moe_shared_experts"] * settings["moe_ffn_hidden_size"]
+    )
+    return int(width)
 
 
 ERNIE_EXPERTS = (
     Setting("moe_num_experts", SIZE, "num_experts"),
-    topk("moe_k"),
+    Setting("moe_k", SIZE, "moe_router_topk"),
     Setting("moe_intermediate_size", SIZE, "moe_ffn_hidden_size"),
     Setting(
         "moe_num_shared_experts",
         OPTIONAL_COUNT,
         "moe_shared_experts",
         to_flag=lambda config: config["moe_num_shared_experts"] or 0,
+        from_flags=lambda settings: shared_width(settings) // settings["moe_ffn_hidden_size"],
     ),
-    Setting("moe_layer_start_index", COUNT, "first_k_dense"),
     Setting(
-        "moe_layer_end_index",
-        whole(-1),
-        from_flags=lambda settings: settings["num_layers"] - 1,
-        refused=_last_moe_layer,
+        "moe_layer_start_index",
+        COUNT,
+        "first_k_dense",
+        to_flag=lambda config: flags_of(_ernie_layers(config), config["num_hidden_layers"])[0],
+        from_flags=lambda settings: moe_layers(settings)[0],
+        refused=_no_ernie_layers,
     ),
-    Setting("moe_layer_interval", SIZE, only=1),
+    Setting(
+        "moe_layer_start_index",
+        COUNT,
+        "moe_layer_freq",
+        written=False,
+        to_flag=lambda config: flags_of(_ernie_layers(config), config["num_hidden_layers"])[1],
+    ),
+    Setting("moe_layer_end_index", whole(-1), from_flags=lambda settings: moe_layers(settings)[-1]),
+    Setting("moe_layer_interval", SIZE, from_flags=lambda settings: ernie_interval(moe_layers(settings))),
     Setting("moe_norm_min", EPSILON, only=1e-12, written=False),
 )
 MIXTRAL_EXPERTS = (
     Setting("intermediate_size", SIZE, "moe_ffn_hidden_size"),
     Setting("intermediate_size", SIZE, "ffn_hidden_size", written=False),
-    topk("num_experts_per_tok"),
+    Setting("num_experts_per_tok", SIZE, "moe_router_topk"),
     Setting("num_local_experts", SIZE, "num_experts"),
 )
+OLMO_EXPERTS = (
+    *MIXTRAL_EXPERTS[:2],
+    Setting("num_experts_per_tok", SIZE, "moe_router_topk"),
+    Setting("num_experts", SIZE, "num_experts"),
+    NORM_TOPK_PROB,
+)
+QWEN_SHARED = (
+    Setting(
+        "shared_expert_intermediate_size",
+        SIZE,
+        "moe_shared_expert_intermediate_size",
+        from_flags=shared_width,
+    ),
+    Setting("qkv_bias", true_or_false, "add_qkv_bias", to_flag=lambda config: bool(config["qkv_bias"])),
+)
 QWEN_EXPERTS = (
-    topk("num_experts_per_tok"),
+    Setting("num_experts_per_tok", SIZE, "moe_router_topk"),
     Setting(
         "num_experts",
         SIZE,
@@ -188,14 +245,21 @@ QWEN_EXPERTS = (
     ),
     Setting("num_local_experts", OPTIONAL_SIZE, written=False),
     Setting("moe_intermediate_size", SIZE, "moe_ffn_hidden_size"),
-    Setting("norm_topk_prob", true_or_false, only=True),
-    Setting("decoder_sparse_step", SIZE, only=1),
+    NORM_TOPK_PROB,
+    Setting("decoder_sparse_step", SIZE, from_flags=lambda settings: 1),
     Setting(
         "mlp_only_layers",
         layer_numbers,
         "first_k_dense",
-        to_flag=lambda config: len(config.get("mlp_only_layers") or []),
-        from_flags=lambda settings: list(range(settings["first_k_dense"])),
-        refused=_leading,
+        to_flag=lambda config: flags_of(_sparse_layers(config), config["num_hidden_layers"])[0],
+        from_flags=_dense_layers,
+        refused=_all_dense,
+    ),
+    Setting(
+        "mlp_only_layers",
+        layer_numbers,
+        "moe_layer_freq",
+        written=False,
+        to_flag=lambda config: flags_of(_sparse_layers(config), config["num_hidden_layers"])[1],
     ),
 )

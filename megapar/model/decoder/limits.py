@@ -8,7 +8,26 @@ Tested in ``tests/model/hugging_face/test_save.py``.
 
 from __future__ import annotations
 
+from typing import Any
+
+from megapar.model.decoder.layer_pattern import ALL, ernie_interval, flags_of, layers_of, pattern_or_all
 from megapar.schema.published import Limit
+
+_GLM = "--moe-router-score-function sigmoid --moe-shared-experts 1"
+_V2 = "--multi-latent-attention --attention-latent-norm-epsilon 1e-6 --moe-shared-experts 1 --no-norm-topk-prob"
+_LIMITED = "--num-experts 16 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1"
+_GROUPS = (
+    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+    "moe_router_topk",
+)
+
+
+def _scored(f: Any) -> int:
+    """Return how many experts of a group its score sums; 0 if choices may come from all groups."""
+    if f.moe_router_group_topk == f.moe_router_num_groups:
+        return 0
+    return int(f.moe_router_group_score_topk or f.moe_router_topk // f.moe_router_group_topk)
+
 
 VARIETY = Limit(
     id="hf-decoder-variety",
@@ -17,6 +36,15 @@ VARIETY = Limit(
     message="a decoder's Hugging Face form has rmsnorm, rotary positions and swiglu",
     instead="Or train with these three.",
     failing="--normalization layernorm",
+)
+WHOLE_HEADS_ROTATED = Limit(
+    id="hf-rotary-percent",
+    reads=("rotary_percent",),
+    within=lambda f: f.rotary_percent == 1,
+    message="this class rotates all features of a head",
+    instead="Or train with --rotary-percent 1.",
+    passing="--rope-scaling-type yarn",
+    failing="--rotary-percent 0.5",
 )
 NO_QK_NORM = Limit(
     id="hf-qk-norm",
@@ -33,11 +61,52 @@ QK_NORM = Limit(
     within=lambda f: f.qk_norm,
     message="this class has norms of queries and keys",
 )
+HEAD_NORMS = Limit(
+    id="hf-qk-norm-scope",
+    reads=("qk_norm_scope",),
+    within=lambda f: f.qk_norm_scope == "head",
+    message="this class has no norms of queries or keys over all heads; Olmo2 has them, with norms of outputs",
+    instead="Or train with --qk-norm-scope head.",
+    passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
+    failing="--num-experts 0 --qk-norm --qk-norm-scope width",
+)
+WIDTH_NORMS = Limit(
+    id="hf-qk-norm-width",
+    reads=("qk_norm_scope",),
+    within=lambda f: f.qk_norm_scope == "width",
+    message="the norms of queries and keys of this class see all heads",
+)
+INPUT_NORMS = Limit(
+    id="hf-norm-placement",
+    reads=("norm_placement",),
+    within=lambda f: f.norm_placement == "input",
+    message="this class has its norms before attention and MLP; Olmo2 has them after, with norms of queries and keys",
+    instead="Or train with --norm-placement input.",
+    passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
+    failing="--num-experts 0 --norm-placement output",
+)
+OUTPUT_NORMS = Limit(
+    id="hf-norm-placement-output",
+    reads=("norm_placement",),
+    within=lambda f: f.norm_placement == "output",
+    message="this class has its norms after attention and MLP",
+)
+NO_MULTIPLIERS = Limit(
+    id="hf-multipliers",
+    reads=("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
+    within=lambda f: (
+        (f.embedding_multiplier, f.residual_multiplier, f.softmax_scale, f.logits_scaling) == (1.0, 1.0, 0.0, 1.0)
+    ),
+    message="this class has no factors on embeddings, outputs of layers, attention scores and logits; Granite has them",
+    instead="Or train without them, or without --qk-norm.",
+    passing="--num-experts 0 --logits-scaling 8",
+    failing="--num-experts 0 --qk-norm --logits-scaling 8",
+)
 NO_QKV_BIAS = Limit(
     id="hf-qkv-bias",
     reads=("add_qkv_bias",),
     within=lambda f: not f.add_qkv_bias,
-    message="this class has no biases of queries, keys and values alone; Qwen2 has them, and has no experts",
+    message="this class has no biases of queries, keys and values alone; Qwen2 has them, and Qwen2Moe",
     instead="Or train without --add-qkv-bias.",
     passing="--add-qkv-bias --num-experts 0",
     failing="--add-qkv-bias",
@@ -80,19 +149,141 @@ NO_EXPERT_BIAS = Limit(
 )
 NO_SHARED_EXPERTS = Limit(
     id="hf-shared-experts",
-    reads=("moe_shared_experts",),
-    within=lambda f: f.moe_shared_experts == 0,
+    reads=("moe_shared_experts", "moe_shared_expert_intermediate_size"),
+    within=lambda f: f.moe_shared_experts + f.moe_shared_expert_intermediate_size == 0,
     message="this class has no shared experts",
-    instead="Or train without --moe-shared-experts, or without --qk-norm: Ernie4_5_Moe has shared experts.",
+    instead="Or train without shared experts, or without --qk-norm: Ernie4_5_Moe has shared experts.",
     passing="--moe-shared-experts 1",
     failing="--qk-norm --moe-shared-experts 1",
 )
-NO_DENSE_LEAD = Limit(
+HEADS_OF_WIDTH = Limit(
+    id="hf-head-dim",
+    reads=("head_dim", "num_attention_heads", "hidden_size"),
+    within=lambda f: f.head_dim * f.num_attention_heads == f.hidden_size,
+    message="the heads of this class are as wide together as a token",
+    instead="Or train without --head-dim.",
+    passing="--qk-norm --qk-norm-scope width",
+    failing="--qk-norm --qk-norm-scope width --head-dim 12",
+)
+WHOLE_SHARED_EXPERTS = Limit(
+    id="hf-shared-width",
+    reads=("moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"),
+    within=lambda f: f.moe_shared_expert_intermediate_size % f.moe_ffn_hidden_size == 0,
+    message="the width of this class's shared experts is a multiple of a routed one's",
+    instead="Or train with --moe-shared-experts.",
+    passing="--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 32",
+    failing="--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24",
+)
+NO_SHARED_GATE = Limit(
+    id="hf-shared-gate",
+    reads=("moe_shared_expert_gate",),
+    within=lambda f: not f.moe_shared_expert_gate,
+    message="this class has no gate of shared experts; Qwen2Moe has it, with biases of queries, keys and values",
+    instead="Or train without --moe-shared-expert-gate, or with --add-qkv-bias.",
+    passing="--moe-shared-experts 1 --moe-shared-expert-gate --add-qkv-bias",
+    failing="--moe-shared-experts 1 --moe-shared-expert-gate",
+)
+SHARED_GATE = Limit(
+    id="hf-shared-gate-always",
+    reads=("moe_shared_expert_gate",),
+    within=lambda f: f.moe_shared_expert_gate,
+    message="the shared experts of this class have a gate",
+)
+ALL_EXPERTS = Limit(
     id="hf-dense-lead",
-    reads=("first_k_dense",),
-    within=lambda f: f.first_k_dense == 0,
+    reads=("first_k_dense", "moe_layer_freq"),
+    within=lambda f: f.first_k_dense == 0 and not pattern_or_all(f.moe_layer_freq),
     message="every layer of this class has experts",
-    instead="Or train with --first-k-dense 0.",
+    instead="Or train with --first-k-dense 0 and without --moe-layer-freq.",
+    passing="--num-experts 4",
+    failing="--qk-norm --qk-norm-scope width --first-k-dense 1",
+)
+LEADING_DENSE = Limit(
+    id="hf-dense-leading",
+    reads=("moe_layer_freq", "num_layers"),
+    within=lambda f: flags_of(layers_of(pattern_or_all(f.moe_layer_freq), f.num_layers), f.num_layers)[1] == ALL,
+    message="only leading layers of this class are dense",
+    instead="Or train with --first-k-dense.",
+    passing=f"{_GLM} --num-layers 4 --moe-layer-freq [0,1,1,1]",
+    failing=f"{_GLM} --num-layers 4 --moe-layer-freq 2",
+)
+EVEN_EXPERTS = Limit(
+    id="hf-ernie-layers",
+    reads=("moe_layer_freq", "num_layers", "first_k_dense"),
+    within=lambda f: ernie_interval(layers_of(pattern_or_all(f.moe_layer_freq), f.num_layers, f.first_k_dense)) > 0,
+    message="the layers with experts of this class are every N-th one, N - 1 the first possible",
+    instead="Or train with --first-k-dense, or with --qk-norm: Qwen3Moe has dense layers anywhere.",
+    passing="--num-layers 4 --moe-layer-freq [0,1,0,1]",
+    failing="--num-layers 4 --moe-layer-freq [1,0,1,0]",
+)
+NO_LATENT = Limit(
+    id="hf-latent-attention",
+    reads=("multi_latent_attention",),
+    within=lambda f: not f.multi_latent_attention,
+    message="this class has no multi-latent attention",
+)
+LATENT = Limit(
+    id="hf-latent-attention-always",
+    reads=("multi_latent_attention",),
+    within=lambda f: f.multi_latent_attention,
+    message="this class has multi-latent attention",
+)
+LATENT_EPSILON = Limit(
+    id="hf-latent-epsilon",
+    reads=("attention_latent_norm_epsilon",),
+    within=lambda f: f.attention_latent_norm_epsilon == 1e-6,
+    message="the norms of latents of this class add 1e-6 to the variance",
+    instead="Or train with --attention-latent-norm-epsilon 1e-6.",
+    passing="--mtp-depth 1",
+    failing="--multi-latent-attention --moe-shared-experts 1 --no-norm-topk-prob",
+)
+SHARED_EXPERTS = Limit(
+    id="hf-shared-experts-always",
+    reads=("moe_shared_experts", "moe_shared_expert_intermediate_size"),
+    within=lambda f: f.moe_shared_experts + f.moe_shared_expert_intermediate_size > 0,
+    message="this class has shared experts",
+    instead="Or train with --moe-shared-experts 1.",
+    passing="--mtp-depth 1",
+    failing="--moe-router-score-function sigmoid",
+)
+SIGMOID_SCORES = Limit(
+    id="hf-sigmoid-scores",
+    reads=("moe_router_score_function",),
+    within=lambda f: f.moe_router_score_function == "sigmoid",
+    message="the scores of this class's router are sigmoids",
+)
+SOFTMAX_SCORES = Limit(
+    id="hf-softmax-scores",
+    reads=("moe_router_score_function",),
+    within=lambda f: f.moe_router_score_function == "softmax",
+    message="the scores of this class's router are a softmax",
+)
+WEIGHTS_AS_THEY_ARE = Limit(
+    id="hf-moe-weights",
+    reads=("moe_router_topk", "norm_topk_prob"),
+    within=lambda f: f.norm_topk_prob == "off" or (f.norm_topk_prob == "auto" and f.moe_router_topk == 1),
+    message="this class does not divide the weights of a token's experts by their sum",
+    instead="Or train with --no-norm-topk-prob, or with --moe-router-score-function sigmoid: DeepseekV3 divides them.",
+    passing="--mtp-depth 1",
+    failing="--multi-latent-attention --attention-latent-norm-epsilon 1e-6 --moe-shared-experts 1",
+)
+GROUPS_BY_TWO = Limit(
+    id="hf-group-score",
+    reads=_GROUPS,
+    within=lambda f: _scored(f) in (0, 2),
+    message="the score of a group of experts in this class is the sum of its two best",
+    instead="Or train with --moe-router-group-score-topk 2.",
+    passing=f"{_GLM} {_LIMITED} --moe-router-group-score-topk 2",
+    failing=f"{_GLM} {_LIMITED}",
+)
+GROUPS_BY_ONE = Limit(
+    id="hf-group-best",
+    reads=_GROUPS,
+    within=lambda f: _scored(f) in (0, 1),
+    message="the score of a group of experts in this class is that of its best one",
+    instead="Or train with --moe-router-group-score-topk 1.",
+    passing=f"{_V2} {_LIMITED} --moe-router-group-score-topk 1",
+    failing=f"{_V2} {_LIMITED}",
 )
 PLAIN_ROUTING = Limit(
     id="hf-moe-routing",
@@ -103,7 +294,7 @@ PLAIN_ROUTING = Limit(
     message="the routing of this class is a plain softmax: no sigmoid, no groups, no factor on the weights",
     instead="Or train with these.",
     passing="--mtp-depth 1",
-    failing="--moe-router-score-function sigmoid",
+    failing="--moe-router-topk-scaling-factor 2",
 )
 ONE_EXPERT_SIZE = Limit(
     id="hf-moe-widths",
@@ -115,11 +306,11 @@ ONE_EXPERT_SIZE = Limit(
 )
 DIVIDED_WEIGHTS = Limit(
     id="hf-moe-topk",
-    reads=("moe_router_topk",),
-    within=lambda f: f.moe_router_topk > 1,
-    message="this class divides the weight of a single choice by itself, but here it is the raw probability",
-    instead="Or train with --moe-router-topk 2.",
-    passing="--moe-router-topk 2",
+    reads=("moe_router_topk", "norm_topk_prob"),
+    within=lambda f: f.norm_topk_prob == "on" or (f.norm_topk_prob == "auto" and f.moe_router_topk > 1),
+    message="this class divides the weights of a token's experts by their sum, also that of a single one",
+    instead="Or train with --norm-topk-prob; Qwen3Moe also has weights as they are.",
+    passing="--moe-router-topk 1 --norm-topk-prob",
     failing="--moe-router-topk 1",
 )
 NO_MTP = Limit(

@@ -1,4 +1,4 @@
-"""The decoder: embedding, pre-norm blocks (dense or mixture of experts), final norm, vocabulary head.
+"""The decoder: embedding, blocks (dense or mixture of experts), final norm, vocabulary head.
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary, L mixture-of-experts layers, E experts; S is split over mp
 under sequence parallelism, written S(/mp).
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 class LmHead(nn.Module):
     """Vocab parallel cross-entropy. A tied head has no weight; its caller passes the embedding's.
 
-    x [B, S(/mp), H] (-> all-gather) @ w [V/mp, H]^T -> logits, in chunks of rows, never kept -> scalar sum
+    x [B, S(/mp), H] / scaling (-> all-gather) @ w [V/mp, H]^T -> logits, in chunks of rows, never kept -> scalar sum
     dgrad: all-reduce (reduce-scatter) over mp of the partial dx; wgrad: dw [V/mp, H], complete on its rank.
     """
 
     def __init__(self, sizes: DecoderSizes, **options: Unpack[LayerOptions]) -> None:
         super().__init__()
-        self.vocab_size = sizes.vocab_size
+        self.vocab_size, self.scaling = sizes.vocab_size, sizes.logits_scaling
         self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
         shape = (vocabulary_range(sizes.vocab_size, self.mp)[1], sizes.hidden_size)
         self.weight = None if sizes.tie_embeddings else parameter(shape, options["dtype"], options["device"])
@@ -87,6 +87,9 @@ class LmHead(nn.Module):
         return gather_vocabulary(F.linear(self._enter(x), weight), self.vocab_size, self.mp)
 
     def _enter(self, x: Tensor) -> Tensor:
+        """Return the input of the product with the whole vocabulary, divided so that the logits need not be."""
+        if self.scaling != 1.0:
+            x = x / self.scaling
         return all_gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else copy(x, self.mp)
 
     def _weight(self, tied: Tensor | None) -> Tensor:
@@ -145,7 +148,8 @@ class Decoder(nn.Module):
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
         self._arrangement = Arrangement(self.slicing, mp, sequence_parallel=sequence_parallel)
-        self._rope = RotaryEmbedding(sizes.attention.rotary_dim, sizes.rope_theta, dtype)
+        rotary_dim, angles_dim = sizes.attention.rotary_dim, sizes.attention.angles_dim
+        self._rope = RotaryEmbedding(rotary_dim, sizes.rope_theta, dtype, sizes.rope_scaling, angles_dim)
         options: LayerOptions = {
             "mp": mp,
             "sequence_parallel": sequence_parallel,

@@ -8,6 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from megapar.model.decoder import limits
+from megapar.model.decoder.deepseek_keys import (
+    CARRIED_MTP,
+    INTERLEAVED,
+    LATENT_ATTENTION,
+    SIGMOID_ROUTING,
+    SOFTMAX_ROUTING,
+)
 from megapar.model.decoder.keys import (
     ATTENTION,
     BIASES,
@@ -17,13 +24,20 @@ from megapar.model.decoder.keys import (
     LLAMA_BIASES,
     MIXTRAL_EXPERTS,
     MTP,
+    MULTIPLIERS,
     NO_ATTENTION_BIAS,
+    NO_QKV_CLIP,
     NO_WINDOW,
+    OLMO_EXPERTS,
     OUTPUT,
     QWEN_EXPERTS,
+    QWEN_SHARED,
     VOCABULARY,
+    attention_settings,
 )
+from megapar.model.decoder.layer_pattern import ALL, to_text
 from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.rope_scaling import flags_of_scaling
 from megapar.schema.legal_values import true_or_false
 from megapar.schema.published import PublishedArchitecture, PublishedForms, Setting, Settings
 
@@ -34,19 +48,40 @@ DENSE_FLAGS = {
     "add_bias_linear": False,
     "add_qkv_bias": False,
     "qk_norm": False,
+    "qk_norm_scope": "head",
+    "norm_placement": "input",
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "softmax_scale": 0.0,
+    "logits_scaling": 1.0,
     "normalization": "rmsnorm",
     "position_embedding_type": "rope",
+    "rotary_percent": 1.0,
     "activation": "swiglu",
     "num_experts": 0,
     "mtp_depth": 0,
+    "multi_latent_attention": False,
 }
-EXPERT_FLAGS = {**DENSE_FLAGS, "first_k_dense": 0, "moe_shared_experts": 0}
-DENSE_LIMITS = (limits.VARIETY, limits.DENSE)
+MULTIPLIER_FLAGS = ("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling")
+EXPERT_FLAGS = {
+    **DENSE_FLAGS,
+    "first_k_dense": 0,
+    "moe_layer_freq": ALL,
+    "moe_shared_experts": 0,
+    "moe_shared_expert_intermediate_size": 0,
+    "moe_shared_expert_gate": False,
+    "norm_topk_prob": "on",
+}
+PLAIN_BLOCK = (limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS)
+DENSE_FORM = (limits.VARIETY, limits.DENSE, limits.WHOLE_HEADS_ROTATED)
+DENSE_LIMITS = (*DENSE_FORM, *PLAIN_BLOCK)
 PLAIN_DENSE_LIMITS = (*DENSE_LIMITS, limits.NO_QK_NORM, limits.NO_QKV_BIAS)
-EXPERT_LIMITS = (
-    *(limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.NO_QKV_BIAS),
-    *(limits.PLAIN_ROUTING, limits.ONE_EXPERT_SIZE, limits.DIVIDED_WEIGHTS),
+EXPERT_FORM = (
+    *(limits.VARIETY, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.NO_EXPERT_BIAS),
+    *(limits.PLAIN_ROUTING, limits.ONE_EXPERT_SIZE),
 )
+NO_SHARED = (limits.NO_SHARED_EXPERTS, limits.NO_SHARED_GATE)
+EXPERT_LIMITS = (*EXPERT_FORM, limits.NO_QKV_BIAS, *PLAIN_BLOCK)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 ERNIE4_5_DEFAULTS = {
     "hidden_act": "silu",
@@ -58,6 +93,7 @@ ERNIE4_5_DEFAULTS = {
 }
 QK_NORM_NAMES = ((r"^layers\.(\d+)\.attention\.([qk])_norm\.weight$", r"model.layers.\1.self_attn.\2_norm.weight"),)
 _BIAS = r"\.e_score_correction_bias$"
+GATE_BIAS = ((r"\.mlp\.moe_statics\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),)
 
 ERNIE4_5 = PublishedArchitecture(
     name="Ernie4_5ForCausalLM",
@@ -87,7 +123,7 @@ LLAMA = PublishedArchitecture(
     limits=(*PLAIN_DENSE_LIMITS, limits.NO_MTP),
     tied=TIED,
     rotary_halves=True,
-    remark="Llama 1 to 3 without scaled positions",
+    remark="Llama 1 to 3.3",
 )
 MISTRAL = PublishedArchitecture(
     name="MistralForCausalLM",
@@ -108,6 +144,56 @@ MISTRAL = PublishedArchitecture(
     tied=TIED,
     rotary_halves=True,
     remark="without a sliding window",
+)
+GRANITE_DEFAULTS = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+GRANITE = PublishedArchitecture(
+    name="GraniteForCausalLM",
+    model_type="granite",
+    settings=(*DECODER, *LLAMA_BIASES, *MULTIPLIERS),
+    defaults={**GRANITE_DEFAULTS, "mlp_bias": False},
+    flags=DENSE_FLAGS,
+    limits=(
+        *(*DENSE_FORM, limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_QK_NORM),
+        *(limits.NO_QKV_BIAS, limits.NO_MTP),
+    ),
+    tied=TIED,
+    rotary_halves=True,
+    remark="factors on embeddings, attention scores, outputs of layers and logits",
+)
+OLMO2 = PublishedArchitecture(
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    settings=(*DECODER, NO_ATTENTION_BIAS),
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    },
+    flags={**DENSE_FLAGS, "qk_norm": True, "qk_norm_scope": "width", "norm_placement": "output"},
+    limits=(
+        *(*DENSE_FORM, limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS, limits.NO_MULTIPLIERS),
+        *(limits.NO_LATENT, limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
+    ),
+    renames=QK_NORM_NAMES,
+    tied=TIED,
+    rotary_halves=True,
+    remark="norms of queries and keys over all heads; norms after attention and MLP",
 )
 QWEN_DEFAULTS = {
     "hidden_act": "silu",
@@ -161,7 +247,11 @@ ERNIE4_5_MOE = PublishedArchitecture(
         "moe_norm_min": 1e-12,
     },
     flags=EXPERT_FLAGS,
-    limits=(limits.NO_QK_NORM, *EXPERT_LIMITS),
+    limits=(
+        *(limits.NO_QK_NORM, *EXPERT_LIMITS, limits.DIVIDED_WEIGHTS),
+        *(limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.EVEN_EXPERTS),
+    ),
+    fp32=(r"\.gate\.weight$", _BIAS),
     tied=TIED,
     remark="correction bias; `mtp` layers that config.json does not count are carried along",
 )
@@ -183,8 +273,8 @@ MIXTRAL = PublishedArchitecture(
     },
     flags=EXPERT_FLAGS,
     limits=(
-        *(limits.NO_QK_NORM, *EXPERT_LIMITS, limits.NO_SHARED_EXPERTS, limits.NO_DENSE_LEAD),
-        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
+        *(limits.NO_QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.ALL_EXPERTS),
+        *(limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS),
     ),
     renames=(
         (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
@@ -219,16 +309,233 @@ QWEN3_MOE = PublishedArchitecture(
     },
     flags={**EXPERT_FLAGS, "qk_norm": True},
     limits=(
-        *(limits.QK_NORM, *EXPERT_LIMITS, limits.NO_SHARED_EXPERTS),
+        *(limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED),
         *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
     ),
     renames=QK_NORM_NAMES,
     absent=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
-    remark="norms on queries and keys, dense leading layers",
+    remark="norms on queries and keys, dense layers anywhere, weights divided by their sum or not",
 )
-ARCHITECTURES = (ERNIE4_5, ERNIE4_5_MOE, LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)
+GATED = {"moe_shared_expert_gate": True}
+QWEN2_MOE = PublishedArchitecture(
+    name="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    settings=(*DECODER, *QWEN_EXPERTS, *QWEN_SHARED, NO_WINDOW),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": 0,
+        "attention_dropout": 0.0,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "qkv_bias": True,
+    },
+    flags={**{name: value for name, value in EXPERT_FLAGS.items() if name != "moe_shared_experts"}, **GATED},
+    limits=(
+        *(*EXPERT_FORM, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.SHARED_GATE),
+        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
+    ),
+    renames=((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
+    absent=(_BIAS,),
+    tied=TIED,
+    rotary_halves=True,
+    remark="shared experts with a gate, dense layers anywhere",
+)
+OLMOE = PublishedArchitecture(
+    name="OlmoeForCausalLM",
+    model_type="olmoe",
+    settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *OLMO_EXPERTS, NO_ATTENTION_BIAS, NO_QKV_CLIP),
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "clip_qkv": None,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    flags={**EXPERT_FLAGS, "qk_norm": True, "qk_norm_scope": "width"},
+    limits=(
+        *(*EXPERT_FORM, limits.NO_QKV_BIAS, limits.QK_NORM, limits.WIDTH_NORMS, limits.HEADS_OF_WIDTH),
+        *(limits.NO_LATENT, limits.INPUT_NORMS, limits.NO_MULTIPLIERS, *NO_SHARED, limits.ALL_EXPERTS),
+        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
+    ),
+    renames=QK_NORM_NAMES,
+    absent=(_BIAS,),
+    tied=TIED,
+    rotary_halves=True,
+    remark="norms of queries and keys over all heads, weights divided by their sum or not",
+)
+GRANITE_MOE = PublishedArchitecture(
+    name="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS, NO_ATTENTION_BIAS, *MULTIPLIERS),
+    defaults={
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "num_experts_per_tok": 2,
+    },
+    flags=EXPERT_FLAGS,
+    limits=(
+        *(*EXPERT_FORM, limits.NO_QKV_BIAS, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.INPUT_NORMS),
+        *(limits.NO_LATENT, *NO_SHARED, limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS),
+        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
+    ),
+    renames=((r"\.mlp\.gate\.weight$", ".block_sparse_moe.router.layer.weight"),),
+    whole=(
+        (r"^layers\.(\d+)\.moe\.experts\.gate_up$", r"model.layers.\1.block_sparse_moe.input_linear.weight"),
+        (r"^layers\.(\d+)\.moe\.experts\.down$", r"model.layers.\1.block_sparse_moe.output_linear.weight"),
+    ),
+    absent=(_BIAS,),
+    tied=TIED,
+    rotary_halves=True,
+    remark="a layer's experts in two tensors; factors on embeddings, attention scores, outputs of layers and logits",
+)
+LATENT_FLAGS = {
+    **EXPERT_FLAGS,
+    "multi_latent_attention": True,
+    "attention_latent_norm_epsilon": 1e-6,
+}
+LEADING_AND_SHARED = (
+    *(limits.SHARED_EXPERTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.LEADING_DENSE),
+)
+LATENT_LIMITS = (
+    *(limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, limits.EXPERTS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS),
+    *(limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_MTP, limits.NO_QK_NORM, limits.HEAD_NORMS),
+    *(limits.NO_QKV_BIAS, limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED),
+)
+DEEPSEEK_DEFAULTS = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V2 = PublishedArchitecture(
+    name="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    settings=(*VOCABULARY, DENSE_WIDTH, *LATENT_ATTENTION, *OUTPUT, *SOFTMAX_ROUTING),
+    defaults={
+        **DEEPSEEK_DEFAULTS,
+        "max_position_embeddings": 2048,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+        "n_group": None,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    },
+    flags={**LATENT_FLAGS, "moe_router_score_function": "softmax", "norm_topk_prob": "off"},
+    limits=(
+        *(*LATENT_LIMITS, limits.SOFTMAX_SCORES, limits.WEIGHTS_AS_THEY_ARE, limits.GROUPS_BY_ONE),
+        limits.NO_CORRECTION_BIAS,
+    ),
+    absent=(_BIAS,),
+    tied=TIED,
+    remark="latent attention; softmax routing",
+)
+DEEPSEEK_V3 = PublishedArchitecture(
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    settings=(*VOCABULARY, DENSE_WIDTH, *LATENT_ATTENTION, INTERLEAVED, *OUTPUT, *SIGMOID_ROUTING, CARRIED_MTP),
+    defaults={
+        **DEEPSEEK_DEFAULTS,
+        "max_position_embeddings": 4096,
+        "rope_interleave": True,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+    },
+    flags={**LATENT_FLAGS, "moe_router_score_function": "sigmoid"},
+    limits=(*LATENT_LIMITS, limits.SIGMOID_SCORES, limits.GROUPS_BY_TWO),
+    renames=GATE_BIAS,
+    vectors=(_BIAS,),
+    fp32=(_BIAS,),
+    tied=TIED,
+    remark="latent attention, sigmoid routing with a correction bias; also Kimi-K2 and Moonlight; blocks of "
+    "multi-token prediction are carried along",
+)
+GLM4_MOE = PublishedArchitecture(
+    name="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    settings=(
+        *(*VOCABULARY, DENSE_WIDTH, *attention_settings(0.5), *OUTPUT),
+        Setting("attention_bias", true_or_false, "add_qkv_bias"),
+        Setting("use_qk_norm", true_or_false, "qk_norm"),
+        *(*SIGMOID_ROUTING, CARRIED_MTP),
+    ),
+    defaults={
+        "hidden_act": "silu",
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "use_qk_norm": False,
+    },
+    flags={**EXPERT_FLAGS, "moe_router_score_function": "sigmoid"},
+    limits=(
+        *(limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE),
+        *(*PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.NO_MTP),
+    ),
+    renames=(*QK_NORM_NAMES, *GATE_BIAS),
+    vectors=(_BIAS,),
+    fp32=(_BIAS,),
+    tied=TIED,
+    rotary_halves=True,
+    remark="half of each head rotated, sigmoid routing with a correction bias; blocks of multi-token prediction are "
+    "carried along",
+)
+ARCHITECTURES = (
+    *(DEEPSEEK_V2, DEEPSEEK_V3, ERNIE4_5, ERNIE4_5_MOE, GLM4_MOE, GRANITE, GRANITE_MOE),
+    *(LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+)
+
+
+def has_multipliers(settings: Settings) -> bool:
+    """Return True if embeddings, outputs of layers, attention scores or logits have a factor of their own."""
+    return any(settings[name] != DENSE_FLAGS[name] for name in MULTIPLIER_FLAGS)
 
 
 def settings_of(sizes: DecoderSizes) -> Settings:
@@ -236,32 +543,60 @@ def settings_of(sizes: DecoderSizes) -> Settings:
     moe = sizes.moe if sizes.moe_layers else None
     settings: dict[str, Any] = {
         **vars(sizes),
+        **flags_of_scaling(sizes.rope_scaling),
         "untie_embeddings_and_output_weights": not sizes.tie_embeddings,
         "moe_layer_ffn_hidden_sizes": tuple(sizes.moe_widths),
+        "moe_layer_freq": to_text(sizes.moe_pattern),
         "moe_router_bias_update_rate": 0.0,
     }
     if moe is None:
-        return settings | {"num_experts": 0}
+        return settings | {"num_experts": 0, "moe_router_score_function": "softmax"}
     return settings | {
         "add_bias_linear": sizes.add_bias_linear or moe.add_bias,
         "num_experts": moe.num_experts,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
-        "moe_shared_experts": moe.shared_experts,
+        "moe_shared_experts": 0 if moe.shared_ffn else moe.shared_experts,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn,
+        "moe_shared_expert_gate": moe.shared_gate,
         "moe_router_score_function": moe.score,
         "moe_router_num_groups": moe.groups,
         "moe_router_topk_scaling_factor": moe.scaling,
         "moe_router_topk": moe.topk,
+        "moe_router_group_topk": moe.group_topk,
+        "moe_router_group_score_topk": moe.group_score_topk,
+        "norm_topk_prob": "on" if moe.renormalizes else "off",
     }
 
 
 def _own(settings: Settings) -> str | None:
-    if any(name not in settings for name in ("num_experts", "qk_norm", "add_qkv_bias")):
+    deciding = {"num_experts", "add_qkv_bias", "qk_norm", "qk_norm_scope", "norm_placement", *MULTIPLIER_FLAGS}
+    deciding |= {"multi_latent_attention"}
+    if settings.get("num_experts"):
+        deciding.add("moe_router_score_function")  # a dense model has no router
+    if any(name not in settings for name in deciding):
         return None
+    if settings["multi_latent_attention"]:
+        return DEEPSEEK_V3.name if settings.get("moe_router_score_function") == "sigmoid" else DEEPSEEK_V2.name
     if settings["num_experts"] > 0:
-        return QWEN3_MOE.name if settings["qk_norm"] else ERNIE4_5_MOE.name
+        if settings["moe_router_score_function"] == "sigmoid":
+            return GLM4_MOE.name
+        return _own_with_experts(settings)
+    if settings["norm_placement"] == "output" and settings["qk_norm"] and settings["qk_norm_scope"] == "width":
+        return OLMO2.name
     if settings["add_qkv_bias"]:
         return QWEN2.name
-    return QWEN3.name if settings["qk_norm"] else ERNIE4_5.name
+    if settings["qk_norm"]:
+        return QWEN3.name
+    return GRANITE.name if has_multipliers(settings) else ERNIE4_5.name
+
+
+def _own_with_experts(settings: Settings) -> str:
+    if settings["qk_norm"]:
+        return OLMOE.name if settings["qk_norm_scope"] == "width" else QWEN3_MOE.name
+    if has_multipliers(settings):
+        return GRANITE_MOE.name
+    gated = settings.get("moe_shared_expert_gate") and settings["add_qkv_bias"]
+    return QWEN2_MOE.name if gated else ERNIE4_5_MOE.name
 
 
 PUBLISHED = PublishedForms(architectures=ARCHITECTURES, settings=settings_of, own=_own)

@@ -5,15 +5,56 @@ Tested in ``tests/test_compatibility.py``.
 
 from __future__ import annotations
 
+from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
+from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
 from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
 SOURCE = "models"
 MOE = ("moe",)
+_SCALING = frozenset(FLAGS_OF["llama3"]) | frozenset(FLAGS_OF["yarn"])
+_UNSCALED = flags_of_scaling(None)
+_LATENT = frozenset(
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "attention_latent_norm_epsilon")
+)
+_GROUPED = "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4"
+_EXPERTS = ("moe_", "first_k_dense", "norm_topk_prob")
 _CAPACITY = ("moe_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_capacity_scope")
+
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling")
 
 
 def _spelled(f: Facts, prefixes: tuple[str, ...]) -> list[str]:
     return ["--" + name.replace("_", "-") for name in sorted(f.not_default) if name.startswith(prefixes)]
+
+
+def _idle_scaling(f: Facts) -> list[str]:
+    """Return the given flags of another scaling, unless they say what holds without them."""
+    idle = f.given & f.not_default & _SCALING - set(FLAGS_OF[f.rope_scaling_type])
+    if f.original_max_position_embeddings == _UNSCALED["original_max_position_embeddings"]:
+        idle -= {"original_max_position_embeddings"}
+    return sorted(idle)
+
+
+def _other_scaling(f: Facts) -> str:
+    return (
+        f"Leave out {either('--' + n.replace('_', '-') for n in _idle_scaling(f))}, or choose its --rope-scaling-type."
+    )
+
+
+def _wrong_pattern(f: Facts) -> str:
+    """Return the reason why --moe-layer-freq is not legal, or ""."""
+    try:
+        found = listed(f.moe_layer_freq)
+    except ValueError as error:
+        return str(error)
+    if found is not None and len(found) != f.num_layers:
+        return f"it lists {len(found)} layers"
+    held = layers_of(to_pattern(f.moe_layer_freq), f.num_layers, min(f.first_k_dense, f.num_layers - 1))
+    return "" if held else "no layer has experts"
+
+
+def _moe_layers(f: Facts) -> int:
+    return len(layers_of(to_pattern(f.moe_layer_freq), f.num_layers, f.first_k_dense))
 
 
 RULES: tuple[Rule, ...] = (
@@ -30,14 +71,170 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="rope-even",
-        reads=("position_embedding_type", "head_dim"),
-        when=lambda f: f.position_embedding_type == "rope",
+        reads=("position_embedding_type", "head_dim", "multi_latent_attention"),
+        when=lambda f: f.position_embedding_type == "rope" and not f.multi_latent_attention,
         requires=lambda f: f.head_dim % 2 == 0,
         message="rotary positions rotate pairs of features: the head dim must be even",
         fix=lambda f: f"Choose --head-dim {near_multiples(2, f.head_dim)}.",
         source=SOURCE,
         passing="--head-dim 32",
         failing="--head-dim 33",
+        models=MOE,
+    ),
+    Rule(
+        id="rotary-percent-even",
+        reads=("position_embedding_type", "head_dim", "rotary_percent"),
+        when=lambda f: f.position_embedding_type == "rope" and f.rotary_percent < 1 and f.head_dim % 2 == 0,
+        requires=lambda f: (rotated := int(f.head_dim * f.rotary_percent)) > 0 and rotated % 2 == 0,
+        message="rotary positions rotate pairs of features: the rotated part of a head must be even",
+        fix=lambda f: (
+            "Choose a --rotary-percent of which --head-dim rounds down to "
+            f"{near_multiples(2, max(2, int(f.head_dim * f.rotary_percent)))}."
+        ),
+        source=SOURCE,
+        passing="--head-dim 32 --rotary-percent 0.25",
+        failing="--head-dim 6 --rotary-percent 0.5",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-positions",
+        reads=("multi_latent_attention", "position_embedding_type"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: f.position_embedding_type == "rope",
+        message="--multi-latent-attention has a rotary key that all heads share: it needs rotary positions",
+        fix="Choose --position-embedding-type rope.",
+        source="DeepSeek-V2 (arXiv 2405.04434)",
+        passing="--multi-latent-attention",
+        failing="--multi-latent-attention --position-embedding-type learned",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-rotary-even",
+        reads=("multi_latent_attention", "qk_pos_emb_head_dim"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: f.qk_pos_emb_head_dim % 2 == 0,
+        message="rotary positions rotate pairs of features: --qk-pos-emb-head-dim must be even",
+        fix=lambda f: f"Choose --qk-pos-emb-head-dim {near_multiples(2, f.qk_pos_emb_head_dim)}.",
+        source=SOURCE,
+        passing="--multi-latent-attention --qk-pos-emb-head-dim 16",
+        failing="--multi-latent-attention --qk-pos-emb-head-dim 15",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-heads",
+        reads=("multi_latent_attention", "num_query_groups", "num_attention_heads"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: f.num_query_groups == f.num_attention_heads,
+        message="every head of --multi-latent-attention has its own keys and values",
+        fix="Leave out --num-query-groups.",
+        source="DeepSeek-V2 (arXiv 2405.04434)",
+        passing="--multi-latent-attention",
+        failing="--multi-latent-attention --num-query-groups 2",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-head-dim",
+        reads=("multi_latent_attention", "head_dim", "qk_head_dim", "qk_pos_emb_head_dim"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: f.head_dim == f.qk_head_dim + f.qk_pos_emb_head_dim,
+        message="heads of --multi-latent-attention have --qk-head-dim + --qk-pos-emb-head-dim features, and those of "
+        "values --v-head-dim",
+        fix="Leave out --head-dim.",
+        source="DeepSeek-V2 (arXiv 2405.04434)",
+        passing="--multi-latent-attention --qk-head-dim 32 --qk-pos-emb-head-dim 16",
+        failing="--multi-latent-attention --head-dim 32",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-rotary-percent",
+        reads=("multi_latent_attention", "rotary_percent"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: f.rotary_percent == 1,
+        message="--multi-latent-attention rotates --qk-pos-emb-head-dim features of a head",
+        fix="Choose --qk-pos-emb-head-dim in place of --rotary-percent.",
+        source="DeepSeek-V2 (arXiv 2405.04434)",
+        passing="--multi-latent-attention --qk-pos-emb-head-dim 16",
+        failing="--multi-latent-attention --rotary-percent 0.5",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-extras",
+        reads=("multi_latent_attention", "qk_norm", "add_qkv_bias", "add_bias_linear"),
+        when=lambda f: f.multi_latent_attention,
+        requires=lambda f: not (f.qk_norm or f.add_qkv_bias or f.add_bias_linear),
+        message="--multi-latent-attention normalizes its latents, not queries and keys, and its projections have no "
+        "biases",
+        fix="Leave out --qk-norm, --add-qkv-bias and --add-bias-linear.",
+        source="DeepSeek-V2 (arXiv 2405.04434)",
+        passing="--multi-latent-attention",
+        failing="--multi-latent-attention --qk-norm",
+        models=MOE,
+    ),
+    Rule(
+        id="latent-sizes-unused",
+        reads=("multi_latent_attention", "not_default"),
+        when=lambda f: not f.multi_latent_attention,
+        requires=lambda f: not f.not_default & _LATENT,
+        message="the sizes of latents and of their heads have no effect without --multi-latent-attention",
+        fix=lambda f: (
+            f"Set it, or leave out {either('--' + name.replace('_', '-') for name in sorted(f.not_default & _LATENT))}."
+        ),
+        source=NO_EFFECT,
+        passing="--multi-latent-attention --kv-lora-rank 256",
+        failing="--kv-lora-rank 256",
+        models=MOE,
+    ),
+    Rule(
+        id="rope-scaling-unused",
+        reads=("rope_scaling_type", "original_max_position_embeddings", "given", "not_default"),
+        requires=lambda f: not _idle_scaling(f),
+        message="a flag of another --rope-scaling-type has no effect",
+        fix=_other_scaling,
+        source=NO_EFFECT,
+        passing="--rope-scaling-type yarn --beta-fast 16",
+        failing="--rope-scaling-type llama3 --beta-fast 16",
+        models=MOE,
+    ),
+    Rule(
+        id="mscale-unused",
+        reads=(
+            *("rope_scaling_type", "mscale", "mscale_all_dim", "rope_attention_factor", "given"),
+            "multi_latent_attention",
+        ),
+        when=lambda f: f.rope_scaling_type == YARN and bool(f.given & {"mscale", "mscale_all_dim"}),
+        requires=lambda f: (
+            (f.mscale > 0 and f.mscale_all_dim > 0 and f.rope_attention_factor == 0)
+            or (f.multi_latent_attention and f.mscale_all_dim > 0 and f.mscale == 0)
+        ),
+        message="--mscale has no effect without --mscale-all-dim, nor the other way round except in multi-latent "
+        "attention, and neither with --rope-attention-factor",
+        fix="Set both to more than 0 and leave out --rope-attention-factor, or leave out both.",
+        source=NO_EFFECT,
+        passing="--rope-scaling-type yarn --mscale 1 --mscale-all-dim 0.5",
+        failing="--rope-scaling-type yarn --mscale 1.5",
+        models=MOE,
+    ),
+    Rule(
+        id="llama3-frequencies",
+        reads=("rope_scaling_type", "low_freq_factor", "high_freq_factor"),
+        when=lambda f: f.rope_scaling_type == "llama3",
+        requires=lambda f: f.low_freq_factor < f.high_freq_factor,
+        message="frequencies between the two are scaled in part: --low-freq-factor must be below --high-freq-factor",
+        source="Llama 3.1",
+        passing="--rope-scaling-type llama3 --low-freq-factor 2 --high-freq-factor 8",
+        failing="--rope-scaling-type llama3 --low-freq-factor 4",
+        models=MOE,
+    ),
+    Rule(
+        id="yarn-frequencies",
+        reads=("rope_scaling_type", "beta_fast", "beta_slow", "rope_theta"),
+        when=lambda f: f.rope_scaling_type == YARN,
+        requires=lambda f: f.beta_slow <= f.beta_fast and f.rope_theta > 1,
+        message="frequencies between the two are scaled in part: --beta-slow must be at most --beta-fast, and "
+        "--rope-theta above 1",
+        source="YaRN (arXiv 2309.00071)",
+        passing="--rope-scaling-type yarn --beta-fast 16 --beta-slow 2",
+        failing="--rope-scaling-type yarn --beta-fast 0.5",
         models=MOE,
     ),
     Rule(
@@ -50,6 +247,46 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--add-qkv-bias",
         failing="--add-qkv-bias --add-bias-linear",
+        models=MOE,
+    ),
+    Rule(
+        id="qk-norm-scope-unused",
+        reads=("qk_norm", "qk_norm_scope"),
+        when=lambda f: f.qk_norm_scope == "width",
+        requires=lambda f: f.qk_norm,
+        message="--qk-norm-scope has no effect without --qk-norm",
+        fix="Add --qk-norm, or leave out --qk-norm-scope.",
+        source=NO_EFFECT,
+        passing="--qk-norm --qk-norm-scope width",
+        failing="--qk-norm-scope width",
+        models=MOE,
+    ),
+    Rule(
+        id="output-norm-ampipe",
+        reads=("norm_placement", "ampipe_degree"),
+        when=lambda f: f.norm_placement == "output",
+        requires=lambda f: f.ampipe_degree <= 1,
+        message="--norm-placement output normalizes the summed outputs of the experts, which --ampipe-degree leaves in "
+        "flight until the next layer",
+        fix="Set --ampipe-degree 1, or choose --norm-placement input.",
+        source=SOURCE,
+        passing="--norm-placement output",
+        failing="--norm-placement output --world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --ampipe-degree 2",
+        models=MOE,
+    ),
+    Rule(
+        id="mtp-block",
+        reads=("mtp_depth", "norm_placement", *_MULTIPLIERS),
+        when=lambda f: f.mtp_depth > 0,
+        requires=lambda f: (
+            (f.norm_placement, f.embedding_multiplier, f.residual_multiplier, f.softmax_scale, f.logits_scaling)
+            == ("input", 1.0, 1.0, 0.0, 1.0)
+        ),
+        message="the block of --mtp-depth is defined for models with norms on inputs and without multipliers",
+        fix="Leave out --mtp-depth, or --norm-placement, --softmax-scale, --logits-scaling and the multipliers.",
+        source=SOURCE,
+        passing="--mtp-depth 1",
+        failing="--mtp-depth 1 --residual-multiplier 0.5",
         models=MOE,
     ),
     Rule(
@@ -91,6 +328,55 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
+        id="layer-freq",
+        reads=("moe_layer_freq", "num_layers", "first_k_dense"),
+        requires=lambda f: not _wrong_pattern(f),
+        message="--moe-layer-freq is a number of at least 1, or lists of 0 (dense) and 1 (experts) with a number for "
+        "each of --num-layers, and leaves at least one layer with experts",
+        fix=lambda f: f"{_wrong_pattern(f).capitalize()}; write for example [0]*1+[1]*{max(1, f.num_layers - 1)}.",
+        source="Megatron-LM",
+        passing="--num-layers 4 --moe-layer-freq [0,1]*2",
+        failing="--num-layers 4 --moe-layer-freq [0,1]*3",
+        models=MOE,
+    ),
+    Rule(
+        id="layer-freq-lead",
+        reads=("moe_layer_freq", "first_k_dense", "num_layers"),
+        when=lambda f: f.first_k_dense > 0 and not _wrong_pattern(f),
+        requires=lambda f: listed(f.moe_layer_freq) is None,
+        message="a list of --moe-layer-freq says of every layer whether it is dense, and so does --first-k-dense",
+        fix="Leave out --first-k-dense: [0]*K at the beginning of the list is the same.",
+        source=SOURCE,
+        passing="--num-layers 4 --moe-layer-freq 2 --first-k-dense 1",
+        failing="--num-layers 4 --moe-layer-freq [0,1,0,1] --first-k-dense 1",
+        models=MOE,
+    ),
+    Rule(
+        id="shared-width",
+        reads=("moe_shared_experts", "moe_shared_expert_intermediate_size"),
+        when=lambda f: f.moe_shared_expert_intermediate_size > 0,
+        requires=lambda f: f.moe_shared_experts == 0,
+        message="--moe-shared-expert-intermediate-size and --moe-shared-experts both give the width of the shared "
+        "experts",
+        fix="Leave out one of them.",
+        source=SOURCE,
+        passing="--moe-shared-expert-intermediate-size 96",
+        failing="--moe-shared-expert-intermediate-size 96 --moe-shared-experts 1",
+        models=MOE,
+    ),
+    Rule(
+        id="shared-gate",
+        reads=("moe_shared_expert_gate", "moe_shared_experts", "moe_shared_expert_intermediate_size"),
+        when=lambda f: f.moe_shared_expert_gate,
+        requires=lambda f: f.moe_shared_experts + f.moe_shared_expert_intermediate_size > 0,
+        message="--moe-shared-expert-gate is a gate of shared experts, which this model does not have",
+        fix="Set --moe-shared-expert-intermediate-size or --moe-shared-experts.",
+        source="Megatron-LM",
+        passing="--moe-shared-expert-gate --moe-shared-experts 1",
+        failing="--moe-shared-expert-gate",
+        models=MOE,
+    ),
+    Rule(
         id="router-groups",
         reads=("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
         when=lambda f: f.num_experts > 0,
@@ -106,17 +392,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="router-group-topk",
-        reads=("moe_router_num_groups", "moe_router_group_topk", "num_experts", "moe_router_topk"),
+        reads=(
+            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+            *("num_experts", "moe_router_topk"),
+        ),
         when=lambda f: f.num_experts > 0 and f.num_experts % f.moe_router_num_groups == 0,
         requires=lambda f: (
             f.moe_router_group_topk == f.moe_router_num_groups == 1
             or (
-                f.moe_router_topk % f.moe_router_group_topk == 0
+                (f.moe_router_group_score_topk > 0 or f.moe_router_topk % f.moe_router_group_topk == 0)
                 and f.moe_router_topk <= f.moe_router_group_topk * (f.num_experts // f.moe_router_num_groups)
             )
         ),
-        message="the choices come evenly from the groups: --moe-router-group-topk must divide --moe-router-topk, and "
-        "each group must have enough experts for its share",
+        message="the choices come evenly from the groups: --moe-router-group-topk must divide --moe-router-topk unless "
+        "--moe-router-group-score-topk says how a group is scored, and the groups must have enough experts",
         fix=lambda f: f"Choose --moe-router-group-topk {near_divisors(f.moe_router_topk, f.moe_router_group_topk)}.",
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
@@ -124,12 +413,37 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
+        id="router-group-score",
+        reads=("moe_router_num_groups", "moe_router_group_score_topk", "num_experts"),
+        when=lambda f: f.num_experts > 0,
+        requires=lambda f: f.moe_router_group_score_topk * f.moe_router_num_groups <= f.num_experts,
+        message="a group has fewer experts than --moe-router-group-score-topk sums for its score",
+        fix=lambda f: f"Choose --moe-router-group-score-topk up to {f.num_experts // f.moe_router_num_groups}.",
+        source=SOURCE,
+        passing=f"{_GROUPED} --moe-router-group-score-topk 2",
+        failing=f"{_GROUPED} --moe-router-group-score-topk 3",
+        models=MOE,
+    ),
+    Rule(
+        id="pre-softmax",
+        reads=("moe_router_pre_softmax", "moe_router_score_function", "norm_topk_prob"),
+        when=lambda f: f.moe_router_pre_softmax,
+        requires=lambda f: f.moe_router_score_function == "softmax" and f.norm_topk_prob == "off",
+        message="--moe-router-pre-softmax keeps the probabilities of a softmax as they are, which is not what sigmoid "
+        "scores or --norm-topk-prob do; probabilities that are divided by their sum are the softmax after the choice",
+        fix="Leave out --moe-router-pre-softmax; --no-norm-topk-prob keeps the scores of any function as they are.",
+        source="Megatron-LM",
+        passing="--moe-router-pre-softmax",
+        failing="--moe-router-pre-softmax --norm-topk-prob",
+        models=MOE,
+    ),
+    Rule(
         id="router-groups-unused",
-        reads=("moe_router_num_groups", "moe_router_group_topk", "not_default"),
-        when=lambda f: bool(f.not_default & {"moe_router_num_groups", "moe_router_group_topk"}),
+        reads=("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+        when=lambda f: (f.moe_router_num_groups, f.moe_router_group_topk, f.moe_router_group_score_topk) != (1, 1, 0),
         requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
         message="--moe-router-num-groups has no effect, because choices may come from all groups",
-        fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave both out.",
+        fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave the flags of groups out.",
         source=NO_EFFECT,
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 2",
@@ -137,15 +451,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="layer-ffn-sizes",
-        reads=("moe_layer_ffn_hidden_sizes", "num_layers", "first_k_dense", "not_default"),
-        when=lambda f: f.moe_layer_ffn_hidden_sizes is not None,
+        reads=("moe_layer_ffn_hidden_sizes", "num_layers", "first_k_dense", "moe_layer_freq", "not_default"),
+        when=lambda f: f.moe_layer_ffn_hidden_sizes is not None and not _wrong_pattern(f),
         requires=lambda f: (
-            len(f.moe_layer_ffn_hidden_sizes) == f.num_layers - f.first_k_dense
-            and "moe_ffn_hidden_size" not in f.not_default
+            len(f.moe_layer_ffn_hidden_sizes) == _moe_layers(f) and "moe_ffn_hidden_size" not in f.not_default
         ),
         message="--moe-layer-ffn-hidden-sizes takes one size for each layer with experts, in place of "
         "--moe-ffn-hidden-size",
-        fix=lambda f: f"Pass {f.num_layers - f.first_k_dense} sizes, and no --moe-ffn-hidden-size.",
+        fix=lambda f: f"Pass {_moe_layers(f)} sizes, and no --moe-ffn-hidden-size.",
         source=SOURCE,
         passing="--num-layers 3 --first-k-dense 1 --moe-layer-ffn-hidden-sizes 64 32",
         failing="--num-layers 3 --moe-layer-ffn-hidden-sizes 64 32",
@@ -177,9 +490,9 @@ RULES: tuple[Rule, ...] = (
         id="experts-unused",
         reads=("num_experts", "not_default"),
         when=lambda f: f.num_experts == 0,
-        requires=lambda f: not any(name.startswith(("moe_", "first_k_dense")) for name in f.not_default),
-        message="--moe-... and --first-k-dense have no effect in a dense decoder",
-        fix=lambda f: f"Leave out {either(_spelled(f, ('moe_', 'first_k_dense')))}, or set --num-experts.",
+        requires=lambda f: not any(name.startswith(_EXPERTS) for name in f.not_default),
+        message="--moe-..., --first-k-dense and --norm-topk-prob have no effect in a dense decoder",
+        fix=lambda f: f"Leave out {either(_spelled(f, _EXPERTS))}, or set --num-experts.",
         source=NO_EFFECT,
         passing="--num-experts 0",
         failing="--num-experts 0 --moe-shared-experts 1",
@@ -201,10 +514,10 @@ RULES: tuple[Rule, ...] = (
         id="rope-theta-unused",
         reads=("position_embedding_type", "not_default"),
         when=lambda f: f.position_embedding_type != "rope",
-        requires=lambda f: "rope_theta" not in f.not_default,
-        message="--rope-theta has no effect with learned positions",
+        requires=lambda f: not f.not_default & {"rope_theta", "rope_scaling_type", "rotary_percent"},
+        message="--rope-theta, --rope-scaling-type and --rotary-percent have no effect with learned positions",
         source=NO_EFFECT,
-        passing="--rope-theta 500000",
+        passing="--rope-theta 500000 --rope-scaling-type linear --rotary-percent 0.5",
         failing="--position-embedding-type learned --rope-theta 500000",
         models=MOE,
     ),

@@ -14,9 +14,12 @@ from functools import cached_property
 from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megapar.model.attention_sizes import AttentionSizes
+from megapar.model.attention.latent import LATENT, LatentAttentionSizes
+from megapar.model.attention_sizes import QK_NORM_SCOPES, AttentionSizes
+from megapar.model.decoder.layer_pattern import ALL, flags_of, layers_of, to_pattern, to_text
+from megapar.model.rope_scaling import NONE, RopeScaling
 from megapar.model.sizes import ModelSizes, defaults_of, require_choice
-from megapar.schema.flag import Alias, flag, follows, from_flags
+from megapar.schema.flag import SWITCH, Alias, flag, follows, from_flags
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,6 +33,7 @@ DROP_POLICIES = ("token", "choice", "probs")
 CAPACITY_SCOPES = ("micro_batch", "rank")
 ACTIVATIONS = ("swiglu", "gelu")
 SCORES = ("softmax", "sigmoid")
+NORM_PLACEMENTS = ("input", "output")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class MoeSizes:
         num_experts: Routed experts (E).
         topk: Experts per token (k), 1 <= k <= E.
         shared_experts: Experts that all tokens pass, built as one MLP of width ``shared_width``. 0 for none.
+        shared_ffn: Intermediate features of the shared MLP; 0: ``shared_experts`` times those of an expert.
+        shared_gate: The shared MLP's output is multiplied by a sigmoid of a product of each token and a weight.
         kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (has a capacity and drops tokens).
         capacity_factor: Capacity factor, for deepspeed_moe only; see ``capacity``.
         min_capacity: Least capacity of an expert, for deepspeed_moe only.
@@ -52,6 +58,10 @@ class MoeSizes:
         score: Function from router logits to scores: ``softmax`` or ``sigmoid``.
         groups: Equal groups of experts; a token's choices come from the best ``group_topk`` of them.
         group_topk: Groups that a token's choices come from.
+        group_score_topk: Best experts of a group whose scores are summed as the group's score; 0: ``topk`` /
+            ``group_topk``.
+        norm_topk_prob: ``on``: the chosen scores are divided by their sum; ``off``: they are weights as they are;
+            ``auto``: divided if ``topk`` > 1.
         scaling: Factor on the weights of expert outputs.
         sequence_aux: Compute the load balancing loss of each sample.
         orthogonal: Compute the loss that keeps the router's rows orthogonal.
@@ -74,6 +84,21 @@ class MoeSizes:
     topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1)
     shared_experts: int = flag(
         0, "experts that every token passes through", name="moe_shared_experts", unit="experts", low=0, value=0
+    )
+    shared_ffn: int = flag(
+        0,
+        "intermediate features of the shared experts, in place of a number of experts; 0: moe-shared-experts x "
+        "moe-ffn-hidden-size",
+        name="moe_shared_expert_intermediate_size",
+        unit="features",
+        low=0,
+        value=0,
+    )
+    shared_gate: bool = flag(
+        False,
+        "multiply each token's output of the shared experts by a sigmoid (Qwen2-MoE)",
+        name="moe_shared_expert_gate",
+        value=False,
     )
     kind: str = flag(
         MEGATRON_MOE,
@@ -132,6 +157,23 @@ class MoeSizes:
         derived="moe-router-num-groups",
         value=1,
     )
+    group_score_topk: int = flag(
+        0,
+        "best experts of a group whose scores are summed as the group's score; auto: moe-router-topk / "
+        "moe-router-group-topk",
+        name="moe_router_group_score_topk",
+        unit="experts",
+        low=0,
+        words={"auto": 0},
+        value=0,
+    )
+    norm_topk_prob: str = flag(
+        "auto",
+        "divide the scores of a token's experts by their sum; auto: if they are several",
+        type="switch",
+        choices=SWITCH,
+        value="auto",
+    )
     scaling: float = flag(
         1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, value=1.0
     )
@@ -150,21 +192,37 @@ class MoeSizes:
             ("capacity_scope", CAPACITY_SCOPES),
             ("activation", ACTIVATIONS),
             ("score", SCORES),
+            ("norm_topk_prob", SWITCH),
         ):
             require_choice(field, getattr(self, field), legal)
         if not 1 <= self.topk <= self.num_experts:
             raise ValueError(f"topk is {self.topk}; it must be 1 to num_experts ({self.num_experts})")
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("shared_gate is set, but there are no shared experts")
         if self.num_experts % self.groups or not 1 <= self.group_topk <= self.groups:
             raise ValueError(
                 f"{self.num_experts} experts in {self.groups} groups, of which {self.group_topk} are chosen"
             )
-        if self.topk % self.group_topk or self.topk > self.group_topk * (self.num_experts // self.groups):
+        size = self.num_experts // self.groups
+        if self.group_score_topk > size:
+            raise ValueError(f"the score of a group sums {self.group_score_topk} experts of its {size}")
+        if (self.topk % self.group_topk and not self.group_score_topk) or self.topk > self.group_topk * size:
             raise ValueError(f"{self.topk} choices do not come evenly from {self.group_topk} groups")
 
     @property
     def has_capacity(self) -> bool:
         """Experts have a capacity, so tokens may be dropped."""
         return self.kind == DEEPSPEED_MOE
+
+    @property
+    def scored_of_group(self) -> int:
+        """Number of a group's best experts whose scores are summed as the group's score."""
+        return self.group_score_topk or self.topk // self.group_topk
+
+    @property
+    def renormalizes(self) -> bool:
+        """The scores of a token's experts are divided by their sum."""
+        return self.topk > 1 if self.norm_topk_prob == "auto" else self.norm_topk_prob == "on"
 
     @property
     def loss_choices(self) -> int:
@@ -185,7 +243,7 @@ class MoeSizes:
     @property
     def shared_width(self) -> int:
         """Intermediate features of the shared MLP; 0 without shared experts."""
-        return self.shared_experts * self.ffn_hidden_size
+        return self.shared_ffn or self.shared_experts * self.ffn_hidden_size
 
     def capacity(self, tokens: int) -> int:
         """Return the capacity C: (token, choice) pairs that one expert keeps of ``tokens`` non-padding tokens.
@@ -204,7 +262,9 @@ class MoeSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(ModelSizes):
-    """A decoder: dense (``moe`` is None) or with mixture-of-experts layers after ``first_k_dense`` dense ones.
+    """A decoder: dense (``moe`` is None) or with mixture-of-experts layers.
+
+    Layers from ``first_k_dense`` on have experts where ``moe_pattern`` says so.
 
     Attributes:
         num_query_groups: Key-value heads (G).
@@ -214,13 +274,30 @@ class DecoderSizes(ModelSizes):
         activation: ``swiglu`` or ``gelu``, of MLPs and experts.
         add_bias_linear: Linear layers have biases.
         add_qkv_bias: The projections of queries, keys and values have biases, whatever the other linear layers have.
-        qk_norm: RMSNorm on queries and keys of each head.
+        qk_norm: RMSNorm on queries and keys.
+        qk_norm_scope: Features that a norm of queries or keys sees: those of one ``head``, or the whole ``width``.
+        norm_placement: Norms are on the ``input`` of attention and MLP, or on their ``output`` before the residual sum.
+        embedding_multiplier: Factor on the word embedding.
+        residual_multiplier: Factor on the outputs of attention and MLP before the residual sum.
+        softmax_scale: Factor on the attention scores before the softmax; 0 for head_dim^-0.5.
+        logits_scaling: Divisor of the logits.
         rope_theta: Base of the rotary angles.
+        rope_scaling: Scaling of the rotary frequencies; None for none.
+        rotary_percent: Share of a head's features that is rotated, the leading ones.
         tie_embeddings: The head uses the word embedding's weight.
         first_k_dense: Leading layers without experts.
+        moe_pattern: 1 for a layer with experts and 0 for a dense one, repeated; empty: 1 for all.
         moe: Experts of a layer; None for a dense decoder.
         moe_widths: Intermediate features of an expert for each mixture-of-experts layer; empty to use ``moe``'s.
         mtp_depth: Multi-token prediction blocks after the last layer, 0 or 1.
+        multi_latent_attention: Keys and values come from a latent (``model.attention.latent``); heads then have the
+            sizes of the fields below instead of ``head_dim``.
+        q_lora_rank: Features of the queries' latent; 0 for queries straight from the hidden states.
+        kv_lora_rank: Features of the latent of keys and values.
+        qk_head_dim: Features of a query or key head that are not rotated.
+        qk_pos_emb_head_dim: Rotated features of a query or key head, after the others.
+        v_head_dim: Features of a value head.
+        attention_latent_norm_epsilon: Added to the variance in the norms of the latents.
     """
 
     num_query_groups: int = flag(
@@ -237,7 +314,7 @@ class DecoderSizes(ModelSizes):
         "features of one head",
         unit="features",
         low=1,
-        derived="hidden-size / num-attention-heads",
+        derived="hidden-size / num-attention-heads; with multi-latent attention qk-head-dim + qk-pos-emb-head-dim",
         aliases=("kv-channels",),
         after="num_query_groups",
     )
@@ -262,8 +339,45 @@ class DecoderSizes(ModelSizes):
         False, "biases in linear layers", ernie=True, aliases=(Alias("disable-bias-linear", False),), value=False
     )
     add_qkv_bias: bool = flag(False, "biases on queries, keys and values only", value=False)
-    qk_norm: bool = flag(False, "RMSNorm on queries and keys of each head", aliases=("qk-layernorm",), value=False)
+    qk_norm: bool = flag(False, "RMSNorm on queries and keys", aliases=("qk-layernorm",), value=False)
+    qk_norm_scope: str = flag(
+        "head",
+        "features that a norm of queries or keys sees: those of one head, or of all heads (OLMo 2)",
+        choices=QK_NORM_SCOPES,
+        value="head",
+    )
+    norm_placement: str = flag(
+        "input",
+        "norms on the inputs of attention and MLP (pre-norm), or on their outputs before the residual sum (OLMo 2)",
+        choices=NORM_PLACEMENTS,
+        value="input",
+    )
+    embedding_multiplier: float = flag(
+        1.0, "factor on the word embedding", above=0, aliases=("embedding-multiplier-scale",), value=1.0
+    )
+    residual_multiplier: float = flag(
+        1.0, "factor on the outputs of attention and MLP before the residual sum", above=0, value=1.0
+    )
+    softmax_scale: float = flag(
+        0.0,
+        "factor on the attention scores before the softmax; 0: head-dim^-0.5",
+        low=0,
+        aliases=("attention-multiplier",),
+        value=0.0,
+    )
+    logits_scaling: float = flag(1.0, "divisor of the logits", above=0, value=1.0)
     rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0)
+    rope_scaling: RopeScaling | None = follows(
+        lambda values: from_flags(RopeScaling, values) if values["rope_scaling_type"] != NONE else None, value=None
+    )
+    rotary_percent: float = flag(
+        1.0,
+        "share of a head's features that is rotated, the leading ones",
+        above=0,
+        high=1,
+        aliases=("partial-rotary-factor",),
+        value=1.0,
+    )
     tie_embeddings: bool = flag(
         False,
         "a separate output projection",
@@ -273,6 +387,17 @@ class DecoderSizes(ModelSizes):
     )
     first_k_dense: int = flag(
         0, "leading layers with a dense MLP instead of experts", group="moe", unit="layers", low=0, value=0
+    )
+    moe_pattern: tuple[int, ...] = flag(
+        ALL,
+        "layers with experts: a number N for layers 0, N, 2 N, .., or an expression of lists such as ([0]*3+[1]*58), "
+        "with a number for each layer, 0 for a dense MLP",
+        name="moe_layer_freq",
+        type="str",
+        group="moe",
+        after="first_k_dense",
+        through=(to_pattern, to_text),
+        value=(),
     )
     moe: MoeSizes | None = follows(
         lambda values: from_flags(MoeSizes, values) if values["num_experts"] else None, value=None
@@ -299,6 +424,65 @@ class DecoderSizes(ModelSizes):
         value=0,
     )
 
+    multi_latent_attention: bool = flag(
+        False,
+        "multi-latent attention: keys and values of all heads from one latent (DeepSeek)",
+        aliases=("multi-head-latent-attention",),
+        after="qk_norm",
+        value=False,
+    )
+    q_lora_rank: int = flag(
+        0,
+        "features of the queries' latent in multi-latent attention; none: queries straight from the hidden states",
+        unit="features",
+        low=0,
+        words={"none": 0},
+        after="multi_latent_attention",
+        value=0,
+    )
+    kv_lora_rank: int = flag(
+        512,
+        "features of the latent of keys and values in multi-latent attention",
+        unit="features",
+        low=1,
+        after="q_lora_rank",
+        value=512,
+    )
+    qk_head_dim: int = flag(
+        128,
+        "features of a query or key head that multi-latent attention does not rotate",
+        unit="features",
+        low=1,
+        aliases=("qk-nope-head-dim",),
+        after="kv_lora_rank",
+        value=128,
+    )
+    qk_pos_emb_head_dim: int = flag(
+        64,
+        "features of a query or key head that multi-latent attention rotates",
+        unit="features",
+        low=2,
+        aliases=("qk-rope-head-dim",),
+        after="qk_head_dim",
+        value=64,
+    )
+    v_head_dim: int = flag(
+        128,
+        "features of a value head in multi-latent attention",
+        unit="features",
+        low=1,
+        after="qk_pos_emb_head_dim",
+        value=128,
+    )
+    attention_latent_norm_epsilon: float = flag(
+        None,
+        "added to the variance in the norms of multi-latent attention's latents",
+        above=0,
+        derived="layernorm-epsilon",
+        after="v_head_dim",
+        value=1e-5,
+    )
+
     stored_kind: ClassVar[str] = "DecoderSizes"
 
     def __post_init__(self) -> None:
@@ -306,19 +490,36 @@ class DecoderSizes(ModelSizes):
         require_choice("normalization", self.normalization, NORMALIZATIONS)
         require_choice("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDINGS)
         require_choice("activation", self.activation, ACTIVATIONS)
+        require_choice("qk_norm_scope", self.qk_norm_scope, QK_NORM_SCOPES)
+        require_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
                 f"num_query_groups ({self.num_query_groups})"
             )
-        if self.position_embedding_type == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rope rotates pairs, so it must be even")
+        rotated = self.position_embedding_type == "rope" and not self.multi_latent_attention
+        if rotated and (self.head_dim % 2 or self.rotary_dim % 2 or not self.rotary_dim):
+            sizes = f"head_dim is {self.head_dim}, of which {self.rotary_dim} are rotated"
+            raise ValueError(f"{sizes}; rope rotates pairs, so both must be even")
         if self.moe is not None and self.moe.hidden_size != self.hidden_size:
             raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
         if self.moe_widths and len(self.moe_widths) != len(self.moe_layers):
             raise ValueError(f"{len(self.moe_widths)} moe_widths for {len(self.moe_layers)} layers with experts")
         if self.mtp_depth not in (0, 1):
             raise ValueError(f"mtp_depth is {self.mtp_depth}; it must be 0 or 1")
+        if self.mtp_depth and (self.norm_placement, self.embedding_multiplier) != ("input", 1.0):
+            raise ValueError("multi-token prediction needs norm_placement input and embedding_multiplier 1")
+        if self.multi_latent_attention:
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        """Raise ValueError for what multi-latent attention cannot be together with."""
+        if self.position_embedding_type != "rope" or self.qk_pos_emb_head_dim % 2:
+            raise ValueError("multi_latent_attention rotates pairs: it needs rope and an even qk_pos_emb_head_dim")
+        if self.num_query_groups != self.num_attention_heads:
+            raise ValueError("in multi_latent_attention every head has its own keys: no num_query_groups")
+        if self.qk_norm or self.add_qkv_bias or self.add_bias_linear:
+            raise ValueError("multi_latent_attention has no qk_norm, add_qkv_bias or add_bias_linear")
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -330,6 +531,8 @@ class DecoderSizes(ModelSizes):
     @property
     def attention(self) -> AttentionSizes:
         """See ``ModelSizes``."""
+        if self.multi_latent_attention:
+            return self._latent_attention
         return AttentionSizes(
             kind="grouped_query",
             hidden_size=self.hidden_size,
@@ -337,13 +540,46 @@ class DecoderSizes(ModelSizes):
             queries_per_group=self.num_attention_heads // self.num_query_groups,
             key_dim=self.head_dim,
             value_dim=self.head_dim,
+            rotary_dim=self.rotary_dim,
+            softmax_scale=self.softmax_scale or self.head_dim**-0.5,
             causal=True,
             qkv_bias=self.add_bias_linear or self.add_qkv_bias,
             output_bias=self.add_bias_linear,
             qk_norm=self.qk_norm,
+            qk_norm_scope=self.qk_norm_scope,
             epsilon=self.layernorm_epsilon,
             dropout=self.attention_dropout,
             flash=self.use_flash_attn,
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading features of a head that are rotated."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def _latent_attention(self) -> LatentAttentionSizes:
+        key_dim = self.qk_head_dim + self.qk_pos_emb_head_dim
+        factor = self.rope_scaling.scores_factor if self.rope_scaling else 1.0
+        return LatentAttentionSizes(
+            kind=LATENT.name,
+            hidden_size=self.hidden_size,
+            num_groups=self.num_attention_heads,
+            queries_per_group=1,
+            key_dim=key_dim,
+            value_dim=self.v_head_dim,
+            rotary_dim=self.qk_pos_emb_head_dim,
+            softmax_scale=(self.softmax_scale or key_dim**-0.5) * factor,
+            causal=True,
+            qkv_bias=False,
+            output_bias=False,
+            qk_norm=False,
+            qk_norm_scope="head",
+            epsilon=self.attention_latent_norm_epsilon,
+            dropout=self.attention_dropout,
+            flash=self.use_flash_attn,
+            query_rank=self.q_lora_rank,
+            latent_rank=self.kv_lora_rank,
         )
 
     @property
@@ -360,15 +596,17 @@ class DecoderSizes(ModelSizes):
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Global numbers of the mixture-of-experts layers."""
-        return () if self.moe is None else tuple(range(self.first_k_dense, self.num_layers))
+        return () if self.moe is None else layers_of(self.moe_pattern, self.num_layers, self.first_k_dense)
 
     def moe_at(self, layer: int) -> MoeSizes | None:
         """Return the experts of layer ``layer``; None for a dense layer."""
         if self.moe is None or not self.first_k_dense <= layer < self.num_layers:
             return None
+        if self.moe_pattern and not self.moe_pattern[layer % len(self.moe_pattern)]:
+            return None
         if not self.moe_widths:
             return self.moe
-        return replace(self.moe, ffn_hidden_size=self.moe_widths[layer - self.first_k_dense])
+        return replace(self.moe, ffn_hidden_size=self.moe_widths[self.moe_layers.index(layer)])
 
     @property
     def expert_widths(self) -> tuple[int, ...]:
@@ -408,7 +646,7 @@ class DecoderSizes(ModelSizes):
         """See ``ModelSizes``."""
         widths = self.moe_widths[:moe]
         first = self.first_k_dense if self.moe is None else dense
-        return replace(self, num_layers=dense + moe, first_k_dense=first, moe_widths=widths)
+        return replace(self, num_layers=dense + moe, first_k_dense=first, moe_pattern=(), moe_widths=widths)
 
     def without_training_blocks(self) -> Self:
         """Return the decoder without multi-token prediction."""
@@ -420,7 +658,22 @@ class DecoderSizes(ModelSizes):
         if facts["moe"]:
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
                 facts["moe"].pop(name)
+            facts["moe"] |= self._moe_facts(self.moe) if self.moe else {}
+            first, text = flags_of(self.moe_layers, self.num_layers)  # one spelling of the layers with experts
+            facts |= {"first_k_dense": first, "moe_pattern": to_pattern(text)}
         return facts
+
+    def _moe_facts(self, moe: MoeSizes) -> dict[str, Any]:
+        """Return the facts that flags spell in two ways, in one of them: the one with defaults."""
+        apart = bool(moe.shared_width % moe.ffn_hidden_size or (self.moe_widths and moe.shared_ffn))
+        normalized = "on" if moe.renormalizes else "off"
+        usual = moe.group_topk == moe.groups or moe.group_score_topk * moe.group_topk == moe.topk
+        return {
+            "norm_topk_prob": "auto" if moe.renormalizes == (moe.topk > 1) else normalized,
+            "group_score_topk": 0 if usual else moe.group_score_topk,
+            "shared_experts": moe.shared_experts if apart else moe.shared_width // moe.ffn_hidden_size,
+            "shared_ffn": moe.shared_ffn if apart else 0,
+        }
 
     @classmethod
     def fact_defaults(cls) -> dict[str, Any]:
@@ -430,6 +683,7 @@ class DecoderSizes(ModelSizes):
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
         """See ``ModelSizes``."""
-        moe = facts.get("moe")
-        widths = tuple(facts.get("moe_widths", ()))
-        return super().from_facts({**facts, "moe": MoeSizes(**moe) if moe else None, "moe_widths": widths})
+        moe, scaling = facts.get("moe"), facts.get("rope_scaling")
+        parts = {"moe": MoeSizes(**moe) if moe else None, "rope_scaling": RopeScaling(**scaling) if scaling else None}
+        lists = {name: tuple(facts.get(name, ())) for name in ("moe_widths", "moe_pattern")}
+        return super().from_facts({**facts, **parts, **lists})

@@ -20,6 +20,8 @@ from megapar.model.parameter import (
     weight_row,
 )
 
+_HF_NAMES = {"kv_a": "kv_a_proj_with_mqa", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
+
 
 def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
     """Return the table of a decoder, in forward order. Hugging Face names are those of Ernie4_5(_Moe)."""
@@ -51,9 +53,14 @@ def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
 def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
     """Return the rows of attention and both norms of the block ``name``."""
     H, attention, biased = sizes.hidden_size, sizes.attention, sizes.normalization == "layernorm"
-    rows = norm_rows(f"{name}.attention_norm", H, f"{hf}.input_layernorm", unit, biased)
-    rows += kind_of(attention).rows(attention, f"{name}.attention", lambda part: f"{hf}.self_attn.{part}_proj", unit)
-    return rows + norm_rows(f"{name}.mlp_norm", H, f"{hf}.post_attention_layernorm", unit, biased)
+    before = ("input_layernorm", "post_attention_layernorm")  # the second one normalizes the input of the MLP
+    after = ("post_attention_layernorm", "post_feedforward_layernorm")
+    first, second = after if sizes.norm_placement == "output" else before
+    rows = norm_rows(f"{name}.attention_norm", H, f"{hf}.{first}", unit, biased)
+    rows += kind_of(attention).rows(
+        attention, f"{name}.attention", lambda part: f"{hf}.self_attn.{_HF_NAMES.get(part, f'{part}_proj')}", unit
+    )
+    return rows + norm_rows(f"{name}.mlp_norm", H, f"{hf}.{second}", unit, biased)
 
 
 def _mtp(sizes: DecoderSizes) -> list[ParameterSpec]:
@@ -91,8 +98,11 @@ def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[Param
     if moe.add_bias:
         rows.append(_experts(f"{name}.experts.{fused}_bias", lead, hf, parts, split, unit))
         rows.append(_experts(f"{name}.experts.down_bias", (E, H), hf, ("down",), (("ep", 0),), unit))
-    if moe.shared_experts:
+    if moe.shared_width:
         rows += mlp_rows(f"{name}.shared", (moe.shared_width, H), moe.gated, bias, f"{hf}.shared_experts", unit)
+    if moe.shared_gate:
+        gate = f"{hf}.shared_expert_gate.weight"
+        rows.append(weight_row(f"{name}.shared.token_gate", (1, H), gate, unit, mp_partial="sp"))
     return rows
 
 

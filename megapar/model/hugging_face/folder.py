@@ -17,8 +17,9 @@ from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, DTYPES, ShardFile
 from megapar.errors import CheckpointError
 from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.model.hugging_face.block_fp8 import BLOCK, SUFFIX, dequantized, scale_shape, stored_rows
 from megapar.model.hugging_face.save import INDEX, some
-from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_pairs
+from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, stored_pieces, to_pairs
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
 from megapar.schema.published import PublishedArchitecture
@@ -27,22 +28,31 @@ BLOCK_BYTES = 16 << 20
 
 
 class FolderTensor(NamedTuple):
-    """Location and type of a stored tensor."""
+    """Location and type of a stored tensor.
+
+    Attributes:
+        file: The file.
+        dtype: The dtype as others see it: bfloat16 for a tensor that is stored in FP8 by blocks (``block_fp8``).
+        shape: The shape.
+        scales: The file of the scales of a tensor that is stored in FP8; None for others.
+    """
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scales: Path | None = None
 
 
 class HfFolder:
     """Tensors of a folder: one file, or several shards with an index.
 
     Opening a folder reads only the headers. Raises CheckpointError for a file that is missing or damaged, and for an
-    index that lists a tensor which its file does not contain.
+    index that lists a tensor which its file does not contain. Tensors in FP8 by blocks are dequantized when they are
+    read; it also raises CheckpointError for one whose scales are missing or misshapen.
 
     Attributes:
         folder: The folder.
-        tensors: Location and type of each tensor, by name.
+        tensors: Location and type of each tensor, by name. Scales are not among them.
 
     Args:
         folder: The folder.
@@ -61,6 +71,26 @@ class HfFolder:
             self._add(self.folder / single, None)
         else:
             raise CheckpointError(f"{folder} has neither {INDEX} nor {single}")
+        for name in [name for name, stored in self.tensors.items() if stored.dtype == torch.float8_e4m3fn]:
+            self._pair(name)
+
+    @property
+    def in_fp8(self) -> int:
+        """Number of tensors that are stored in FP8."""
+        return sum(stored.scales is not None for stored in self.tensors.values())
+
+    def _pair(self, name: str) -> None:
+        """Find the scales of a tensor in FP8. Raises CheckpointError if they are missing or misshapen."""
+        stored, scales = self.tensors[name], self.tensors.pop(name + SUFFIX, None)
+        if len(stored.shape) != 2:
+            raise CheckpointError(f"{self.folder}: {name} is in FP8 and has shape {stored.shape}, not that of a matrix")
+        if scales is None:
+            raise CheckpointError(f"{self.folder}: {name} is in FP8, and the folder lacks its scales {name}{SUFFIX}")
+        wanted = scale_shape(stored.shape)
+        if (scales.dtype, scales.shape) != (torch.float32, wanted):
+            found = f"{name}{SUFFIX} is {CODES[scales.dtype]} {scales.shape}, where F32 {wanted} is needed"
+            raise CheckpointError(f"{self.folder}: {found}, a scale for each block of {BLOCK} x {BLOCK}")
+        self.tensors[name] = FolderTensor(stored.file, torch.bfloat16, stored.shape, scales.file)
 
     def _add(self, path: Path, wanted: set[str] | None) -> None:
         with ShardFile(path) as file:
@@ -140,21 +170,33 @@ class HfFolder:
 
     def _block(self, name: str, block: Box) -> Tensor:
         stored = self.tensors[name]
-        out = torch.empty(block.sizes, dtype=stored.dtype)
+        return self._read(name, Box.whole(stored.shape), block).to(stored.dtype)
+
+    def _read(self, name: str, region: Box, part: Box) -> Tensor:
+        """Read ``part`` of a tensor that is ``region`` of its parameter, in the file's dtype; float32 for FP8."""
+        stored = self.tensors[name]
+        quantized = stored.scales is not None
+        out = torch.empty(part.sizes, dtype=torch.float8_e4m3fn if quantized else stored.dtype)
         if out.numel():
             with ShardFile(stored.file) as file:
-                file.read_as(name, stored.shape, Box.whole(stored.shape), block, out)
-        return out
+                file.read_as(name, stored.shape, region, part, out)
+        if stored.scales is None or not out.numel():
+            return out
+        whole = Box.whole(scale_shape(stored.shape))
+        scales = torch.empty(whole.sizes, dtype=torch.float32)
+        with ShardFile(stored.scales) as file:
+            file.read(name + SUFFIX, whole, whole, scales)
+        return dequantized(out, scales, stored_rows(region, part), part.offsets[-1] - region.offsets[-1])
 
     def holds(self, spec: ParameterSpec, architecture: PublishedArchitecture) -> bool:
         """Return True if the folder has all tensors of the parameter."""
-        names = [architecture.hf_name(piece.hf_name) for piece in spec.pieces]
+        names = [architecture.hf_name(piece.hf_name) for piece in stored_pieces(spec, architecture)]
         return all(name is None or name in self.tensors for name in names)
 
     @torch.no_grad()
     def fill(self, target: Tensor, spec: ParameterSpec, box: Box, architecture: PublishedArchitecture) -> None:
         """Write ``box`` of a parameter into ``target`` [box.sizes], in its dtype; zeros if the class lacks it."""
-        for piece in spec.pieces:
+        for piece in stored_pieces(spec, architecture):
             region = piece_box(spec, piece)
             part = region.meet(box)
             if part is None:
@@ -164,29 +206,34 @@ class HfFolder:
             if name is None:
                 out.zero_()
             else:
-                out.copy_(self._part(name, region, part, rotated_dim(architecture, spec, piece)))
+                out.copy_(self._part(name, region, part, rotated_dim(architecture, spec, piece), spec.rotated))
 
-    def _part(self, name: str, region: Box, part: Box, rotated: int | None) -> Tensor:
-        """Read ``part`` of a tensor that is ``region`` of its parameter, in the file's dtype."""
-        stored = self.tensors[name]
+    def _part(self, name: str, region: Box, part: Box, rotated: int | None, leading: int) -> Tensor:
+        """Read ``part`` as ``_read`` does, in the order of the parameter's rows.
+
+        Args:
+            name: Name of the tensor.
+            region: Place of the tensor in its parameter.
+            part: Place of the elements to read.
+            rotated: Dim whose first ``leading`` rows are stored in another order; None for none.
+            leading: Number of these rows.
+        """
         read = part
         if rotated is not None:  # the rows are stored in another order, so read all of them
             offsets, sizes = list(part.offsets), list(part.sizes)
             offsets[rotated], sizes[rotated] = region.offsets[rotated], region.sizes[rotated]
             read = Box(tuple(offsets), tuple(sizes))
-        out = torch.empty(read.sizes, dtype=stored.dtype)
-        with ShardFile(stored.file) as file:
-            file.read_as(name, stored.shape, region, read, out)
+        out = self._read(name, region, read)
         if rotated is None:
             return out
-        return to_pairs(out, rotated)[part.within(read)]
+        return to_pairs(out, rotated, leading)[part.within(read)]
 
     def dtypes(self) -> Mapping[str, str]:
-        """Return the dtype code of each tensor, as in the files."""
+        """Return the dtype code of each tensor, as in the files; BF16 for those in FP8."""
         return {name: CODES[stored.dtype] for name, stored in self.tensors.items()}
 
     def whole(self, name: str) -> Tensor:
-        """Read one tensor as it is stored."""
+        """Read one tensor as it is stored; in bfloat16 if that is FP8."""
         return self._block(name, Box.whole(self.tensors[name].shape))
 
 

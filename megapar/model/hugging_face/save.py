@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.model.architectures import own_architecture
-from megapar.model.hugging_face.tensors import export_piece
+from megapar.model.hugging_face.tensors import export_piece, stored_pieces
 from megapar.model.hugging_face.whole_folder import written_aside
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
@@ -41,6 +42,7 @@ def save_hf(
     token_ids: Mapping[str, int] | None = None,
     shard_bytes: int = SHARD_BYTES,
     architecture: PublishedArchitecture | None = None,
+    published: Mapping[str, Any] = MappingProxyType({}),
     beside: Callable[[Path], object] | None = None,
 ) -> None:
     """Write config.json and safetensors that ``transformers`` loads.
@@ -54,10 +56,11 @@ def save_hf(
         sizes: Sizes of the model.
         tensors: (megapar name, whole tensor), each row of the table once, in any order; they are consumed one at a
             time, so at most ``shard_bytes`` are in memory.
-        dtype: Dtype of the files; rows that the table marks fp32 stay fp32.
+        dtype: Dtype of the files; what the class keeps in fp32 stays fp32.
         token_ids: bos_token_id, eos_token_id, pad_token_id for config.json.
         shard_bytes: Most bytes of a file.
         architecture: Class to write; None for the model's default.
+        published: config.json of the folder that the model was loaded from, whose other keys remain; {} without one.
         beside: Function that writes further files, for example the tokenizer, into the folder it is passed.
     """
     if (reason := not_exportable(sizes, architecture)) is not None:
@@ -70,16 +73,21 @@ def save_hf(
         for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype, architecture):
             shards.add(name, tensor)
         shards.close()
-        config = {**config_of(architecture, sizes, dtype), **(token_ids or {})}
+        config = {**config_of(architecture, sizes, dtype, published), **(token_ids or {})}
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if beside is not None:
             beside(aside)
 
 
-def config_of(architecture: PublishedArchitecture, sizes: ModelSizes, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of config.json for a model of these sizes."""
-    settings = spec_of(sizes).published.settings(sizes)
-    return architecture.config({**settings, "dtype": str(dtype).removeprefix("torch.")})
+def config_of(
+    architecture: PublishedArchitecture,
+    sizes: ModelSizes,
+    dtype: torch.dtype,
+    published: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return the content of config.json for a model of these sizes, loaded from a folder with ``published``, if any."""
+    settings = {**spec_of(sizes).published.settings(sizes), "dtype": str(dtype).removeprefix("torch.")}
+    return architecture.continued(published, settings) if published else architecture.config(settings)
 
 
 def _is_weights(name: str) -> bool:
@@ -101,12 +109,13 @@ def _hf_tensors(
             raise CheckpointError(f"{name} occurs twice or is not a parameter of this model")
         if tuple(tensor.shape) != spec.shape:
             raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model's is {spec.shape}")
-        stored = torch.float32 if spec.fp32 else dtype
-        for piece in spec.pieces:
+        for piece in stored_pieces(spec, architecture):
             hf_name, part = export_piece(architecture, spec, piece, tensor.detach())
             if hf_name is None:
                 continue
-            yield hf_name, part.reshape(piece.hf_shape).to(device="cpu", dtype=stored, copy=True).contiguous()
+            stored = torch.float32 if architecture.is_fp32(hf_name) else dtype
+            part = part.reshape(architecture.hf_shape(piece.hf_name, piece.hf_shape))
+            yield hf_name, part.to(device="cpu", dtype=stored, copy=True).contiguous()
     if missing:
         raise CheckpointError(f"the export lacks {some(missing)}")
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.model.initialize import piece_box
-from megapar.model.parameter import HfPiece, ParameterSpec
+from megapar.model.parameter import ALL, HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 
 _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
@@ -25,14 +27,23 @@ _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
 def pieces_of(
     table: Iterable[ParameterSpec], architecture: PublishedArchitecture
 ) -> dict[str, tuple[ParameterSpec, HfPiece]]:
-    """Map each tensor name of the class to the parameter and its piece, in the table's order."""
+    """Map each tensor name of the class to the parameter and its piece, of the class's shape, in the table's order."""
     pieces: dict[str, tuple[ParameterSpec, HfPiece]] = {}
     for spec in table:
-        for piece in spec.pieces:
+        for piece in stored_pieces(spec, architecture):
             name = architecture.hf_name(piece.hf_name)
             if name is not None:
-                pieces[name] = (spec, piece)
+                pieces[name] = (spec, replace(piece, hf_shape=architecture.hf_shape(piece.hf_name, piece.hf_shape)))
     return pieces
+
+
+def stored_pieces(spec: ParameterSpec, architecture: PublishedArchitecture) -> tuple[HfPiece, ...]:
+    """Return the parameter's pieces as the class stores them: those of the table, or one."""
+    for pattern, replacement in architecture.whole:
+        if re.search(pattern, spec.name):
+            shape = (spec.shape[0], prod(spec.shape[1:-1]), spec.shape[-1])
+            return (HfPiece(re.sub(pattern, replacement, spec.name), shape, (ALL,)),)
+    return spec.pieces
 
 
 def export_piece(
@@ -46,21 +57,28 @@ def export_piece(
     name, rotated = architecture.hf_name(piece.hf_name), rotated_dim(architecture, spec, piece)
     if name is None and bool(part.any()):
         raise CheckpointError(f"{spec.name} is not zero, and {architecture.name} has no place for it")
-    return name, part if rotated is None else to_halves(part, rotated)
+    return name, part if rotated is None else to_halves(part, rotated, spec.rotated)
 
 
 def rotated_dim(architecture: PublishedArchitecture, spec: ParameterSpec, piece: HfPiece) -> int | None:
-    """Return the dim of the parameter whose rows the class stores in another order; None if the order is the same."""
+    """Return the dim of the parameter whose rows the class stores in another order; None if the order is the same.
+
+    Only the leading ``spec.rotated`` rows of that dim are in another order.
+    """
     if not architecture.rotary_halves or not _ROTATED.search(architecture.hf_name(piece.hf_name) or ""):
         return None
-    return 0 if len(spec.shape) == 1 else 2  # a norm [D]; qkv [G, Q + 2, D, ..]
+    return len(spec.shape) - 1 if spec.init == "ones" else 2  # a norm [D] or [N, D]; qkv [G, Q + 2, D, ..]
 
 
-def to_pairs(x: Tensor, dim: int) -> Tensor:
-    """Reorder rows from rotary halves to rotary pairs: row i to 2i, row i + D / 2 to 2i + 1."""
-    return x.index_select(dim, torch.arange(x.shape[dim]).view(2, -1).T.flatten())
+def to_pairs(x: Tensor, dim: int, rotated: int) -> Tensor:
+    """Reorder the leading R = ``rotated`` rows from rotary halves to pairs: row i to 2i, row i + R / 2 to 2i + 1."""
+    return _reordered(x, dim, torch.arange(rotated).view(2, -1).T.flatten())
 
 
-def to_halves(x: Tensor, dim: int) -> Tensor:
-    """Reorder rows from rotary pairs to rotary halves, the inverse of ``to_pairs``."""
-    return x.index_select(dim, torch.arange(x.shape[dim]).view(-1, 2).T.flatten())
+def to_halves(x: Tensor, dim: int, rotated: int) -> Tensor:
+    """Reorder the leading ``rotated`` rows from rotary pairs to rotary halves, the inverse of ``to_pairs``."""
+    return _reordered(x, dim, torch.arange(rotated).view(-1, 2).T.flatten())
+
+
+def _reordered(x: Tensor, dim: int, leading: Tensor) -> Tensor:
+    return x.index_select(dim, torch.cat((leading, torch.arange(len(leading), x.shape[dim]))))
