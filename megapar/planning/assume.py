@@ -3,8 +3,6 @@
     fp8                       matrix products of all linear layers in fp8
     fp8-mlp                   matrix products of feed-forward layers and experts in fp8
     fp8-activations           inputs that matrix products keep are stored in one byte per element
-    latent-attention:Q,C,N,R,V  low ranks Q of queries and C of keys and values; head sizes: N plain, R rotated,
-                              V values
     operator-recompute:A+B    recompute the outputs of these operators instead of keeping them: norm, qkv, up,
                               activation, core; or combine (rows are weighted before the all-to-all back, so that none
                               are kept). A@4-8,10 applies to these layers only
@@ -21,11 +19,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from megapar.errors import Complaint, ConfigError
-from megapar.model.cost.rank_view import LatentAttention
-from megapar.model.parameter import ParameterSpec
-from megapar.model.sizes import ModelSizes
 
-NAMES = ("fp8", "fp8-mlp", "fp8-activations", "latent-attention", "operator-recompute", "dualpipe")
+NAMES = ("fp8", "fp8-mlp", "fp8-activations", "operator-recompute", "dualpipe")
 OPERATORS = ("norm", "qkv", "up", "activation", "core", "combine")
 
 
@@ -36,7 +31,6 @@ class Assumed:
     Attributes:
         fp8: Matrix products in fp8: ``all``, ``mlp``, or "" for none.
         fp8_activations: Inputs that matrix products keep are stored in one byte per element.
-        latent: Shape of latent attention.
         operators: Operators that are recomputed, each with its layers; None for all layers.
         dualpipe: Micro-batches pass the pipeline in both directions.
         words: The values of ``--assume``.
@@ -44,7 +38,6 @@ class Assumed:
 
     fp8: str = ""
     fp8_activations: bool = False
-    latent: LatentAttention | None = None
     operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     dualpipe: bool = False
     words: tuple[str, ...] = ()
@@ -80,11 +73,6 @@ def _with(assumption: Assumed, name: str, value: str) -> Assumed:
         return replace(assumption, fp8_activations=True)
     if name == "dualpipe" and not value:
         return replace(assumption, dualpipe=True)
-    if name == "latent-attention":
-        numbers = [int(word) for word in value.split(",")]
-        if len(numbers) != 5 or min(numbers) < 1:
-            raise ValueError("it takes five sizes, as in latent-attention:1536,512,128,64,128")
-        return replace(assumption, latent=LatentAttention(*numbers))
     if name == "operator-recompute":
         parts = [word.partition("@") for word in value.split("+")]
         wrong = [operator for operator, _, _ in parts if operator not in OPERATORS]
@@ -103,33 +91,3 @@ def _layers(text: str) -> frozenset[int]:
             raise ValueError("layers are numbers and ranges, as in up@4-8,10")
         numbers.update(range(int(first), int(last or first) + 1))
     return frozenset(numbers)
-
-
-def with_latent_attention(
-    table: Sequence[ParameterSpec], sizes: ModelSizes, latent: LatentAttention
-) -> tuple[ParameterSpec, ...]:
-    """Return ``table`` with latent attention in place of the model's attention."""
-    rows = []
-    for row in table:
-        if row.name.endswith(".attention.qkv.weight"):
-            rows += _latent_rows(row, sizes, latent)
-        elif row.name.endswith(".attention.proj.weight"):
-            width = sizes.num_attention_heads * latent.value
-            rows.append(replace(row, shape=(sizes.hidden_size, width), pieces=()))
-        else:
-            rows.append(row)
-    return tuple(rows)
-
-
-def _latent_rows(row: ParameterSpec, sizes: ModelSizes, latent: LatentAttention) -> list[ParameterSpec]:
-    heads, hidden = sizes.num_attention_heads, sizes.hidden_size
-    stem = row.name.removesuffix("qkv.weight")
-    whole = replace(row, axes=(), pieces=())
-    return [
-        replace(whole, name=f"{stem}q_down.weight", shape=(latent.query, hidden)),
-        replace(whole, name=f"{stem}q_norm.weight", shape=(latent.query,)),
-        replace(row, name=f"{stem}q_up.weight", shape=(heads, latent.plain + latent.rotated, latent.query), pieces=()),
-        replace(whole, name=f"{stem}kv_down.weight", shape=(latent.shared + latent.rotated, hidden)),
-        replace(whole, name=f"{stem}kv_norm.weight", shape=(latent.shared,)),
-        replace(row, name=f"{stem}kv_up.weight", shape=(heads, latent.plain + latent.value, latent.shared), pieces=()),
-    ]

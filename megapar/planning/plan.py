@@ -188,6 +188,7 @@ class Plan:
             "parameters": self.counts.total,
             "active_parameters": self.counts.active,
             "model_flops_per_step": self.speed.flops,
+            "extra_flops_per_step": self.speed.extra_flops,
             "mfu": self.speed.mfu,
             "step_seconds": self.speed.step_seconds,
             "tokens_per_second_per_device": self.speed.tokens_per_second / world,

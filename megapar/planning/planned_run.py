@@ -18,13 +18,14 @@ from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.recompute.choice import FirstLayers, LayerSpan, RecomputeChoice, recompute_choice
 from megapar.core.sharding.cut import box_at, shard_dim
 from megapar.errors import Complaint, ConfigError
+from megapar.model.attention.latent_exchange import LATENT
 from megapar.model.cost.model_cost import ModelCost, UnitCost
-from megapar.model.cost.rank_view import LatentAttention, RankView
+from megapar.model.cost.rank_view import RankView
 from megapar.model.ernie3.tasks import tasks_of
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
-from megapar.planning.assume import Assumed, with_latent_attention
+from megapar.planning.assume import Assumed
 from megapar.training.building.pipeline_split import effective_schedule, make_stages
 from megapar.training.building.segments import ITEM_BYTES
 from megapar.training.building.tensor_overlap import hiding
@@ -32,11 +33,8 @@ from megapar.training.building.tensor_overlap import hiding
 MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before
 
 
-@lru_cache(maxsize=4)
-def _table(sizes: ModelSizes, latent: LatentAttention | None) -> tuple[ParameterSpec, ...]:
-    """Return the parameter table. It is cached, because a search plans hundreds of layouts of one model."""
-    table = table_of(sizes)
-    return table if latent is None else with_latent_attention(table, sizes, latent)
+# A search plans hundreds of layouts of one model.
+_table = lru_cache(maxsize=4)(table_of)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class PlannedRun:
             ampipe_degree=config.ampipe.ampipe_degree,
             pipe_experts=config.ampipe.use_pipe_experts,
             masked_share=config.data.mlm_probability,
-            latent=self._latent,
+            sends_latents=config.parallel.mla_cp_exchange == LATENT,
             recomputed_operators=self.assumed.operators,
             task_counts=cache(partial(task_counts, config)),
         )
@@ -105,18 +103,13 @@ class PlannedRun:
 
     @cached_property
     def table(self) -> tuple[ParameterSpec, ...]:
-        """Parameter table of the model, including assumed techniques."""
-        return _table(self.sizes, self._latent)
+        """Parameter table of the model."""
+        return _table(self.sizes)
 
     @property
     def parameter_counts(self) -> ParameterCounts:
         """Number of parameters of the model, without blocks that only training runs."""
-        return parameter_counts(self.sizes, _table(self.sizes.without_training_blocks(), self._latent))
-
-    @property
-    def _latent(self) -> LatentAttention | None:
-        """Shape of latent attention if it is assumed and the model supports it; otherwise None."""
-        return self.assumed.latent if spec_of(self.sizes).costs.latent_attention else None
+        return parameter_counts(self.sizes, _table(self.sizes.without_training_blocks()))
 
     @cached_property
     def dtype(self) -> str:

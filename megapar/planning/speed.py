@@ -7,13 +7,14 @@ Tested in ``tests/planning/test_queues.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from megapar.core.device.kinds import LINK_SHARE, DeviceKind
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.core.tensor_parallel.overlap_price import OFF
-from megapar.model.cost.model_cost import CommCost, OpCost, UnitCost
+from megapar.model.cost.model_cost import CommCost, OpCost, Product, UnitCost
 from megapar.model.flops import step_flops
 from megapar.planning.planned_run import PlannedRun, units_of
 from megapar.planning.traffic import Link, link, stage_traffic
@@ -79,6 +80,7 @@ class Speed:
         exposed_seconds: Time of exposed communication on the slowest stage.
         optimizer_seconds: Time of the optimizer.
         flops: Model FLOPs of all ranks.
+        extra_flops: FLOPs of all ranks that are run beyond those, without recomputed units.
         mfu: Model FLOPs utilization, a share of the peak.
         tokens_per_second: Tokens per second of all ranks.
     """
@@ -88,6 +90,7 @@ class Speed:
     exposed_seconds: float
     optimizer_seconds: float
     flops: float
+    extra_flops: float
     mfu: float
     tokens_per_second: float
 
@@ -113,32 +116,32 @@ def predict(run: PlannedRun, calibration: Calibration = CALIBRATION) -> Speed:
         exposed_seconds=m * slowest.exposed + reduction + messages,
         optimizer_seconds=optimizer,
         flops=flops,
+        extra_flops=extra_flops(run),
         mfu=flops / seconds / grid.world_size / run.kind.peak(run.dtype),
         tokens_per_second=tokens / seconds,
     )
 
 
 def model_flops(run: PlannedRun) -> float:
-    """Return the model FLOPs of a step (``model/flops.py``), with latent attention if it is assumed."""
-    sequences, length = run.config.training.global_batch_size, run.sizes.seq_length
-    flops = float(step_flops(run.sizes, sequences, length))
-    if run.view.latent is None:
-        return flops
-    grid = run.config.grid
-    plain = PlannedRun(run.config, run.kind)
+    """Return the model FLOPs of a step (``model/flops.py``)."""
+    return float(step_flops(run.sizes, run.config.training.global_batch_size, run.sizes.seq_length))
 
-    def attention(of: PlannedRun) -> float:
-        return sum(operator.flops for operator in of.costs.attention) * grid.mp
 
-    per_layer = (attention(run) - attention(plain)) / run.view.samples * grid.cp
-    return flops + 3 * per_layer * run.sizes.num_layers * sequences
+def extra_flops(run: PlannedRun) -> float:
+    """Return the FLOPs of a step that attention runs beyond the model FLOPs (``OpCost.extra``)."""
+    return _of_all_layers(run, sum(operator.extra_flops for operator in run.costs.attention))
 
 
 def attention_flops(run: PlannedRun) -> float:
     """Return the FLOPs of attention's core in a step, forward and backward; of causal attention only the lower half."""
+    return 3 * _of_all_layers(run, sum(operator.scores for operator in run.costs.attention))
+
+
+def _of_all_layers(run: PlannedRun, flops: float) -> float:
+    """Return the FLOPs of a step whose layers have so many per micro-batch on a rank."""
     grid = run.config.grid
-    scores = sum(operator.scores for operator in run.costs.attention) * grid.mp * grid.cp / run.view.samples
-    return 3 * scores * run.sizes.num_layers * run.config.training.global_batch_size
+    per_sequence = flops * grid.mp * grid.cp / run.view.samples
+    return per_sequence * run.sizes.num_layers * run.config.training.global_batch_size
 
 
 def _ends(pp: int) -> list[int]:
@@ -200,11 +203,13 @@ class Clock:
             forward = backward = exposed = 0.0
             selective = self._run.view.selective_recompute
             for operator in unit.operators:
-                products, others = self._products(operator), self._others(operator)
+                products, others = self._products(operator.products), self._others(operator)
                 shown = {phase: self._shown(operator, phase, products) for phase in ("forward", "backward")}
                 forward += products + others + operator.scores / self._rate(self._c.scores) + shown["forward"]
                 backward += 2 * products + 2 * others + 2.5 * operator.scores / self._rate(self._c.scores)
                 backward += shown["backward"]
+                forward += self._products(product for phase, product in operator.extra if phase == "forward")
+                backward += self._products(product for phase, product in operator.extra if phase == "backward")
                 if selective and operator.name in ("core", "activation"):  # recomputed
                     backward += others + operator.scores / self._rate(self._c.scores)
                 if operator.recomputed:
@@ -265,10 +270,10 @@ class Clock:
     def _rate(self, share: float) -> float:
         return self._kind.peak(self._run.dtype) * share
 
-    def _products(self, operator: OpCost) -> float:
-        """Return the time of an operator's matrix products in the forward."""
+    def _products(self, products: Iterable[Product]) -> float:
+        """Return the time of matrix products."""
         total = 0.0
-        for product in operator.products:
+        for product in products:
             least = min(product.rows / product.groups, product.inner, product.columns)
             fp8 = self._run.assumed.fp8
             narrow = "fp8" in self._kind.flops and (fp8 == "all" or (fp8 == "mlp" and product.mlp))

@@ -83,6 +83,9 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
     yield f"  model FLOPs    {speed.flops:.4g} per step"
+    if speed.extra_flops:
+        share = speed.extra_flops / speed.flops
+        yield f"  extra FLOPs    {speed.extra_flops:.4g} per step ({share:.1%}): keys and values, made of latents again"
     yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}"
     yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
     yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"

@@ -102,7 +102,7 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: 
         (("--device-kind", "h100-80gb"), "Did you mean h100-80g"),
         (("--device-kind", "v100", "--dtype", "bf16"), "has no bf16 products"),
         (("--assume", "dualpipes"), "Did you mean dualpipe?"),
-        (("--assume", "latent-attention:1,2"), "five sizes"),
+        (("--assume", "latent-attention:1536,512,128,64,128"), "choose one of fp8, fp8-mlp"),
         (("--assume", "dualpipe"), "has no pipeline to run in both directions. Set --pp-degree"),
         (("--assume", "operator-recompute:up@first"), "numbers and ranges"),
         (("--world-size", "8", "--mp-degree", "3"), "Nearest legal layouts: --mp-degree"),
@@ -151,14 +151,34 @@ def test_the_norms_of_latent_attention_are_counted(capsys: pytest.CaptureFixture
     assert found["parameters"] == 671_026_404_352  # as transformers' DeepseekV3ForCausalLM of the published config.json
 
 
+LATENT = ("--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "32", "--qk-head-dim", "16")
+OWN_KEYS = ("--num-query-groups", "4")
+LATENT += ("--qk-pos-emb-head-dim", "8", "--v-head-dim", "16")
+
+
 def test_latent_attention_is_planned_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ("--config", str(CONFIGS / "tiny.yaml"), "--device-kind", "cpu", "--world-size", "2")
-    line += ("--assume", "latent-attention:64,32,16,8,16")
+    line = ("--config", str(CONFIGS / "tiny.yaml"), "--device-kind", "cpu", "--world-size", "2", *LATENT, *OWN_KEYS)
     for strategy in ((), ("--sharding-segment-strategy", "segment_anchors", "--segment-anchors", "layers.2")):
         found = plan(capsys, *line, *strategy)
         parts = found["memory_bytes"][0]
         assert parts["gradients"] >= 4 * found["parameters"]
         assert parts["peak"] >= parts["parameters"] + parts["optimizer"] + parts["gradients"]
+
+
+def test_up_projections_made_again_are_told_apart_from_model_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--config", str(CONFIGS / "moonlight-16b-a3b.yaml"))
+    alone, latents, heads = (plan(capsys, *line, *more) for more in ((), _over_cp("latent"), _over_cp("kv")))
+    assert alone["model_flops_per_step"] == latents["model_flops_per_step"] == heads["model_flops_per_step"]
+    tokens = 2048 * 8192
+    assert alone["extra_flops_per_step"] == 27 * tokens * 2 * 512 * 16 * (128 + 128)  # keys and values once more
+    assert heads["extra_flops_per_step"] == alone["extra_flops_per_step"]
+    assert latents["extra_flops_per_step"] == (1 + 4) * alone["extra_flops_per_step"]  # of the other rank's columns
+    sent = latents["traffic_bytes"]["cp/send"]["sent"] / heads["traffic_bytes"]["cp/send"]["sent"]
+    assert sent == pytest.approx((512 + 64) / (16 * (128 + 64 + 128)))
+
+
+def _over_cp(exchange: str) -> tuple[str, ...]:
+    return "--cp-degree", "2", "--mla-cp-exchange", exchange
 
 
 def test_operators_are_computed_again_where_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
