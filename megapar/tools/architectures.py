@@ -65,12 +65,16 @@ def _limits() -> list[str]:
 
 
 def _keys(architecture: PublishedArchitecture) -> list[str]:
-    rows = []
+    rows: list[tuple[str, str, str, str]] = []
     for setting in architecture.settings:
         if setting.from_flags is not None and not setting.flag and setting.refused is None:
             continue  # It is written and not read.
         value = setting.legal(object()) if setting.only is ANY else f"only `{json.dumps(setting.only)}`"
-        rows.append((f"`{setting.name}`", _flag(setting.flag), _left_out(architecture, setting), value))
+        name, flag = f"`{setting.name}`", _flag(setting.flag)
+        if rows and rows[-1][0] == name and rows[-1][3] == value:  # one key that sets several flags
+            rows[-1] = (name, f"{rows[-1][1]}, {flag}", *rows[-1][2:])
+        else:
+            rows.append((name, flag, _left_out(architecture, setting), value))
     return _table(("key", "flag", "left out", "value"), rows)
 
 

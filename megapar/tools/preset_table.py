@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapar.config.about import unknown_to_trainers
 from megapar.config.read import about
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -30,9 +29,8 @@ python pretrain_moe.py --config configs/tiny.yaml --validate-only     # check a 
 megapar plan --config configs/mixtral-8x7b.yaml                       # its memory, traffic and time
 ```
 
-*Trains*: a run can start from the file. *Plans only*: only `megapar plan` accepts it, because the model needs a feature
-that the trainers do not have. *Without its `assume`*: the file names techniques that only `megapar plan` supports, and
-a run trains the same model without them.
+*Trains*: a run can start from the file. *Without its `assume`*: the file names techniques that only `megapar plan`
+supports, and a run trains the same model without them.
 """
 COLUMNS = ("file", "what it is", "model", "ranks", "use", "source")
 
@@ -79,11 +77,7 @@ def _model(values: Mapping[str, Any]) -> str:
 
 
 def _use(path: Path) -> str:
-    assume = about([str(path)]).assume
-    refused, _ = unknown_to_trainers(assume)
-    if refused is not None:
-        return "plans only"
-    return "trains, without its `assume`" if assume else "trains"
+    return "trains, without its `assume`" if about([str(path)]).assume else "trains"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -114,7 +114,7 @@ VALUES = [
     ("--optimizer adam", "--optimizer", "implied", ""),
     ("--optimizer muon", "--optimizer", OTHER, ""),
     ("--optimizer sgd", "--optimizer", OTHER, ""),
-    ("--moe-router-pre-softmax --moe-router-topk 2", "--moe-router-pre-softmax", OTHER, ""),
+    ("--moe-router-pre-softmax --moe-router-topk 2", "--moe-router-pre-softmax", "same", "--moe-router-pre-softmax"),
     ("--moe-router-pre-softmax --moe-router-topk 1", "--moe-router-pre-softmax", "implied", ""),
     ("--moe-router-dtype fp64", "--moe-router-dtype", OTHER, ""),
     ("--moe-router-dtype fp32", "--moe-router-dtype", "implied", ""),
@@ -134,7 +134,7 @@ VALUES = [
     ("--num-experts 32 32", "--num-experts", "same", "--num-experts 32"),
     ("--first-k-dense-replace -1", "--first-k-dense-replace", "unnecessary", ""),
     ("--first-k-dense-replace 3", "--first-k-dense-replace", "renamed", "--first-k-dense 3"),
-    ("--moe-layer-freq [0,1,0,1]", "--moe-layer-freq", ANOTHER, ""),
+    ("--moe-layer-freq [0,1,0,1]", "--moe-layer-freq", "same", "--moe-layer-freq '[0,1,0,1]'"),
     ("--moe-loss-coeff 0.01", "--moe-loss-coeff", "same", "--moe-aux-loss-coeff 0.01"),
     (
         "--moe-expert-capacity-factor 1 --moe-token-drop-policy probs",
@@ -188,7 +188,7 @@ VALUES = [
     ("--rampup-batch-size 8 8 80 --lr-warmup-iters 5", "--rampup-batch-size", OTHER, "--rampup-batch-size 8 8 80"),
     ("--no-load-optim", "--no-load-optim", "unnecessary", ""),
     ("--no-load-optim --load x", "--no-load-optim", "same", "--no-load-optim"),
-    ("--rotary-percent 0.5", "--rotary-percent", ANOTHER, ""),
+    ("--rotary-percent 0.5", "--rotary-percent", "same", "--rotary-percent 0.5"),
     ("--moe-layer-freq -1", "--moe-layer-freq", "implied", ""),
     ("--ds-sequence-parallel-size 1", "--ds-sequence-parallel-size", "unnecessary", ""),
     (

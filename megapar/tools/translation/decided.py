@@ -221,16 +221,18 @@ def _leading(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _chooses(given: Mapping[str, str]) -> bool:
-    """Return True if a token has several experts, whose weights megapar renormalizes."""
+    """Return True if a token has several experts, whose weights are renormalized by default."""
     return _number(given, "moe-router-topk", 2) >= 2
 
 
 def _pre_softmax(value: str, given: Mapping[str, str]) -> Decided:
     if given.get("moe-router-score-function") == "sigmoid":
         return IMPLIED, "", "sigmoid scores are not normalized before the selection"
+    if "norm-topk-prob" in given:
+        return IMPLIED, "", "--norm-topk-prob divides them by their sum, which is the softmax after the selection"
     if not _chooses(given):
         return IMPLIED, "", "the weight of a single expert is its score"
-    return OTHER, "", "the weights of the selected experts sum to one; in the script they keep their scores"
+    return SAME, "--moe-router-pre-softmax", ""
 
 
 def _router_dtype(value: str, given: Mapping[str, str]) -> Decided:

@@ -10,9 +10,6 @@ from __future__ import annotations
 from megapar.tools.translation.verdict import ANOTHER, OTHER, UNNECESSARY, UNSUPPORTED, Foreign
 
 _ATTENTION = """
-another model | multi-latent attention (MLA) is not supported
-    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-    attention-latent-norm-epsilon original-max-position-embeddings
 another model | the output projection of attention is a full matrix, not grouped or low-rank
     output-projection-groups output-projection-lora-rank
 another model | sparse attention with an indexer (DSA) is not supported
@@ -35,9 +32,10 @@ another model | output gates of attention heads are not supported
     attention-output-gate head-wise-attn-gate
 another model | --qk-norm is an RMSNorm with a weight; the L2 norm without a weight is not supported
     qk-l2-norm
-another model | RoPE has one base for all layers, without scaled positions
-    rotary-base-per-layer no-rope-freq rotary-seq-len-interpolation-factor use-rope-scaling
-    yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow mrope-section mrope-interleaved
+another model | RoPE has one base for all layers, and one position for all features
+    rotary-base-per-layer no-rope-freq mrope-section mrope-interleaved
+another model | --position-embedding-type yarn is not translated; --rope-scaling-type yarn has its formula
+    yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow
     yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int
 another model | position embeddings are RoPE or learned, not relative biases
     relative-attention-num-buckets relative-attention-max-distance
@@ -53,14 +51,12 @@ another model | activation functions are SwiGLU and GELU
     squared-relu quick-geglu glu-linear-offset activation-func-clamp-value
 other numbers | --activation gelu is exact (erf); this is the tanh approximation
     openai-gelu
-another model | norms precede attention and MLP (pre-norm)
+another model | the residual stream is not normalized: --norm-placement input or output
     apply-residual-connection-post-layernorm
 another model | hyper-connections (several residual streams) are not supported
     enable-hyper-connections num-residual-streams mhc-sinkhorn-iterations mhc-init-gating-factor
 unnecessary | a kernel or memory option of hyper-connections, which are not supported
     use-fused-mhc mhc-recompute-layer-num
-another model | shared experts have no gate
-    moe-shared-expert-gate
 another model | experts process the hidden state, not a projection of it
     moe-latent-size moe-use-norm-before-up-proj
 another model | router weights scale the outputs of experts, not their inputs

@@ -42,10 +42,27 @@ padded-vocab-size | --vocab-size {value} | rows of the embedding, including padd
 position-embedding-type | @position_type |
 rope-type | @rope_type |
 rotary-percent | @rotary_share |
-rotary-scaling-factor rope-scaling-factor mscale mscale-all-dim | @rope_factor |
+use-rope-scaling | @rope_llama3 |
+rope-scaling-factor | @rope_factor |
+rotary-scaling-factor | @rope_latent_factor |
+rotary-seq-len-interpolation-factor | @rope_interpolated |
+original-max-position-embeddings | @rope_original |
+mscale | @rope_mscale |
+mscale-all-dim | @rope_mscale_all_dim |
 no-position-embedding | @positions |
 softmax-type | @sink |
 qk-layernorm | @query_norm |
+kv-channels | @head_size |
+multi-head-latent-attention | --multi-latent-attention |
+q-lora-rank | @latent_queries |
+kv-lora-rank | @latent_keys |
+qk-head-dim | @latent_plain |
+qk-pos-emb-head-dim | @latent_rotated |
+qk-nope-head-dim | @latent_nope |
+qk-rope-head-dim | @latent_rope |
+v-head-dim | @latent_values |
+attention-latent-norm-epsilon | @latent_epsilon |
+fused-padded-mla-attention mla-fa-without-pad | @latent_kernel |
 add-qkv-bias | @query_bias |
 apply-layernorm-1p | @zero_centred |
 spec | @specification |
@@ -150,7 +167,6 @@ tokenizer-type | | detected from --tokenizer-model
 data-impl | | detected from the file
 no-rope-fusion | | fused kernels are used if the device has them
 ckpt-format dist-ckpt-format use-dist-ckpt auto-detect-ckpt-format | | there is one format, which loads on any layout
-norm-topk-prob | | the weights of the selected experts always sum to one
 router-gating-in-fp32 | | the router computes in fp32
 moe-permutation-async-comm | | all-to-alls are always asynchronous
 mtp-mem-efficient-logits | | logits are computed in chunks
@@ -229,9 +245,6 @@ warmup | | Megatron-LM refuses it; use --lr-warmup-iters
 """
 
 _ANOTHER = """
-multi-head-latent-attention qk-rope-head-dim qk-nope-head-dim | | multi-latent attention (MLA) is not supported
-rope-scaling-beta-fast rope-scaling-beta-slow rope-scaling-mscale rope-scaling-mscale-all-dim | | RoPE is not scaled
-rope-scaling-original-max-position-embeddings rope-scaling-type | | RoPE is not scaled
 attention-sink-k sliding-window | | attention covers all earlier tokens
 num-experts-per-layer | | all layers have the same number of experts
 """
@@ -241,7 +254,6 @@ swap-attention | | activations of single operators are not swapped; --recompute-
 moe-fb-overlap | | forward and backward of two micro-batches never overlap; --ampipe-degree hides all-to-alls
 schedules-method | | schedules are 1f1b, gpipe, interleaved and zero_bubble
 coc-fused-kernel | | GEMMs and collectives are not fused into one kernel
-fused-padded-mla-attention mla-fa-without-pad | | a kernel of multi-latent attention, which is not supported
 wandb-project wandb-exp-name wandb-save-dir wandb-entity | | --metrics-jsonl and --tensorboard-dir log the same numbers
 use-ascend-mc2 | | GEMMs and collectives are not fused into one kernel
 tp-2d tp-x tp-y | | tensor parallelism is one-dimensional

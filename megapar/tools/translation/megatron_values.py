@@ -8,8 +8,12 @@ deepspeedai/Megatron-DeepSpeed (megatron/arguments.py), as in tests/tools/transl
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping
 
+from megapar.model.decoder.layer_pattern import listed, to_pattern
+from megapar.tools.translation import latent_values, rope_values
+from megapar.tools.translation.latent_values import is_latent
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -72,26 +76,6 @@ def _position_type(value: str, given: Given) -> Decided:
     return SAME if ours == value else RENAMED, f"--position-embedding-type {ours}", ""
 
 
-def _rope_type(value: str, given: Given) -> Decided:
-    if value == "rope":
-        return IMPLIED, "", "RoPE is not scaled"
-    return ANOTHER, "", "RoPE is not scaled: YaRN is not supported"
-
-
-def _rope_factor(value: str, given: Given) -> Decided:
-    if _as_number(value) in (0.0, 1.0):
-        return UNNECESSARY, "", "the factor is one"
-    if "use-rope-scaling" not in given and "multi-latent-attention" not in given:
-        return UNNECESSARY, "", "no effect in Megatron-LM without RoPE scaling"
-    return ANOTHER, "", "RoPE is not scaled"
-
-
-def _rotary_share(value: str, given: Given) -> Decided:
-    if _as_number(value) == 1:
-        return UNNECESSARY, "", "RoPE rotates all features of a head"
-    return ANOTHER, "", "RoPE rotates all features of a head"
-
-
 def _sink(value: str, given: Given) -> Decided:
     if value == "vanilla":
         return IMPLIED, "", "a softmax without a sink"
@@ -99,6 +83,8 @@ def _sink(value: str, given: Given) -> Decided:
 
 
 def _query_norm(value: str, given: Given) -> Decided:
+    if is_latent(given):
+        return IMPLIED, "", "the latents of multi-latent attention are normalized"
     if given.get("normalization", "").lower() != "rmsnorm":
         return ANOTHER, "", "--qk-norm is an RMSNorm, a LayerNorm in Megatron-LM with this --normalization"
     return RENAMED, "--qk-norm", "means --qk-norm"
@@ -202,7 +188,7 @@ def _shared_width(value: str, given: Given) -> Decided:
     width, total = next((_number(given, name) for name in names if name in given), 0.0), _as_number(value)
     if width and total % width == 0:
         return RENAMED, f"--moe-shared-experts {round(total / width)}", "counted in widths of one routed expert"
-    return ANOTHER, "", "the width of shared experts is a multiple of a routed expert's"
+    return SAME, f"--moe-shared-expert-intermediate-size {value}", ""
 
 
 def _heads_sent(value: str, given: Given) -> Decided:
@@ -219,26 +205,17 @@ def _overridden(value: str, given: Given) -> Decided:
 
 def _layers_with_experts(value: str, given: Given) -> Decided:
     text = value.strip("'\"").replace(" ", "")
-    pattern = _pattern(text)
-    if text in ("1", "-1") or (pattern and all(pattern)):  # -1 is MindSpeed-LLM's
+    if text == "-1":  # MindSpeed-LLM's
         return IMPLIED, "", "all layers have experts"
-    if pattern and 1 in pattern and all(pattern[pattern.index(1) :]):
-        return RENAMED, f"--first-k-dense {pattern.index(1)}", ""
-    return ANOTHER, "", "only leading layers may be dense (--first-k-dense)"
-
-
-def _pattern(text: str) -> list[int]:
-    """Evaluate a sum of lists and products such as ([0]*3+[1]*58); return [] for anything else."""
-    found: list[int] = []
-    for term in text.removeprefix("(").removesuffix(")").split("+"):
-        listed, _, times = term.partition("*")
-        inner = listed.removeprefix("[").removesuffix("]")
-        if not listed.startswith("[") or not listed.endswith("]") or not (times or "1").isdigit():
-            return []
-        if not all(word in ("0", "1") for word in inner.split(",")):
-            return []
-        found += [int(word) for word in inner.split(",")] * int(times or 1)
-    return found
+    try:
+        pattern, layers = to_pattern(text), listed(text)
+    except ValueError as error:
+        return ANOTHER, "", f"not a number, or lists of 0 and 1: {error}"
+    if not pattern:
+        return IMPLIED, "", "all layers have experts"
+    if layers is not None and 1 in layers and all(layers[layers.index(1) :]):
+        return RENAMED, f"--first-k-dense {layers.index(1)}", ""
+    return SAME, f"--moe-layer-freq {shlex.quote(text)}", ""
 
 
 def _balanced_by(value: str, given: Given) -> Decided:
@@ -447,9 +424,8 @@ DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
     "query_groups": _query_groups,
     "grouped": _grouped,
     "position_type": _position_type,
-    "rope_type": _rope_type,
-    "rope_factor": _rope_factor,
-    "rotary_share": _rotary_share,
+    **rope_values.DECIDED,
+    **latent_values.DECIDED,
     "sink": _sink,
     "query_norm": _query_norm,
     "query_bias": _query_bias,

@@ -26,6 +26,7 @@ ampipe-tp-sp-comm-overlap | @ampipe_overlap |
 moe-model-type | @mindspeed_kind |
 moe-train-capacity-factor | @mindspeed_capacity | a capacity factor of deepspeed_moe
 moe-no-drop | @mindspeed_undropped |
+shared-expert-gate | --moe-shared-expert-gate |
 context-parallel-algo | @mindspeed_algorithm |
 moe-router-load-balancing-type | @mindspeed_balancing |
 add-qkv-bias | @query_bias |
@@ -36,10 +37,26 @@ pre-tockens | @mindspeed_past |
 num-layer-list | @layers_of_stages |
 pipeline-num-transformer-layers | @layers_of_chunks |
 npu-deterministic use-deter-comp | --deterministic |
+mla-fa-without-pad padded-base-length mla-mm-split mla-zero-memory mla-fa-divide-qk | @latent_kernel |
+mla-up-proj-tp-overlap mla-swap-core-attn-out | @latent_overlap |
 enable-zero3 layerzero | --sharding-stage 3 |
 virtual-optimizer | --optimizer-offload |
 init-from-hf-path | --load-hf {value} |
 expert-model-parallel-size | @mindspeed_expert_ranks |
+scale-emb | --embedding-multiplier {value} |
+output-multiplier-scale | @mindspeed_output_multiplier |
+scale-depth | @mindspeed_depth |
+dim-model-base | @mindspeed_base_width |
+rope-scaling-type | @rope_scaling_type |
+rope-scaling-factor yarn-scaling-factor | @rope_factor |
+rope-scaling-beta-fast beta-fast | @rope_beta_fast |
+rope-scaling-beta-slow beta-slow | @rope_beta_slow |
+rope-scaling-mscale | @rope_mscale |
+rope-scaling-mscale-all-dim | @rope_mscale_all_dim |
+rope-scaling-original-max-position-embeddings original-max-position-embeddings | @rope_original |
+low-freq-factor | @rope_low_freq |
+high-freq-factor | @rope_high_freq |
+partial-rotary-factor | @rotary_share |
 """
 
 _IMPLIED = """
@@ -52,6 +69,7 @@ use-mc2 | | --tp-comm-overlap hides the same communication
 """
 
 _UNNECESSARY = """
+longrope-freqs-type long-factor short-factor long-mscale short-mscale | | an option of --rope-scaling-type longrope
 skip-bias-add shape-order megatron-cp-in-bnsd attention-mask-on-cpu | | memory layout of MindSpeed's tensors
 use-multiparameter-pipeline-model-parallel variable-seq-lengths | | stages send one tensor of one shape
 optimization-level jit-compile | | kernels and schedules have separate flags
@@ -204,31 +222,10 @@ next-tockens | 0 | | attention never covers later tokens
 sparse-mode | 2 | | masks are causal
 expert-interval | 1 | | all layers after --first-k-dense have experts
 add-output-layer-bias | | | the output projection has no bias
-rope-scaling-type | | | RoPE is not scaled
-rope-scaling-factor yarn-scaling-factor | 1 | rope-scaling-type | RoPE is not scaled
-rope-scaling-beta-fast beta-fast rope-scaling-beta-slow beta-slow | | rope-scaling-type | RoPE is not scaled
-rope-scaling-mscale rope-scaling-mscale-all-dim | | rope-scaling-type | RoPE is not scaled
-rope-scaling-original-max-position-embeddings | | rope-scaling-type | RoPE is not scaled
-original-max-position-embeddings longrope-freqs-type | | rope-scaling-type | RoPE is not scaled
-low-freq-factor high-freq-factor long-factor short-factor | | rope-scaling-type | RoPE is not scaled
-long-mscale short-mscale | | rope-scaling-type | RoPE is not scaled
-dynamic-factor | 1 | | RoPE is not scaled
-use-glm-rope partial-rotary-factor | | | RoPE rotates all features of a head
+dynamic-factor | 1 | | RoPE is scaled by linear, llama3 or yarn, with one factor for all lengths
+use-glm-rope | | | --rotary-percent rotates a part of each head, but GLM pairs other features
 square-alibi-mask fill-neg-inf alibi-fusion-attn-type |  | | position embeddings are RoPE or learned
 alibi-diagonal-opposite |  | | position embeddings are RoPE or learned
-multi-head-latent-attention | | | multi-latent attention is not supported
-q-lora-rank |  | multi-latent-attention multi-head-latent-attention | multi-latent attention is not supported
-kv-lora-rank |  | multi-latent-attention multi-head-latent-attention | multi-latent attention is not supported
-v-head-dim | | multi-latent-attention multi-head-latent-attention | multi-latent attention is not supported
-qk-rope-head-dim |  | multi-latent-attention multi-head-latent-attention | multi-latent attention is not supported
-qk-nope-head-dim |  | multi-latent-attention multi-head-latent-attention | multi-latent attention is not supported
-mla-fa-without-pad |  | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
-padded-base-length |  | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
-mla-mm-split | | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
-mla-zero-memory |  | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
-mla-up-proj-tp-overlap |  | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
-mla-swap-core-attn-out |  | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
-mla-fa-divide-qk |  | multi-latent-attention multi-head-latent-attention | an option of multi-latent attention
 use-dsa-absorb use-fused-lightning-indexer use-fused-sparse-flash-attention | | | attention is dense
 use-fused-lightning-indexer-kl-loss enable-dsa-indexer use-indexer | | | attention is dense
 index-n-heads index-head-dim index-topk | | enable-dsa-indexer use-indexer | attention is dense
@@ -244,14 +241,11 @@ enable-mhc | | | there is one residual stream
 use-triton-rmsnorm-without-weight use-triton-sinkhorn use-triton-mhc | | enable-mhc | there is one residual stream
 hc-mult hc-sinkhorn-iters hc-eps | | enable-mhc | there is one residual stream
 swiglu-limit | 0 | | SwiGLU is not clamped
-shared-expert-gate | | | shared experts have no gate
-shared-expert-gate-output-dimension | | shared-expert-gate | shared experts have no gate
+shared-expert-gate-output-dimension | 1 | shared-expert-gate | the gate of shared experts is one number of each token
 cla-share-factor | 1 | | every layer has separate keys and values
 share-kvstates | | | every layer has separate keys and values
-embedding-multiplier-scale output-multiplier-scale scale-emb | 1 | | embeddings and logits are not scaled
-dim-model-base scale-depth | | | embeddings, layers and logits are not scaled
 embed-layernorm input-embeds-norm | | | embeddings are not normalized
-post-norm no-post-layer-norm | | | norms precede attention, MLP and the output layer (pre-norm)
+post-norm no-post-layer-norm | | | attention and MLP have one norm each: --norm-placement
 add-rmsnorm-offset | | | norm weights have no offset
 geglu gelu-tanh | | | activation functions are SwiGLU and GELU
 output-logit-softcapping |  | | logits are not capped; attention scores are divided by sqrt(head size)

@@ -104,7 +104,8 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
     if value == "softmax_topk":
         if "norm-topk-prob" in given:
             return RENAMED, "--moe-aux-loss-coeff 0", "no load balancing loss"
-        return OTHER, "", "the weights of the selected experts sum to one; in the script they keep their scores"
+        reason = "no load balancing loss, and weights that keep their scores"
+        return RENAMED, "--moe-aux-loss-coeff 0 --no-norm-topk-prob", reason
     if value in ("group_limited_greedy", "pai_megatron_aux_loss", "sparsemixer_topk", "sinkhorn"):
         return OTHER, "", f"the routing {value} is not supported"
     return DECIDED["balancing"](value, given)
@@ -163,6 +164,26 @@ def _layers_of_chunks(value: str, given: Mapping[str, str]) -> Decided:
     return _starts([stage[0] for stage in counts])
 
 
+def _output_multiplier(value: str, given: Mapping[str, str]) -> Decided:
+    if _size(value) <= 0:
+        return UNNECESSARY, "", "the logits have no factor"
+    return RENAMED, f"--logits-scaling {1 / _size(value)!r}", "divides the logits by the inverse of this factor"
+
+
+def _depth(value: str, given: Mapping[str, str]) -> Decided:
+    layers = _size(given.get("num-layers", ""))
+    if layers <= 0 or _size(value) <= 0:
+        return LEFT, "", "set --residual-multiplier to this value / sqrt(--num-layers)"
+    return RENAMED, f"--residual-multiplier {_size(value) / layers**0.5!r}", "is this value / sqrt(--num-layers)"
+
+
+def _base_width(value: str, given: Mapping[str, str]) -> Decided:
+    width = _size(given.get("hidden-size", ""))
+    if width <= 0 or _size(value) <= 0 or "output-multiplier-scale" in given:
+        return LEFT, "", "set --logits-scaling to --hidden-size / this value, divided by --output-multiplier-scale"
+    return RENAMED, f"--logits-scaling {width / _size(value)!r}", "is --hidden-size / this value"
+
+
 FUNCTIONS: Mapping[str, Function] = {
     "adaptive": _adaptive,
     "adaptive_size": _adaptive_size,
@@ -180,6 +201,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "mindspeed_past": _past,
     "layers_of_stages": _layers_of_stages,
     "layers_of_chunks": _layers_of_chunks,
+    "mindspeed_output_multiplier": _output_multiplier,
+    "mindspeed_depth": _depth,
+    "mindspeed_base_width": _base_width,
 }
 # Functions for layout, memory and speed: the numbers do not depend on their arguments.
 HARMLESS = frozenset(

@@ -368,7 +368,6 @@ no-rope-freq | | | RoPE is applied in every layer
 position-embedding-type | rope | | position embeddings are RoPE or learned
 gated-linear-unit | true | | the alternative is --activation gelu
 normalization | rmsnorm layernorm | | norms are RMSNorm or LayerNorm
-softmax-scale | | | attention scores are divided by sqrt(head size)
 softmax-type | vanilla | | attention uses a plain softmax
 moe-group-orthogonal-loss | true | | the orthogonal loss covers all rows of a router together
 """

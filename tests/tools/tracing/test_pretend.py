@@ -130,6 +130,26 @@ def test_shared_sequences_send_what_a_plan_says(algorithm: str) -> None:
     assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}
 
 
+LATENT = (
+    *("--multi-latent-attention", "--num-query-groups", "16", "--kv-lora-rank", "12", "--qk-head-dim", "6"),
+    *("--qk-pos-emb-head-dim", "2", "--v-head-dim", "10", "--mla-cp-exchange"),
+)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "exchange"),
+    [*((algorithm, "latent") for algorithm in BY_ALGORITHM), ("megatron_cp_algo", "kv")],
+)
+def test_latent_attention_sends_what_a_plan_says(algorithm: str, exchange: str) -> None:
+    """Keys of 8 features and values of 10, of 8 heads here; or 14 features of latents and rotary keys."""
+    sent, planned = run_ranks(1, shared_as, algorithm, (*LATENT, exchange), group=False, timeout=120)[0]
+    ours = {name: amount for name, amount in sent.items() if name.startswith("cp/")}
+    assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}
+    if algorithm == "megatron_cp_algo":
+        features = 14 if exchange == "latent" else 8 * (8 + 10)
+        assert ours["cp/send"] == 3 * 7 * 2 * 2 * 64 // 8 * features * (2 * 2 + 4)
+
+
 def test_shared_slices_send_keys_once() -> None:
     sent, planned = run_ranks(1, shared_as, "megatron_cp_algo", SLICES, group=False, timeout=120)[0]
     keys = 2 * 2 * 2 * 64 // 8 * 4 // 2 * 4  # layers, k and v, samples, positions, own heads, their size

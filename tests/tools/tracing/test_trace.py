@@ -51,6 +51,11 @@ ERNIE3 = (
     *("--task-num-attention-heads", "4", "--task-ffn-hidden-size", "256", "--type-vocab-size", "4"),
     *("--task-type-vocab-size", "5", "--generation-segments", "2", "--memory-length", "32"),
 )
+OLMO2 = ("--qk-norm", "--qk-norm-scope", "width", "--norm-placement", "output")
+MULTIPLIED = (
+    *("--embedding-multiplier", "12", "--residual-multiplier", "0.22", "--softmax-scale", "0.1"),
+    *("--logits-scaling", "8"),
+)
 BF16 = ("--dtype", "bf16")
 SMALL = ("--vocab-size", "512", "--seq-length", "64", "--micro-batch-size", "1", "--hidden-size", "512")
 PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers", "8")
@@ -59,11 +64,22 @@ PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers"
 TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "sharding 8": (3, 8, (*DENSE, *BF16)),
     "mp 2, sequence": (5, 8, (*DENSE, *BF16, "--mp-degree", "2", "--sequence-parallel")),
+    "OLMo 2": (0, 1, (*DENSE, *BF16, *OLMO2)),
+    "OLMo 2, mp 2": (1, 2, (*DENSE, *BF16, *OLMO2, "--mp-degree", "2")),
+    "OLMo 2, mp 2, sequence, multipliers": (
+        *(1, 2),
+        (*DENSE, *BF16, *OLMO2, *MULTIPLIED, "--mp-degree", "2", "--sequence-parallel"),
+    ),
     "first stage": (0, 4, (*DENSE, *BF16, *PIPELINE)),
     "third stage": (2, 4, (*DENSE, *BF16, *PIPELINE)),
     "recompute": (0, 1, (*DENSE, *BF16, "--recompute-interval", "1", "--num-layers", "8")),
     "ep 8": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8")),
     "ep 2, emp 2": (1, 4, (*ROUTED, *BF16, "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
+    "gated shared experts": (
+        1,
+        4,
+        (*ROUTED, *BF16, "--moe-shared-expert-gate", "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel"),
+    ),
     "ernie mp 2": (1, 4, (*ERNIE, *BF16, "--mp-degree", "2", "--sequence-parallel")),
     "ernie3": (0, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6")),
     "ernie3 mp 2": (1, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6", "--mp-degree", "2", "--sequence-parallel")),

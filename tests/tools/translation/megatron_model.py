@@ -32,14 +32,29 @@ def norm(x: Tensor, weights: Mapping[str, Tensor], name: str, given: Arguments) 
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weights[f"{name}.weight"]
 
 
-def turned(x: Tensor, base: float) -> Tensor:
-    """Rotary halves: feature i with feature i + D / 2. x [B, S, N, D]."""
+def turned(x: Tensor, given: Arguments) -> Tensor:
+    """Rotary halves of the leading features R: feature i with feature i + R / 2. x [B, S, N, D], pairs as ours."""
+    size = int(x.shape[3] * number(given, "rotary-percent", 1))
+    order = torch.cat((torch.arange(0, size, 2), torch.arange(1, size, 2)))
+    return torch.cat((_turned(x[..., order], given), x[..., size:]), -1)
+
+
+def _turned(x: Tensor, given: Arguments) -> Tensor:
     length, size = x.shape[1], x.shape[3]
-    frequencies = base ** (-torch.arange(0, size, 2, dtype=x.dtype) / size)
+    frequencies = number(given, "rotary-base", 10000) ** (-torch.arange(0, size, 2, dtype=x.dtype) / size)
+    if "use-rope-scaling" in given:
+        frequencies = scaled(frequencies, number(given, "rope-scaling-factor", 8))
     angles = torch.arange(length, dtype=x.dtype)[:, None] * frequencies
     cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def scaled(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3's: as it is where it turns four times in 8192 positions, divided where it turns less than once."""
+    turns = 8192 * frequencies / (2 * math.pi)
+    kept = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
 
 
 def attention(x: Tensor, weights: Mapping[str, Tensor], name: str, given: Arguments) -> Tensor:
@@ -47,10 +62,8 @@ def attention(x: Tensor, weights: Mapping[str, Tensor], name: str, given: Argume
     if f"{name}.qkv.bias" in weights:
         qkv = qkv + weights[f"{name}.qkv.bias"]
     if given.get("position-embedding-type") == "rope":
-        halves = torch.cat((torch.arange(0, qkv.shape[-1], 2), torch.arange(1, qkv.shape[-1], 2)))
-        both = qkv[..., :-1, :].index_select(-1, halves)  # our pairs are neighbours
-        base = number(given, "rotary-base", 10000)
-        qkv = torch.cat((turned(both.flatten(2, 3), base).view_as(both), qkv[..., -1:, :]), -2)
+        both = qkv[..., :-1, :]
+        qkv = torch.cat((turned(both.flatten(2, 3), given).view_as(both), qkv[..., -1:, :]), -2)
     queries, keys, values = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
     scores = torch.einsum("bsgqd,btgd->bgqst", queries, keys) / math.sqrt(qkv.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)

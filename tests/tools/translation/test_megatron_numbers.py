@@ -41,10 +41,11 @@ LINES = {
     " --train-iters 9 --init-method-std 0.1 --no-bias-gelu-fusion --transformer-impl local --calculate-per-token-loss",
     "llama": f"{USUAL} {DRY} --num-layers 2 --hidden-size 96 --num-attention-heads 4 --vocab-size 128 --lr 0.02"
     " --train-iters 9 --lr-decay-iters 5 --lr-decay-style cosine --min-lr 0.004 --normalization RMSNorm --swiglu"
-    " --norm-epsilon 1e-3 --position-embedding-type rope --rotary-base 500 --disable-bias-linear"
-    " --group-query-attention --num-query-groups 2 --kv-channels 12 --untie-embeddings-and-output-weights"
+    " --norm-epsilon 1e-3 --position-embedding-type rope --rotary-base 200000 --disable-bias-linear"
+    " --group-query-attention --num-query-groups 2 --kv-channels 16 --untie-embeddings-and-output-weights"
     " --adam-beta1 0.8 --adam-beta2 0.9"
-    " --adam-eps 1e-3 --weight-decay 0.3 --clip-grad 0.2 --init-method-std 0.05 --rotary-percent 1.0"
+    " --adam-eps 1e-3 --weight-decay 0.3 --clip-grad 0.2 --init-method-std 0.05 --rotary-percent 0.5"
+    " --use-rope-scaling --rope-scaling-factor 4"
     " --optimizer adam --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --use-flash-attn",
     "experts": f"{USUAL} {DRY} --num-layers 3 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --lr 0.01"
     " --train-iters 9 --lr-decay-style constant --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -69,7 +70,9 @@ HERE = "tests/tools/translation/test_megatron_numbers.py"
 STEPS = f"{HERE}::test_two_steps_are_megatron_s"
 MASTERS = f"{HERE}::test_masters_gradients_and_moments_are_fp32"
 GATES = "tests/moe/test_deepspeed_gates.py"
+TOKEN_GATE = "tests/model/layers/test_token_gated_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
 LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
+ROPE = "tests/model/layers/test_rotary.py::test_frequencies_are_those_of_transformers"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
 # Flags that no line has: where the formula is held.
 FLAGS = {
@@ -85,6 +88,13 @@ FLAGS = {
     "--reset-attention-mask": f"{HERE}::test_documents_are_parted_as_megatron_s",
     "--eod-mask-loss": f"{HERE}::test_documents_are_parted_as_megatron_s",
     "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    **dict.fromkeys(("--original-max-position-embeddings", "--low-freq-factor", "--high-freq-factor"), ROPE),
+    **dict.fromkeys(("--beta-fast", "--beta-slow", "--mscale", "--mscale-all-dim", "--rope-attention-factor"), ROPE),
+    "--moe-router-pre-softmax": "tests/moe/test_hf.py::test_weights_of_published_routers_and_their_gradients",
+    "--multi-latent-attention": "tests/model/layers/test_latent_attention.py::test_it_is_the_published_class",
+    "--moe-layer-freq": "tests/model/test_layer_pattern.py::test_lists_are_those_of_python",
+    "--moe-shared-expert-intermediate-size": TOKEN_GATE,
+    "--moe-shared-expert-gate": TOKEN_GATE,
     "--qk-norm": "tests/model/hugging_face/test_save.py::test_exported_decoder_gives_our_logits",
     "--moe-model-type": f"{GATES}::test_kept_pairs_and_weights",
     "--moe-capacity-factor": f"{GATES}::test_capacity_counts_and_loss",

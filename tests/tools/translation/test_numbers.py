@@ -212,6 +212,10 @@ STEPS = f"{HERE}::test_two_steps_are_paddle_s"
 RATE = f"{HERE}::test_the_learning_rate_behind_the_warm_up_is_paddle_s"
 SCALE = f"{HERE}::test_the_loss_scale_moves_as_paddle_s"
 SLICES = "tests/model/layers/test_ampipe.py::test_two_ranks_equal_one_and_hooks_fire_once"
+GRANITE = "tests/training/checkpoints/test_convert.py::test_logits_on_every_layout"
+PATTERN = "tests/model/test_layer_pattern.py::test_a_number_gives_experts_to_every_nth_layer_as_megatron_does"
+GATED = "tests/model/layers/test_token_gated_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
+ROUTERS = "tests/moe/test_hf.py::test_weights_of_published_routers_and_their_gradients"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
 ROUTER = "tests/moe/test_router.py"
 LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
@@ -241,7 +245,15 @@ FLAGS = {
     "--moe-capacity-factor": f"{HERE}::test_the_capacity_is_mindspeed_s",
     "--mtp-depth": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
     "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    "--moe-layer-freq": PATTERN,
+    "--moe-shared-expert-gate": GATED,
+    **dict.fromkeys(("--norm-topk-prob", "--no-norm-topk-prob"), ROUTERS),
     "--qk-norm": "tests/model/hugging_face/test_save.py::test_exported_decoder_gives_our_logits",
+    **dict.fromkeys(
+        ("--embedding-multiplier", "--residual-multiplier", "--logits-scaling", "--softmax-scale"), GRANITE
+    ),
+    "--multi-latent-attention": "tests/model/layers/test_latent_attention.py::test_it_is_the_published_class",
+    **dict.fromkeys(("--rotary-percent", "--rope-scaling-type"), f"{MEGATRON}::test_two_steps_are_megatron_s"),
     "--reset-attention-mask": f"{MEGATRON}::test_documents_are_parted_as_megatron_s",
 }
 IMPLICATIONS = {
@@ -253,7 +265,7 @@ IMPLICATIONS = {
         use-fused-linear use-fused-rms-norm use-fused-rope use-global-causal-attn use-mem-eff-attn use-moe
         use-ortho-loss-callback use-rmsnorm use-sparse-flash-attn use-unified-moe using-sonic-moe remove-tail-layer
         moe-with-send-router-loss gradient-merge fuse-grad-merge
-        norm-topk-prob use-fused-mlp use-fused-moe-token-permute-and-unpermute use-fused-rmsnorm use-fusion-attn-v2
+        use-fused-mlp use-fused-moe-token-permute-and-unpermute use-fused-rmsnorm use-fusion-attn-v2
         use-fused-rotary-pos-emb use-fused-swiglu use-triton-swiglu-limit moe-layer-freq attention-mask-type
         cp-attention-mask-type noop-layers optimizer-selection
     """,
