@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megapar.arguments import SCRIPTS, Config, parse
 from megapar.tools.tracing.pretend import pretend
 from megapar.training.building.build import make_batch_size, make_progressive
-from tests.test_configs import FILES, FOLDER, PLANNED, SAID, kind_of
+from tests.test_configs import FILES, FOLDER, SAID, kind_of
 
 pytestmark = pytest.mark.presets
 
-STARTED = [path for path in FILES if path.stem not in PLANNED]
+STARTED = FILES
 
 
 def ranks_of(path: Path) -> int:
