@@ -134,10 +134,11 @@ def test_lifted_row_sleeps_until_strict_seed_rules() -> None:
 
 
 def test_not_built_refuses_a_run_and_is_a_note_under_rules_only() -> None:
-    assert "not-built-multi-latent-attention" in refused("moe", "--multi-latent-attention")
-    assert "not-built-multi-latent-attention" in refused("moe", "--validate-only --multi-latent-attention")
-    config = parse("moe", ["--rules-only", "--world-size", "2", "--multi-latent-attention"], {})
-    assert any("not-built-multi-latent-attention" in note for note in config.notes)
+    line = "--sharding-stage 3 --no-overlap-grad-reduce"
+    assert "not-built-stage-3-overlap-off" in refused("moe", line)
+    assert "not-built-stage-3-overlap-off" in refused("moe", f"--validate-only {line}")
+    config = parse("moe", ["--rules-only", "--world-size", "2", *line.split()], {})
+    assert any("not-built-stage-3-overlap-off" in note for note in config.notes)
 
 
 def test_not_built_row_is_silent_about_the_default() -> None:

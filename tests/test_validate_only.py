@@ -29,7 +29,8 @@ ERNIE3 = (
 
 MISTAKES = [
     # line, words of the complaint; an ERNIE line begins with pretrain_ernie.py
-    ("--multi-latent-attention", "[not-built-multi-latent-attention]"),
+    ("--multi-latent-attention --qk-norm", "[latent-extras]"),
+    ("--recompute-in-bubble", "[not-built-recompute-in-bubble]"),
     ("--data-path no.jsonl", "[file-missing] --data-path no.jsonl does not exist"),
     ("--data-path texts/wrong.jsonl --eval-data-path mock", "[data-alone]"),
     ("--data-path mock --eval-data-path a.jsonl", "[data-alone]"),

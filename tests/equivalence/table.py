@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from tests.support.pairwise import pairwise
@@ -21,6 +21,13 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--seq-length", "16", "--vocab-size", "101", "--num-experts", "0", "--init-std", "0.1"),
         *("--normalization", "layernorm", "--position-embedding-type", "learned", "--activation", "gelu"),
         *("--add-bias-linear",),
+    ),
+    "mla": (
+        *("--num-layers", "3", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "48"),
+        *("--seq-length", "16", "--vocab-size", "101", "--num-experts", "4", "--moe-ffn-hidden-size", "24"),
+        *("--moe-router-topk", "2", "--first-k-dense", "1", "--moe-shared-experts", "1", "--init-std", "0.1"),
+        *("--multi-latent-attention", "--q-lora-rank", "18", "--kv-lora-rank", "11", "--qk-head-dim", "6"),
+        *("--qk-pos-emb-head-dim", "4", "--v-head-dim", "9"),
     ),
     "ernie": (
         *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "64"),
@@ -559,7 +566,146 @@ SHARED_SLICES_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*_cp(2, "ring"), *TWO_STAGES, "--ampipe-degree", "2", *CROSS, *_every(1)), FOUR_LAYERS),
 )
 
+NO_QUERY_RANK = ("--q-lora-rank", "none")
+NOAUX_TC = (*ROUTED, *UNTIED)  # sigmoid scores, groups of experts and a correction bias
+
+
+def latent_row(ranks: int, layout: tuple[str, ...], options: tuple[str, ...] = (), *rest: int) -> Row:
+    """Latent attention on a layout, as DeepSeek-V3 routes."""
+    return Row("mla", ranks, layout, (*NOAUX_TC, *options), *rest)
+
+
+# Beside ROWS: no flag of theirs is paired with this attention in the suite, which runs the first of these rows.
+LATENT_SUITE: tuple[Row, ...] = (
+    latent_row(2, (*MP2, *SP), BOUNDARIES),
+    latent_row(2, (*_cp(2, "ring"), *EP2), DROPS),
+    latent_row(2, ("--pp-degree", "2", *ZERO_BUBBLE), FOUR_LAYERS, 1, 4),
+    latent_row(4, (*EP2, *MP2, *SP, "--ampipe-degree", "2", *CROSS, *HIDDEN_MP)),
+    latent_row(2, (*EP2, *_stages(2)[2], "--ampipe-degree", "2")),
+    latent_row(4, (*_cp(2, "allgather"), *MP2, *SP), BOUNDARIES),
+    latent_row(2, (*_cp(2, "ulysses"), *EP2, "--ampipe-degree", "2"), DROPS),
+)
+LATENT_ROWS: tuple[Row, ...] = (
+    *LATENT_SUITE,
+    *(latent_row(2, (*MP2, *sp), (*NO_QUERY_RANK, *CLIPPED), 2) for sp in ((), SP)),
+    latent_row(2, MP2),
+    latent_row(4, (*MP4, *SP, *BLOCKING), DROPS, 2),
+    *(latent_row(2, _cp(2, algorithm), BOUNDARIES) for algorithm in ALGORITHMS),
+    *(latent_row(4, (*_cp(2, algorithm), *MP2, *SP), DROPS) for algorithm in ALGORITHMS),
+    *(latent_row(2, ("--pp-degree", "2", *way), FOUR_LAYERS, 1, 4) for way in (ONE_F_ONE_B, ZBV)),
+    latent_row(4, ("--pp-degree", "2", *ZBV, *MP2, *SP), (*FOUR_LAYERS, *AHEAD), 1, 4),
+    latent_row(4, ("--pp-degree", "2", *ZERO_BUBBLE, *EP2), FOUR_LAYERS, 1, 4),
+    *(latent_row(2, layout, CLIPPED) for layout in _stages(2)),
+    latent_row(4, (*EP2, *MP2, *_stages(2)[2]), DROPS),
+    *(latent_row(2, (*EP2, "--ampipe-degree", "2", *way), kind) for way in ((), CROSS) for kind in ((), DROPS)),
+    latent_row(2, (*EP2, "--ampipe-degree", "2", *SELECTIVE), BOUNDARIES, 2),
+    latent_row(2, (*EP2, *_pipe(2)), DROPS),
+    latent_row(2, (*EP2, *_pipe(4), "--ampipe-degree", "2", *CROSS, *_every(2)), DROPS),
+    latent_row(4, (*EP2, *MP2, "--ampipe-degree", "2", *CROSS), DROPS),
+    latent_row(4, (*EP2, *MP2, *SP, "--ampipe-degree", "4", *HIDDEN_MP, *_every(1)), (*NO_QUERY_RANK, *DROPS)),
+    *(latent_row(2, (*_cp(2, algorithm), *EP2, "--ampipe-degree", "2", *CROSS)) for algorithm in ALGORITHMS),
+    *(latent_row(2, (*MP2, *SP, *again)) for again in (SELECTIVE, _every(1))),
+    latent_row(2, (*_stages(2)[2], *_every(2)), ("--no-use-flash-attn",)),
+    latent_row(2, (*_stages(2)[1], *OFFLOAD), (*AHEAD, *APART), 2),
+)
+
+LATENTS, KEYS_AND_VALUES = ("--mla-cp-exchange", "latent"), ("--mla-cp-exchange", "kv")
+
+
+def exchange_rows(sent: tuple[str, ...]) -> tuple[Row, ...]:
+    """Sequences whose ranks send latents, or keys and values, by every algorithm."""
+    return (
+        *(latent_row(4, (*_cp(4, algorithm), *sent), BOUNDARIES) for algorithm in ALGORITHMS),
+        *(latent_row(4, (*_cp(2, algorithm), *MP2, *SP, *sent), NO_QUERY_RANK, 2) for algorithm in ALGORITHMS),
+        latent_row(4, (*_cp(2, "ring"), *MP2, *sent, *_every(1)), NO_QUERY_RANK),
+        *(
+            replace(shared_slices_row(algorithm, 2, place, (*ways, *sent), DROPS, 1), model="mla")
+            for algorithm, place, ways in (
+                ("ring", CP_SP, (*HIDDEN_MP, *CROSS)),
+                ("allgather", ONLY_CP, ()),
+                ("ulysses", CP_SP, CROSS),
+                ("ring", CP_STAGES, CROSS),
+            )
+        ),
+    )
+
+
+LATENT_CONTEXT_ROWS: tuple[Row, ...] = (
+    *exchange_rows(LATENTS),
+    *exchange_rows(KEYS_AND_VALUES),
+    *(latent_row(2, (*_cp(2, algorithm), *KEYS_AND_VALUES)) for algorithm in ALGORITHMS),
+    *(latent_row(4, (*_cp(2, way), "--pp-degree", "2", *ZERO_BUBBLE), FOUR_LAYERS, 1, 4) for way in ALGORITHMS),
+    *(latent_row(4, (*_cp(2, way), *_stages(2)[2]), CLIPPED, 2) for way in ALGORITHMS),
+    *(latent_row(2, (*_cp(2, way), *SELECTIVE), BOUNDARIES) for way in ALGORITHMS),
+)
+
+WIDTH_NORMS = (*QK_NORM, "--qk-norm-scope", "width")
+OLMO2 = (*WIDTH_NORMS, "--norm-placement", "output")
+MULTIPLIED = (
+    *("--embedding-multiplier", "3", "--residual-multiplier", "0.6", "--softmax-scale", "0.2"),
+    *("--logits-scaling", "1.7"),
+)
+
+BLOCK_ROWS: tuple[Row, ...] = (
+    Row("moe", 2, MP2, (*OLMO2, *MULTIPLIED)),
+    Row("moe", 2, (*MP2, *SP, *_every(1)), (*OLMO2, *MULTIPLIED), 2),
+    Row("moe", 2, _stages(2)[2], (*OLMO2, *MULTIPLIED)),
+    Row("moe", 2, _cp(2, "ring"), (*OLMO2, *MULTIPLIED)),
+    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP), (*OLMO2, *MULTIPLIED, *FOUR_LAYERS), accumulation=4),
+    sliced_row(2, (*HIDDEN_MP, *CROSS), SLICED_PLACES[3], (*WIDTH_NORMS, *MULTIPLIED), 1, _every(1)),
+)
+
+LONGER = ("--original-max-position-embeddings", "5", "--rope-theta", "50", "--rope-scaling-factor", "3.7")
+YARN = ("--rope-scaling-type", "yarn", *LONGER, "--mscale", "1.25", "--mscale-all-dim", "0.75")
+LLAMA3 = ("--rope-scaling-type", "llama3", *LONGER)
+
+ROPE_ROWS: tuple[Row, ...] = (
+    Row("moe", 4, (*_cp(2, "ring"), *MP2, *SP), (*YARN, *BOUNDARIES), 2),
+    Row("moe", 2, (*MP2, *SP), ("--rotary-percent", "0.5", *LLAMA3, *QK_NORM)),
+)
+
+EVERY_SECOND = ("--num-layers", "4", "--first-k-dense", "0", "--moe-layer-freq", "[0,1,1,0]")
+TOKEN_GATE = ("--moe-shared-experts", "0", "--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate")
+QWEN2_MOE = (*EVERY_SECOND, *TOKEN_GATE, *QKV_BIAS, "--moe-router-pre-softmax")
+NOAUX_TC = (
+    *("--num-experts", "8", "--moe-router-topk", "3", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2", "--moe-router-group-score-topk", "2"),
+    *("--moe-router-topk-scaling-factor", "2.5", *BIASED),
+)
+DIVIDED_TOP1 = (*TOP1, "--norm-topk-prob")
+
+DENSE_BETWEEN = ((0, CROSS), (0, CROSS, _every(1)), (3, (*HIDDEN_MP, *CROSS), SELECTIVE))
+
+
+def _pattern(listed: str) -> tuple[str, ...]:
+    return ("--num-layers", "4", "--first-k-dense", "0", "--moe-layer-freq", listed)
+
+
+ROUTER_ROWS: tuple[Row, ...] = (
+    *(Row("moe", 2, (*MP2, *sp), QWEN2_MOE) for sp in ((), SP)),
+    Row("moe", 2, EP2, QWEN2_MOE, 2),
+    Row("moe", 2, _cp(2, "ring"), QWEN2_MOE),
+    Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *ZERO_BUBBLE), QWEN2_MOE, accumulation=4),
+    Row("moe", 3, _stages(3)[2], QWEN2_MOE),
+    Row("moe", 2, (*MP2, *SP, *_every(1)), (*QWEN2_MOE, *DROPS), 2),
+    Row("moe", 4, (*EP2, *MP2, *SP, "--ampipe-degree", "2"), QWEN2_MOE),
+    Row("moe", 2, (*EP2, "--use-pipe-experts", "--pipe-experts-multi-data", "2"), (*QWEN2_MOE, *DROPS)),
+    Row("moe", 2, (*EP2, "--ampipe-degree", "2"), NOAUX_TC),
+    Row("moe", 4, (*EP2, *MP2, *SP), (*NOAUX_TC, "--no-norm-topk-prob")),
+    *(
+        sliced_row(2, layout, SLICED_PLACES[place], _pattern("[1,0,1,0]"), 1, *more)
+        for place, layout, *more in DENSE_BETWEEN
+    ),
+    Row("moe", 2, ("--pp-degree", "2"), _pattern("[1,1,0,0]"), accumulation=4),
+    Row("moe", 4, (*TWO_STAGES, *INTERLEAVED), _pattern("[1,0,0,1]"), accumulation=4),
+    Row("moe", 2, ("--pp-degree", "2", *ZBV), _pattern("[1,0,0,0]"), accumulation=4),
+    Row("moe", 4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS), _pattern("[1,0,1,0]"), accumulation=4),
+    Row("moe", 2, EP2, DIVIDED_TOP1),
+    Row("moe", 2, EP2, (*DIVIDED_TOP1, *DROPS)),
+)
+
 ROWS: tuple[Row, ...] = (
+    *ROPE_ROWS,
     *SHARDING_ROWS,
     *TENSOR_ROWS,
     *EXPERT_ROWS,
@@ -573,5 +719,7 @@ ROWS: tuple[Row, ...] = (
     *SHARED_SLICES_ROWS,
     *ERNIE3_ROWS,
     *UNPADDED_ROWS,
+    *BLOCK_ROWS,
+    *ROUTER_ROWS,
     Row("moe", 4, ("--pp-degree", "2", *MP2, *SP, *_every(1)), (*FOUR_LAYERS, *BOUNDARIES), accumulation=4),
 )

@@ -12,7 +12,7 @@ from _pytest.mark import ParameterSet
 
 from tests.equivalence.compare import differences, excess
 from tests.equivalence.run import Routing, Trace, trace
-from tests.equivalence.table import ROWS, Row
+from tests.equivalence.table import LATENT_CONTEXT_ROWS, LATENT_ROWS, LATENT_SUITE, ROWS, Row
 from tests.support.pairwise import covering
 from tests.support.ranks import run_ranks, side_by_side
 
@@ -55,6 +55,14 @@ def _covered(rows: Sequence[Row], together: int) -> list[ParameterSet]:
     return [pytest.param(row, id=row.name, marks=[] if row in chosen else [pytest.mark.table]) for row in rows]
 
 
+ALL_LATENT_ROWS = (*LATENT_ROWS, *LATENT_CONTEXT_ROWS)
+
+
+def _latent(rows: Sequence[Row] = ALL_LATENT_ROWS, suite: Sequence[Row] = LATENT_SUITE) -> list[ParameterSet]:
+    """Rows of latent attention, of which the suite runs those that are named for it."""
+    return [pytest.param(row, id=row.name, marks=[] if row in suite else [pytest.mark.table]) for row in rows]
+
+
 FP64_ROWS = _covered(ROWS, 2)
 
 
@@ -67,7 +75,7 @@ def test_the_suite_has_every_pair_of_the_table() -> None:
     assert suite == table
 
 
-@pytest.mark.parametrize("row", FP64_ROWS)
+@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent()])
 def test_fp64(row: Row) -> None:
     """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
 
@@ -84,7 +92,12 @@ def test_fp64(row: Row) -> None:
     assert differences(got, want) == []
 
 
-@pytest.mark.parametrize("row", _covered([row for row in ROWS if row.on_streams], 1))
+STREAMED_ROWS = _covered([row for row in ROWS if row.on_streams], 1)
+
+
+@pytest.mark.parametrize(
+    "row", [*STREAMED_ROWS, *_latent([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4])]
+)
 def test_on_streams(row: Row) -> None:
     """The same in fp64 where the host runs ahead of a device with streams: what waits for too little shows.
 
@@ -112,7 +125,7 @@ def _steady(row: Row) -> Row:
     return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
 
 
-@pytest.mark.parametrize("row", _covered([_steady(row) for row in ROWS], 1))
+@pytest.mark.parametrize("row", [*_covered([_steady(row) for row in ROWS], 1), *_latent(suite=LATENT_SUITE[:1])])
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see: in the suite every trait once."""
     flags = still(row.reference_flags())

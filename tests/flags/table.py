@@ -54,7 +54,14 @@ SP = {**MP, "sequence_parallel": True}
 PP = {"pp_degree": 2, "gradient_merge_acc_step": 4}
 EP = {"ep_degree": 2}
 CP = {"cp_degree": 2}
+MLA = {"multi_latent_attention": True, "kv_lora_rank": 8, "qk_head_dim": 4, "v_head_dim": 4}
 MERGED = {"gradient_merge_acc_step": 2}
+LLAMA3 = {"rope_scaling_type": "llama3", "rope_theta": 50.0}
+LLAMA3_SHORT = {**LLAMA3, "original_max_position_embeddings": 20}
+YARN = {
+    **{"rope_scaling_type": "yarn", "rope_theta": 50.0, "original_max_position_embeddings": 200},
+    "head_dim": 16,
+}
 DROPS = {"moe_model_type": "deepspeed_moe", "moe_capacity_factor": 0.5, "moe_min_capacity": 1}
 SLICED = {**EP, "ampipe_degree": 2}
 PIECES = {**EP, **DROPS, "use_pipe_experts": True}
@@ -72,6 +79,7 @@ LAYOUT = (
     _two("sequence_parallel", True, "sent", MP),
     _two("tp_comm_overlap", "off", "order", SP),
     _two("context_parallel_algo", "ulysses_cp_algo", "sent", CP),
+    _two("mla_cp_exchange", "kv", "sent", {**CP, **MLA}),
     _two("sharding_stage", 2, "order", MERGED),
     _two("sharding_segment_strategy", "segment_broadcast_MB", "sent"),
     _two("segment_broadcast_mb", 0.001, "sent"),
@@ -117,8 +125,26 @@ MODEL = (
     Row("add_bias_linear", True, "table"),
     Row("add_qkv_bias", True, "table"),
     Row("qk_norm", True, "table"),
+    Row("qk_norm_scope", "width", "table", {"qk_norm": True}),
+    Row("norm_placement", "output", "steps"),
+    Row("embedding_multiplier", 2.0, "steps"),
+    Row("residual_multiplier", 0.5, "steps"),
+    Row("softmax_scale", 2.0, "steps"),
+    Row("logits_scaling", 2.0, "steps"),
     Row("layernorm_epsilon", 0.01, "steps"),
     Row("rope_theta", 100.0, "steps"),
+    Row("rotary_percent", 0.5, "steps"),
+    Row("rope_scaling_type", "linear", "steps"),
+    Row("rope_scaling_factor", 3.0, "steps", {"rope_scaling_type": "linear"}),
+    Row("original_max_position_embeddings", 20, "steps", LLAMA3),
+    Row("low_freq_factor", 2.0, "steps", LLAMA3_SHORT),
+    Row("high_freq_factor", 8.0, "steps", LLAMA3_SHORT),
+    Row("beta_fast", 2.0, "steps", YARN),
+    Row("beta_slow", 4.0, "steps", YARN),
+    Row("mscale", 2.0, "steps", YARN, needs={"mscale_all_dim": 1.0}),
+    Row("mscale_all_dim", 2.0, "steps", YARN, needs={"mscale": 1.0}),
+    Row("rope_attention_factor", 2.0, "steps", YARN),
+    Row("yarn_correction_range_round_to_int", False, "steps", YARN),
     Row("untie_embeddings_and_output_weights", True, "table"),
     Row("attention_dropout", 0.5, "steps"),
     Row("hidden_dropout", 0.5, "steps"),
@@ -127,7 +153,13 @@ MODEL = (
     Row("use_flash_attn", False, "plan", {"dtype": "bf16"}),
     Row("mtp_depth", 1, "table"),
     Row("mtp_loss_weight", 0.1, "steps", {"mtp_depth": 1}),
-    Row("multi_latent_attention", True, "refused"),
+    Row("multi_latent_attention", True, "table"),
+    Row("q_lora_rank", 6, "table", MLA),
+    Row("kv_lora_rank", 6, "table", MLA),
+    Row("qk_head_dim", 6, "table", MLA),
+    Row("qk_pos_emb_head_dim", 4, "table", MLA),
+    Row("v_head_dim", 6, "table", MLA),
+    Row("attention_latent_norm_epsilon", 0.01, "steps", MLA),
 )
 
 TASKS = "knowledge_mlm:1,document_lm:1,sentence_reorder:1"
@@ -173,11 +205,22 @@ EXPERTS = (
         "steps",
         {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
     ),
+    Row(
+        "moe_router_group_score_topk",
+        1,
+        "steps",
+        {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ),
+    Row("norm_topk_prob", "off", "steps"),
+    Row("moe_router_pre_softmax", True, "steps"),
     Row("moe_router_topk_scaling_factor", 2.5, "steps"),
     Row("moe_router_lr_ratio", 0.5, "weights"),
     Row("moe_router_topk", 1, "steps"),
     Row("first_k_dense", 1, "table"),
+    Row("moe_layer_freq", "2", "table"),
     Row("moe_shared_experts", 1, "table"),
+    Row("moe_shared_expert_intermediate_size", 12, "table"),
+    Row("moe_shared_expert_gate", True, "table", {"moe_shared_experts": 1}),
     Row("moe_capacity_factor", 2.0, "steps", DROPS),
     Row("moe_min_capacity", 16, "steps", DROPS),
     Row("moe_drop_policy", "probs", "steps", DROPS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
 
@@ -55,6 +56,12 @@ def replicas(d: Drawn) -> list[int | None]:
     return [None] if d.hybrid_dp else [None, *divisors(rest(d))[1:]]
 
 
+def plain_block(d: Drawn) -> bool:
+    """What multi-token prediction is defined for."""
+    factors = (d.embedding_multiplier, d.residual_multiplier, d.softmax_scale, d.logits_scaling)
+    return d.norm_placement == "input" and factors == (1.0, 1.0, 0.0, 1.0)
+
+
 def one_of(name: str, *values: object) -> Condition:
     return lambda d: getattr(d, name) in values
 
@@ -80,6 +87,14 @@ def head_step(d: Drawn) -> int:
     return mp(d) * (cp(d) if d.context_parallel_algo == "ulysses_cp_algo" else 1)
 
 
+def has_latents(d: Drawn) -> bool:
+    return bool(d.multi_latent_attention)
+
+
+def has_plain_heads(d: Drawn) -> bool:
+    return not d.multi_latent_attention
+
+
 def head_dims(d: Drawn) -> list[int | None]:
     odd = [5, 3] if d.position_embedding_type == "learned" else []
     return [None, None, 6, 16, *odd]
@@ -90,6 +105,23 @@ def hidden_sizes(d: Drawn) -> list[int]:
         return [24, 17, 33]
     even = [d.num_attention_heads * size for size in (4, 8, 6)]
     return even if d.position_embedding_type == "rope" else [*even, d.num_attention_heads * 5]
+
+
+def rotated_shares(d: Drawn) -> list[float | None]:
+    """Shares of a head that are an even number of features."""
+    size = int(d.head_dim or d.hidden_size // d.num_attention_heads)
+    even = [n / size for n in (2, 4) if n < size and int(size * (n / size)) == n]
+    return [None, None, *(even if d.position_embedding_type == "rope" else [])]
+
+
+def plain_yarn(d: Drawn) -> bool:
+    """YaRN whose factor on rotated features is not given."""
+    return bool(d.rope_scaling_type == "yarn" and not d.get("rope_attention_factor"))
+
+
+def mscales(value: float, other: str) -> Callable[[Drawn], list[float | None]]:
+    """Both of YaRN's mscale or none; ``other``: the one drawn before, "" for the first."""
+    return lambda d: [None, value] if not other else [value if d.get(other) else None]
 
 
 def branched(d: Drawn) -> bool:
@@ -137,8 +169,19 @@ def group_choices(d: Drawn) -> list[int]:
     return group_choices_of(d, int(d.moe_router_num_groups))
 
 
+def group_scores(d: Drawn) -> list[int | None]:
+    """Numbers of a group's experts that its score may sum."""
+    return [None, 1, d.num_experts // d.moe_router_num_groups]
+
+
+def layer_patterns(d: Drawn) -> list[str | None]:
+    """Every second layer from the first one, or from the second one if there is one."""
+    other = [int(layer % 2 == 1 or d.num_layers == 1) for layer in range(d.num_layers)]
+    return [None, None, "2", to_text(other)]
+
+
 def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:
-    layers = d.num_layers - d.first_k_dense
+    layers = len(layers_of(to_pattern(d.moe_layer_freq), d.num_layers, d.first_k_dense))
     return [None, None, tuple(mp(d) * (3 + layer % 3) for layer in range(layers))]
 
 
@@ -233,7 +276,13 @@ def sliceable(d: Drawn) -> bool:
 
 
 def can_slice(d: Drawn) -> bool:
-    return sliceable(d) and not d.adaptive_recompute_device_size and d.ep_degree > 1 and bool(d.use_flash_attn)
+    return (
+        sliceable(d)
+        and d.norm_placement == "input"
+        and not d.adaptive_recompute_device_size
+        and d.ep_degree > 1
+        and bool(d.use_flash_attn)
+    )
 
 
 def slice_counts(d: Drawn) -> list[int | None]:

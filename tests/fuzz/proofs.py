@@ -54,6 +54,13 @@ PROOFS: dict[str, Proof] = {
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "qkv-bias-unused": Proof(idle=("add_qkv_bias",)),
+    "layer-freq": Proof(same_as="--num-layers 4 --moe-layer-freq [0,1]*2"),
+    "layer-freq-lead": Proof(idle=("first_k_dense",)),
+    "shared-width": Proof(idle=("moe_shared_experts",)),
+    "pre-softmax": Proof(idle=("moe_router_pre_softmax",)),
+    "qk-norm-scope-unused": Proof(idle=("qk_norm_scope",)),
+    "output-norm-ampipe": Proof("--norm-placement output --ep-degree 2 --ampipe-degree 2", 2, idle=("ampipe_degree",)),
+    "mtp-block": Proof(argument="a block would be trained that no published model defines"),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
     "tp-comm-overlap-fused": Proof(argument="all-reduces would stay as they are, one behind each product"),
     "tp-comm-overlap-fused-device": Proof(argument=_ACCELERATOR),
@@ -62,6 +69,7 @@ PROOFS: dict[str, Proof] = {
     "mp-shared-experts": Proof(
         "--mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-shared-experts 1 --moe-ffn-hidden-size 255", 2
     ),
+    "yarn-frequencies": Proof("--rope-scaling-type yarn --rope-theta 1"),
     "positions": Proof("--position-embedding-type learned --seq-length 32 --max-position-embeddings 16"),
     "first-k-dense": Proof(same_as="--num-layers 4 --num-experts 0"),
     "mtp-length": Proof(argument="a block would be trained on no token, and be saved"),
@@ -161,6 +169,11 @@ PROOFS: dict[str, Proof] = {
     "fp8-dtype": Proof(argument=_ACCELERATOR),
     "fp8-mp": Proof(argument=_ACCELERATOR),
     "fp8-zero-bubble": Proof(argument=_ACCELERATOR),
+    "mla-cp-exchange-fp8": Proof(argument=_ACCELERATOR),
+    "latent-head-dim": Proof(idle=("head_dim",)),
+    "latent-rotary-percent": Proof(idle=("rotary_percent",)),
+    "latent-sizes-unused": Proof(idle=("kv_lora_rank",)),
+    "mla-cp-exchange-unused": Proof("--cp-degree 2 --mla-cp-exchange kv", 2, idle=("mla_cp_exchange",)),
     "triples": Proof(argument="the task would be trained on triples drawn at random"),
     "segment-size-unused": Proof(idle=("segment_broadcast_mb",)),
     "segments-unused": Proof(
@@ -187,7 +200,6 @@ PROOFS: dict[str, Proof] = {
     ),
     "progressive-warmup": Proof(idle=("lr_warmup_iters",)),
     "progressive-rampup": Proof(idle=("rampup_batch_size",)),
-    "not-built-multi-latent-attention": Proof(idle=("multi_latent_attention",)),
     "not-built-recompute-in-advance": Proof(
         "--pp-degree 2 --vpp-degree 2 --pp-schedule interleaved --num-layers 4 --gradient-merge-acc-step 2 "
         "--recompute-interval 1 --recompute-in-advance",

@@ -90,6 +90,13 @@ REGRESSIONS: tuple[Regression, ...] = (
         f"{FOUR_EXPERTS} --qk-norm --sharding-stage 3 {IN_MODULES}",
     ),
     Regression(
+        "gradients of which each had been taken already were copied together, and there was none to copy",
+        "moe",
+        1,
+        "--num-layers 2 --num-attention-heads 3 --hidden-size 18 --seq-length 8 --vocab-size 101 --num-experts 0 "
+        "--init-std 0.1 --activation gelu --segment-broadcast-MB 0.01 --recompute-interval 1 --no-packing",
+    ),
+    Regression(
         "what an encoder remembers was projected by weights whose segment had been let go",
         "ernie",
         2,

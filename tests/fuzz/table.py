@@ -146,16 +146,35 @@ DECODER = (
     ),
     Option(name="position_embedding_type", values=(None, "learned"), kinds=MOE),
     Option(
+        name="multi_latent_attention",
+        values=(None, None, None, True),
+        when=legal.one_of("position_embedding_type", "rope"),
+        wild=(True,),
+        kinds=MOE,
+    ),
+    Option(
         name="num_attention_heads", values=legal.multiples_of(legal.head_step, 1, 2, 4, 3), wild=(1, 3, 5), size=True
     ),
     Option(
         name="num_query_groups",
         values=lambda d: [None, *(n for n in divisors(d.num_attention_heads) if n % legal.mp(d) == 0)],
+        when=legal.has_plain_heads,
         wild=(1, 2, 3),
         size=True,
         kinds=MOE,
     ),
-    Option(name="head_dim", values=legal.head_dims, wild=(3, 8), size=True, kinds=MOE),
+    Option(name="head_dim", values=legal.head_dims, when=legal.has_plain_heads, wild=(3, 8), size=True, kinds=MOE),
+    *(
+        Option(name=name, values=values, when=legal.has_latents, wild=wild, size=True, kinds=MOE)
+        for name, values, wild in (
+            ("q_lora_rank", (None, 7), (5,)),
+            ("kv_lora_rank", (9, 16), (5, 512)),
+            ("qk_head_dim", (6, 5), (8,)),
+            ("qk_pos_emb_head_dim", (4, 2, 6), (3,)),
+            ("v_head_dim", (4, 8, 3), (5,)),
+        )
+    ),
+    Option(name="attention_latent_norm_epsilon", values=(None, 0.01), when=legal.has_latents, wild=(0.01,), kinds=MOE),
     Option(name="hidden_size", values=legal.hidden_sizes, wild=(15, 20), size=True),
     Option(
         name="ffn_hidden_size",
@@ -174,15 +193,23 @@ DECODER = (
     Option(name="vocab_size", values=legal.vocabularies, wild=(9, 10), size=True),
     Option(name="normalization", values=(None, "layernorm"), kinds=MOE),
     Option(name="activation", values=(None, "gelu"), kinds=MOE),
-    Option(name="add_bias_linear", values=(None, True), kinds=MOE),
+    Option(name="add_bias_linear", values=(None, True), when=legal.has_plain_heads, wild=(True,), kinds=MOE),
     Option(
         name="add_qkv_bias",
         values=(None, True),
-        when=lambda d: not d.add_bias_linear,
+        when=lambda d: not d.add_bias_linear and legal.has_plain_heads(d),
         wild=(True,),
         kinds=MOE,
     ),
-    Option(name="qk_norm", values=(None, True), kinds=MOE),
+    Option(name="qk_norm", values=(None, True), when=legal.has_plain_heads, wild=(True,), kinds=MOE),
+    Option(
+        name="qk_norm_scope", values=(None, "width"), when=legal.one_of("qk_norm", True), wild=("width",), kinds=MOE
+    ),
+    Option(name="norm_placement", values=(None, None, "output"), wild=("output",), kinds=MOE),
+    Option(name="embedding_multiplier", values=(None, None, 3.0), kinds=MOE),
+    Option(name="residual_multiplier", values=(None, None, 0.5), kinds=MOE),
+    Option(name="softmax_scale", values=(None, None, 0.2), kinds=MOE),
+    Option(name="logits_scaling", values=(None, None, 2.0), kinds=MOE),
     Option(name="layernorm_epsilon", values=(None, 0.01)),
     Option(
         name="rope_theta",
@@ -190,6 +217,59 @@ DECODER = (
         when=legal.one_of("position_embedding_type", "rope"),
         wild=(100.0,),
         kinds=MOE,
+    ),
+    Option(
+        name="rotary_percent",
+        values=legal.rotated_shares,
+        when=legal.has_plain_heads,
+        wild=(0.5, 0.3),
+        size=True,
+        kinds=MOE,
+    ),
+    Option(
+        name="rope_scaling_type",
+        values=(None, "yarn", "llama3", "linear"),
+        when=legal.one_of("position_embedding_type", "rope"),
+        wild=("yarn", "dynamic"),
+        kinds=MOE,
+    ),
+    Option(
+        name="rope_scaling_factor",
+        values=(None, 2.5, 40.0),
+        when=legal.one_of("rope_scaling_type", "yarn", "llama3", "linear"),
+        wild=(0.0, 2.5),
+        size=True,
+        kinds=MOE,
+    ),
+    Option(
+        name="original_max_position_embeddings",
+        values=(7, None, 21),
+        when=legal.one_of("rope_scaling_type", "yarn", "llama3"),
+        wild=(7,),
+        size=True,
+        kinds=MOE,
+    ),
+    *(
+        Option(
+            name=name,
+            values=(None, value),
+            when=legal.one_of("rope_scaling_type", kind),
+            wild=wild,
+            size=True,
+            kinds=MOE,
+        )
+        for name, value, kind, wild in (
+            ("low_freq_factor", 0.7, "llama3", (5.0,)),
+            ("high_freq_factor", 2.3, "llama3", (0.5,)),
+            ("beta_fast", 3.5, "yarn", (0.3,)),
+            ("beta_slow", 0.4, "yarn", (40.0,)),
+            ("rope_attention_factor", 1.3, "yarn", (0.5,)),
+            ("yarn_correction_range_round_to_int", False, "yarn", (False,)),
+        )
+    ),
+    *(
+        Option(name=name, values=legal.mscales(value, other), when=legal.plain_yarn, wild=(0.5,), size=True, kinds=MOE)
+        for name, value, other in (("mscale", 1.7, ""), ("mscale_all_dim", 0.6, "mscale"))
     ),
     Option(name="untie_embeddings_and_output_weights", values=(None, True), kinds=MOE),
     # At 0.5 the attention of larger models saturates, and the second step makes 1e-10 of a rounding error of the first.
@@ -232,7 +312,30 @@ EXPERTS = (
         group=some,
         kinds=MOE,
     ),
+    Option(
+        name="moe_layer_freq",
+        values=legal.layer_patterns,
+        when=lambda d: legal.experts(d) and not d.first_k_dense,
+        wild=("2", "[1]*5", "[0]"),
+        group=some,
+        kinds=MOE,
+    ),
     Option(name="moe_shared_experts", values=legal.shared_counts, when=legal.experts, wild=(1, 2), kinds=MOE),
+    Option(
+        name="moe_shared_expert_intermediate_size",
+        values=lambda d: [None, None, legal.mp(d) * 5],
+        when=lambda d: legal.experts(d) and not d.moe_shared_experts,
+        wild=(7,),
+        group=some,
+        kinds=MOE,
+    ),
+    Option(
+        name="moe_shared_expert_gate",
+        values=(None, True),
+        when=lambda d: legal.experts(d) and d.moe_shared_experts + d.moe_shared_expert_intermediate_size > 0,
+        wild=(True,),
+        kinds=MOE,
+    ),
     Option(name="moe_model_type", values=(None, "deepspeed_moe", "deepspeed_moe"), when=legal.experts, kinds=MOE),
     Option(
         name="moe_capacity_factor", values=(None, 0.5, 0.75, 1.1, 2.0, 0.01), when=legal.drops, wild=(0.5,), kinds=MOE
@@ -256,6 +359,22 @@ EXPERTS = (
         group=some,
         kinds=MOE,
     ),
+    Option(
+        name="moe_router_group_score_topk",
+        values=legal.group_scores,
+        when=lambda d: legal.experts(d) and d.moe_router_num_groups > 1,
+        wild=(1, 3),
+        group=some,
+        kinds=MOE,
+    ),
+    Option(name="norm_topk_prob", values=(None, "on", "off"), when=legal.experts, wild=("off",), kinds=MOE),
+    Option(
+        name="moe_router_pre_softmax",
+        values=(None, None, True),
+        when=lambda d: legal.experts(d) and d.norm_topk_prob != "on" and d.moe_router_score_function == "softmax",
+        wild=(True,),
+        kinds=MOE,
+    ),
     Option(name="moe_router_topk_scaling_factor", values=(None, None, 2.5), when=legal.experts, wild=(2.5,), kinds=MOE),
     Option(name="moe_router_lr_ratio", values=(None, None, 0.25), when=legal.experts, wild=(0.25,), kinds=MOE),
     Option(
@@ -270,7 +389,7 @@ EXPERTS = (
     Option(name="moe_orthogonal_loss_coeff", values=(None, None, 0.1), when=legal.experts, wild=(0.1,), kinds=MOE),
     Option(
         name="mtp_depth",
-        values=lambda d: (None, None, 1) if d.seq_length > 1 else (None,),
+        values=lambda d: (None, None, 1) if d.seq_length > 1 and legal.plain_block(d) else (None,),
         wild=(1, 2),
         kinds=MOE,
     ),
@@ -569,7 +688,14 @@ OTHERS = (
     # It makes a run longer and excludes nothing: rarely drawn, and in no pair that must be run.
     Option(name="recompute_check_interval", values=lambda d: (*(None,) * 9, 4, 1), layout=True, rare=True),
     *(Option(name=name, wild=(True,), layout=True) for name in ("recompute_in_advance", "recompute_in_bubble")),
-    Option(name="multi_latent_attention", wild=(True,), kinds=MOE),
+    Option(
+        name="mla_cp_exchange",
+        values=(None, "latent", "kv"),
+        when=lambda d: bool(d.multi_latent_attention) and legal.cp(d) > 1,
+        wild=("latent", "kv"),
+        layout=True,
+        kinds=MOE,
+    ),
 )
 
 OPTIONS: tuple[Option, ...] = (

@@ -21,6 +21,37 @@ def test_waits_for_keys_and_values_are_metered(algorithm: str, kind: str) -> Non
     assert record.sent_bytes[f"cp/{kind}"] > 0
 
 
+MLA = (
+    *("--multi-latent-attention", "--num-query-groups", "4", "--kv-lora-rank", "10", "--qk-head-dim", "6"),
+    *("--qk-pos-emb-head-dim", "2", "--v-head-dim", "8"),
+)
+ATTENTIONS = {
+    "latents": ((*MLA, "--mla-cp-exchange", "latent"), 10 + 2),
+    "keys and values": ((*MLA, "--mla-cp-exchange", "kv"), 4 * (6 + 2 + 8)),
+    "grouped queries": (("--num-query-groups", "2", "--head-dim", "8"), 2 * (8 + 8)),
+}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bytes_of_what_ranks_send(algorithm: str, attention: str) -> None:
+    """Latents cost less than keys and values, also than those of few groups; by heads all ranks get all latents."""
+    flags, features = ATTENTIONS[attention]
+    sent = run(2, "moe", *CP, algorithm, *flags, "--train-iters", "1", "--dtype", "fp64").records[0].sent_bytes
+    positions, layers, micro_batches = 8, 2, 8
+    rows = 8 * positions * layers * micro_batches  # bytes of a feature of all positions, the same in the backward
+    if algorithm == "megatron_cp_algo":
+        assert sent["cp/send"] == 3 * rows * features
+    elif algorithm == "allgather_cp_algo":
+        # Ranks of experts and of the loss gather less than that over cp.
+        assert 0 <= sent["cp/all_gather"] - 2 * rows * features < 0.1 * rows * features
+    else:
+        heads = 4 * (8 + 8) + (0 if attention == "latents" else features)
+        assert sent["cp/all_to_all"] == 2 * rows * heads // 2
+        if attention == "latents":
+            assert 0 <= sent["cp/all_gather"] - rows * features < 0.1 * rows * features
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_dropout_repeats_where_layers_are_computed_again(algorithm: str) -> None:
     dropout = ("--attention-dropout", "0.2", "--hidden-dropout", "0.1", "--dtype", "fp64", "--train-iters", "3")

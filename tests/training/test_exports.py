@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from megapar.arguments import parse
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
@@ -28,20 +29,24 @@ SMALL = (
 )
 BATCH = "--micro-batch-size 1 --global-batch-size 2 --seq-length 16 --eval-interval 0 --lr-decay-iters 2 --dtype fp32"
 CANNOT = {
-    "--qk-norm --moe-shared-experts 1": "no shared experts (moe_shared_experts 1)",
-    "--qk-norm --moe-router-score-function sigmoid": "moe_router_score_function sigmoid",
+    "--qk-norm --moe-shared-experts 1": "no shared experts (moe_shared_experts 1",
+    "--qk-norm --moe-router-score-function sigmoid": "has shared experts (moe_shared_experts 0",
     "--qk-norm --moe-router-topk-scaling-factor 2.5": "moe_router_topk_scaling_factor 2.5",
     "--qk-norm --moe-router-num-groups 2 --moe-router-group-topk 1": "moe_router_num_groups 2",
-    "--qk-norm --moe-router-topk 1": "moe_router_topk 1",
+    "--moe-router-topk 1": "moe_router_topk 1",
+    "--no-norm-topk-prob": "norm_topk_prob off",
     "--qk-norm --add-bias-linear": "no biases (add_bias_linear on)",
     "--qk-norm --normalization layernorm": "normalization layernorm",
     "--qk-norm --position-embedding-type learned": "position_embedding_type learned",
     "--qk-norm --activation gelu": "activation gelu",
     "--qk-norm --mtp-depth 1": "--finetune --mtp-depth 0",
-    "--moe-router-score-function sigmoid": "moe_router_score_function sigmoid",
+    "--moe-router-score-function sigmoid": "has shared experts (moe_shared_experts 0",
     "--num-layers 2 --moe-layer-ffn-hidden-sizes 16 8": "moe_layer_ffn_hidden_sizes 16 8",
     "--num-experts 0 --qk-norm --add-qkv-bias": "qk_norm on",
     "--num-experts 0 --qk-norm --add-bias-linear": "no biases in all linear layers (add_bias_linear on)",
+    "--num-experts 0 --qk-norm --qk-norm-scope width": "qk_norm_scope width",
+    "--num-experts 0 --norm-placement output": "norm_placement output",
+    "--num-experts 0 --qk-norm --logits-scaling 8": "logits_scaling 8",
     "--add-qkv-bias": "no biases of queries, keys and values alone",
 }
 
@@ -102,6 +107,8 @@ def test_what_the_class_cannot_be_is_refused_by_both_doors(flags: str, tmp_path:
         "--moe-shared-experts 1",
         "--num-experts 0 --qk-norm",
         "--num-experts 0 --add-qkv-bias",
+        "--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
+        "--num-experts 0 --softmax-scale 0.2 --residual-multiplier 0.6",
     ],
 )
 def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_path: Path) -> None:
@@ -116,7 +123,9 @@ def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_pa
 
 
 def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:
-    unreached = {"hf-dense-lead", "hf-dense", "hf-experts", "hf-qk-norm-always", "hf-qkv-bias-always"}
+    unreached = {"hf-dense", "hf-experts", "hf-qk-norm-always", "hf-qkv-bias-always"}
+    unreached |= {"hf-qk-norm-width", "hf-norm-placement-output", "hf-shared-gate-always"}
+    unreached |= {"hf-latent-attention", "hf-latent-attention-always", "hf-sigmoid-scores", "hf-softmax-scores"}
     unreached |= {"hf-sentence-order", "hf-no-sentence-order"}
     assert {limit.id for limit in LIMITS} - {rule.id for rule in RULES} == unreached
 
@@ -234,6 +243,35 @@ def test_an_export_without_a_tokenizer_keeps_the_ids_of_the_folder_it_started_fr
     published = json.loads((tmp_path / "hf" / "config.json").read_text())
     kept = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
     assert token_ids(NoTokenizer(67), published) == kept
+
+
+def test_a_run_keeps_the_config_of_its_folder_but_for_what_it_changed(tmp_path: Path) -> None:
+    config = transformers.ErnieConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, use_task_id=True, initializer_range=0.3, attention_probs_dropout_prob=0.125,
+    )  # fmt: skip
+    transformers.ErnieForMaskedLM(config).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    before = json.loads(path.read_text()) | {"note": "of its authors"}
+    path.write_text(json.dumps(before))
+    run(f"--load-hf {tmp_path}/hf --hidden-dropout 0.25 --save-hf {tmp_path}/out", tmp_path, kind="ernie")
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")  # of the run's tokenizer
+    changed = {"architectures": ["ErnieForPreTraining"], "hidden_dropout_prob": 0.25}
+    assert after == before | changed | {name: after[name] for name in ids}
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Ernie4_5_Moe"])
+def test_gates_are_written_in_fp32_where_the_class_keeps_them_so(family: str, tmp_path: Path) -> None:
+    norms = "--qk-norm" if family == "Qwen3Moe" else ""
+    run(f"{norms} --dtype bf16 --save {tmp_path}/runs --save-hf {tmp_path}/direct", tmp_path)
+    megapar_to_hf(tmp_path / "runs", tmp_path / "converted", dtype=torch.bfloat16)
+    for folder in ("direct", "converted"):
+        tensors = load_file(tmp_path / folder / "model.safetensors")
+        wide = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+        routers = {name for name in tensors if name.endswith(("gate.weight", "correction_bias"))}
+        assert wide == (routers if family == "Ernie4_5_Moe" else set())
+        assert logits(tmp_path / folder).isfinite().all()
 
 
 def test_that_the_exported_model_drops_no_tokens_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,10 @@ def test_class_defaults_are_those_of_transformers(name: str) -> None:
 LEFT_OUT = {
     "Ernie4_5": ("rope_theta", "rope_parameters", "rms_norm_eps", "hidden_act", "tie_word_embeddings"),
     "Ernie4_5_Moe": ("rope_theta", "rope_parameters", "rms_norm_eps", "moe_norm_min", "moe_layer_interval"),
+    "Llama": ("rope_theta", "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "attention_dropout"),
+    "Mistral": ("rope_theta", "rope_parameters", "rms_norm_eps", "sliding_window", "hidden_act"),
+    "Qwen2": ("rope_theta", "rope_parameters", "rms_norm_eps", "use_sliding_window", "tie_word_embeddings"),
+    "Qwen3": ("rope_theta", "rope_parameters", "rms_norm_eps", "attention_bias", "layer_types"),
     "Mixtral": ("rope_theta", "rope_parameters", "rms_norm_eps", "tie_word_embeddings", "num_experts_per_tok"),
     "Qwen3Moe": ("rope_theta", "rope_parameters", "rms_norm_eps", "decoder_sparse_step", "attention_bias"),
     "ErnieForPreTraining": ("layer_norm_eps", "task_type_vocab_size", "hidden_act", "is_decoder"),
@@ -81,6 +85,9 @@ def _logits_of(folder: Path, kind: str) -> tuple[Tensor, Tensor | None]:
     return found
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+
 @pytest.mark.parametrize(
     ("name", "setting", "message"),
     [
@@ -88,7 +95,20 @@ def _logits_of(folder: Path, kind: str) -> tuple[Tensor, Tensor | None]:
         ("ErnieForPreTraining", {"add_cross_attention": True}, "add_cross_attention is True"),
         ("ErnieForPreTraining", {"tie_word_embeddings": False}, "tie_word_embeddings is False"),
         ("Ernie4_5_Moe", {"moe_norm_min": 0.9}, r"moe_norm_min is 0\.9"),
-        ("Mixtral", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
+        (
+            "Mixtral",
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "the quant_method 'gptq', and only FP8",
+        ),
+        ("Mixtral", {"quantization_config": {"quant_method": "fp8"}}, "the weight_block_size None, and only FP8"),
+        ("Mixtral", {"quantization_config": {**FP8, "weight_block_size": [64, 128]}}, r"weight_block_size \[64, 128\]"),
+        ("Mixtral", {"quantization_config": {**FP8, "fmt": "e5m2"}}, "the fmt 'e5m2', and only FP8"),
+        ("Mixtral", {"quantization_config": [1]}, r"quantization_config is \[1\], where an object"),
+        ("Mixtral", {"architectures": ["KimiLinearForCausalLM"]}, "linear attention is not built; supported are Deep"),
+        ("Mixtral", {"architectures": ["DeepseekV32ForCausalLM"]}, "sparse attention is not built; supported are"),
+        ("Mixtral", {"architectures": ["PhimoeForCausalLM"]}, r"samples them in training \(SparseMixer\)"),
+        ("Mixtral", {"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"]}, "reads images; supported are"),
+        ("Mixtral", {"architectures": ["DeepseekV9ForCausalLM"]}, r"\['DeepseekV9ForCausalLM'\]; supported are"),
     ],
 )
 def test_another_model_is_refused_with_the_setting(

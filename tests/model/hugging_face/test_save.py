@@ -25,6 +25,8 @@ from megapar.model.architectures import ARCHITECTURES, own_architecture
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import save_hf
+from megapar.model.hugging_face.tensors import export_piece, to_halves, to_pairs
+from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.spec import table_of
 from megapar.rules.exports import not_exportable
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, named_tensors
@@ -247,8 +249,11 @@ def test_another_class_than_the_model_s_is_refused_with_the_reason(sizes, name, 
     assert not (tmp_path / "out").exists()
 
 
-def test_top_1_has_no_form():
-    assert "weight of a single choice" in (not_exportable(replace(MOE, moe=replace(MOE.moe, topk=1))) or "")
+def test_an_undivided_weight_of_one_expert_is_only_qwen_s():
+    one = replace(MOE, moe=replace(MOE.moe, topk=1))
+    assert "also that of a single one" in (not_exportable(one) or "")
+    assert not_exportable(replace(one, moe=replace(one.moe, norm_topk_prob="on"))) is None
+    assert not_exportable(replace(one, qk_norm=True, moe=replace(one.moe, shared_experts=0))) is None
 
 
 def test_an_incomplete_export_leaves_nothing(tmp_path):
@@ -301,3 +306,35 @@ def test_multi_token_prediction_goes_out_and_comes_back(tmp_path):
     back = load_folder(tmp_path, sizes)
     for name, tensor in whole_tensors(model):
         assert torch.equal(back[name], tensor), name
+
+
+def test_only_the_rotated_rows_of_a_head_are_in_another_order() -> None:
+    """Scores of a class that rotates halves of the leading features are those of the exported rows."""
+    from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+    sizes = replace(DENSE, head_dim=12, rotary_percent=0.67)  # 8 of 12
+    G, Q, D, H, R = sizes.num_query_groups, 2, 12, sizes.hidden_size, 8
+    spec = next(row for row in table_of(sizes) if row.name.endswith("attention.qkv.weight"))
+    assert spec.rotated == R
+    generator = torch.Generator().manual_seed(0)
+    whole, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in (spec.shape, (1, 16, H)))
+    llama = ARCHITECTURES["LlamaForCausalLM"]
+    q, k = (
+        (x @ export_piece(llama, spec, piece, whole)[1].reshape(-1, H).T).unflatten(-1, (-1, D)).transpose(1, 2)
+        for piece in spec.pieces[:2]
+    )
+    positions = torch.arange(16)[None]
+    cos, sin = RotaryEmbedding(R, 50.0, torch.float64).angles(positions)
+    q, k = apply_rotary_pos_emb(q, k, cos.repeat(1, 1, 2), sin.repeat(1, 1, 2))
+    theirs = q.unflatten(1, (G, Q)) @ k.unsqueeze(2).mT
+    qkv = torch.einsum("bsh,gqdh->bsgqd", x, whole)
+    angles = RotaryEmbedding(R, 50.0, torch.float64, head_dim=D).angles(positions)
+    ours_q, ours_k = rotate(qkv[:, :, :, :Q].flatten(2, 3), angles), rotate(qkv[:, :, :, Q], angles)
+    ours = torch.einsum("bsgqd,btgd->bgqst", ours_q.unflatten(2, (G, Q)), ours_k)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_pairs_and_halves_are_inverse() -> None:
+    rows = torch.arange(11)
+    assert to_halves(rows, 0, 6).tolist() == [0, 2, 4, 1, 3, 5, 6, 7, 8, 9, 10]
+    assert torch.equal(to_pairs(to_halves(rows, 0, 6), 0, 6), rows)

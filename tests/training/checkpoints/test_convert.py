@@ -56,7 +56,25 @@ SIZES = {
 DECODER = {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
 ERNIE_MOE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+GRANITE = {
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7},
+}
+LATENT = {
+    **{"q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 16},
+    **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "pad_token_id": 0},
+}
+GLM = {
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16},
+    **{"first_k_dense_replace": 1, "head_dim": 12, "attention_bias": True, "use_qk_norm": True},
+}
 MODELS: dict[str, Callable[[], Any]] = {
+    "DeepseekV2": lambda: transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(**SIZES, **{**LATENT, "q_lora_rank": None}, routed_scaling_factor=1.5)
+    ),
+    "DeepseekV3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**SIZES, **LATENT, n_group=3, topk_group=2)
+    ),
     "ErnieForPreTraining": lambda: transformers.ErnieForPreTraining(
         transformers.ErnieConfig(**SIZES, use_task_id=True)
     ),
@@ -67,17 +85,55 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Ernie4_5_Moe": lambda: transformers.Ernie4_5_MoeForCausalLM(
         transformers.Ernie4_5_MoeConfig(**DECODER, **ERNIE_MOE)
     ),
+    "Glm4Moe": lambda: transformers.Glm4MoeForCausalLM(
+        transformers.Glm4MoeConfig(**DECODER, **GLM, routed_scaling_factor=1.5)
+    ),
+    "Granite": lambda: transformers.GraniteForCausalLM(transformers.GraniteConfig(**DECODER, **GRANITE)),
     "Llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**DECODER, head_dim=12, attention_bias=True, mlp_bias=True)
     ),
     "Mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=None)),
     "Mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4)),
+    "Olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**DECODER, head_dim=12)),
     "Qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER)),
     "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=12)),
+    "Qwen2Moe": lambda: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(**{**DECODER, **QWEN, "norm_topk_prob": False}, shared_expert_intermediate_size=24)
+    ),
+    "Qwen2Moe with dense layers": lambda: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
+            **{**DECODER, **QWEN, "num_hidden_layers": 6},
+            **{"shared_expert_intermediate_size": 24, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+        )
+    ),
+    "Ernie4_5_Moe with every second": lambda: transformers.Ernie4_5_MoeForCausalLM(
+        transformers.Ernie4_5_MoeConfig(
+            **{**DECODER, **ERNIE_MOE, "num_hidden_layers": 5}, moe_layer_interval=2, moe_layer_end_index=3
+        )
+    ),
+    "Olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**{**DECODER, "intermediate_size": 16}, num_experts=4, num_experts_per_tok=2)
+    ),
+    "GraniteMoe": lambda: transformers.GraniteMoeForCausalLM(
+        transformers.GraniteMoeConfig(
+            **{**DECODER, "intermediate_size": 16},
+            num_local_experts=4,
+            **{"attention_multiplier": 0.3, "embedding_multiplier": 2.5, "residual_multiplier": 0.7},
+            logits_scaling=1.5,
+        )
+    ),
     "Qwen3Moe": lambda: transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**DECODER, **QWEN, head_dim=12, mlp_only_layers=[0])
     ),
 }
+UNUSUAL = {
+    "Mixtral top-1": ("Mixtral", {"num_experts_per_tok": 1}),
+    "Qwen3Moe unnormalized": ("Qwen3Moe", {"norm_topk_prob": False}),
+    "Qwen3Moe top-1": ("Qwen3Moe", {"num_experts_per_tok": 1}),
+    "Qwen3Moe top-1 unnormalized": ("Qwen3Moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "Ernie4_5_Moe top-1": ("Ernie4_5_Moe", {"moe_k": 1}),
+}
+"""The weights of another class, with another way to use them."""
 DECODERS = [name for name in MODELS if not name.startswith("ErnieFor")]
 
 
@@ -244,7 +300,7 @@ LAYOUTS = {
     "ep 2": (2, ["--ep-degree", "2"]),
     "mp 2, sharding 2": (4, ["--mp-degree", "2", "--sequence-parallel", "--sharding-stage", "2"]),
 }
-DENSE = frozenset(MODELS) - {"Ernie4_5_Moe", "Mixtral", "Qwen3Moe"}
+DENSE = frozenset(name for name in MODELS if "moe" not in name.lower()) - {"DeepseekV2", "DeepseekV3", "Mixtral"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -259,6 +315,17 @@ def test_logits_on_every_layout(name: str, layout: str, folders: dict[str, Path]
     assert float((words - their_words).abs().max()) <= 1e-5
     if their_order is not None:
         assert float((order - their_order).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_logits_of_routing_that_config_json_chooses(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    source, setting = UNUSUAL[name]
+    folder = tmp_path / "model"
+    shutil.copytree(folders[source], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | setting))
+    words = run_ranks(1, _logits, "moe", ["--load-hf", str(folder)], group=False)[0][0]
+    assert float((words - _expected(source, folder)[0]).abs().max()) <= 1e-5
 
 
 def _masters(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> dict[str, Tensor]:
@@ -412,23 +479,30 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path
 @pytest.mark.parametrize(
     ("name", "setting", "message"),
     [
-        ("Qwen3Moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
-        ("Qwen3Moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
+        ("Qwen3Moe", {"mlp_only_layers": [0, 1]}, r"mlp_only_layers is \[0, 1\], but at least one layer"),
+        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("GraniteMoe", {"attention_bias": True}, "attention_bias is True"),
         ("Mixtral", {"sliding_window": 8}, "sliding_window is 8"),
-        ("Mixtral", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn.*, but only the default type"),
-        ("Mixtral", {"num_experts_per_tok": 1}, "top-1 routing"),
-        ("Mixtral", {"architectures": ["GemmaForCausalLM"]}, "supported are Ernie"),
-        ("Ernie4_5_Moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
+        (
+            "Mixtral",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling is .*type dynamic is not supported",
+        ),
+        ("Mixtral", {"architectures": ["GemmaForCausalLM"]}, "supported are DeepseekV2"),
+        ("Ernie4_5_Moe", {"moe_layer_interval": 3}, "moe_layer_start_index is 1, but at least one layer"),
         ("Llama", {"mlp_bias": False}, "attention_bias is True, but biases here are in all linear layers"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
-            "llama3.*, but only the default type",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}},
+            "type longrope is not supported; types are default, linear, llama3, yarn",
         ),
         ("Mistral", {"sliding_window": 8}, "sliding_window is 8"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
         ("Qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is"),
         ("Qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("Granite", {"logits_scaling": 0}, "logits_scaling is 0, where a number above 0 is needed"),
+        ("Olmo2", {"attention_bias": True}, "attention_bias is True"),
+        ("Olmo2", {"architectures": ["Olmo3ForCausalLM"]}, "architectures is .*Olmo3ForCausalLM.*; supported are"),
         ("ErnieForMaskedLM", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
     ],
 )

@@ -1,0 +1,104 @@
+"""Folders of the DeepSeek family: their keys, what is refused, and blocks of multi-token prediction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megapar.arguments import parse
+from megapar.errors import ConfigError
+from megapar.model.hugging_face.save import config_of
+from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
+from tests.training.checkpoints.test_convert import MODELS, SIZES, _tensors
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each class, in one file."""
+    root = tmp_path_factory.mktemp("deepseek")
+    torch.manual_seed(0)
+    for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe"):
+        MODELS[name]().save_pretrained(root / name)
+    return {path.name: path for path in root.iterdir()}
+
+
+def changed(folder: Path, other: Path, **settings: Any) -> Path:
+    """The folder with other keys in config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config | settings), encoding="utf-8")
+    (other / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    return other
+
+
+def test_blocks_of_multi_token_prediction_are_carried_along(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The class does not build them. Names are those of DeepSeek-V3's index."""
+    folder = changed(folders["DeepseekV3"], tmp_path / "model", num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    block, H, last = f"model.layers.{SIZES['num_hidden_layers']}", SIZES["hidden_size"], "model.layers.1"
+    more = {f"{block}{name.removeprefix(last)}": t.clone() for name, t in tensors.items() if name.startswith(last)}
+    more |= {f"{block}.{name}.weight": torch.randn(H) for name in ("enorm", "hnorm", "shared_head.norm")}
+    more |= {f"{block}.eh_proj.weight": torch.randn(H, 2 * H)}
+    more |= {f"{block}.{name}.weight": torch.randn(67, H) for name in ("embed_tokens", "shared_head.head")}
+    (folder / "model.safetensors").unlink()
+    save_file({**tensors, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+    done = hf_to_megapar(folder, tmp_path / "made")
+    assert set(done.carried) == set(more)
+    assert published(folder)[1].mtp_depth == 0
+    megapar_to_hf(tmp_path / "made", tmp_path / "back")
+    assert _tensors(tmp_path / "back") == _tensors(folder)
+    assert (tmp_path / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_kimi_has_another_model_type(folders: dict[str, Path], tmp_path: Path) -> None:
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    folder = changed(folders["DeepseekV3"], tmp_path / "model", model_type="kimi_k2", auto_map=code)
+    assert published(folder)[1] == published(folders["DeepseekV3"])[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("DeepseekV3", {"attention_bias": True}, "attention_bias is True"),
+        ("DeepseekV3", {"rope_interleave": False}, "rope_interleave is False"),
+        (
+            "DeepseekV3",
+            {"num_key_value_heads": 2},
+            "num_key_value_heads is 2, but each of the 4 heads has its own keys",
+        ),
+        ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("DeepseekV3", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("DeepseekV2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("DeepseekV2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+    ],
+)
+def test_what_the_layer_cannot_be_is_refused(
+    name: str, settings: dict[str, Any], said: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = changed(folders[name], tmp_path / "model", **settings)
+    with pytest.raises(ConfigError, match=said):
+        parse("moe", ["--load-hf", str(folder), "--data-path", "mock"], {})
+
+
+@pytest.mark.parametrize(("name", "groups"), [("DeepseekV3", (3, 2, 2)), ("Glm4Moe", (1, 1, 0))])
+def test_groups_of_experts(name: str, groups: tuple[int, int, int], folders: dict[str, Path]) -> None:
+    moe = published(folders[name])[1].moe
+    assert (moe.groups, moe.group_topk, moe.group_score_topk) == groups
+    assert moe.score == "sigmoid"
+
+
+def test_what_is_written_is_read_as_the_same_class(folders: dict[str, Path]) -> None:
+    for name, folder in folders.items():
+        architecture, sizes = published(folder)
+        config = config_of(architecture, sizes, torch.float32)
+        theirs = transformers.AutoConfig.from_pretrained(folder).to_dict()
+        for key, value in config.items():
+            if key not in ("architectures", "dtype", "initializer_range", "num_nextn_predict_layers"):
+                assert theirs.get(key, value) == value, (name, key)
