@@ -25,6 +25,12 @@ ERNIE3 += " --task-type-vocab-size 5"
 PIPED_EXPERTS = f"{UNEVEN} --pp-degree 2 --gradient-merge-acc-step 4"
 PIPED = f"{DENSE} --num-layers 8 --gradient-merge-acc-step 8 --pp-degree"
 
+LATENT = "--multi-latent-attention --qk-head-dim 24 --qk-pos-emb-head-dim 16 --v-head-dim 24"
+LATENT += " --q-lora-rank 48 --kv-lora-rank 32"
+LATENT_DENSE = f"{SMALL} --num-experts 0 {LATENT}"
+LATENT_BLOCKS = f"{LATENT_DENSE} --cp-degree 2 --mla-cp-exchange latent --context-parallel-algo"
+LATENT_SLICES = f"{EVEN} --ampipe-degree".replace("--num-query-groups 2", LATENT)
+
 
 class Run(NamedTuple):
     """A run, traced as its last rank; ``counts`` is the allowed number of waits per step for rows per expert."""
@@ -36,6 +42,8 @@ class Run(NamedTuple):
     counts: int = 0
 
 
+OLMO2 = "--qk-norm --qk-norm-scope width --norm-placement output"
+MULTIPLIED = "--embedding-multiplier 12 --residual-multiplier 0.22 --softmax-scale 0.1 --logits-scaling 8"
 MP8 = f"{DENSE} --num-attention-heads 8 --num-query-groups 8 --mp-degree 8"
 RECIPE = "--config configs/ernie-4.5-21b-a3b.yaml --data-path mock --device cuda --num-layers 3 --eval-interval 0"
 RECIPE += " --gradient-merge-acc-step 2 --global-batch-size 32"
@@ -44,6 +52,9 @@ RUNS = (
     Run("dense", "moe", 1, DENSE),
     Run("dense, fp16", "moe", 1, f"{DENSE} --fp16".replace("--bf16 ", "")),
     Run("dense, norms of queries and keys", "moe", 1, f"{DENSE} --qk-norm"),
+    Run("dense, norms of OLMo 2", "moe", 1, f"{DENSE} {OLMO2}"),
+    Run("dense, norms of OLMo 2, mp 8", "moe", 8, f"{MP8} {OLMO2}"),
+    Run("dense, multipliers", "moe", 1, f"{DENSE} {MULTIPLIED}"),
     Run("dense, sharding 2", "moe", 2, DENSE),
     Run("dense, sharding 24, rows of odd lengths", "moe", 24, f"{DENSE} --hidden-size 2560"),
     Run("dense, cuDNN", "moe", 1, f"{DENSE} --attention-backend cudnn"),
@@ -97,6 +108,15 @@ RUNS = (
     Run("pipeline, zero bubble", "moe", 4, f"{PIPED} 4 --use-nanopipe"),
     Run("pipeline, experts", "moe", 4, PIPED_EXPERTS, counts=4),
     Run("pipeline, experts, zero bubble", "moe", 4, f"{PIPED_EXPERTS} --use-nanopipe", counts=4),
+    Run("latent attention, experts, slices 2", "moe", 2, f"{LATENT_SLICES} 2", counts=4),
+    Run("latent attention, mp 2", "moe", 2, f"{LATENT_DENSE} --mp-degree 2"),
+    Run("latent attention, mp 2, sequence parallel", "moe", 2, f"{LATENT_DENSE} --mp-degree 2 --sequence-parallel"),
+    Run("latent attention, cp 2", "moe", 2, f"{LATENT_DENSE} --cp-degree 2"),
+    Run("latent attention, cp 2, keys and values", "moe", 2, f"{LATENT_DENSE} --cp-degree 2 --mla-cp-exchange kv"),
+    Run("latent attention, cp 2, heads", "moe", 2, f"{LATENT_BLOCKS} ulysses_cp_algo"),
+    Run("latent attention, cp 2, gathered", "moe", 2, f"{LATENT_BLOCKS} allgather_cp_algo"),
+    Run("latent attention, slices 2, cp 2", "moe", 2, f"{LATENT_SLICES} 2 --cp-degree 2", counts=4),
+    Run("latent attention, stage 3", "moe", 2, f"{LATENT_DENSE} --sharding-stage 3"),
     Run("stage 2", "moe", 4, f"{UNEVEN} --sharding-stage 2", counts=2),
     Run("stage 3", "moe", 2, f"{DENSE} --sharding-stage 3"),
     Run("stage 3, experts", "moe", 4, f"{UNEVEN} --sharding-stage 3", counts=2),
@@ -115,6 +135,10 @@ DENSE_4096 += " --ffn-hidden-size 14336"
 ERNIE_21B = f"{COMMON} --num-experts 64 --moe-router-topk 6 --moe-shared-experts 2 --moe-ffn-hidden-size 1536"
 ERNIE_21B += " --first-k-dense 0 --hidden-size 2560 --num-attention-heads 20 --num-query-groups 4 --seq-length 4096"
 ERNIE_21B += " --vocab-size 103424 --micro-batch-size 2 --global-batch-size 16 --ep-degree 8 --sharding-degree 8"
+DEEPSEEK = "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64"
+DEEPSEEK += " --v-head-dim 128"
+DEEPSEEK_DENSE = f"{COMMON} {BATCH} --num-experts 0 --hidden-size 7168 --num-attention-heads 128"
+DEEPSEEK_DENSE += f" --ffn-hidden-size 18432 {DEEPSEEK}"
 ENCODER = f"{COMMON} --hidden-size 2048 --num-attention-heads 16 --seq-length 512 --vocab-size 40000"
 ENCODER += " --micro-batch-size 16 --global-batch-size 16"
 
@@ -127,6 +151,7 @@ LAYERS = (
     Run("experts, dropless, compiled", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe --compile on"),
     Run("experts, capacity", "moe", 8, f"{ERNIE_21B} --moe-model-type deepspeed_moe"),
     Run("slices 2", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe --ampipe-degree 2"),
+    Run("latent attention", "moe", 1, DEEPSEEK_DENSE),
     Run("encoder", "ernie", 1, ENCODER),
 )
 
@@ -367,6 +392,30 @@ BUDGETS: tuple[Row, ...] = (
     Row(
         "encoder", "*", "*", "kernels", 47, "45: 38 for the layer, 7 for its share of gradients, norm, update and cast"
     ),
+    Row(
+        "latent attention", "*", "*", "kernels", 112, "110: 79 for the layer, 31 for its share of norm, update and cast"
+    ),
+    Row(
+        "latent attention",
+        "*",
+        "*",
+        "products",
+        19,
+        "six weights: one product forward, two backward; keys and values again",
+    ),
+    Row("latent attention", "mm", "*.remaker.*", "kernels", 1, "one product makes keys and values again"),
+    Row("latent attention", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
+    Row("latent attention", "*", "*", "megabytes", 29400, "28,580, including 15,170 for norm, update and cast"),
+    Row(
+        "latent attention",
+        "*",
+        "*JoinHeads.forward",
+        "megabytes",
+        2830,
+        "2,750: keys and values are written twice, once for the backward",
+    ),
+    Row("latent attention", "*", "*JoinHeads.backward", "megabytes", 1250, "1,210: one pass, and the rotary key's sum"),
+    Row("latent attention", "*", "*turn*", "megabytes", 3100, "2,980: one pass of the rotated features in fp32"),
     Row("encoder", "*", "*", "products", 12, "four weights: one product forward, two backward"),
     Row("encoder", "*", "*", "rows", 6226, "all tokens of the micro-batch; 1,966 of its 8,192 positions are padding"),
     Row("encoder", "*", "*", "megabytes", 3120, "3,020: none for padding"),

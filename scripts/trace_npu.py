@@ -36,16 +36,27 @@ COMMON = "--data-path mock --device npu --num-layers 2 --hidden-size 64 --num-at
 COMMON += " --micro-batch-size 2 --seq-length 64 --train-iters 1 --eval-interval 0"
 MOE = f"{COMMON} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 64 --first-k-dense 1"
 SLICES = f"{MOE} --moe-model-type deepspeed_moe --moe-router-topk 2 --ep-degree 2 --ampipe-degree 2"
+LATENT = "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 24 --qk-pos-emb-head-dim 16"
+LATENT_MOE = MOE.replace("--num-query-groups 2", f"{LATENT} --v-head-dim 24")
+LATENT_MP = f"{LATENT_MOE} --mp-degree 2 --sequence-parallel --reset-attention-mask"
 # (name, model, world size, flags)
 RUNS = (
     ("ERNIE", "ernie", 1, COMMON),
     ("ERNIE, dropout, mp 2, sharding 2", "ernie", 4, f"{COMMON} --mp-degree 2 --sequence-parallel"),
     ("MoE decoder", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
+    (
+        "MoE decoder, norms of OLMo 2, mp 2",
+        "moe",
+        2,
+        f"{MOE} --qk-norm --qk-norm-scope width --norm-placement output --mp-degree 2",
+    ),
     ("MoE decoder, norms of queries and keys", "moe", 1, f"{MOE} --qk-norm"),
     ("MoE decoder, offloaded optimizer", "moe", 2, f"{MOE} --sharding-degree 2 --optimizer-offload"),
     ("MoE decoder, documents, fp16", "moe", 1, f"{MOE} --reset-attention-mask --reset-position-ids --fp16"),
     ("MoE decoder, ep 2, slices", "moe", 2, SLICES),
     ("MoE decoder, slices of documents", "moe", 2, f"{SLICES} --reset-attention-mask"),
+    ("MoE decoder, latent attention", "moe", 1, LATENT_MOE),
+    ("MoE decoder, latent attention, documents, mp 2", "moe", 2, LATENT_MP),
     ("MoE decoder, ring cp 2, recompute", "moe", 2, f"{MOE} --cp-degree 2 --recompute-interval 1 --recompute-offload"),
     ("MoE decoder, zero-bubble pp 2", "moe", 2, f"{MOE} --pp-degree 2 --gradient-merge-acc-step 4 --use-nanopipe"),
 )  # fmt: skip

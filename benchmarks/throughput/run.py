@@ -232,9 +232,9 @@ class Race:
                 python = options.deepspeed_python
                 yield kind, [self._rank(n, kind, "deepspeed_rank", common, python) for n in numbers]
                 continue
-            experts = ["--experts", options.experts] if "moe_k" in self._shape.config else []
+            experts = ["--experts", options.experts] if self._shape.experts else []
             yield kind, [self._rank(n, kind, "peer_rank", [*common, "--kind", kind, *experts]) for n in numbers]
-        if not options.no_limit and options.ranks == 1:  # its kernels have all cores
+        if not options.no_limit and options.ranks == 1 and not self._shape.latent:  # its kernels have all cores
             yield LIMIT, [Rank([sys.executable, "-m", f"{HERE}.limit_rank", *common], self._place(0))]
 
     def _rank(self, number: int, name: str, module: str, argv: Sequence[str], python: str = sys.executable) -> Rank:

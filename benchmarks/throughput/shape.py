@@ -24,6 +24,16 @@ class Shape:
     flags: tuple[str, ...] = field(default=())
 
     @property
+    def experts(self) -> bool:
+        """The published class has experts, of which transformers has several implementations."""
+        return "moe_k" in self.config or self.latent
+
+    @property
+    def latent(self) -> bool:
+        """Attention is latent, which the sum of kernels does not know."""
+        return "kv_lora_rank" in self.config
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
         return self.micro_batch * self.seq_length
@@ -62,6 +72,22 @@ def _moe(decoder: Mapping[str, Any], experts: int, topk: int, width: int, micro_
     return Shape("moe", "Ernie4_5_MoeForCausalLM", "Ernie4_5_MoeConfig", config, length, micro_batch, flags)
 
 
+def _mla(
+    decoder: Mapping[str, Any], experts: int, topk: int, width: int, ranks: tuple[int, int], heads: tuple[int, int, int]
+) -> Shape:
+    """A decoder of the DeepSeek-V3 class. ranks: of queries and of keys and values; heads: plain, rotated, values."""
+    config = {
+        **{**decoder, "intermediate_size": 4 * width, "moe_intermediate_size": width, "n_routed_experts": experts},
+        **{"num_experts_per_tok": topk, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2},
+        **{"topk_group": 1, "q_lora_rank": ranks[0], "kv_lora_rank": ranks[1], "attention_bias": False},
+        **dict(zip(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), heads, strict=True)),
+    }
+    del config["use_bias"]
+    length = decoder["max_position_embeddings"]
+    flags = (*_DROPOUT_FLAGS, *_ROUTER_FLAGS)
+    return Shape("moe", "DeepseekV3ForCausalLM", "DeepseekV3Config", config, length, 2, flags)
+
+
 def _dense(decoder: Mapping[str, Any], width: int, micro_batch: int) -> Shape:
     config = {
         **decoder,
@@ -75,6 +101,7 @@ def _dense(decoder: Mapping[str, Any], width: int, micro_batch: int) -> Shape:
 SHAPES: Mapping[str, Mapping[str, Shape]] = {
     "cpu": {
         "ernie": _ernie(12, 768, 12, 512, 4),
+        "mla": _mla(_decoder(8, 512, 8, 8, 1024, 32000), 8, 2, 512, (192, 128), (64, 32, 64)),
         "moe": _moe(_decoder(8, 512, 8, 4, 1024, 32000), 8, 2, 512, 2),
     },
     # About 1.5 B parameters, and 3 B of which 1 B act on a token.
@@ -88,6 +115,7 @@ SHAPES: Mapping[str, Mapping[str, Shape]] = {
 TINY: Mapping[str, Shape] = {
     "tiny-dense": _dense(_decoder(2, 64, 4, 2, 64, 512), 96, 2),
     "tiny-ernie": replace(_ernie(2, 64, 4, 64, 2), config={**_ernie(2, 64, 4, 64, 2).config, "vocab_size": 512}),
+    "tiny-mla": _mla(_decoder(2, 64, 4, 4, 64, 512), 4, 2, 48, (24, 16), (16, 8, 16)),
     "tiny-moe": _moe(_decoder(2, 64, 4, 2, 64, 512), 4, 2, 48, 2),
 }
 
