@@ -38,6 +38,7 @@ from megapar.core.units import MEGABYTE
 from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.errors import Complaint, ConfigError
+from megapar.model.attention.latent_exchange import LATENT
 from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
 from megapar.model.initialize import fill
@@ -98,6 +99,7 @@ class Builder:
                 config.parallel.context_parallel_algo,
                 make_layout(config),
                 comm=execution.comm or CommContext(),
+                latents=config.parallel.mla_cp_exchange == LATENT,
             ),
             "rank_layers": rank_layers,
             "dtype": dtype,

@@ -67,6 +67,7 @@ class Converted:
         bytes: Size of the weights in bytes.
         carried: Tensors that the model has no place for, copied as they are.
         tokenizer: True if the folder has a tokenizer.
+        in_fp8: Tensors that were stored in FP8 and are now dequantized.
         drops_tokens: True if the run dropped tokens over the capacity, which the exported model does not.
     """
 
@@ -77,6 +78,7 @@ class Converted:
     carried: tuple[str, ...]
     tokenizer: bool
     drops_tokens: bool = False
+    in_fp8: int = 0
 
 
 def _refuse_foreign(source: Path) -> None:
@@ -156,7 +158,8 @@ def _write_checkpoint(
     write_bytes(folder / FILE_NAME, layout.to_bytes())
     folders.publish(aside, 0)
     has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)
-    return Converted(out, architecture, len(rows), file.size, tuple(foreign), has_tokenizer)
+    carried = tuple(foreign)
+    return Converted(out, architecture, len(rows), file.size, carried, has_tokenizer, in_fp8=weights.in_fp8)
 
 
 def _write_beside(
@@ -263,8 +266,8 @@ def _write_hf(
     carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).exists() else None
     stored = {name: DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
     plans: list[TensorPlan] = []
-    for name, (spec, piece) in pieces.items():
-        own = torch.float32 if spec.fp32 or dtype is None else dtype
+    for name, (_, piece) in pieces.items():
+        own = torch.float32 if dtype is None or architecture.is_fp32(name) else dtype
         plans.append(TensorPlan(name, stored.get(name, own) if dtype is None else own, piece.hf_shape))
     by_name = {plan.name: plan for plan in plans}
     copies = {name: architecture.tied[name] for name in facts.get("tied", ())}
@@ -281,7 +284,7 @@ def _write_hf(
         rotated = rotated_dim(architecture, spec, piece)
         for slab in piece_box(spec, piece).slabs(shard_file.BLOCK_BYTES // torch.float32.itemsize, rotated):
             part = saved.read(spec, slab)
-            yield (part if rotated is None else to_halves(part, rotated)).to(by_name[name].dtype)
+            yield (part if rotated is None else to_halves(part, rotated, spec.rotated)).to(by_name[name].dtype)
 
     total = _write_files(aside, plans, fetch, shard_bytes)
     if beside is not None:
@@ -307,6 +310,7 @@ def _write_config(
     exists = path.exists()
     config = json.loads(path.read_text(encoding="utf-8")) if exists else dict(own)
     before = dict(config)
+    config.pop("quantization_config", None)  # weights that were in FP8 are written in bf16
     if saved.trained:
         config |= architecture.retrained(config, spec_of(saved.sizes).published.settings(saved.sizes))
         if architecture.name not in (config.get("architectures") or []):

@@ -63,12 +63,21 @@ def save_hf(
         tokenizer: None if the run has none.
         dtype: dtype of the weights.
         architecture: Class of the published folder that the run started from. None without one.
-        published: config.json of that folder.
+        published: config.json of that folder, whose keys remain unless the run changed what they set.
     """
     tensors = _whole(job)
     if job.world.rank == 0:
         ids, beside = token_ids(tokenizer, published), None if tokenizer is None else tokenizer.save_hf
-        hf.save_hf(folder, job.sizes, tensors, dtype, token_ids=ids, architecture=architecture, beside=beside)
+        hf.save_hf(
+            folder,
+            job.sizes,
+            tensors,
+            dtype,
+            token_ids=ids,
+            architecture=architecture,
+            published=published,
+            beside=beside,
+        )
     else:
         for _ in tensors:
             pass

@@ -49,6 +49,10 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
             weights.fill(buffers[spec.name], spec, Box.whole(spec.shape), architecture)
     job.sharding.start_param_gather()
     notes = [f"weights: {folder} ({architecture.name})"]
+    if weights.in_fp8:
+        notes.append(
+            f"{weights.in_fp8} tensors of {folder} are in FP8; they are dequantized, and never exported in FP8"
+        )
     if foreign:
         notes.append(f"{len(foreign)} tensors of {folder} have no place in the model: {some(foreign)}")
     notes += [f"{folder} has no {block.name}; training starts from its initial weights" for block in lacking]
