@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import megapar
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.trainers import flags, kind, parsed, trainer
 
@@ -36,6 +38,7 @@ RUNS = {
 # norm a step late, so that no part of a step requires a host wait.
 ALLOWED: dict[tuple[str, str], str] = {}
 WARNED = "synchronizing"
+PACKAGE = Path(megapar.__file__).parent
 
 
 def run(day: Day) -> None:
@@ -91,9 +94,9 @@ def seen() -> Iterator[Counter[str]]:
 def line_of_megapar() -> str:
     """Return the innermost line of megapar on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        _, inside, path = frame.filename.rpartition("/megapar/")
-        if inside:
-            return f"megapar/{path}:{frame.lineno} {frame.name}"
+        path = Path(frame.filename)
+        if path.is_relative_to(PACKAGE):
+            return f"megapar/{path.relative_to(PACKAGE)}:{frame.lineno} {frame.name}"
     return "somewhere else"
 
 

@@ -203,7 +203,7 @@ def test_waits_are_told_by_the_last_line_of_the_package():
     def ask():
         warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
 
-    inside = compile("\n\ndef wait(ask):\n    ask()\n", "/somewhere/megapar/core/thing.py", "exec")
+    inside = compile("\n\ndef wait(ask):\n    ask()\n", str(waits.PACKAGE / "core" / "thing.py"), "exec")
     scope: dict[str, object] = {}
     exec(inside, scope)
     with waits.seen() as found:
