@@ -11,12 +11,16 @@ from __future__ import annotations
 import collections
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import megapar
+
+PACKAGE = Path(megapar.__file__).parent
 COPIES = ("aten.copy_", "aten.index_put_", "aten._index_put_impl_")
 
 
@@ -56,7 +60,8 @@ def _where() -> str:
     """The innermost line of the package on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
-        if "/megapar/" in frame.f_code.co_filename:
-            return f"{frame.f_code.co_filename.rpartition('/megapar/')[2]}:{frame.f_lineno}"
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            return f"{path.relative_to(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "the backward"

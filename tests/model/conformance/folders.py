@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megapar.arguments import parse
@@ -61,8 +61,7 @@ def tensor_differences(source: Path, made: Path) -> list[str]:
 def _tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found |= load_file(path)
     return found
 
 

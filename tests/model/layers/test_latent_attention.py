@@ -166,7 +166,10 @@ def published_gradients(theirs: DeepseekV3Attention, sizes, y, x, upstream) -> d
 def drawn_sizes(seed: int) -> LatentAttentionSizes:
     """Random odd sizes."""
     draw = random.Random(seed)
-    odd = lambda least, most: draw.randrange(least, most, 2)  # noqa: E731
+
+    def odd(least: int, most: int) -> int:
+        return draw.randrange(least, most, 2)
+
     rotated = draw.choice((2, 4, 6))
     return latent_sizes(
         hidden_size=odd(11, 40),
