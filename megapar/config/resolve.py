@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megapar.model.attention.latent_exchange import KEYS_AND_VALUES, cheaper_exchange
+from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
 
 
@@ -115,6 +116,11 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("ffn_hidden_size", ("hidden_size", "activation"), _ffn),
     Derivation("moe_ffn_hidden_size", ("ffn_hidden_size",), lambda ffn: ffn),
     Derivation("moe_router_group_topk", ("moe_router_num_groups",), lambda groups: groups),
+    Derivation(
+        "mtp_block",
+        ("num_experts", "moe_router_score_function"),
+        lambda experts, score: LAYER_BLOCK if experts and score == "sigmoid" else DENSE_BLOCK,
+    ),
     Derivation(
         "norm_topk_prob",
         ("moe_router_pre_softmax",),

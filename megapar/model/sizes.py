@@ -114,6 +114,11 @@ class ModelSizes(ABC):
         return ()
 
     @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Numbers of all blocks with experts, in forward order: the rows of a step's load."""
+        return self.moe_layers
+
+    @property
     def expert_widths(self) -> tuple[int, ...]:
         """Distinct intermediate widths of routed experts, in ascending order."""
         return ()

@@ -187,6 +187,7 @@ class Plan:
             "vocab_size": self.config.model.vocab_size,
             "parameters": self.counts.total,
             "active_parameters": self.counts.active,
+            "training_parameters": self.run.training_parameters,
             "model_flops_per_step": self.speed.flops,
             "extra_flops_per_step": self.speed.extra_flops,
             "mfu": self.speed.mfu,

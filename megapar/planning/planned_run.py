@@ -111,6 +111,11 @@ class PlannedRun:
         """Number of parameters of the model, without blocks that only training runs."""
         return parameter_counts(self.sizes, _table(self.sizes.without_training_blocks()))
 
+    @property
+    def training_parameters(self) -> int:
+        """Number of parameters of blocks that only training runs: multi-token prediction."""
+        return sum(row.numel for row in self.table if row.trainable) - self.parameter_counts.total
+
     @cached_property
     def dtype(self) -> str:
         """Compute dtype; for ``auto``, the device's default."""

@@ -26,6 +26,8 @@ def _head(plan: Plan) -> Iterator[str]:
     counts, grid = plan.counts, plan.config.grid
     active = f", {billions(counts.active)} active per token" if counts.active != counts.total else ""
     yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
+    if more := plan.run.training_parameters:
+        yield f"multi-token prediction: {billions(more)} parameters more, in training only"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
     yield f"compiled functions: {compilation(plan.config, plan.kind.device_class.compiler)}"
     yield f"attention: {attention_kernels(plan.config, plan.kind)}"

@@ -121,6 +121,8 @@ class PublishedArchitecture:
         absent_without: More such patterns, by the key of config.json; a pattern applies if its key is false.
         fp32: Patterns of the names that its folders contain in fp32 whatever the dtype of the others.
         tied: Copies of tied tensors that some writers store, with the original of each.
+        copies: Returns, for a config.json, more tensors that its folders store twice, with the original of each.
+        shared: These tensors of one folder.
         rotary_halves: The class pairs features (i, i + D / 2) of a head for rotary positions and megapar pairs
             (2i, 2i + 1), so that the rows of queries and keys are stored in a different order.
         trained_as: Class that a model is saved as after training; "" for the same class.
@@ -141,6 +143,8 @@ class PublishedArchitecture:
     absent_without: Mapping[str, str] = field(default_factory=dict)
     fp32: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    copies: Callable[[Json], Mapping[str, str]] | None = None
+    shared: Mapping[str, str] = field(default_factory=dict)
     rotary_halves: bool = False
     trained_as: str = ""
     remark: str = ""
@@ -164,7 +168,13 @@ class PublishedArchitecture:
     def of_folder(self, config: Json) -> PublishedArchitecture:
         """Return this class as stored by a folder with this config.json."""
         absent = tuple(pattern for key, pattern in self.absent_without.items() if not config.get(key, False))
-        return replace(self, absent=(*self.absent, *absent)) if absent else self
+        found = replace(self, absent=(*self.absent, *absent)) if absent else self
+        return found if self.copies is None else replace(found, shared=self.copies(config))
+
+    @property
+    def doubled(self) -> dict[str, str]:
+        """Names of all tensors that a folder may store twice, with the original of each."""
+        return {**self.tied, **self.shared}
 
     def config(self, settings: Settings) -> dict[str, Any]:
         """Return the content of config.json for a model with these settings, its ``dtype`` as a string included."""

@@ -584,9 +584,25 @@ LATENT_SUITE: tuple[Row, ...] = (
     latent_row(2, (*EP2, *_stages(2)[2], "--ampipe-degree", "2")),
     latent_row(4, (*_cp(2, "allgather"), *MP2, *SP), BOUNDARIES),
     latent_row(2, (*_cp(2, "ulysses"), *EP2, "--ampipe-degree", "2"), DROPS),
+    latent_row(4, ("--pp-degree", "2", *ZERO_BUBBLE, *EP2), (*FOUR_LAYERS, *AHEAD), 1, 4),
+)
+# The block of multi-token prediction with latent attention and experts; that with grouped queries is in ROUTING_ROWS.
+AHEAD_ROWS: tuple[Row, ...] = (
+    latent_row(2, (*MP2, *SP), AHEAD),
+    latent_row(2, EP2, (*AHEAD, *DROPS)),
+    latent_row(2, ("--pp-degree", "2"), (*FOUR_LAYERS, *AHEAD), 1, 4),
+    *(latent_row(2, _cp(2, algorithm), (*AHEAD, *BOUNDARIES)) for algorithm in ALGORITHMS),
+    latent_row(4, (*EP2, *MP2, *SP, *_stages(2)[2]), (*AHEAD, *CLIPPED)),
+    latent_row(2, (*EP2, *_stages(2)[2], "--ampipe-degree", "2", *CROSS), (*AHEAD, *DROPS)),
+    latent_row(4, (*EP2, *MP2, *SP, "--ampipe-degree", "2", *CROSS, *HIDDEN_MP), AHEAD),
+    latent_row(2, (*EP2, *_pipe(2)), (*AHEAD, *DROPS)),
+    latent_row(2, (*MP2, *SP, *SELECTIVE), (*AHEAD, *BOUNDARIES)),
+    latent_row(2, _stages(2)[1], (*AHEAD, "--mtp-block", "dense")),
+    Row("moe", 2, (*MP2, *SP), (*AHEAD, *UNTIED, "--mtp-block", "layer")),
 )
 LATENT_ROWS: tuple[Row, ...] = (
     *LATENT_SUITE,
+    *AHEAD_ROWS,
     *(latent_row(2, (*MP2, *sp), (*NO_QUERY_RANK, *CLIPPED), 2) for sp in ((), SP)),
     latent_row(2, MP2),
     latent_row(4, (*MP4, *SP, *BLOCKING), DROPS, 2),

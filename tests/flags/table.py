@@ -152,6 +152,7 @@ MODEL = (
     Row("depth_scaled_init", True, "steps"),
     Row("use_flash_attn", False, "plan", {"dtype": "bf16"}),
     Row("mtp_depth", 1, "table"),
+    Row("mtp_block", "layer", "table", {"mtp_depth": 1}),
     Row("mtp_loss_weight", 0.1, "steps", {"mtp_depth": 1}),
     Row("multi_latent_attention", True, "table"),
     Row("q_lora_rank", 6, "table", MLA),

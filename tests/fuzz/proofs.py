@@ -72,6 +72,7 @@ PROOFS: dict[str, Proof] = {
     "yarn-frequencies": Proof("--rope-scaling-type yarn --rope-theta 1"),
     "positions": Proof("--position-embedding-type learned --seq-length 32 --max-position-embeddings 16"),
     "first-k-dense": Proof(same_as="--num-layers 4 --num-experts 0"),
+    "mtp-block-unused": Proof(idle=("mtp_block",)),
     "mtp-length": Proof(argument="a block would be trained on no token, and be saved"),
     "cp-ulysses-heads": Proof("--cp-degree 4 --context-parallel-algo ulysses_cp_algo --num-attention-heads 2", 4),
     "sequence-parallel-length": Proof("--mp-degree 2 --sequence-parallel --seq-length 15", 2),

@@ -393,6 +393,13 @@ EXPERTS = (
         wild=(1, 2),
         kinds=MOE,
     ),
+    Option(
+        name="mtp_block",
+        values=(None, "dense", "layer"),
+        when=legal.one_of("mtp_depth", 1),
+        wild=("layer", "experts"),
+        kinds=MOE,
+    ),
     Option(name="mtp_loss_weight", values=(None, 0.1, 0.0), when=legal.one_of("mtp_depth", 1), wild=(0.1,), kinds=MOE),
     Option(name="moe_router_bias_update_rate", values=(None, 0.01), when=legal.experts, wild=(0.01,), kinds=MOE),
 )

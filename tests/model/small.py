@@ -115,6 +115,11 @@ VARIETIES = {
         moe_widths=(16, 8),
         moe=replace(MOE.moe, score="sigmoid", groups=2, group_topk=1, scaling=2.0, sequence_aux=True, orthogonal=True),
     ),
+    "published multi-token prediction": replace(
+        *(LATENT,),
+        **{"num_layers": 3, "first_k_dense": 1, "mtp_depth": 1, "mtp_block": "layer", "tie_embeddings": False},
+        moe=MoeSizes(32, 16, 4, 2, shared_experts=1, score="sigmoid", sequence_aux=True),
+    ),
     "ernie": ERNIE,
     "ernie without sentence order": replace(ERNIE, sop=False),
 }

@@ -49,8 +49,8 @@ SIZES: Mapping[str, ModelSizes] = {
     "DeepseekV2ForCausalLM": replace(
         LATENT, **LEADING, moe=replace(GROUPED, group_score_topk=1, norm_topk_prob="off", shared_experts=2)
     ),
-    "DeepseekV3ForCausalLM": replace(LATENT, **LEADING, moe=SIGMOID),
-    "Glm4MoeForCausalLM": replace(MOE, rotary_percent=0.5, add_qkv_bias=True, moe=SIGMOID),
+    "DeepseekV3ForCausalLM": replace(LATENT, **LEADING, moe=SIGMOID, mtp_depth=1, mtp_block="layer"),
+    "Glm4MoeForCausalLM": replace(MOE, rotary_percent=0.5, add_qkv_bias=True, moe=SIGMOID, mtp_block="layer"),
     "ErnieForPreTraining": replace(ERNIE, hidden_dropout=0.1),
     "ErnieForMaskedLM": replace(ERNIE, sop=False, type_vocab_size=2),
 }

@@ -127,6 +127,7 @@ def test_what_is_assumed_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "ASSUMED, megapar does not run this: dualpipe" in said
     assert "671" in said.splitlines()[0]
+    assert said.splitlines()[1] == "multi-token prediction: 11.61 B parameters more, in training only"
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,7 @@ def test_parameters_are_counted_as_validate_only_and_papers_count_them(
 def test_the_norms_of_latent_attention_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--config", str(CONFIGS / "deepseek-v3.yaml"))
     assert found["parameters"] == 671_026_404_352  # as transformers' DeepseekV3ForCausalLM of the published config.json
+    assert found["training_parameters"] == 11_610_067_968  # of layer 61, without its copies of embedding and head
 
 
 LATENT = ("--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "32", "--qk-head-dim", "16")

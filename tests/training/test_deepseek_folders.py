@@ -12,9 +12,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megapar.arguments import parse
-from megapar.errors import ConfigError
-from megapar.model.hugging_face.save import config_of
+from megapar.errors import CheckpointError, ConfigError
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.hugging_face.save import config_of, save_hf
 from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
+from tests.model.small import build, named_tensors
 from tests.training.checkpoints.test_convert import MODELS, SIZES, _tensors
 
 
@@ -37,23 +39,74 @@ def changed(folder: Path, other: Path, **settings: Any) -> Path:
     return other
 
 
-def test_blocks_of_multi_token_prediction_are_carried_along(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The class does not build them. Names are those of DeepSeek-V3's index."""
-    folder = changed(folders["DeepseekV3"], tmp_path / "model", num_nextn_predict_layers=1)
-    tensors = load_file(folder / "model.safetensors")
+COPIES = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+
+
+def with_block(folder: Path, other: Path, blocks: int = 1, stale: str = "") -> tuple[Path, set[str]]:
+    """The folder with a block of multi-token prediction, whose names are those of DeepSeek-V3's index, and these names.
+
+    blocks: what config.json counts. stale: a copy that differs from its original.
+    """
+    made = changed(folder, other, num_nextn_predict_layers=blocks)
+    tensors = load_file(made / "model.safetensors")
     block, H, last = f"model.layers.{SIZES['num_hidden_layers']}", SIZES["hidden_size"], "model.layers.1"
     more = {f"{block}{name.removeprefix(last)}": t.clone() for name, t in tensors.items() if name.startswith(last)}
     more |= {f"{block}.{name}.weight": torch.randn(H) for name in ("enorm", "hnorm", "shared_head.norm")}
     more |= {f"{block}.eh_proj.weight": torch.randn(H, 2 * H)}
-    more |= {f"{block}.{name}.weight": torch.randn(67, H) for name in ("embed_tokens", "shared_head.head")}
-    (folder / "model.safetensors").unlink()
-    save_file({**tensors, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+    for copy, original in COPIES.items():
+        more[f"{block}.{copy}.weight"] = tensors[f"{original}.weight"] + (copy == stale)
+    (made / "model.safetensors").unlink()
+    save_file({**tensors, **more}, made / "model.safetensors", metadata={"format": "pt"})
+    return made, set(more)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe"])
+def test_the_block_of_multi_token_prediction_is_read_and_written(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, _ = with_block(folders[name], tmp_path / "model")
     done = hf_to_megapar(folder, tmp_path / "made")
-    assert set(done.carried) == set(more)
-    assert published(folder)[1].mtp_depth == 0
+    assert done.carried == ()
+    sizes = published(folder)[1]
+    assert isinstance(sizes, DecoderSizes)
+    assert (sizes.mtp_depth, sizes.mtp_block) == (1, "layer")
     megapar_to_hf(tmp_path / "made", tmp_path / "back")
     assert _tensors(tmp_path / "back") == _tensors(folder)
     assert (tmp_path / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_a_block_that_config_json_does_not_count_is_carried_along(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, names = with_block(folders["DeepseekV3"], tmp_path / "model", blocks=0, stale="embed_tokens")
+    assert set(hf_to_megapar(folder, tmp_path / "made").carried) == names
+    megapar_to_hf(tmp_path / "made", tmp_path / "back")
+    assert _tensors(tmp_path / "back") == _tensors(folder)
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_that_differs_is_refused(copy: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, _ = with_block(folders["DeepseekV3"], tmp_path / "model", stale=copy)
+    with pytest.raises(CheckpointError, match=rf"{copy}.weight differs from {COPIES[copy]}.weight, with which"):
+        hf_to_megapar(folder, tmp_path / "made")
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe"])
+def test_an_export_has_the_tensors_of_the_published_folder(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """A model of its own, without a published folder: names, shapes and copies are those of one with a block."""
+    folder, _ = with_block(folders[name], tmp_path / "model")
+    sizes = published(folder)[1]
+    assert isinstance(sizes, DecoderSizes)
+    model = build(sizes)
+    save_hf(tmp_path / "out", sizes, named_tensors(model), torch.float32)
+    written, wanted = (load_file(one / "model.safetensors") for one in (tmp_path / "out", folder))
+    assert {key: value.shape for key, value in written.items()} == {key: value.shape for key, value in wanted.items()}
+    block = f"model.layers.{SIZES['num_hidden_layers']}"
+    for copy, original in COPIES.items():
+        assert torch.equal(written[f"{block}.{copy}.weight"], written[f"{original}.weight"])
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["num_nextn_predict_layers"] == 1
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(key.startswith(f"{block}.") for key in info["unexpected_keys"]), "the class does not build the block"
 
 
 def test_kimi_has_another_model_type(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ CANNOT = {
     "--qk-norm --position-embedding-type learned": "position_embedding_type learned",
     "--qk-norm --activation gelu": "activation gelu",
     "--qk-norm --mtp-depth 1": "--finetune --mtp-depth 0",
+    "--mtp-depth 1 --mtp-block layer": "mtp_block layer",
+    "--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1 --mtp-block dense": "mtp_block dense",
     "--moe-router-score-function sigmoid": "has shared experts (moe_shared_experts 0",
     "--num-layers 2 --moe-layer-ffn-hidden-sizes 16 8": "moe_layer_ffn_hidden_sizes 16 8",
     "--num-experts 0 --qk-norm --add-qkv-bias": "qk_norm on",
@@ -135,6 +137,36 @@ def test_without_its_prediction_block_a_model_with_norms_goes_out(tmp_path: Path
     run(f"--qk-norm --mtp-depth 1 --save {tmp_path}/runs", tmp_path)
     run(f"--qk-norm --mtp-depth 0 --load {tmp_path}/runs --finetune --save-hf {tmp_path}/out", tmp_path, iterations=0)
     assert logits(tmp_path / "out").shape == (2, 16, 67)
+
+
+def test_the_published_prediction_block_is_trained_from_its_folder_and_goes_out(tmp_path: Path) -> None:
+    """With its copies of embedding and head; or it is left out."""
+    glm = "--moe-router-score-function sigmoid --moe-shared-experts 1 --untie-embeddings-and-output-weights"
+    folders = {name: tmp_path / name for name in ("own", "out", "converted", "bare")}
+    run(f"{glm} --mtp-depth 1 --save-hf {folders['own']}", tmp_path)
+    rate = "--moe-router-bias-update-rate 0.01"
+    run(f"--load-hf {folders['own']} {rate} --save {tmp_path}/runs --save-hf {folders['out']}", tmp_path)
+    megapar_to_hf(tmp_path / "runs", folders["converted"])
+    run(f"--load-hf {folders['own']} --mtp-depth 0 --save-hf {folders['bare']}", tmp_path)
+    own, out, converted, bare = (load_file(folder / "model.safetensors") for folder in folders.values())
+    assert own.keys() == out.keys() == converted.keys()
+    assert all(torch.equal(out[name], converted[name]) for name in out)
+    block, bias = "model.layers.2", "mlp.gate.e_score_correction_bias"
+    for part in (
+        "eh_proj.weight",
+        "shared_head.norm.weight",
+        "mlp.gate.weight",
+        "mlp.shared_experts.up_proj.weight",
+        bias,
+    ):
+        assert not torch.equal(own[f"{block}.{part}"], out[f"{block}.{part}"]), part
+    for part, original in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        assert torch.equal(out[f"{block}.{part}.weight"], out[f"{original}.weight"])
+    assert bare.keys() == {name for name in own if not name.startswith(f"{block}.")}
+    counted = [
+        json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] for folder in folders.values()
+    ]
+    assert counted == [1, 1, 1, 0]
 
 
 def test_a_moved_correction_bias_goes_out_where_the_class_has_one(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class DecoderCost(ModelCost):
             *operators.vocabulary(view.tokens, self.sizes.vocab_size, replicated=not view.splits_sequence),
         )
         if self.sizes.mtp_depth:  # one more block and head, after a projection of two concatenated inputs
-            block = self._layer(None, view.recomputed(None))
+            block = self._layer(self.sizes.moe_at(self.sizes.num_layers), view.recomputed(None))
             head = (*head, self._join(), *block.operators, *head)
         return UnitCost("head", head, x)
 

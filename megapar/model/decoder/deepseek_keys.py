@@ -6,13 +6,13 @@ Standard library only. Tested in ``tests/training/test_deepseek_folders.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from megapar.model.decoder.keys import NORM_TOPK_PROB, moe_layers, shared_width
+from megapar.model.decoder.keys import MTP, NORM_TOPK_PROB, moe_layers, shared_width
 from megapar.model.decoder.rope_keys import rope_settings
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
-    OPTIONAL_COUNT,
     OPTIONAL_PROBABILITY,
     OPTIONAL_SIZE,
     POSITIVE,
@@ -136,5 +136,21 @@ SOFTMAX_ROUTING = (
     Setting("topk_method", text, from_flags=_method, refused=_greedy),
     Setting("norm_topk_prob", true_or_false, only=False),
 )
-# The class does not build blocks of multi-token prediction: their tensors are carried along.
-CARRIED_MTP = Setting("num_nextn_predict_layers", OPTIONAL_COUNT, from_flags=lambda settings: 0)
+# The class of transformers assumes a block if the key is missing, which a new folder therefore always has.
+NEXT_LAYERS = (
+    replace(MTP, written=False),
+    Setting(MTP.name, MTP.legal, from_flags=lambda settings: settings["mtp_depth"]),
+)
+
+
+def block_copies(config: Json) -> dict[str, str]:
+    """Return the copies of embedding and head that a folder stores with its multi-token prediction block.
+
+    The block is the layer after the last one. Returns an empty dictionary for a folder without it.
+    """
+    layers, blocks = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    if not (isinstance(layers, int) and blocks):
+        return {}
+    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings") else "lm_head.weight"
+    own = f"model.layers.{layers}"
+    return {f"{own}.embed_tokens.weight": "model.embed_tokens.weight", f"{own}.shared_head.head.weight": head}

@@ -322,6 +322,26 @@ NO_MTP = Limit(
     passing="--mtp-depth 1",
     failing="--qk-norm --mtp-depth 1",
 )
+DENSE_MTP = Limit(
+    id="hf-mtp-dense",
+    reads=("mtp_depth", "mtp_block"),
+    within=lambda f: f.mtp_depth == 0 or f.mtp_block == "dense",
+    message="the multi-token prediction block of this class is dense",
+    instead="Or train with --mtp-block dense.",
+    way="Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
+    passing="--mtp-depth 1 --mtp-block dense",
+    failing="--mtp-depth 1 --mtp-block layer",
+)
+LAYER_MTP = Limit(
+    id="hf-mtp-layer",
+    reads=("mtp_depth", "mtp_block"),
+    within=lambda f: f.mtp_depth == 0 or f.mtp_block == "layer",
+    message="the multi-token prediction block of this class is like its last layer",
+    instead="Or train with --mtp-block layer.",
+    way="Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
+    passing="--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1",
+    failing="--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1 --mtp-block dense",
+)
 NO_CORRECTION_BIAS = Limit(
     id="hf-router-bias",
     reads=("moe_router_bias_update_rate",),

@@ -168,7 +168,7 @@ class Decoder(nn.Module):
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:
-            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, **options)
+            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, moe_layer=moe_layer, **options)
         self.final_norm: nn.Module | None = None
         if held.last:
             norm, epsilon, run = sizes.normalization, sizes.layernorm_epsilon, execution.run
@@ -192,7 +192,8 @@ class Decoder(nn.Module):
                 under context parallelism.
         """
         x, stats, context = self._run(batch, valid_tokens)
-        return collect(self._sums(x, batch, context, self.tied_weight), stats)
+        sums, ahead = self._sums(x, batch, context, self.tied_weight)
+        return collect(sums, [*stats, *ahead])
 
     def run_chunk(
         self,
@@ -221,7 +222,8 @@ class Decoder(nn.Module):
             return x, collect({}, stats, like)
         assert self.final_norm is not None
         word = self.tied_weight if tied_weight is None else tied_weight
-        return None, collect(self._sums(self.final_norm(x), batch, context, word), stats)
+        sums, ahead = self._sums(self.final_norm(x), batch, context, word)
+        return None, collect(sums, [*stats, *ahead])
 
     def width_into(self, chunk: Chunk) -> int:
         """Return the features of a chunk's input."""
@@ -230,8 +232,18 @@ class Decoder(nn.Module):
     @property
     def load_rows(self) -> list[int]:
         """Rows of the whole model's load [L, E] that belong to this rank's layers."""
-        moe = self.sizes.moe_layers
-        return [moe.index(int(name)) for name in sorted(self.layers, key=int) if int(name) in moe]
+        return [self.sizes.routed_layers.index(number) for number in self.expert_layers()]
+
+    def expert_layers(self) -> dict[int, MoeLayer]:
+        """Return this rank's layers of experts by the number of their block, in ascending order.
+
+        That of multi-token prediction has the number after the last layer's.
+        """
+        blocks = {int(name): self.layers[name] for name in sorted(self.layers, key=int)}
+        if self.mtp is not None:
+            blocks[self.sizes.num_layers] = self.mtp.block
+        found = {number: block.moe for number, block in blocks.items() if isinstance(block, DecoderBlock)}
+        return {number: moe for number, moe in found.items() if moe is not None}
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the whole logits [B, S, V] of ``batch``, for inspection and comparison."""
@@ -270,9 +282,7 @@ class Decoder(nn.Module):
 
     def correction_biases(self) -> list[Tensor]:
         """Return the routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
-        layers = (self.layers[name] for name in sorted(self.layers, key=int))
-        experts = (block.moe for block in layers if isinstance(block, DecoderBlock))
-        return [moe.router.correction_bias for moe in experts if moe is not None]
+        return [moe.router.correction_bias for moe in self.expert_layers().values()]
 
     def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float, keep: Tensor | None = None) -> None:
         """Update all correction biases in favor of less loaded experts: bias += rate * sign(mean - count).
@@ -294,8 +304,10 @@ class Decoder(nn.Module):
         x, stats = self._run_layers(self._embed(batch), context, self.layers)
         return self.final_norm(x), stats, context
 
-    def _sums(self, x: Tensor, batch: dict[str, Tensor], context: Context, word: Tensor | None) -> dict[str, Tensor]:
-        """Return the loss sums.
+    def _sums(
+        self, x: Tensor, batch: dict[str, Tensor], context: Context, word: Tensor | None
+    ) -> tuple[dict[str, Tensor], list[MoeStats]]:
+        """Return the loss sums, and the routing statistics of multi-token prediction with experts.
 
         Args:
             x: Output of the final norm.
@@ -306,15 +318,17 @@ class Decoder(nn.Module):
         assert self.lm_head is not None
         labels = batch["labels"]
         if self.mtp is None:
-            return {"lm": self.lm_head((x, self._arrange(labels)), tied=word)[0]}
+            return {"lm": self.lm_head((x, self._arrange(labels)), tied=word)[0]}, []
         assert word is not None
         assert self.final_norm is not None
         # Under context parallelism the next token may be on another rank, so the data loader provides it.
         ahead = (batch["tokens_ahead"], batch["labels_ahead"]) if self.cp.active else following(batch["tokens"], labels)
         next_tokens, next_labels = (self._arrange(data) for data in ahead)
-        mtp_hidden = self.final_norm(self.mtp(x, next_tokens, word, context))
+        mtp_hidden, stats = self.mtp(x, next_tokens, word, context)
+        if self.mtp.final_norm is None:
+            mtp_hidden = self.final_norm(mtp_hidden)
         lm, mtp = self.lm_head((x, self._arrange(labels)), (mtp_hidden, next_labels), tied=word)
-        return {"lm": lm, "mtp": mtp}
+        return {"lm": lm, "mtp": mtp}, [] if stats is None else [stats]
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.embedding is not None

@@ -4,11 +4,15 @@ At position t its inputs are the model's hidden state of tokens 0..t and the emb
 token t + 2:
 
     embedding of t + 1 -> norm -+
-                                +-> proj [H, 2 H] -> block (dense) -> the model's final norm and head
+                                +-> proj [H, 2 H] -> block -> final norm -> the model's head
     hidden of t        -> norm -+
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2) with the order of ERNIE 4.5: the embedding comes first, and the
-hidden state is the output of the final norm, which also normalizes the block's output.
+The embedding comes first, and the hidden state is the output of the model's final norm. There are two blocks:
+
+    dense    ERNIE 4.5: a dense MLP; the model's final norm also normalizes the block's output
+    layer    DeepSeek-V3, GLM-4.5: like the last layer, usually with experts; the final norm is the block's own
+
+Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2), in the order of its published weights.
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary; S is split over mp under sequence parallelism, written
 S(/mp).
@@ -31,7 +35,9 @@ from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.context import Context
 from megapar.model.layers.loss import IGNORED
 from megapar.model.layers.norm import make_norm
+from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
+from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -41,7 +47,8 @@ class Mtp(nn.Module):
     """Multi-token prediction block: hidden [B, S(/mp), H], tokens t + 1 [B, S] -> [B, S(/mp), H].
 
     Ledger: embedding_norm, hidden_norm [H], proj [H, 2 H], replicated over mp, with partial gradients under sequence
-    parallelism; block.* a dense ``DecoderBlock``. The caller passes the embedding's weight [V/mp, H].
+    parallelism; block.* a ``DecoderBlock``; final_norm [H], None if the model's final norm follows the block. The
+    caller passes the embedding's weight [V/mp, H].
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class Mtp(nn.Module):
         emp: Axis,
         cp: ContextParallel,
         slicing: Slicing,
+        moe_layer: type[MoeLayer] = MoeLayer,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -62,11 +70,18 @@ class Mtp(nn.Module):
         self.embedding_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
-        # The block has the number after the last layer's, so it has no experts and a separate dropout stream.
-        self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, slicing=slicing, **options)
+        # The block has the number after the last layer's, so it has a separate dropout stream.
+        self.block = DecoderBlock(
+            sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, slicing=slicing, moe_layer=moe_layer, **options
+        )
+        self.final_norm: nn.Module | None = None
+        if sizes.ends_as_layer:
+            self.final_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
 
-    def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> Tensor:
-        """Return the input of the final norm and the head, [B, S(/mp), H].
+    def forward(self, hidden: Tensor, tokens: Tensor, word: Tensor, context: Context) -> tuple[Tensor, MoeStats | None]:
+        """Return the input of the head, [B, S(/mp), H], and the routing statistics of a block with experts.
+
+        The model's final norm comes first for a block without a separate norm.
 
         Args:
             hidden: Output of the model's final norm, [B, S(/mp), H].
@@ -76,8 +91,9 @@ class Mtp(nn.Module):
         """
         embedded = look_up(tokens, word, self.first_token, self.mp, sequence_parallel=self.sequence_parallel)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        x, _ = self.block(self.proj(both), context)
-        return join(x, context) if isinstance(x, Sliced) else x
+        x, stats = self.block(self.proj(both), context)
+        x = join(x, context) if isinstance(x, Sliced) else x
+        return (x if self.final_norm is None else self.final_norm(x)), stats
 
 
 def following(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

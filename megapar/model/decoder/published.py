@@ -9,11 +9,12 @@ from typing import Any
 
 from megapar.model.decoder import limits
 from megapar.model.decoder.deepseek_keys import (
-    CARRIED_MTP,
     INTERLEAVED,
     LATENT_ATTENTION,
+    NEXT_LAYERS,
     SIGMOID_ROUTING,
     SOFTMAX_ROUTING,
+    block_copies,
 )
 from megapar.model.decoder.keys import (
     ATTENTION,
@@ -36,7 +37,7 @@ from megapar.model.decoder.keys import (
     attention_settings,
 )
 from megapar.model.decoder.layer_pattern import ALL, to_text
-from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK, DecoderSizes
 from megapar.model.rope_scaling import flags_of_scaling
 from megapar.schema.legal_values import true_or_false
 from megapar.schema.published import PublishedArchitecture, PublishedForms, Setting, Settings
@@ -100,8 +101,8 @@ ERNIE4_5 = PublishedArchitecture(
     model_type="ernie4_5",
     settings=(*VOCABULARY, DENSE_WIDTH, *ATTENTION, BIASES, *OUTPUT, MTP),
     defaults={**ERNIE4_5_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
-    flags=DENSE_FLAGS,
-    limits=PLAIN_DENSE_LIMITS,
+    flags={**DENSE_FLAGS, "mtp_block": DENSE_BLOCK},
+    limits=(*PLAIN_DENSE_LIMITS, limits.DENSE_MTP),
     tied=TIED,
     remark="the table's own names",
 )
@@ -246,10 +247,10 @@ ERNIE4_5_MOE = PublishedArchitecture(
         "moe_layer_interval": 1,
         "moe_norm_min": 1e-12,
     },
-    flags=EXPERT_FLAGS,
+    flags={**EXPERT_FLAGS, "mtp_block": DENSE_BLOCK},
     limits=(
         *(limits.NO_QK_NORM, *EXPERT_LIMITS, limits.DIVIDED_WEIGHTS),
-        *(limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.EVEN_EXPERTS),
+        *(limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.EVEN_EXPERTS, limits.DENSE_MTP),
     ),
     fp32=(r"\.gate\.weight$", _BIAS),
     tied=TIED,
@@ -422,7 +423,7 @@ LEADING_AND_SHARED = (
 )
 LATENT_LIMITS = (
     *(limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, limits.EXPERTS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS),
-    *(limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_MTP, limits.NO_QK_NORM, limits.HEAD_NORMS),
+    *(limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_QK_NORM, limits.HEAD_NORMS),
     *(limits.NO_QKV_BIAS, limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED),
 )
 DEEPSEEK_DEFAULTS = {
@@ -456,7 +457,7 @@ DEEPSEEK_V2 = PublishedArchitecture(
     flags={**LATENT_FLAGS, "moe_router_score_function": "softmax", "norm_topk_prob": "off"},
     limits=(
         *(*LATENT_LIMITS, limits.SOFTMAX_SCORES, limits.WEIGHTS_AS_THEY_ARE, limits.GROUPS_BY_ONE),
-        limits.NO_CORRECTION_BIAS,
+        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
     ),
     absent=(_BIAS,),
     tied=TIED,
@@ -465,7 +466,7 @@ DEEPSEEK_V2 = PublishedArchitecture(
 DEEPSEEK_V3 = PublishedArchitecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    settings=(*VOCABULARY, DENSE_WIDTH, *LATENT_ATTENTION, INTERLEAVED, *OUTPUT, *SIGMOID_ROUTING, CARRIED_MTP),
+    settings=(*VOCABULARY, DENSE_WIDTH, *LATENT_ATTENTION, INTERLEAVED, *OUTPUT, *SIGMOID_ROUTING, *NEXT_LAYERS),
     defaults={
         **DEEPSEEK_DEFAULTS,
         "max_position_embeddings": 4096,
@@ -478,14 +479,15 @@ DEEPSEEK_V3 = PublishedArchitecture(
         "topk_group": 4,
         "norm_topk_prob": True,
     },
-    flags={**LATENT_FLAGS, "moe_router_score_function": "sigmoid"},
-    limits=(*LATENT_LIMITS, limits.SIGMOID_SCORES, limits.GROUPS_BY_TWO),
+    flags={**LATENT_FLAGS, "moe_router_score_function": "sigmoid", "mtp_block": LAYER_BLOCK},
+    limits=(*LATENT_LIMITS, limits.SIGMOID_SCORES, limits.GROUPS_BY_TWO, limits.LAYER_MTP),
+    copies=block_copies,
     renames=GATE_BIAS,
     vectors=(_BIAS,),
     fp32=(_BIAS,),
     tied=TIED,
-    remark="latent attention, sigmoid routing with a correction bias; also Kimi-K2 and Moonlight; blocks of "
-    "multi-token prediction are carried along",
+    remark="latent attention, sigmoid routing with a correction bias; also Kimi-K2 and Moonlight; multi-token "
+    "prediction as layer `num_hidden_layers`",
 )
 GLM4_MOE = PublishedArchitecture(
     name="Glm4MoeForCausalLM",
@@ -494,7 +496,7 @@ GLM4_MOE = PublishedArchitecture(
         *(*VOCABULARY, DENSE_WIDTH, *attention_settings(0.5), *OUTPUT),
         Setting("attention_bias", true_or_false, "add_qkv_bias"),
         Setting("use_qk_norm", true_or_false, "qk_norm"),
-        *(*SIGMOID_ROUTING, CARRIED_MTP),
+        *(*SIGMOID_ROUTING, *NEXT_LAYERS),
     ),
     defaults={
         "hidden_act": "silu",
@@ -514,18 +516,19 @@ GLM4_MOE = PublishedArchitecture(
         "norm_topk_prob": True,
         "use_qk_norm": False,
     },
-    flags={**EXPERT_FLAGS, "moe_router_score_function": "sigmoid"},
+    flags={**EXPERT_FLAGS, "moe_router_score_function": "sigmoid", "mtp_block": LAYER_BLOCK},
+    copies=block_copies,
     limits=(
         *(limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE),
-        *(*PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.NO_MTP),
+        *(*PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.LAYER_MTP),
     ),
     renames=(*QK_NORM_NAMES, *GATE_BIAS),
     vectors=(_BIAS,),
     fp32=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
-    remark="half of each head rotated, sigmoid routing with a correction bias; blocks of multi-token prediction are "
-    "carried along",
+    remark="half of each head rotated, sigmoid routing with a correction bias; multi-token prediction as layer "
+    "`num_hidden_layers`",
 )
 ARCHITECTURES = (
     *(DEEPSEEK_V2, DEEPSEEK_V3, ERNIE4_5, ERNIE4_5_MOE, GLM4_MOE, GRANITE, GRANITE_MOE),

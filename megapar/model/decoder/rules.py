@@ -476,6 +476,17 @@ RULES: tuple[Rule, ...] = (
         models=MOE,
     ),
     Rule(
+        id="mtp-block-unused",
+        reads=("mtp_depth", "mtp_block", "given"),
+        when=lambda f: f.mtp_depth == 0,
+        requires=lambda f: "mtp_block" not in f.given,
+        message="--mtp-block has no effect without --mtp-depth 1",
+        source=NO_EFFECT,
+        passing="--mtp-depth 1 --mtp-block layer",
+        failing="--mtp-block layer",
+        models=MOE,
+    ),
+    Rule(
         id="mtp-length",
         reads=("mtp_depth", "seq_length"),
         when=lambda f: f.mtp_depth > 0,

@@ -34,6 +34,9 @@ CAPACITY_SCOPES = ("micro_batch", "rank")
 ACTIVATIONS = ("swiglu", "gelu")
 SCORES = ("softmax", "sigmoid")
 NORM_PLACEMENTS = ("input", "output")
+DENSE_BLOCK = "dense"
+LAYER_BLOCK = "layer"
+MTP_BLOCKS = (DENSE_BLOCK, LAYER_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -290,6 +293,8 @@ class DecoderSizes(ModelSizes):
         moe: Experts of a layer; None for a dense decoder.
         moe_widths: Intermediate features of an expert for each mixture-of-experts layer; empty to use ``moe``'s.
         mtp_depth: Multi-token prediction blocks after the last layer, 0 or 1.
+        mtp_block: What such a block is: ``dense``, with the model's final norm (ERNIE 4.5); or a ``layer`` like the
+            last one, with a separate norm at the end (DeepSeek-V3).
         multi_latent_attention: Keys and values come from a latent (``model.attention.latent``); heads then have the
             sizes of the fields below instead of ``head_dim``.
         q_lora_rank: Features of the queries' latent; 0 for queries straight from the hidden states.
@@ -423,6 +428,14 @@ class DecoderSizes(ModelSizes):
         aliases=("mtp-num-layers",),
         value=0,
     )
+    mtp_block: str = flag(
+        None,
+        "block of multi-token prediction: dense, normalized by the model's final norm (ERNIE 4.5), or a layer like the "
+        "last one with a separate final norm (DeepSeek-V3, GLM-4.5)",
+        choices=MTP_BLOCKS,
+        derived="layer for experts with sigmoid scores, otherwise dense",
+        value=DENSE_BLOCK,
+    )
 
     multi_latent_attention: bool = flag(
         False,
@@ -492,6 +505,7 @@ class DecoderSizes(ModelSizes):
         require_choice("activation", self.activation, ACTIVATIONS)
         require_choice("qk_norm_scope", self.qk_norm_scope, QK_NORM_SCOPES)
         require_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        require_choice("mtp_block", self.mtp_block, MTP_BLOCKS)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
@@ -585,7 +599,7 @@ class DecoderSizes(ModelSizes):
     @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Distinct widths of the MLPs that all tokens pass: dense MLPs and shared experts."""
-        moes = (self.moe_at(layer) for layer in range(self.num_layers))
+        moes = (self.moe_at(layer) for layer in range(self.num_layers))  # multi-token prediction's is one of them
         return tuple(dict.fromkeys(self.ffn_hidden_size if moe is None else moe.shared_width for moe in moes))
 
     @property
@@ -598,8 +612,23 @@ class DecoderSizes(ModelSizes):
         """Global numbers of the mixture-of-experts layers."""
         return () if self.moe is None else layers_of(self.moe_pattern, self.num_layers, self.first_k_dense)
 
+    @property
+    def ends_as_layer(self) -> bool:
+        """A multi-token prediction block like the last layer follows it."""
+        return self.mtp_depth > 0 and self.mtp_block == LAYER_BLOCK
+
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Numbers of the blocks with experts: those of layers, and ``num_layers`` for multi-token prediction's."""
+        return (*self.moe_layers, *((self.num_layers,) if self.moe_at(self.num_layers) is not None else ()))
+
     def moe_at(self, layer: int) -> MoeSizes | None:
-        """Return the experts of layer ``layer``; None for a dense layer."""
+        """Return the experts of layer ``layer``; None for a dense layer.
+
+        The multi-token prediction block has the number ``num_layers``.
+        """
+        if layer == self.num_layers and self.ends_as_layer:
+            return self.moe_at(layer - 1)
         if self.moe is None or not self.first_k_dense <= layer < self.num_layers:
             return None
         if self.moe_pattern and not self.moe_pattern[layer % len(self.moe_pattern)]:
@@ -655,6 +684,7 @@ class DecoderSizes(ModelSizes):
     def facts(self) -> dict[str, Any]:
         """See ``ModelSizes``. Options on dropped tokens are left out, because weights do not depend on them."""
         facts = super().facts()
+        facts["mtp_block"] = self.mtp_block if self.mtp_depth else DENSE_BLOCK
         if facts["moe"]:
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
                 facts["moe"].pop(name)

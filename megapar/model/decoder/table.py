@@ -5,6 +5,7 @@ Tested in ``tests/model/test_table.py``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from megapar.model.attention.kinds import kind_of
@@ -41,13 +42,18 @@ def decoder_table(sizes: DecoderSizes) -> tuple[ParameterSpec, ...]:
 
 
 def _decoder_layer(sizes: DecoderSizes, layer: int) -> list[ParameterSpec]:
-    unit, hf, bias = f"layers.{layer}", f"model.layers.{layer}", sizes.add_bias_linear
-    rows = _decoder_attention(sizes, unit, hf, unit)
+    name = f"layers.{layer}"
+    return _block(sizes, layer, name, f"model.{name}", name)
+
+
+def _block(sizes: DecoderSizes, layer: int, name: str, hf: str, unit: str) -> list[ParameterSpec]:
+    """Return the rows of a block that is like layer ``layer``."""
+    rows, bias = _decoder_attention(sizes, name, hf, unit), sizes.add_bias_linear
     moe = sizes.moe_at(layer)
     if moe is not None:
-        return rows + _moe(f"{unit}.moe", moe, bias, f"{hf}.mlp", unit)
+        return rows + _moe(f"{name}.moe", moe, bias, f"{hf}.mlp", unit)
     shape = (sizes.ffn_hidden_size, sizes.hidden_size)
-    return rows + mlp_rows(f"{unit}.mlp", shape, sizes.gated, bias, f"{hf}.mlp", unit)
+    return rows + mlp_rows(f"{name}.mlp", shape, sizes.gated, bias, f"{hf}.mlp", unit)
 
 
 def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> list[ParameterSpec]:
@@ -64,23 +70,35 @@ def _decoder_attention(sizes: DecoderSizes, name: str, hf: str, unit: str) -> li
 
 
 def _mtp(sizes: DecoderSizes) -> list[ParameterSpec]:
-    """Return the rows of the multi-token prediction block, part of the head. Names are those of ERNIE 4.5 folders."""
-    H, biased, hf = sizes.hidden_size, sizes.normalization == "layernorm", "model.mtp_block.0"
-    proj = weight_row("mtp.proj.weight", (H, 2 * H), "model.mtp_linear_proj.0.weight", "head", mp_partial="sp")
-    return [
-        *norm_rows("mtp.embedding_norm", H, "model.mtp_emb_norm.0", "head", biased),
-        *norm_rows("mtp.hidden_norm", H, "model.mtp_hidden_norm.0", "head", biased),
-        proj,
-        *_decoder_attention(sizes, "mtp.block", hf, "head"),
-        *mlp_rows(
-            "mtp.block.mlp",
-            (sizes.ffn_hidden_size, H),
-            sizes.gated,
-            sizes.add_bias_linear,
-            f"{hf}.mlp",
-            "head",
-        ),
+    """Return the rows of the multi-token prediction block, part of the head.
+
+    Names are those of ERNIE 4.5 folders, or of DeepSeek-V3's, where the block is the layer after the last one.
+    """
+    H, biased, number = sizes.hidden_size, sizes.normalization == "layernorm", sizes.num_layers
+    layer = f"layers.{number}"
+    parts = {"embedding_norm": "mtp_emb_norm.0", "hidden_norm": "mtp_hidden_norm.0", "proj": "mtp_linear_proj.0"}
+    hf = "model.mtp_block.0"
+    if sizes.ends_as_layer:
+        parts = {"embedding_norm": f"{layer}.enorm", "hidden_norm": f"{layer}.hnorm", "proj": f"{layer}.eh_proj"}
+        hf = f"model.{layer}"
+    rows = [
+        *norm_rows("mtp.embedding_norm", H, f"model.{parts['embedding_norm']}", "head", biased),
+        *norm_rows("mtp.hidden_norm", H, f"model.{parts['hidden_norm']}", "head", biased),
+        weight_row("mtp.proj.weight", (H, 2 * H), f"model.{parts['proj']}.weight", "head", mp_partial="sp"),
     ]
+    block = _block(sizes, number, "mtp.block", hf, "head")
+    if not sizes.ends_as_layer:
+        return rows + block
+    rows += [_named_as_layer(row, layer) for row in block]
+    return rows + norm_rows("mtp.final_norm", H, f"{hf}.shared_head.norm", "head", biased)
+
+
+def _named_as_layer(row: ParameterSpec, layer: str) -> ParameterSpec:
+    """Return a row of the block whose pieces without a Hugging Face name are called as those of a layer."""
+    names = [re.sub(r"^mtp\.block", layer, piece.hf_name) for piece in row.pieces]
+    return replace(
+        row, pieces=tuple(replace(piece, hf_name=name) for piece, name in zip(row.pieces, names, strict=True))
+    )
 
 
 def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[ParameterSpec]:

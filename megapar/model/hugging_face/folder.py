@@ -117,7 +117,7 @@ class HfFolder:
             architecture: Class of the folder.
             optional: Names of parameters that may be missing.
         """
-        known, problems = set(architecture.tied), []
+        known, problems = set(architecture.doubled), []
         for name, (spec, piece) in pieces_of(table, architecture).items():
             known.add(name)
             stored = self.tensors.get(name)
@@ -147,8 +147,8 @@ class HfFolder:
             shares: Number of callers.
             block_bytes: Size of a block.
         """
-        for copy in sorted(set(architecture.tied) & set(self.tensors) - set(own)):
-            original = architecture.tied[copy]
+        for copy in sorted(set(architecture.doubled) & set(self.tensors) - set(own)):
+            original = architecture.doubled[copy]
             stored_copy, stored = self.tensors[copy], self.tensors.get(original)
             if stored is None or (stored.dtype, stored.shape) != (stored_copy.dtype, stored_copy.shape):
                 self._refuse_copy(architecture, copy)
@@ -160,6 +160,12 @@ class HfFolder:
                     self._refuse_copy(architecture, copy)
 
     def _refuse_copy(self, architecture: PublishedArchitecture, copy: str) -> NoReturn:
+        if copy in architecture.shared:
+            raise CheckpointError(
+                f"{self.folder}: {copy} differs from {architecture.shared[copy]}, with which the multi-token "
+                "prediction block shares it. Pass a folder in which the two are equal, or leave the block out: set "
+                "num_nextn_predict_layers to 0 in config.json"
+            )
         original = architecture.tied[copy]
         fix = "The encoders trained here tie them. Pass a folder in which the two are equal, or without the copy"
         if architecture.sets("untie_embeddings_and_output_weights"):

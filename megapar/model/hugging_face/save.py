@@ -70,10 +70,13 @@ def save_hf(
     folder = Path(folder)
     with written_aside(folder, _is_weights, CONFIG) as aside:
         shards = _Shards(aside, shard_bytes)
+        config = {**config_of(architecture, sizes, dtype, published), **(token_ids or {})}
+        shared = architecture.of_folder(config).shared
         for name, tensor in _hf_tensors(table_of(sizes), tensors, dtype, architecture):
             shards.add(name, tensor)
+            for copy in (copy for copy, original in shared.items() if original == name):
+                shards.add(copy, tensor.clone())
         shards.close()
-        config = {**config_of(architecture, sizes, dtype, published), **(token_ids or {})}
         (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if beside is not None:
             beside(aside)

@@ -103,8 +103,9 @@ def _gelu(value: str, given: Given) -> Decided:
 def _blocks_after(value: str, given: Given) -> Decided:
     if _as_number(value) < 1:
         return UNNECESSARY, "", "multi-token prediction is off"
-    reason = "the block is dense and before the final norm; Megatron-LM's is like the last layer, with a separate norm"
-    return ANOTHER, f"--mtp-depth {value}", reason
+    if _as_number(value) > 1:
+        return ANOTHER, "", "multi-token prediction has a single block"
+    return RENAMED, "--mtp-depth 1 --mtp-block layer", "the block is like the last layer, with a separate norm"
 
 
 def _specification(value: str, given: Given) -> Decided:

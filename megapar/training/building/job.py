@@ -33,7 +33,7 @@ from megapar.core.tensor_parallel.fp8 import torchao_lacks
 from megapar.core.tensor_parallel.overlap_price import FUSED
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.errors import Complaint, ConfigError
-from megapar.model.decoder.block import DecoderBlock
+from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import std_of
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
@@ -145,10 +145,10 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
 
 def _observe_routing(model: Model, observer: StepObserver) -> None:
     """Pass every router's choice through the observer, with torch's forward hooks."""
-    for name, block in model.layers.items():
-        if isinstance(block, DecoderBlock) and block.moe is not None:
-            seen = partial(observer.experts_chosen, int(name))
-            block.moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, seen=seen: seen(experts_Tk))
+    if isinstance(model, Decoder):
+        for number, moe in model.expert_layers().items():
+            seen = partial(observer.experts_chosen, number)
+            moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, seen=seen: seen(experts_Tk))
 
 
 def check_device(config: Config, device: Device) -> None:

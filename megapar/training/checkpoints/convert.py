@@ -177,7 +177,7 @@ def _write_beside(
         plans = [TensorPlan(name, weights.tensors[name].dtype, weights.tensors[name].shape) for name in foreign]
         write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
     own = pieces_of(table, architecture)
-    tied = [name for name in architecture.tied if name in weights.tensors and name not in own]
+    tied = [name for name in architecture.doubled if name in weights.tensors and name not in own]
     facts = {"family": architecture.name, "absent": architecture.absent, "dtypes": weights.dtypes(), "tied": tied}
     write_bytes(folder / FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
 
@@ -226,7 +226,8 @@ def _facts(path: Path) -> dict[str, Any]:
         if (architecture := ARCHITECTURES.get(facts["family"])) is None:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path} names the family {facts['family']!r}; known families are {known}")
-        valid = set(facts["dtypes"].values()) <= set(DTYPES) and set(facts["tied"]) <= set(architecture.tied)
+        doubled = architecture.of_folder(read_config(path.parent)).doubled
+        valid = set(facts["dtypes"].values()) <= set(DTYPES) and set(facts["tied"]) <= set(doubled)
         valid = valid and all(isinstance(pattern, str) for pattern in facts["absent"])
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
@@ -270,7 +271,7 @@ def _write_hf(
         own = torch.float32 if dtype is None or architecture.is_fp32(name) else dtype
         plans.append(TensorPlan(name, stored.get(name, own) if dtype is None else own, piece.hf_shape))
     by_name = {plan.name: plan for plan in plans}
-    copies = {name: architecture.tied[name] for name in facts.get("tied", ())}
+    copies = _copies(architecture, saved, facts)
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
     extra = {} if carried is None else {name: entry for name, entry in carried.tensors.items() if name not in pieces}
     plans += [TensorPlan(name, entry.dtype, entry.shape) for name, entry in extra.items()]
@@ -296,6 +297,13 @@ def _write_hf(
     dropped = saved.scalars.get("drops_tokens") is True
     has_tokenizer = any((aside / name).exists() for name in TOKENIZER_FILES)
     return Converted(out, architecture, len(plans), total, tuple(extra), has_tokenizer, dropped)
+
+
+def _copies(architecture: PublishedArchitecture, saved: Saved, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tensors to write twice, with the original of each: those of the folder, and a trained block's."""
+    shared = architecture.of_folder(config_of(architecture, saved.sizes, torch.float32)).shared
+    names = {*facts.get("tied", ()), *(shared if saved.trained or not facts else ())}
+    return {name: original for name, original in {**architecture.tied, **shared}.items() if name in names}
 
 
 def _write_config(

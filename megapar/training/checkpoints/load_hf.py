@@ -15,7 +15,7 @@ from megapar.model.hugging_face.save import some
 from megapar.model.hugging_face.tensors import pieces_of
 from megapar.schema.published import PublishedArchitecture
 from megapar.training.building.job import Job
-from megapar.training.checkpoints.model_match import blocks_lacking
+from megapar.training.checkpoints.model_match import MTP, blocks_lacking
 
 
 def trained_architecture(folder: Path) -> PublishedArchitecture:
@@ -35,7 +35,9 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     lacking = blocks_lacking(architecture, job.table, weights.tensors)
     initial = [spec.name for block in lacking for spec in job.table if spec.name.startswith(block.prefixes)]
     foreign = weights.check(job.table, architecture, optional=initial)
-    own = pieces_of(job.table, architecture)
+    own: set[str] = {*pieces_of(job.table, architecture)}
+    if not any(spec.name.startswith(MTP.prefixes) for spec in job.table):
+        own |= {*architecture.shared}  # copies that belong to a block which is not trained
     weights.check_tied(architecture, own, job.world.rank, job.world.grid.world_size)
     rows = {spec.name: spec for spec in job.table}
     for view in job.sharding.views([shard.master for shard in job.sharding.master_shards]):

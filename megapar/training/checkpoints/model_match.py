@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megapar.model.decoder.sizes import DENSE_BLOCK
 from megapar.model.ernie.table import SOP
 from megapar.model.parameter import ParameterSpec
 from megapar.schema.published import PublishedArchitecture
@@ -22,15 +23,19 @@ class OptionalBlock:
         name: Name for messages.
         fact: The fact of the model that is true if it has the block.
         prefixes: Prefixes of its parameters' names.
+        kind: The fact that says which of several blocks it is; "" if there is one.
+        without: Value of that fact in a model without the block.
     """
 
     name: str
     fact: str
     prefixes: tuple[str, ...]
+    kind: str = ""
+    without: str = ""
 
 
 SENTENCE_ORDER = OptionalBlock("sentence-order head", "sop", SOP)
-MTP = OptionalBlock("multi-token prediction block", "mtp_depth", ("mtp.",))
+MTP = OptionalBlock("multi-token prediction block", "mtp_depth", ("mtp.",), "mtp_block", DENSE_BLOCK)
 BLOCKS = (SENTENCE_ORDER, MTP)
 
 
@@ -70,6 +75,8 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
         if there is not None and here is not None and bool(there) != bool(here):
             (initial if here else left).append(block)
             facts[block.fact] = there
+            if block.kind:
+                facts[block.kind] = stored.get(block.kind, block.without)
     return ModelMatch(facts, tuple(initial), tuple(left))
 
 

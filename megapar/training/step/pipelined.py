@@ -129,15 +129,15 @@ class PipelinedModel:
         # The order is the same on every rank, because the terms are summed over the stages.
         sums = {name: terms.sums.get(name, zero) for name in self._objective.weights}
         load = terms.load
-        if self.model.sizes.moe_layers:
-            moe = self.model.sizes.moe_layers
+        if routed := self.model.sizes.routed_layers:
             # The layers of a chunk are consecutive, so a slice selects their rows. A list of rows would be copied to
-            # the device, and the host would wait for the copy before it sends the chunk's output.
-            first = sum(layer < chunk.layers.start for layer in moe)
-            rows = slice(first, first + sum(layer in chunk.layers for layer in moe))
-            load = torch.zeros(len(moe), self.model.sizes.routed_experts, dtype=torch.int64, device=self._device)
-            if rows.stop > rows.start:
-                load[rows] = terms.load
+            # the device, and the host would wait for the copy before it sends the chunk's output. After the last
+            # layers comes the block of multi-token prediction.
+            after = self.model.sizes.num_layers if chunk.last else None
+            rows = [row for row, layer in enumerate(routed) if layer in chunk.layers or layer == after]
+            load = torch.zeros(len(routed), self.model.sizes.routed_experts, dtype=torch.int64, device=self._device)
+            if rows:
+                load[rows[0] : rows[-1] + 1] = terms.load
         return terms._replace(sums=sums, load=load)
 
     def empty(self, batch: MicroBatch, chunk: int) -> Tensor:

@@ -71,6 +71,15 @@ def test_flops_of_layers_are_those_of_the_operators_on_one_rank(sizes: ModelSize
     assert layer_flops(sizes)[1:-1] == tuple(unit.flops for unit in layers)
 
 
+@pytest.mark.parametrize("block", ["dense", "layer"])
+def test_multi_token_prediction_multiplies_as_a_layer_a_join_and_a_head(block: str) -> None:
+    sizes = replace(MOE, mtp_depth=1, mtp_block=block)
+    plain, ahead = units(MOE, RankView.alone(32)), units(sizes, RankView.alone(32))
+    layer, join = plain[-2 if block == "layer" else 1], 2 * 32 * 128 * 64
+    assert [unit.flops for unit in ahead[:-1]] == [unit.flops for unit in plain[:-1]]
+    assert ahead[-1].flops == 2 * plain[-1].flops + layer.flops + join
+
+
 def test_dropped_tokens_count_as_flops_for_utilization() -> None:
     assert MOE.moe is not None
     drops = replace(MOE, moe=replace(MOE.moe, kind="deepspeed_moe", capacity_factor=0.5))

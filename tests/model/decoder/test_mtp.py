@@ -51,9 +51,9 @@ def test_a_position_sees_the_next_token_and_none_behind_it() -> None:
     angles = RotaryEmbedding(8, 1e4, torch.float64).angles(torch.arange(8)[None])
     context = Context(None, None, 8, angles)
     then, _ = following(tokens, tokens)
-    plain = model.mtp(hidden, then, model.tied_weight, context)
+    plain, _ = model.mtp(hidden, then, model.tied_weight, context)
     tokens[0, 5] += 1
-    changed = model.mtp(hidden, following(tokens, tokens)[0], model.tied_weight, context)
+    changed, _ = model.mtp(hidden, following(tokens, tokens)[0], model.tied_weight, context)
     same = (plain == changed).all(-1)[0]
     assert same.tolist() == [True] * 4 + [False] * 4
 

@@ -58,6 +58,7 @@ MULTIPLIED = (
 )
 BF16 = ("--dtype", "bf16")
 SMALL = ("--vocab-size", "512", "--seq-length", "64", "--micro-batch-size", "1", "--hidden-size", "512")
+LAYER_AHEAD = ("--mtp-depth", "1", "--mtp-block", "layer")
 PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers", "8")
 
 # (rank, ranks, model and flags)
@@ -80,6 +81,12 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
         4,
         (*ROUTED, *BF16, "--moe-shared-expert-gate", "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel"),
     ),
+    "a layer ahead, ep 2, emp 2": (
+        *(1, 4),
+        (*ROUTED, *BF16, *LAYER_AHEAD, "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel"),
+    ),
+    "a layer ahead, last stage": (3, 4, (*ROUTED, *BF16, *LAYER_AHEAD, *PIPELINE)),
+    "a block ahead, last stage": (3, 4, (*DENSE, *BF16, "--mtp-depth", "1", *PIPELINE)),
     "ernie mp 2": (1, 4, (*ERNIE, *BF16, "--mp-degree", "2", "--sequence-parallel")),
     "ernie3": (0, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6")),
     "ernie3 mp 2": (1, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6", "--mp-degree", "2", "--sequence-parallel")),

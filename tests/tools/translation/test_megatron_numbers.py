@@ -71,6 +71,7 @@ STEPS = f"{HERE}::test_two_steps_are_megatron_s"
 MASTERS = f"{HERE}::test_masters_gradients_and_moments_are_fp32"
 GATES = "tests/moe/test_deepspeed_gates.py"
 TOKEN_GATE = "tests/model/layers/test_token_gated_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
+AHEAD = "tests/model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula"
 LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
 ROPE = "tests/model/layers/test_rotary.py::test_frequencies_are_those_of_transformers"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
@@ -88,6 +89,7 @@ FLAGS = {
     "--reset-attention-mask": f"{HERE}::test_documents_are_parted_as_megatron_s",
     "--eod-mask-loss": f"{HERE}::test_documents_are_parted_as_megatron_s",
     "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    **dict.fromkeys(("--mtp-depth", "--mtp-block"), AHEAD),
     **dict.fromkeys(("--original-max-position-embeddings", "--low-freq-factor", "--high-freq-factor"), ROPE),
     **dict.fromkeys(("--beta-fast", "--beta-slow", "--mscale", "--mscale-all-dim", "--rope-attention-factor"), ROPE),
     "--moe-router-pre-softmax": "tests/moe/test_hf.py::test_weights_of_published_routers_and_their_gradients",

@@ -117,7 +117,8 @@ def test_no_argument_stands_twice() -> None:
         ("--rotary-percent 0.5", SAME),
         ("--rope-scaling-factor 8 --use-rope-scaling", SAME),
         ("--rope-scaling-factor 1", UNNECESSARY),
-        ("--mtp-num-layers 1", ANOTHER),
+        ("--mtp-num-layers 1", RENAMED),
+        ("--mtp-num-layers 2", ANOTHER),
         ("--mtp-num-layers 0", UNNECESSARY),
         ("--moe-router-bias-update-rate 1e-3", UNNECESSARY),
         ("--moe-router-bias-update-rate 1e-3 --moe-router-enable-expert-bias", SAME),
@@ -201,7 +202,7 @@ def test_values_decide(line: str, expected: str) -> None:
             "--decoder-last-pipeline-num-layers 2 --num-layers 8 --pipeline-model-parallel-size 3",
             "--pp-seg-method 0,3,6",
         ),
-        ("--mtp-num-layers 1", "--mtp-depth 1"),
+        ("--mtp-num-layers 1", "--mtp-depth 1 --mtp-block layer"),
     ],
 )
 def test_what_is_written(line: str, ours: str) -> None:

@@ -244,6 +244,7 @@ FLAGS = {
     "--moe-model-type": "tests/moe/test_deepspeed_gates.py::test_kept_pairs_and_weights",
     "--moe-capacity-factor": f"{HERE}::test_the_capacity_is_mindspeed_s",
     "--mtp-depth": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
+    "--mtp-block": "tests/model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula",
     "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
     "--moe-layer-freq": PATTERN,
     "--moe-shared-expert-gate": GATED,
