@@ -194,7 +194,8 @@ class PublishedArchitecture:
             settings: The model's settings, its ``dtype`` included.
         """
         whole = {**self.defaults, **published}
-        content = {**published, "architectures": [self.name], **self.retrained(published, settings)}
+        content = {**self.without_code(published), "architectures": [self.name]}
+        content |= self.retrained(published, settings)
         for setting in self.settings:
             if setting.flag and setting.written and setting.flag_value(whole) != settings[setting.flag]:
                 content[setting.name] = setting.value(settings)
@@ -202,6 +203,15 @@ class PublishedArchitecture:
             del content["quantization_config"]  # the weights are written as numbers
         names = [name for name in ("dtype", "torch_dtype") if name in published]
         return content | dict.fromkeys(names or ["dtype"], settings["dtype"])
+
+    def without_code(self, config: Json) -> dict[str, Any]:
+        """Return config.json without references to code of its folder, which is not copied.
+
+        Its ``model_type`` may be one that only this code defines; transformers' own name of the class takes its place.
+        """
+        if "auto_map" not in config:
+            return dict(config)
+        return {**{key: value for key, value in config.items() if key != "auto_map"}, "model_type": self.model_type}
 
     def retrained(self, config: Json, settings: Settings) -> dict[str, Any]:
         """Return the keys that training may have changed, with the model's values."""

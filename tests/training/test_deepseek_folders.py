@@ -112,7 +112,18 @@ def test_an_export_has_the_tensors_of_the_published_folder(name: str, folders: d
 def test_kimi_has_another_model_type(folders: dict[str, Path], tmp_path: Path) -> None:
     code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
     folder = changed(folders["DeepseekV3"], tmp_path / "model", model_type="kimi_k2", auto_map=code)
-    assert published(folder)[1] == published(folders["DeepseekV3"])[1]
+    architecture, sizes = published(folder)
+    assert sizes == published(folders["DeepseekV3"])[1]
+    exported = config_of(architecture, sizes, torch.bfloat16, json.loads((folder / "config.json").read_text("utf-8")))
+    assert exported["model_type"] == "deepseek_v3"
+    assert "auto_map" not in exported
+    hf_to_megapar(folder, tmp_path / "own")
+    megapar_to_hf(tmp_path / "own", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "deepseek_v3"
+    assert "auto_map" not in config, "the code is not copied"
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,7 @@ def _write_config(
     exists = path.exists()
     config = json.loads(path.read_text(encoding="utf-8")) if exists else dict(own)
     before = dict(config)
+    config = architecture.without_code(config)
     config.pop("quantization_config", None)  # weights that were in FP8 are written in bf16
     if saved.trained:
         config |= architecture.retrained(config, spec_of(saved.sizes).published.settings(saved.sizes))
