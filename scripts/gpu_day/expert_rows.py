@@ -16,6 +16,7 @@ from scripts.gpu_day.day import Answer, Day
 
 ENTRIES = ("sort_pairs", "spread_pairs", "order_runs", "order_equal_runs", "pack", "unpack", "sum_message")
 T, K, H, E = 1000, 6, 200, 64
+RUN = 30  # a run of rows is shorter
 CAPACITY = 2 * T * K // E
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -37,7 +38,7 @@ def calls(name: str, place: torch.device, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the arguments of the calls of an entry."""
     experts = torch.rand(T, E, device=place).topk(K).indices
     some = torch.rand(T, K, device=place) < 0.4
-    counts = torch.randint(0, 30, (1, 8, 8), device=place)
+    counts = torch.randint(0, RUN, (1, 8, 8), device=place)
     x, weights = torch.randn(T, H, device=place).to(dtype), torch.rand(T * K, device=place)
     order = OPS["sort_pairs"]["reference"](experts, some, E, T * K, fill=True)
     columns = H + 16 // dtype.itemsize

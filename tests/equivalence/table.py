@@ -69,12 +69,12 @@ class Row:
 
     @property
     def traits(self) -> list[str]:
-        """What rows are chosen by: the model, flags with their choices but without their numbers, large or small."""
+        """What rows are chosen by: the model, flags with their choices but without numbers and lists, large or small."""
         found = [f"model {self.model}"]
         for token in (*self.layout, *self.options):
             if token.startswith("--"):
                 found.append(token)
-            elif found[-1] == "--sharding-stage" or not token.replace(".", "").isdigit():
+            elif found[-1] == "--sharding-stage" or not _is_number(token):
                 found[-1] += f" {token}"
         found += ["several samples"] if self.micro_batch > 1 else []
         found += ["many micro-batches"] if self.accumulation > 2 else []
@@ -112,6 +112,11 @@ class Row:
     def flags(self) -> tuple[str, ...]:
         """Flags of the run on the layout."""
         return (*self.reference_flags(), *self.layout)
+
+
+def _is_number(token: str) -> bool:
+    """Whether it is one, or a list of layers: how many and which, where a choice would be of another kind."""
+    return token.replace(".", "").isdigit() or token.startswith("[")
 
 
 def _stages(degree: int, *more: str) -> list[tuple[str, ...]]:
@@ -356,6 +361,7 @@ PACKING_ROWS: tuple[Row, ...] = (
 
 CROSS, BALANCED = ("--ampipe-cross-layer",), ("--ampipe-slicing", "balanced")
 CHAINED = ("--pipe-experts-multi-stream",)
+ADAPTIVE = ("--adaptive-recompute-device-size", "1048576")
 HIDDEN_MP = ("--ampipe-tp-sp-comm-overlap",)
 
 
@@ -406,10 +412,13 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(4, HIDDEN_MP, SLICED_PLACES[3], DROPS, 2, _every(1)),
     sliced_row(4, (*HIDDEN_MP, *CROSS, *BALANCED), SLICED_PLACES[4], TOP4, 2, BOUNDARIES),
     sliced_row(0, _pipe(2), SLICED_PLACES[0], DROPS, 2, _every(1)),
-    sliced_row(0, _pipe(2), SLICED_PLACES[3], DROPS, 1, ("--adaptive-recompute-device-size", "1048576")),
+    sliced_row(0, _pipe(2), SLICED_PLACES[3], DROPS, 1, ADAPTIVE),
+    sliced_row(0, (*_pipe(2), *CHAINED), (2, (*EP2, *MP2, *SP, *EMP1)), DROPS, 1, ADAPTIVE),
     # Slices call the modules of a segment several times, also one that ends inside a layer.
     sliced_row(2, (*CROSS, *_segments(0.01, 1)), SLICED_PLACES[2], DROPS, 1),
     sliced_row(4, (*ANCHORED_EXPERTS, *_every(1)), SLICED_PLACES[2], TOP4, 2),
+    # In bf16 and on streams the suite runs this one and that of CHAINED with ADAPTIVE, which cost a quarter of others.
+    sliced_row(2, ANCHORED_EXPERTS, (2, (*EP2, *_stages(2)[2])), TOP4, 1),
     sliced_row(0, (*_pipe(2), *_segments(0.01, 2)), SLICED_PLACES[2], DROPS, 1),
     # Whole sequences draw the masks of one process, pieces of experts or not.
     sliced_row(0, _pipe(3), ONLY_MP, (*DROPS, *TOP1, *HIDDEN_DROPOUT), 1, SELECTIVE),
@@ -448,6 +457,8 @@ ERNIE3_ROWS: tuple[Row, ...] = (
     Row("ernie3", 2, ("--pp-degree", "2", *_every(1)), CLIPPED, 2, 4),
     Row("ernie3", 4, ("--pp-degree", "2", *INTERLEAVED, *MP2, *SP), FOUR_LAYERS, 3, 4),
     Row("ernie3", 4, (*MP2, *SP, *_stages(2)[2], *SELECTIVE), WORDS_ONLY, 2),
+    # In bf16 the suite runs this one for the words alone and the segments of both.
+    Row("ernie3", 2, (*MP2, *SP), (*WORDS_ONLY, "--generation-segments", "4")),
     Row("ernie3", 4, ("--pp-degree", "2", *_stages(2)[0], *MANY, *OFFLOAD), (), 2, 4),
     Row("ernie3", 2, (*MP2, *SP), GROWING, 2),
     Row("ernie3", 2, (*_stages(2)[1], *_every(2)), (*GROWING, "--progressive-batch-multiple", "2"), 1, 2),

@@ -1,6 +1,6 @@
 """Keys of config.json of the DeepSeek family, each with its flag: latent attention and its routing.
 
-Standard library only. Tested in ``tests/training/test_deepseek_folders.py``.
+Standard library only. Tested in ``tests/training/test_deepseek_keys.py``.
 """
 
 from __future__ import annotations
