@@ -69,12 +69,12 @@ class Row:
 
     @property
     def traits(self) -> list[str]:
-        """What rows are chosen by: the model, flags with their choices but without numbers and lists, large or small."""
+        """What rows are chosen by: the model, flags with choices but without numbers and lists, large or small."""
         found = [f"model {self.model}"]
         for token in (*self.layout, *self.options):
             if token.startswith("--"):
                 found.append(token)
-            elif found[-1] == "--sharding-stage" or not _is_number(token):
+            elif found[-1] == "--sharding-stage" or not _is_number_or_list(token):
                 found[-1] += f" {token}"
         found += ["several samples"] if self.micro_batch > 1 else []
         found += ["many micro-batches"] if self.accumulation > 2 else []
@@ -114,9 +114,9 @@ class Row:
         return (*self.reference_flags(), *self.layout)
 
 
-def _is_number(token: str) -> bool:
-    """Whether it is one, or a list of layers: how many and which, where a choice would be of another kind."""
-    return token.replace(".", "").isdigit() or token.startswith("[")
+def _is_number_or_list(token: str) -> bool:
+    """Whether it says how many, which ones or in what order, where a choice would be of another kind."""
+    return token.replace(".", "").isdigit() or "," in token
 
 
 def _stages(degree: int, *more: str) -> list[tuple[str, ...]]:

@@ -20,7 +20,7 @@ from tests.fuzz.regressions import REGRESSIONS, Regression
 from tests.fuzz.table import OPTIONS
 from tests.fuzz.undrawn import UNDRAWN
 
-CASES = 12
+CASES, MORE_CASES = 6, 12
 SEED = 11
 
 
@@ -30,17 +30,18 @@ def last(fuzzer: Fuzzer) -> Tally:
     return tally
 
 
-def test_short_run() -> None:
+@pytest.mark.parametrize("count", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.table)])
+def test_short_run(count: int) -> None:
     """The same cases every time, so that a change is judged by what it changed; the script draws new ones."""
-    tally = last(Fuzzer(SEED, max_cases=CASES, shrink_seconds=30, strategy=lambda: cases(rare=False)))
+    tally = last(Fuzzer(SEED, max_cases=count, shrink_seconds=30, strategy=lambda: cases(rare=False)))
     assert not tally.failures, "\n".join(
         [
-            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {SEED} --cases {CASES}",
+            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {SEED} --cases {count}",
             *(f"{case.command()}\n{text}\nagain: {case.again()}" for case, text in tally.failures.items()),
         ]
     )
-    assert tally.tried == CASES
-    assert tally.outcomes[EQUAL] > CASES // 4
+    assert tally.tried == count
+    assert tally.outcomes[EQUAL] > count // 4
 
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)

@@ -19,10 +19,10 @@ from tests.model.conformance.rows import ROWS, Row
 PREFACE = """# Conformance
 
 Every published architecture against its class in transformers, on small random configurations with padding: what the
-checks of `tests/model/conformance` measure ({versions}). The suite runs them (`-m table` the steps and bf16 of a class's
-second row); this page is written by `scripts/conformance.sh --write docs/conformance.md`. *Exact* is the class in true
-fp64, where its casts to fp32 are read as fp64. An architecture is added by a row of `tests/model/conformance/rows.py`; one that needs a wider bound is
-refused instead.
+checks of `tests/model/conformance` measure ({versions}). The suite runs them (`-m table` the steps and
+bf16 of a class's second row); this page is written by `scripts/conformance.sh --write docs/conformance.md`. *Exact* is
+the class in true fp64, where its casts to fp32 are read as fp64. An architecture is added by a row of
+`tests/model/conformance/rows.py`; one that needs a wider bound is refused instead.
 
 ```bash
 scripts/conformance.sh --row Mistral

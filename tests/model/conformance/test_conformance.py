@@ -20,8 +20,8 @@ from tests.model.conformance.rows import ROWS
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
 
-# The two that train for longest. An architecture's further rows differ from its first one by a setting: what that does to
-# logits, losses and gradients the suite measures, and leaves these two to ``-m table``.
+# The two that train for longest. An architecture's further rows differ from its first one by a setting: what that does
+# to logits, losses and gradients the suite measures, and leaves these two to ``-m table``.
 LONG = ("20 steps", "bf16")
 FIRST = {row.architecture: row for row in reversed(ROWS)}
 CELLS = [

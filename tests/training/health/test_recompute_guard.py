@@ -65,7 +65,8 @@ def test_a_run_with_the_check_is_the_run_without_it(name: str) -> None:
     world_size, kind, flags = LAYOUTS[name]
 
     def trained(interval: int) -> dict[str, Any]:
-        line = last_wins((*SMALL[kind], *COMMON), (*FP64, *flags, "--recompute-check-interval", str(interval)))
+        asked = ("--global-batch-size", "4", "--recompute-check-interval", str(interval))
+        line = last_wins((*SMALL[kind], *COMMON), (*FP64, *flags, *asked))
         return run_ranks(world_size, seen, kind, line, group=False)[0]  # type: ignore[no-any-return]
 
     checked, plain = trained(1), trained(0)
