@@ -6,7 +6,10 @@ import statistics
 
 import pytest
 
+from benchmarks.prediction.rows import PublishedRow, published_rows
 from benchmarks.prediction.run import mfu, plan_of, rows
+
+PLANNED = [row for row in published_rows() if not row.left_out]
 
 
 def test_one_calibration_serves_every_scored_run() -> None:
@@ -57,3 +60,26 @@ def test_strong_scaling_loses_what_was_published() -> None:
     """177 B at one batch from 96 to 4,608 GPUs: 47 % to 42 %."""
     few, many = (mfu(plan_of("megatron-h100-177b", ranks=ranks), "full") for ranks in (96, 4608))
     assert few > many
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=lambda row: f"{row.table}: {row.name}")
+def test_a_published_row_is_the_run_that_it_says(row: PublishedRow) -> None:
+    """Its model has the published FLOPs per token, and its batch the published accumulation where no note says why not."""
+    columns = row.columns
+    if columns["tflops"]:
+        flops = row.plan.speed.flops / row.plan.tokens_per_step
+        assert flops * row.tokens / 1e12 == pytest.approx(columns["tflops"], rel=0.01)
+    steps = columns["gbs"] / columns["mbs"] / row.data_parallel
+    assert steps == columns["ga"] or "note" in row.more
+
+
+def test_every_published_row_says_how_it_is_used() -> None:
+    found = list(published_rows())
+    assert len(found) > 100
+    assert {row.use for row in found} == {"fit", "unfitted"}
+    fitted = [{row.columns[key] for row in PLANNED if row.use == "fit"} for key in ("device", "model", "precision")]
+    held = [{row.columns[key] for row in PLANNED if row.use == "unfitted"} for key in ("device", "model", "precision")]
+    assert fitted[0] < held[0]
+    assert fitted[1] < held[1]
+    assert fitted[2] < held[2]
+    assert all(row.left_out or row.tokens > 0 for row in found)
