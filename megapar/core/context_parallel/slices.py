@@ -196,6 +196,7 @@ class SharedSlices:
         self.columns: Columns | None = None
         self.gradients: Columns | None = None
         self._token: Tensor | None = None
+        self._refilled = False
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, number: int, dropout: float, expansion: Expansion | None = None
@@ -211,7 +212,19 @@ class SharedSlices:
         weight, defer_wgrad = (None, None) if expansion is None else (expansion.weight, expansion.defer_wgrad)
         out: Tensor
         out, self._token = _Attend.apply(q, k, v, weight, self._token, _Call(self, number, dropout, defer_wgrad))
+        if number == len(self.plans) - 1:
+            self._token = None  # its graph refers to this object
         return out
+
+    def drop_columns(self) -> None:
+        """Free the columns of a recomputed unit after its forward; its recomputation fills them for the backward."""
+        self.columns, self._refilled = None, True
+
+    def finish(self) -> None:
+        """End the backward; a recomputed unit, which may live longer, frees the columns."""
+        self.gradients = None
+        if self._refilled:
+            self.columns = None
 
     def put(self, own: Columns, run: range) -> Columns:
         """Copy this rank's columns of a slice into those of the whole sequence."""
@@ -282,7 +295,7 @@ class _Attend(torch.autograd.Function):
         )
         own = columns.with_message(_rows(sums.message, call.own) + received)
         if ctx.first:
-            shared.gradients = None
+            shared.finish()
         token = None if ctx.first else grads[1]
         dk, dv = (x.to(ctx.column_dtype) for x in (own.k, own.v))
         return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), token, None

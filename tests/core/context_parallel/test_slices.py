@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,6 +73,52 @@ def test_keys_of_a_slice_travel_once_and_their_gradients_once():
     for _, forward, backward in run_ranks(4, compare, RING, 2, None):
         assert forward == ["send ^", "send v", "send ^", "send v", "send ^", "send v"] * 2
         assert backward == ["send ^", "send v", "send ^", "send v", "send ^", "send v"] * 2
+
+
+def freed(rank, size, algorithm):
+    """(the columns of a finished layer are freed, those of a recomputed unit between its two forwards, worst error)."""
+    method = make(rank, size, algorithm, 3, CommContext())
+    own = method.layout.positions(LENGTH, rank)
+    q, k, v = (x[:, own].requires_grad_() for x in draw())
+    plans = method.slice_plans(*q.shape[:2], ends=None)
+    lengths = [len(plan.runs[method.axis.rank]) for plan in plans]
+
+    def forward(shared):
+        heads = zip(*(x.transpose(1, 2).split(lengths, dim=2) for x in (q, k, v)), strict=True)
+        parts = [shared.attend(*slice_heads, number, 0.0) for number, slice_heads in enumerate(heads)]
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    def columns(shared):
+        return weakref.ref(shared.columns.message.untyped_storage())
+
+    gc.disable()  # freed at once, not by the collector of cycles
+    try:
+        shared = SharedSlices(method.axis, method.slice_transport, plans, flash=False)
+        y = forward(shared)
+        kept = columns(shared)
+        torch.autograd.grad(y.sum(), (q, k, v))
+        del y, shared
+        unit = SharedSlices(method.axis, method.slice_transport, plans, flash=False)
+        y = forward(unit)
+        first = columns(unit)
+        unit.drop_columns()
+        between = first() is None
+        forward(unit)  # the recomputation
+        grads = torch.autograd.grad(y.square().sum(), (q, k, v))
+        ended = kept() is None and unit.columns is None
+    finally:
+        gc.enable()
+    want_grads = whole(True, None)[1]
+    error = max(float((a - b[:, own]).abs().max()) for a, b in zip(grads, want_grads, strict=True))
+    return ended, between, error
+
+
+@pytest.mark.parametrize("algorithm", [RING, GATHERED])
+def test_columns_are_freed_without_the_collector_of_cycles(algorithm):
+    for ended, between, error in run_ranks(2, freed, algorithm):
+        assert ended
+        assert between
+        assert error < 1e-12
 
 
 def dropped(rank, size, algorithm):
