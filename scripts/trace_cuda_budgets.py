@@ -18,6 +18,7 @@ DENSE = f"{SMALL} --num-experts 0 --num-query-groups 2"
 MOE = f"{SMALL} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 --first-k-dense 0"
 UNEVEN = f"{MOE} --moe-model-type megatron_moe --ep-degree 2"
 EVEN = f"{MOE} --moe-model-type deepspeed_moe --ep-degree 2"
+BY_NODE = "--moe-dispatch node --ranks-per-node"
 SLICES = f"{EVEN} --ampipe-degree"
 DROPLESS_SLICES = f"{UNEVEN} --ampipe-degree"
 ERNIE3 = f"{SMALL} --ernie-model ernie3 --task-num-layers 1 --task-hidden-size 64 --task-num-attention-heads 4"
@@ -70,6 +71,10 @@ RUNS = (
     Run("dense, mp 8, sequence parallel", "moe", 8, f"{MP8} --sequence-parallel"),
     Run("experts, one rank", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
     Run("experts, dropless", "moe", 2, UNEVEN, counts=2),
+    Run("experts, by node", "moe", 4, f"{UNEVEN} --ep-degree 4 {BY_NODE} 2", counts=2),
+    Run("experts, by node, mp 2", "moe", 4, f"{UNEVEN} --mp-degree 2 --sequence-parallel {BY_NODE} 2", counts=2),
+    Run("slices 2, by node", "moe", 4, f"{SLICES} 2 --ep-degree 4 {BY_NODE} 2", counts=4),
+    Run("pieces, by node", "moe", 4, f"{EVEN} --ep-degree 4 --use-pipe-experts {BY_NODE} 2", counts=2),
     Run("experts, capacity", "moe", 2, EVEN),
     Run("experts, dropless, mp 2", "moe", 4, f"{UNEVEN} --mp-degree 2 --sequence-parallel", counts=2),
     Run("experts, capacity, mp 2", "moe", 4, f"{EVEN} --mp-degree 2 --sequence-parallel", counts=2),
@@ -148,6 +153,7 @@ LAYERS = (
     Run("mp 8", "moe", 8, f"{DENSE_4096} --mp-degree 8"),
     Run("mp 8, sequence parallel", "moe", 8, f"{DENSE_4096} --mp-degree 8 --sequence-parallel"),
     Run("experts, dropless", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe"),
+    Run("experts, by node", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe {BY_NODE} 4"),
     Run("experts, dropless, compiled", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe --compile on"),
     Run("experts, capacity", "moe", 8, f"{ERNIE_21B} --moe-model-type deepspeed_moe"),
     Run("slices 2", "moe", 8, f"{ERNIE_21B} --moe-model-type megatron_moe --ampipe-degree 2"),
@@ -315,6 +321,26 @@ BUDGETS: tuple[Row, ...] = (
     Row("experts, dropless", "*", "_ChosenShares*", "kernels", 4, "gate weights, sum of scores, one gradient buffer"),
     Row("experts, dropless", "*", "*aux*", "kernels", 0, "losses are computed once for all layers"),
     Row("experts, dropless", "add", "*", "kernels", 5, "sums around norms, and the gradient of the router's input"),
+    Row("experts, by node", "*", "*", "kernels", 190, "187: 81 more than plain, for orders, slots and relays"),
+    Row("experts, by node", "*", "*", "waits", 1, "the counts, once per layer"),
+    Row(
+        "experts, by node",
+        "alltoall_base_",
+        "*",
+        "kernels",
+        8,
+        "two hops of dispatch and combine, in both directions",
+    ),
+    Row("experts, by node", "sort", "*", "kernels", 10, "the choices of each token; rows are sorted by counting"),
+    Row("experts, by node", "sort_pairs", "*", "kernels", 6, "rows to nodes, to ranks and to experts"),
+    Row(
+        "experts, by node",
+        "*",
+        "*",
+        "megabytes",
+        11000,
+        "10,700: 9,920 of plain dispatch, relayed rows, and sums on each rank and node",
+    ),
     Row("experts, dropless, compiled", "*", "*", "kernels", 101, "99"),
     Row(
         "experts, dropless, compiled",

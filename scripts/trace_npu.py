@@ -54,6 +54,7 @@ RUNS = (
     ("MoE decoder, offloaded optimizer", "moe", 2, f"{MOE} --sharding-degree 2 --optimizer-offload"),
     ("MoE decoder, documents, fp16", "moe", 1, f"{MOE} --reset-attention-mask --reset-position-ids --fp16"),
     ("MoE decoder, ep 2, slices", "moe", 2, SLICES),
+    ("MoE decoder, ep 4 by node, slices", "moe", 4, f"{SLICES} --ep-degree 4 --moe-dispatch node --ranks-per-node 2"),
     ("MoE decoder, slices of documents", "moe", 2, f"{SLICES} --reset-attention-mask"),
     ("MoE decoder, latent attention", "moe", 1, LATENT_MOE),
     ("MoE decoder, latent attention, documents, mp 2", "moe", 2, LATENT_MP),

@@ -165,6 +165,60 @@ class Grid:
                 groups.append(group)
         return tuple(groups)
 
+    def ep_node_ranks(self, ranks_per_node: int) -> int | None:
+        """Return the number of ranks that every group of ep has on each of its nodes.
+
+        The ranks of a node are consecutive in the group, and at the same places on each node. Returns ``ep`` if every
+        group is on one node, and None if groups are not whole nodes of equal size.
+
+        Args:
+            ranks_per_node: Ranks of a node, which are consecutive in ``order``.
+        """
+        digits = self._ep_digits()
+        if digits is None or self.world_size % ranks_per_node:
+            return None
+        end = max((stride * count for count, stride, in_ep in digits if in_ep), default=1)
+        if ranks_per_node % end == 0:
+            return self.ep
+        here, complete = 1, True
+        for count, stride, in_ep in digits:  # innermost first in the expert view
+            inside = max(1, min(count, ranks_per_node // stride))
+            if count % inside or (stride < ranks_per_node and ranks_per_node % (stride * inside)):
+                return None  # a node ends inside a step of this axis
+            if in_ep:
+                if inside > 1 and not complete:
+                    return None  # an axis further out is inside the node, one further in is not
+                here, complete = here * inside, complete and inside == count
+        return here
+
+    def _ep_digits(self) -> list[tuple[int, int, bool]] | None:
+        """Return the axes as (size, stride in ranks, belongs to ep), in the expert view innermost first, then pp.
+
+        Axes whose ranks are consecutive are one. Returns None if ep ends inside a step of an axis.
+        """
+        strides, weight = {}, 1
+        for axis in reversed(self.order):
+            strides[axis], weight = weight, weight * self.size(axis)
+        merged: list[tuple[int, int]] = []
+        for axis in ("mp", "cp", "sharding", "dp"):
+            count, stride = self.size(axis), strides[axis]
+            if merged and merged[-1][0] * merged[-1][1] == stride:
+                merged[-1] = merged[-1][0] * count, merged[-1][1]
+            elif count > 1:
+                merged.append((count, stride))
+        digits, weight = [], 1
+        for count, stride in merged:
+            for end in (self.emp, self.emp * self.ep):
+                if weight < end < weight * count:
+                    part = end // weight
+                    if end % weight or count % part:
+                        return None
+                    digits.append((part, stride, self.emp <= weight < self.emp * self.ep))
+                    count, stride, weight = count // part, stride * part, end
+            digits.append((count, stride, self.emp <= weight < self.emp * self.ep))
+            weight *= count
+        return [*digits, (self.pp, strides["pp"], False)] if self.pp > 1 else digits
+
     def describe(self) -> str:
         """Return the sizes of the dense axes in rank order, then those of the expert view."""
         dense = " x ".join(f"{axis} {self.size(axis)}" for axis in self.order)

@@ -142,7 +142,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, *order: Any) -> Tensor:
         ctx.save_for_backward(*order)
-        return _gather(x_TH, ExpertOrder(*order))
+        return gather_rows(x_TH, ExpertOrder(*order))
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -157,10 +157,11 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _gather(grad_TH, ExpertOrder(*ctx.saved_tensors)), None, None, None, None
+        return gather_rows(grad_TH, ExpertOrder(*ctx.saved_tensors)), None, None, None, None
 
 
-def _gather(x_TH: Tensor, order: ExpertOrder) -> Tensor:
+def gather_rows(x_TH: Tensor, order: ExpertOrder) -> Tensor:
+    """Compute ``permute`` outside autograd."""
     rows_RH: Tensor = op("permute", x_TH)(x_TH, *order)
     return rows_RH
 

@@ -21,8 +21,10 @@ from megapar.core.tensor_parallel.layers import piece_shape
 from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import capacity_on_device
+from megapar.moe.dispatcher import Dispatcher
 from megapar.moe.experts import Experts
 from megapar.moe.micro_batch import MicroBatchRouting
+from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.passage import Passage
 from megapar.moe.router import Router
 from megapar.moe.slicing import Slicing
@@ -59,13 +61,14 @@ class MoeLayer(nn.Module):
         router, experts: Submodules.
         shared: The shared experts, or None.
         comm: Launches the collectives, and counts host waits.
-        dispatcher_class, routing_class: The classes of the layer's token dispatcher and of its passages' routing;
-            subclasses of the layer may replace them.
+        dispatcher_class, node_dispatcher_class, routing_class: The classes of the layer's dispatcher, plain or if ep is
+            divided by node, and of its passages' routing; subclasses of the layer may replace them.
         dispatcher: Sends tokens to their experts and back, with even splits if capacities allow it.
         slicing: How a ``passage`` divides the sequence.
     """
 
-    dispatcher_class: ClassVar[type[TokenDispatcher]] = TokenDispatcher
+    dispatcher_class: ClassVar[type[Dispatcher]] = TokenDispatcher
+    node_dispatcher_class: ClassVar[type[Dispatcher]] = NodeDispatcher
     routing_class: ClassVar[type[MicroBatchRouting]] = MicroBatchRouting
 
     def __init__(
@@ -92,7 +95,7 @@ class MoeLayer(nn.Module):
             shared: The shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
                 only if ``sizes.shared_width`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``,
                 and with an attribute ``adds_onto`` a sum to add to.
-            ep: Each rank has a contiguous chunk of the experts; None: one rank.
+            ep: Each rank has a contiguous chunk of the experts; None: one rank. With ``nodes``, dispatch is by node.
             emp: Each expert's features are sharded over it; all of mp, or one rank; None: one rank.
             mp: The axis of tensor parallelism; None: one rank.
             sequence_parallel: Each mp rank has a contiguous chunk of the positions.
@@ -119,8 +122,10 @@ class MoeLayer(nn.Module):
         widths = sizes.hidden_size, self.experts.down.shape[2]
         self._needs_host_sizes = bool(self.comm.device.grouped_lacks(dtype, widths))
         exchanges_rows = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
-        even_splits = sizes.has_capacity and self.local_capacity and exchanges_rows
-        self.dispatcher = self.dispatcher_class(
+        by_node = ep.nodes is not None
+        even_splits = sizes.has_capacity and self.local_capacity and exchanges_rows and not by_node
+        dispatcher_class = self.node_dispatcher_class if by_node else self.dispatcher_class
+        self.dispatcher = dispatcher_class(
             sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm
         )
         self.slicing = slicing or Slicing()
@@ -191,7 +196,7 @@ class MoeLayer(nn.Module):
     def _passage(
         self,
         slicing: Slicing,
-        dispatcher: TokenDispatcher,
+        dispatcher: Dispatcher,
         tokens: int,
         capacity: int | Tensor,
         replay: Replay | None,

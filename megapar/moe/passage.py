@@ -12,7 +12,7 @@ hidden under the computation of others:
     send(0) 1 2 D0^  send(1) 1 2 D1^ ... |  D0v exp0 C0^ sh0  D1v exp1 C1^ sh1 ... |  C0v C1v ...
 
 With pieces (pipe-experts), every D, exp and C of a slice is several: one per local expert and part of its rows. With
-pieces, and with ``overlap_mp``, the experts' collectives over emp are hidden, too:
+pieces, and with ``overlap_mp``, the experts' collectives over emp, if there are any, are hidden, too:
 
     D0v E0^ | D1v E1^ E0v exp0 L0^ | D2v E2^ E1v exp1 L1^ L0v C0^ | ...
 
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megapar.core.comm.async_pairs import Ticket, wait
 from megapar.core.recompute.replay import Replay, kept_as_it_is
+from megapar.moe.dispatcher import Dispatcher, DispatchPlan, PendingRows, RoutedPairs
 from megapar.moe.expert_order import ExpertOrder, unpermute, weigh
 from megapar.moe.experts import Experts
 from megapar.moe.micro_batch import MicroBatchRouting
@@ -41,7 +42,6 @@ from megapar.moe.router import gate_weights
 from megapar.moe.slice_dispatch import DeferredDispatch, FinishedDispatch
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
-from megapar.moe.token_dispatcher import DispatchPlan, PendingRows, TokenDispatcher
 
 if TYPE_CHECKING:
     from megapar.moe.layer import MoeLayer
@@ -142,7 +142,7 @@ class Passage:
         self,
         layer: MoeLayer,
         routing: MicroBatchRouting,
-        dispatcher: TokenDispatcher,
+        dispatcher: Dispatcher,
         slicing: Slicing,
         replay: Replay | None,
         ends_unit: Replay | None,
@@ -191,11 +191,9 @@ class Passage:
                 self.slicing,
                 x_TH,
                 weights_Tk,
-                routing.experts,
-                kept_Tk,
+                RoutedPairs(routing.experts, kept_Tk, counts_kE),
                 (rows, exact),
                 self._replay,
-                counts_kE,
             )
         self._slices.append(_Slice(shared_TH.view_as(x_BsH), dispatch))
         if not self._device.is_async:
@@ -262,12 +260,16 @@ class Passage:
         return self.layer.shared_experts(self._slices[number].shared_BsH, self.ends_unit, onto)
 
     def _pieces_ahead(self) -> int:
-        """Return the number of pieces that enter ahead of the computation, to hide collectives over emp."""
+        """Return the number of pieces that enter ahead of the computation, to hide collectives over emp.
+
+        Without such collectives it would only delay a piece's combine and wait early for the next one's rows.
+        """
         slicing = self.slicing
+        if self.dispatcher.emp.size == 1:
+            return 0
         if slicing.chained and not self._device.is_async:
             return 0  # a CPU chains by waiting, and would wait for the next rows before computing these
-        over_emp = slicing.overlap_mp and self.dispatcher.emp.size > 1
-        return 1 if over_emp or slicing.expert_pieces else 0
+        return 1 if slicing.overlap_mp or slicing.expert_pieces else 0
 
     def host_sizes(self, plan: DispatchPlan, rows_RH: Tensor) -> tuple[int, ...] | None:
         """Return the rows of each local expert on the host, if its products need them (``MoeLayer.host_sizes``)."""

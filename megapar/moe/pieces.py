@@ -12,12 +12,17 @@ Tested in ``tests/moe/test_passage.py``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from megapar.core.comm.exchange import AllToAll
+from megapar.moe.dispatcher import DispatchPlan
 from megapar.moe.expert_order import ExpertOrder, kept_rows, order_by_expert
-from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatcher
+
+if TYPE_CHECKING:
+    from megapar.moe.token_dispatcher import RowCounts, TokenDispatcher
 
 
 def piece_plans(

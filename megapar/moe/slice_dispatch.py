@@ -16,11 +16,9 @@ from torch import Tensor
 
 from megapar.core.comm.async_pairs import defer
 from megapar.core.recompute.replay import Replay, once
-from megapar.moe.expert_order import ExpertOrder, OrderedRows
-from megapar.moe.message import RowsOfTokens
-from megapar.moe.pieces import piece_plans
+from megapar.moe.dispatcher import Dispatcher, DispatchPlan, RoutedPairs
+from megapar.moe.expert_order import ExpertOrder
 from megapar.moe.slicing import Slicing
-from megapar.moe.token_dispatcher import DispatchPlan, RowCounts, TokenDispatcher
 
 T = TypeVar("T")
 
@@ -59,15 +57,13 @@ class DeferredDispatch:
 
     def __init__(
         self,
-        dispatcher: TokenDispatcher,
+        dispatcher: Dispatcher,
         slicing: Slicing,
         x_TH: Tensor,
         weights_Tk: Tensor,
-        experts_Tk: Tensor,
-        kept_Tk: Tensor | None,
+        pairs: RoutedPairs,
         room: tuple[int, bool],
         replay: Replay | None,
-        counts_kE: Tensor | None = None,
     ) -> None:
         """Insert the node into the graph and launch the exchange of counts, if any.
 
@@ -76,26 +72,23 @@ class DeferredDispatch:
             slicing: The number of pieces of the message, and their chaining.
             x_TH: Tokens of the slice.
             weights_Tk: Gate weights.
-            experts_Tk: The chosen experts.
-            kept_Tk: bool; None: every pair is kept.
-            room: (rows, exact) of ``TokenDispatcher.plan``.
+            pairs: The pairs to dispatch.
+            room: (rows, exact) of ``Dispatcher.plan``.
             replay: Of the recomputed unit that contains the layer; its recomputation reuses the forward's plans and
                 exchanges no counts.
-            counts_kE: The kept pairs of each choice and expert, if they have been counted.
         """
         self.plans: tuple[DispatchPlan, ...] = ()
         self._dispatcher, self._slicing, self._replay = dispatcher, slicing, replay
-        self._experts_Tk, self._kept_Tk, self._room, self._counts_kE = experts_Tk, kept_Tk, room, counts_kE
+        self._pairs, self._room = pairs, room
         self._hidden, self._weight_dtype = x_TH.shape[1], weights_Tk.dtype
         self._order: ExpertOrder | None = None
-        self._pairs: OrderedRows | None = None
         self._device = dispatcher.comm.device
         count = slicing.expert_pieces * (dispatcher.num_experts // dispatcher.ep.size) or 1
         self.tokens, self._deferred = defer((x_TH, weights_Tk), count, dispatcher.comm)
         self._routed = self._device.event()
-        self._row_counts: RowCounts | None = None
+        self._counted: Any = None
         if (dispatcher.exchanges_counts or slicing.expert_pieces) and not (replay is not None and replay.recomputing):
-            self._pairs, self._row_counts = self._on_ep_stream(self._exchange_counts)
+            self._counted = self._on_ep_stream(self._exchange_counts)
 
     @property
     def order(self) -> ExpertOrder:
@@ -108,7 +101,7 @@ class DeferredDispatch:
         if self.plans:
             return
         self._order, self.plans = self._on_ep_stream(lambda: once(self._replay, self._plan))
-        message = RowsOfTokens(self._order, self._hidden, self._weight_dtype)
+        message = self._dispatcher.message(self._order, self.plans[0], self._hidden, self._weight_dtype)
         rows = [self._order.pair.shape[0]]
         if len(self.plans) > 1:
             rows = [sum(plan.exchange.send or ()) for plan in self.plans]
@@ -137,19 +130,15 @@ class DeferredDispatch:
             self._device.adopt(leaf)
         return result
 
-    def _exchange_counts(self) -> tuple[OrderedRows, RowCounts]:
-        pairs = self._dispatcher.sort(self._experts_Tk, self._kept_Tk, self._counts_kE)
-        return pairs, self._dispatcher.announce(pairs.counts, self._experts_Tk.numel(), aside=self._device.is_async)
+    def _exchange_counts(self) -> Any:
+        return self._dispatcher.count(self._pairs, self._slicing.expert_pieces, aside=self._device.is_async)
 
     def _plan(self) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
-        dispatcher, row_counts, pairs = self._dispatcher, self._row_counts, self._pairs
-        self._pairs = None
-        if row_counts is None or pairs is None:
-            plan = dispatcher.plan(self._experts_Tk, self._kept_Tk, *self._room, counts_kE=self._counts_kE)
-        elif self._slicing.expert_pieces:
-            return piece_plans(dispatcher, row_counts, pairs.order, self._slicing.expert_pieces)
-        else:
-            plan = dispatcher.uneven_plan(row_counts, dispatcher.read(row_counts), pairs.order)
+        counted, self._counted = self._counted, None
+        if counted is not None:
+            return self._dispatcher.plan_counted(counted, self._slicing.expert_pieces)
+        pairs = self._pairs
+        plan = self._dispatcher.plan(pairs.experts, pairs.kept, *self._room, counts_kE=pairs.counts)
         return plan.send_order, (plan,)
 
 

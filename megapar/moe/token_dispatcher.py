@@ -1,4 +1,4 @@
-"""The token dispatcher: sends tokens to their experts, on this rank or on others, and the expert outputs back.
+"""The plain dispatch: sends tokens to their experts, on this rank or on others, and the expert outputs back.
 
     tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank (w: ``message``)
         dispatch   all-to-all over ep           received [R_in, H + w]: from each rank, its rows by expert
@@ -29,13 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.core.comm.async_pairs import Ticket, start, wait
+from megapar.core.comm.async_pairs import MessageBuilder, start, wait
 from megapar.core.comm.autograd import gather
-from megapar.core.comm.axis import Axis
-from megapar.core.comm.exchange import AllGather, AllToAll, Copy, Reduce, ReduceScatter, Unsent
-from megapar.core.comm.in_flight import CommContext
+from megapar.core.comm.exchange import AllToAll
 from megapar.core.device.base import Event
 from megapar.core.recompute.replay import Replay, once
+from megapar.moe.dispatcher import READ, Dispatcher, DispatchPlan, PendingRows, RoutedPairs, unsent_if_unused
 from megapar.moe.expert_order import (
     ExpertOrder,
     OrderedRows,
@@ -45,38 +44,9 @@ from megapar.moe.expert_order import (
     sort_by_expert,
     spread_by_expert,
     transpose_runs,
-    unpermute,
 )
-from megapar.moe.message import pack, unpack
-
-PendingRows = tuple[Tensor, Ticket]  # result of ``start``: the token that autograd sees, and the ticket to wait with
-READ = "TokenDispatcher.read"  # where the host waits for counts
-
-
-class DispatchPlan(NamedTuple):
-    """The plan of one message: made once, used for dispatch, combine and both backwards.
-
-    Attributes:
-        send_order: Pairs to rows as sent, sorted by expert and therefore by rank.
-        exchange: The all-to-all over ep.
-        received: Rows that this rank receives.
-        room: Rows per rank in the all-gather over emp: the maximum that any of its ranks received.
-        receive_order: Rows as received (or gathered) to rows sorted by expert; None if they are sorted already.
-        counts: [L] int64, rows of each local expert after the all-gather; None if all rows are for ``expert``.
-        expert: The only expert of this message, if ``counts`` is None.
-        sizes: ``counts`` on the host, if the host has them anyway.
-        ends: [L] int32, the row after the last one of each local expert, if the device computed it with the order.
-    """
-
-    send_order: ExpertOrder
-    exchange: AllToAll
-    received: int
-    room: int
-    receive_order: ExpertOrder | None
-    counts: Tensor | None
-    expert: int = 0
-    sizes: tuple[int, ...] | None = None
-    ends: Tensor | None = None
+from megapar.moe.message import RowsOfTokens, pack, unpack
+from megapar.moe.pieces import piece_plans
 
 
 class RowCounts(NamedTuple):
@@ -98,25 +68,8 @@ class RowCounts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenDispatcher:
-    """Dispatch to the experts and combine, over ep and emp.
-
-    Attributes:
-        num_experts: E, over all ranks.
-        ep: The expert parallel axis, with E / ep experts on each rank.
-        emp: The axis over which the features of each expert are sharded.
-        sequence_sharded: Positions are sharded over emp, and each of its ranks dispatches its own tokens; otherwise all
-            ranks of emp dispatch the same tokens.
-        even_splits: Use even splits; all ranks of ep and emp must then allocate the same number of rows.
-        comm: Launches the collectives.
-    """
-
-    num_experts: int
-    ep: Axis
-    emp: Axis
-    sequence_sharded: bool
-    even_splits: bool
-    comm: CommContext
+class TokenDispatcher(Dispatcher):
+    """Dispatch of a row for each (token, expert)."""
 
     def plan(
         self,
@@ -127,18 +80,7 @@ class TokenDispatcher:
         replay: Replay | None = None,
         counts_kE: Tensor | None = None,
     ) -> DispatchPlan:
-        """Plan the dispatch of these pairs.
-
-        Args:
-            experts_Tk: The experts of each token.
-            kept_Tk: bool; None: every pair is kept.
-            rows: With even splits, num_experts times the rows per expert. If no counts are exchanged, at least the
-                number of kept pairs, so that the host need not wait for the device. The last expert computes the rows
-                beyond the kept pairs as zeros; they have weight 0 and reach no token.
-            exact: ``rows`` is the number of kept pairs.
-            replay: Of the recomputed unit that contains the layer; its recomputation reuses the counts.
-            counts_kE: The kept pairs of each choice, or of all, and expert, if they have been counted.
-        """
+        """See ``Dispatcher.plan``."""
         if self.even_splits:
             return self._even_plan(experts_Tk, kept_Tk, rows)
         if not self.exchanges_counts:
@@ -153,6 +95,25 @@ class TokenDispatcher:
             return row_counts, self.read(row_counts)
 
         return self.uneven_plan(*once(replay, count), pairs.order)
+
+    def count(self, pairs: RoutedPairs, pieces: int, *, aside: bool = False) -> tuple[OrderedRows, RowCounts]:
+        """See ``Dispatcher.count``."""
+        ordered = self.sort(*pairs)
+        return ordered, self.announce(ordered.counts, pairs.experts.numel(), aside=aside)
+
+    def plan_counted(
+        self, counted: tuple[OrderedRows, RowCounts], pieces: int
+    ) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
+        """See ``Dispatcher.plan_counted``."""
+        pairs, row_counts = counted
+        if pieces:
+            return piece_plans(self, row_counts, pairs.order, pieces)
+        plan = self.uneven_plan(row_counts, self.read(row_counts), pairs.order)
+        return plan.send_order, (plan,)
+
+    def message(self, order: ExpertOrder, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype) -> MessageBuilder:
+        """See ``Dispatcher.message``."""
+        return RowsOfTokens(order, hidden, weight_dtype)
 
     def sort(self, experts_Tk: Tensor, kept_Tk: Tensor | None, counts_kE: Tensor | None = None) -> OrderedRows:
         """Sort all pairs by expert, the kept ones first. The device does this while the host waits for the counts.
@@ -219,7 +180,7 @@ class TokenDispatcher:
         return (counts - number * share).clamp(min=0).minimum(share)
 
     def dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        """Send every kept pair's token and weight to its expert; return the result of ``wait_dispatch``."""
+        """See ``Dispatcher.dispatch``."""
         if self.is_local:
             weights_R = weights_Tk.flatten().index_select(0, plan.send_order.pair)
             return permute(x_TH, plan.send_order), weights_R
@@ -229,70 +190,15 @@ class TokenDispatcher:
     def wait_dispatch(
         self, sent: PendingRows, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows.
-
-        Weights are in the order of the rows that they multiply (``weighs_inside``).
-        """
+        """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows."""
         if self.gathers:
             return unpack(wait(*sent), hidden, weight_dtype, None, plan.room, sort_weights=False)
         order, inside = plan.receive_order, self.weighs_inside
         return unpack(wait(*sent), hidden, weight_dtype, order, plan.received, sort_weights=inside)
 
-    def start_enter(self, rows_RH: Tensor) -> PendingRows:
-        """Launch the copy or all-gather of the rows to all ranks that share the experts."""
-        return start(AllGather(self.emp) if self.gathers else Copy(self.emp), rows_RH, self.comm)
-
-    def wait_enter(self, entering: PendingRows, plan: DispatchPlan) -> Tensor:
-        """Wait for the rows and return them sorted by expert: [R, H]."""
-        rows_RH = wait(*entering)
-        if self.gathers and plan.receive_order is not None:
-            return permute(rows_RH, plan.receive_order)
-        return rows_RH
-
-    def start_leave(self, rows_RH: Tensor, plan: DispatchPlan) -> PendingRows:
-        """Launch the sum of the experts' outputs [R, H], partial sums, over the ranks that share the experts."""
-        if plan.receive_order is not None:
-            rows_RH = unpermute(rows_RH, plan.receive_order)
-        return start(ReduceScatter(self.emp) if self.gathers else Reduce(self.emp), rows_RH, self.comm)
-
-    def wait_leave(self, leaving: PendingRows, plan: DispatchPlan) -> Tensor:
-        """Wait for the sums and return them in the order in which the rows were received: [R_in, H]."""
-        rows_RH = wait(*leaving)
-        return rows_RH if self.is_local or len(rows_RH) == plan.received else rows_RH[: plan.received]
-
     def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, ends_unit: Replay | None) -> PendingRows:
-        """Send the weighted outputs [R_in, H] back to the ranks of their tokens, where ``unpermute`` sums them.
-
-        ends_unit: of the recomputed unit that ends with this layer; its recomputation sends nothing, since only the
-        unit's output needs the result.
-        """
-        back = plan.exchange.conjugate()
-        # The backward may need the rows sent, for the weights, but not those received.
-        output_unused = ends_unit is not None and ends_unit.recomputing
-        return start(Unsent(back) if output_unused else back, rows_RH, self.comm)
-
-    @property
-    def is_local(self) -> bool:
-        """True if all experts are on this rank, each of them whole."""
-        return self.ep.size == self.emp.size == 1
-
-    @property
-    def weighs_inside(self) -> bool:
-        """True if the experts multiply their activations by the gate weights; otherwise their summed outputs are.
-
-        The former are fewer numbers, but give the weights' whole gradient only where experts are whole.
-        """
-        return self.emp.size == 1
-
-    @property
-    def exchanges_counts(self) -> bool:
-        """True if ranks must exchange the numbers of rows before the rows."""
-        return not self.even_splits and (self.ep.size > 1 or self.gathers)
-
-    @property
-    def gathers(self) -> bool:
-        """True if each rank of emp receives different rows, which all of its ranks need."""
-        return self.sequence_sharded and self.emp.size > 1
+        """See ``Dispatcher.start_combine``."""
+        return start(unsent_if_unused(plan.exchange.conjugate(), ends_unit), rows_RH, self.comm)
 
     def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
         capacity = rows // self.num_experts

@@ -185,3 +185,39 @@ def test_axes_of_two_views_have_no_common_group() -> None:
 def test_sizes_that_make_no_grid_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"ep \d+|permutation"):
         Grid(**sizes)
+
+
+def node_ranks_one_by_one(grid: Grid, node: int) -> int | None:
+    """The ranks of ep on each node, seen group by group."""
+    counts: set[int | None] = set()
+    for group in grid.groups("ep"):
+        nodes = [rank // node for rank in group]
+        local = nodes.count(nodes[0])
+        chunks = [set(nodes[start : start + local]) for start in range(0, len(nodes), local)]
+        apart = len(set(nodes)) == len(chunks) and all(len(chunk) == 1 for chunk in chunks)
+        counts.add(local if apart and len(nodes) % local == 0 else None)
+    return counts.pop() if len(counts) == 1 and grid.world_size % node == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("grid", "node", "ranks"),
+    [
+        (Grid(sharding=16, ep=16), 8, 8),
+        (Grid(sharding=8, mp=2, ep=8, emp=2), 8, 4),
+        (Grid(sharding=2, mp=8, ep=2, emp=8), 8, 1),  # each rank of ep is on another node
+        (Grid(dp=2, pp=2, sharding=8, ep=16), 8, 8),  # ep reaches over pp
+        (Grid(dp=2, pp=2, sharding=8, ep=8), 8, 8),  # every group is on one node
+        (Grid(sharding=24, ep=12), 8, None),
+        (Grid(sharding=6, ep=6), 4, None),
+        (Grid(sharding=4, cp=2, mp=2, ep=8, order=("mp", "dp", "pp", "sharding", "cp")), 8, None),
+    ],
+)
+def test_ep_is_whole_nodes(grid: Grid, node: int, ranks: int | None) -> None:
+    assert grid.ep_node_ranks(node) == ranks
+
+
+@given(grids(), st.integers(1, 9))
+@settings(max_examples=100, deadline=None)
+def test_nodes_of_ep_are_those_of_every_group(grid: Grid, node: int) -> None:
+    found = grid.ep_node_ranks(node)
+    assert found is None or found == node_ranks_one_by_one(grid, node)

@@ -426,6 +426,7 @@ AMPIPE_ROWS: tuple[Row, ...] = (
     sliced_row(2, (*_pipe(2), *CHAINED), SLICED_PLACES[3], DROPS, 1),
     sliced_row(0, (*_pipe(2), *CHAINED), SLICED_PLACES[3], DROPS, 1, _every(1)),
     sliced_row(2, (*_pipe(4), *CROSS), REPLICAS, DROPS, 1, _every(2)),
+    sliced_row(2, (*_pipe(2), *CROSS), SLICED_PLACES[0], DROPS, 2, _every(1)),
     sliced_row(3, _pipe(6), SLICED_PLACES[3], (*DROPS, *TOP4), 1),
     sliced_row(2, CROSS, SLICED_PLACES[0], ("--add-bias-linear", "--activation", "gelu", *BIASED), 1, SELECTIVE),
     sliced_row(8, (*BALANCED, *NO_OVERLAP), SLICED_PLACES[0], (), 1),
@@ -729,6 +730,40 @@ ROUTER_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS), _pattern("[1,0,1,0]"), accumulation=4),
     Row("moe", 2, EP2, DIVIDED_TOP1),
     Row("moe", 2, EP2, (*DIVIDED_TOP1, *DROPS)),
+)
+
+# Two ranks of a node, and two nodes; with --expert-mp-degree 2 a node has one rank of ep.
+BY_NODE = ("--moe-dispatch", "node", "--ranks-per-node", "2")
+
+
+def node_row(layout: tuple[str, ...], options: tuple[str, ...] = (), *rest: int) -> Row:
+    """Eight experts on the four ranks of ep of two nodes."""
+    return Row("moe", 4, (*EP4, *layout, *BY_NODE), (*EIGHT_EXPERTS, *options), *rest)
+
+
+# Beside ROWS, as LATENT_SUITE: the suite runs the first of these rows.
+NODE_SUITE: tuple[Row, ...] = (
+    node_row(("--ampipe-degree", "2", *CROSS, *_every(1)), (*DROPS, *TOP4), 2),
+    node_row((*MP2, *SP, *EMP1, *_pipe(2)), (*DROPS, *TOP4, *BOUNDARIES)),
+)
+NODE_ROWS: tuple[Row, ...] = (
+    *NODE_SUITE,
+    *(node_row(layout, options) for layout, options in zip(_stages(4), (TOP1, TOP4, DROPS), strict=True)),
+    node_row(SELECTIVE, ("--add-bias-linear", "--activation", "gelu", *TOP4)),
+    node_row((*_every(2), *_stages(4)[2]), (*TOP4, *BIASED)),
+    node_row(("--ampipe-degree", "3", *BALANCED), (*TOP4, *BOUNDARIES), 2),
+    node_row((*_pipe(4), "--ampipe-degree", "2", *CROSS, *_every(2)), (*DROPS, *TOP4)),
+    node_row((*_pipe(2), *_stages(4)[2]), (*DROPS, *TOP4)),
+    node_row((*MP2, *SP, *EMP1, "--ampipe-degree", "2", *HIDDEN_MP, *CROSS), (*DROPS, *TOP4), 2),
+    node_row((*_cp(2, "ring"), "--ampipe-degree", "2"), DROPS, 2),
+    Row("moe", 4, (*EP2, *MP2, *BY_NODE), (*DROPS, *TOP4), 2),
+    Row("moe", 4, (*EP2, *MP2, *SP, *BY_NODE), (*TOP4, *UNTIED)),
+    sliced_row(3, (*HIDDEN_MP, *CROSS, *BY_NODE), SLICED_PLACES[3], (*DROPS, *TOP4), 2, _every(1)),
+    sliced_row(0, (*_pipe(2), *CHAINED, *BY_NODE), SLICED_PLACES[3], (*DROPS, *TOP4), 1),
+    sliced_row(2, (*_pipe(4), *BY_NODE), ONLY_MP, (*DROPS, *TOP4), 1, _every(1)),
+    Row("moe", 4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS, *BY_NODE[:3], "1"), FOUR_LAYERS, 1, 4),
+    Row("moe", 8, ("--ep-degree", "8", *BY_NODE[:3], "4", *_every(1)), (*EIGHT_EXPERTS, *TOP4)),
+    Row("moe", 8, (*EP4, *MP2, *SP, *BY_NODE[:3], "4", "--ampipe-degree", "2"), (*EIGHT_EXPERTS, *TOP4, *DROPS)),
 )
 
 ROWS: tuple[Row, ...] = (

@@ -12,7 +12,15 @@ from _pytest.mark import ParameterSet
 
 from tests.equivalence.compare import differences, excess
 from tests.equivalence.run import Routing, Trace, trace
-from tests.equivalence.table import LATENT_CONTEXT_ROWS, LATENT_ROWS, LATENT_SUITE, ROWS, Row
+from tests.equivalence.table import (
+    LATENT_CONTEXT_ROWS,
+    LATENT_ROWS,
+    LATENT_SUITE,
+    NODE_ROWS,
+    NODE_SUITE,
+    ROWS,
+    Row,
+)
 from tests.support.pairwise import covering
 from tests.support.ranks import run_ranks, side_by_side
 
@@ -63,6 +71,11 @@ def _latent(rows: Sequence[Row] = ALL_LATENT_ROWS, suite: Sequence[Row] = LATENT
     return [pytest.param(row, id=row.name, marks=[] if row in suite else [pytest.mark.table]) for row in rows]
 
 
+def _by_node(rows: Sequence[Row] = NODE_ROWS, suite: Sequence[Row] = NODE_SUITE) -> list[ParameterSet]:
+    """Rows of the dispatch by node, of which the suite runs those that are named for it."""
+    return _latent(rows, suite)
+
+
 FP64_ROWS = _covered(ROWS, 2)
 
 
@@ -75,7 +88,7 @@ def test_the_suite_has_every_pair_of_the_table() -> None:
     assert suite == table
 
 
-@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent()])
+@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent(), *_by_node()])
 def test_fp64(row: Row) -> None:
     """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
 
@@ -95,9 +108,11 @@ def test_fp64(row: Row) -> None:
 STREAMED_ROWS = _covered([row for row in ROWS if row.on_streams], 1)
 
 
-@pytest.mark.parametrize(
-    "row", [*STREAMED_ROWS, *_latent([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4])]
-)
+STREAMED_LATENT_ROWS = _latent([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4])
+
+
+# Relays run on the stream of ep at every layout.
+@pytest.mark.parametrize("row", [*STREAMED_ROWS, *STREAMED_LATENT_ROWS, *_by_node(suite=NODE_SUITE[:1])])
 def test_on_streams(row: Row) -> None:
     """The same in fp64 where the host runs ahead of a device with streams: what waits for too little shows.
 
@@ -125,7 +140,10 @@ def _steady(row: Row) -> Row:
     return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
 
 
-@pytest.mark.parametrize("row", [*_covered([_steady(row) for row in ROWS], 1), *_latent(suite=LATENT_SUITE[:1])])
+BF16_ROWS = _covered([_steady(row) for row in ROWS], 1)
+
+
+@pytest.mark.parametrize("row", [*BF16_ROWS, *_latent(suite=LATENT_SUITE[:1]), *_by_node(suite=())])
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see: in the suite every trait once."""
     flags = still(row.reference_flags())

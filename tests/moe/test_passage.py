@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megapar.core.comm.axis import Axis
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
 from tests.support import late
+from tests.support.nodes import axis_by_node
 from tests.support.ranks import run_ranks
 
 HIDDEN, EXPERTS, LENGTH, BATCH = 6, 4, 9, 2
@@ -112,9 +112,9 @@ def test_a_capacity_per_slice_drops_as_each_slice_alone_would(policy, padding):
     assert int(stats.dropped) == dropped > 0
 
 
-def on_two(rank, world_size, slicing, sizes, padding, favoured):
-    """(differences checked on the rank) all-to-alls, exchanges of counts, host waits."""
-    ep = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+def on_ranks(rank, world_size, slicing, sizes, padding, favoured, node=0):
+    """(differences checked on the rank) all-to-alls, exchanges of counts, host waits. node: as ``axis_by_node``."""
+    ep = axis_by_node(rank, world_size, node)
     wanted = None
     for index in range(world_size):
         alone = make(slicing, favoured=favoured, **sizes)
@@ -164,5 +164,5 @@ def test_on_two_ranks(slicing, sizes, counted, favoured, backend):
     expert may then send, receive or compute nothing. Four all-to-alls per slice (and piece), and one wait of the host
     per slice where splits are uneven."""
     sizes = {**sizes, "topk": 1} if favoured is not None else sizes
-    for result in run_ranks(2, on_two, slicing, sizes, favoured is not None, favoured, backend=backend):
+    for result in run_ranks(2, on_ranks, slicing, sizes, favoured is not None, favoured, backend=backend):
         assert result == counted

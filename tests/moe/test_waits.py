@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.share import Share
 from megapar.core.device.packed_attention import PackedDocuments
@@ -15,26 +13,31 @@ from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
 from megapar.moe.slicing import Slicing
 from tests.support.host_tensors import HostTensors
+from tests.support.nodes import axis_by_node
 from tests.support.ranks import run_ranks
 
 EVEN = {"kind": "deepspeed_moe", "capacity_scope": "rank"}
 SHARED = {"kind": "deepspeed_moe"}
-# sizes, whether the ranks share the positions of a micro-batch, slicing; waits of the host for counts
+# sizes, whether the ranks share the positions of a micro-batch, slicing, ranks of a node (0: plain); waits for counts
 CASES = {
-    "uneven": ({}, False, Slicing(), 1),
-    "even": (EVEN, False, Slicing(), 0),
-    "shared positions": (SHARED, True, Slicing(), 1),
-    "slices": ({}, False, Slicing(3), 3),
-    "slices, each with a capacity": (EVEN, False, Slicing(3, capacity="slice"), 0),
-    "slices of shared positions": (SHARED, True, Slicing(2), 2),
-    "slices of shared positions, each with a capacity": (SHARED, True, Slicing(2, capacity="slice"), 2),
-    "pieces": (SHARED, False, Slicing(2, expert_pieces=2), 2),
+    "uneven": ({}, False, Slicing(), 0, 1),
+    "even": (EVEN, False, Slicing(), 0, 0),
+    "shared positions": (SHARED, True, Slicing(), 0, 1),
+    "slices": ({}, False, Slicing(3), 0, 3),
+    "slices, each with a capacity": (EVEN, False, Slicing(3, capacity="slice"), 0, 0),
+    "slices of shared positions": (SHARED, True, Slicing(2), 0, 2),
+    "slices of shared positions, each with a capacity": (SHARED, True, Slicing(2, capacity="slice"), 0, 2),
+    "pieces": (SHARED, False, Slicing(2, expert_pieces=2), 0, 2),
+    "by node": ({}, False, Slicing(), 1, 1),
+    "by node, shared positions": (SHARED, True, Slicing(), 1, 1),
+    "slices by node": (EVEN, False, Slicing(3), 1, 3),
+    "pieces by node": (SHARED, False, Slicing(2, expert_pieces=2), 1, 2),
 }
 
 
-def forward_and_backward(rank, world_size, sizes, shared, slicing):
+def forward_and_backward(rank, world_size, sizes, shared, slicing, node):
     """(what the host would wait for, how often it waited for counts) in a second pass: the first one may prepare."""
-    axis = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+    axis = axis_by_node(rank, world_size, node)
     layout = SequenceLayout(world_size, zigzag=True, slices=slicing.degree)
     share = Share(cp=axis, layout=layout) if shared else None
     moe = MoeSizes(8, 16, 4, 2, min_capacity=1, capacity_factor=0.8, **sizes)

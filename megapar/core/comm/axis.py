@@ -31,6 +31,7 @@ class Axis:
         meter: Time that this rank waited for blocking collectives.
         recorder: The last collectives that this rank launched.
         queue: For a one-way queue between two ranks, its name among the queues of the axis; else "".
+        nodes: The axis divided by node, if messages over it go to a node once (``World.make_nodes``); else None.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Axis:
     meter: WaitMeter = field(default_factory=WaitMeter, compare=False, repr=False)
     recorder: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
     queue: str = ""
+    nodes: AxisNodes | None = None
 
     @property
     def communicator(self) -> str:
@@ -65,3 +67,16 @@ class Axis:
     def single(cls, name: str, rank: int = 0) -> Axis:
         """Create an axis of size 1; ``rank`` is its global rank."""
         return cls(name, 1, 0, None, (rank,))
+
+
+@dataclass(frozen=True)
+class AxisNodes:
+    """An axis divided by node: rank r of the axis is at place r % within.size of node r // within.size.
+
+    Attributes:
+        between: The ranks at this rank's place, one of each node.
+        within: The ranks of this rank's node.
+    """
+
+    between: Axis
+    within: Axis

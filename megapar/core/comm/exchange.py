@@ -7,6 +7,7 @@
     AllGather               reduce-scatter        ReduceScatter (later computation differs per rank)
     ReduceScatter           all-gather            AllGather
     AllToAll                all-to-all            AllToAll, the splits swapped
+    TwoHops                 the two hops back     TwoHops, ``core/comm/two_hops.py``
     SendReceive             send and receive      SendReceive, the two ranks swapped
 
 The right all-gather depends on the use of its result. If all ranks compute the same from it, each already has the whole
@@ -68,6 +69,24 @@ class Conjugate(Exchange, Protocol):
         ...
 
 
+class RowExchange(Exchange, Protocol):
+    """An exchange of rows with every rank, by any way."""
+
+    @property
+    def send(self) -> tuple[int, ...] | None:
+        """Number of rows to each rank that it sends to; None for even pieces."""
+        ...
+
+    @property
+    def receive(self) -> tuple[int, ...] | None:
+        """Number of rows from each rank that it receives from; None for even pieces."""
+        ...
+
+    def conjugate(self) -> RowExchange:
+        """Return the exchange that sends every row back."""
+        ...
+
+
 @dataclass(frozen=True)
 class AllToAll:
     """Rows to every rank and rows from every rank. Conjugate: the splits swapped.
@@ -104,12 +123,13 @@ class AllGather:
         into: Output tensor, of which ``x`` may be this rank's rows; allocated if None.
         alike: All ranks compute the same from the result, so that each has the whole gradient. The conjugate is then
             OwnPiece.
+        kind: Name under which it is counted.
     """
 
     axis: Axis
     into: Tensor | None = field(default=None, compare=False)
     alike: bool = False
-    kind: ClassVar[str] = "all_gather"
+    kind: str = "all_gather"
 
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
         """Gather [n, ..] to [size * n, ..]."""
@@ -256,7 +276,7 @@ class Unsent:
         exchange: The skipped exchange.
     """
 
-    exchange: AllToAll
+    exchange: RowExchange
 
     @property
     def axis(self) -> Axis:

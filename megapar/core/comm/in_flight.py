@@ -16,6 +16,7 @@ from torch import Tensor
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import Exchange
 from megapar.core.comm.meter import WaitMeter
+from megapar.core.comm.two_hops import TwoHops
 from megapar.core.device.base import Device, Event, Stream
 from megapar.errors import DistributedError
 
@@ -110,6 +111,10 @@ class CommContext:
         elif exchange.axis.name in self.chained:
             stream, side_stream = self._stream("link"), True
             output, work = self.device.launch(lambda: self._after_others(exchange, x), stream)
+        elif self.device.is_async and isinstance(exchange, TwoHops):
+            # The relay and the second hop follow the first there, while the current stream goes on.
+            stream, side_stream = self.stream(exchange.axis), True
+            output, work = self.device.launch(lambda: exchange.launch(x), stream)
         else:
             output, work = self.device.launch(lambda: exchange.launch(x))
         # An exchange that sends nothing has no work to wait for, but its output is still computed on that stream.

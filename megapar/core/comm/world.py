@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megapar.core.comm.axis import Axis
+from megapar.core.comm.axis import Axis, AxisNodes
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.core.comm.meter import WaitMeter
@@ -267,6 +267,28 @@ class World:
         if self.grid.world_size == 1:
             return None
         return self._make_group((name,), tuple(range(self.grid.world_size)), "gloo")
+
+    def make_nodes(self, ranks: int) -> None:
+        """Divide the axis ``ep`` by node: ``axis("ep").nodes`` is then set, for dispatch by node.
+
+        Every rank calls this once, at the same place, before it builds a model.
+
+        Args:
+            ranks: Ranks of ep on each node, consecutive on the axis (``Grid.ep_node_ranks``).
+
+        Raises DistributedError if ep is not several whole nodes of this size.
+        """
+        ep = self.axis("ep")
+        if ep.size % ranks or ep.size == ranks:
+            raise DistributedError(f"the {ep.size} ranks of ep are not several nodes of {ranks} ranks of ep")
+        start = ep.rank - ep.rank % ranks
+        members = {"ep_between": ep.ranks[ep.rank % ranks :: ranks], "ep_within": ep.ranks[start : start + ranks]}
+        axes = []
+        for name, own in members.items():
+            group = self._make_group((name,), own) if len(own) > 1 else None
+            axes.append(self._axis(name, own, group))
+            self._rounds_of_axes += ((name,),) if group is not None else ()
+        self._axes |= {axis.name: axis for axis in axes} | {"ep": replace(ep, nodes=AxisNodes(*axes))}
 
     def _make_group(
         self, names: tuple[str, ...], ranks: tuple[int, ...], backend: str | None = None, *, queue: bool = False

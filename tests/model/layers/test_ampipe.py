@@ -26,6 +26,7 @@ from megapar.model.spec import table_of
 from megapar.moe.slicing import Slicing
 from tests.model.small import BIASED_MOE, MOE, batch_for, build, total
 from tests.support.lazy import LazyDevice
+from tests.support.nodes import axis_by_node
 from tests.support.ranks import run_ranks
 
 TWO = replace(MOE, first_k_dense=0, num_layers=2, moe=replace(MOE.moe, shared_experts=0))
@@ -126,19 +127,18 @@ def mirrored(events):
 
 
 def ep_of(rank, world_size):
-    return Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+    return axis_by_node(rank, world_size, 0)
 
 
-def recorded(rank, world_size, slicing, ahead):
-    """(forward, backward, launched, host waits) of a step."""
-    return step_on(ahead, partial(recorded_on, rank, world_size, slicing))
+def recorded(rank, world_size, slicing, ahead, node):
+    """(forward, backward, launched, host waits) of a step. node: as ``axis_by_node``."""
+    return step_on(ahead, partial(recorded_on, rank, world_size, slicing, node))
 
 
-def recorded_on(rank, world_size, slicing, device):
+def recorded_on(rank, world_size, slicing, node, device):
     diary = Diary(slicing.degree, TWO.num_layers, device)
-    model = build(
-        TWO, dtype=torch.float64, ep=ep_of(rank, world_size), execution=Execution(comm=diary), slicing=slicing
-    )
+    ep = axis_by_node(rank, world_size, node)
+    model = build(TWO, dtype=torch.float64, ep=ep, execution=Execution(comm=diary), slicing=slicing)
     for block in model.layers.values():
         diary.watch(block.attention.proj, "attn")
         diary.watch_experts(block.moe.experts, "exp")
@@ -151,12 +151,14 @@ def recorded_on(rank, world_size, slicing, device):
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("cross", [False, True])
-@pytest.mark.parametrize("degree", [2, 4])
-def test_launches_and_waits_are_those_of_the_drawing(degree, cross, ahead):
-    """Whatever the host issues when, the backward is the mirror of the program."""
+@pytest.mark.parametrize(("degree", "node"), [(2, 0), (4, 0), (2, 2)])
+def test_launches_and_waits_are_those_of_the_drawing(degree, node, cross, ahead):
+    """Whatever the host issues when, the backward is the mirror of the program; two hops by node are drawn as one."""
     backend = "late" if ahead else "gloo"  # gloo itself reads what its launch's stream has still to write
     slicing = Slicing(degree, cross_layer=cross)
-    for forward, backward, launched, waits in run_ranks(2, recorded, slicing, ahead, backend=backend):
+    for forward, backward, launched, waits in run_ranks(
+        2 * (node or 1), recorded, slicing, ahead, node, backend=backend
+    ):
         assert forward == drawn(degree, 2, cross, ahead)
         assert backward == mirrored(drawn(degree, 2, cross, False))
         assert launched == {"all_to_all": 4 * degree * 2, "counts": degree * 2}

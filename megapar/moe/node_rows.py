@@ -1,0 +1,184 @@
+"""Rows of the dispatch by node: a token and k slots, one for each of its choices.
+
+    row    x x x x x ... | - | g0 g1 g2 | 4 _ 7    token, padding, the k weights, the k experts (int16, _: empty)
+
+A slot is empty if its pair is dropped or its expert is on another node. Weights are max(fp32, dtype) and keep all their
+bits. A row is a multiple of 16 bytes. In a row of the gradient, a slot has the gradient of its weight.
+
+Shape letters: T tokens, k choices per token, H hidden, R rows, C columns of a row, w columns after the token, P pairs.
+Tested in ``tests/moe/test_node_rows.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.expert_rows import token_of
+from megapar.model.decoder.dispatch_bytes import NO_EXPERT, slot_row_bytes
+from megapar.moe.expert_order import ExpertOrder, gather_sum
+
+EMPTY = NO_EXPERT - 2**16  # as int16
+MOST_EXPERTS = 2**15  # with numbers that are not negative as int16
+
+
+@dataclass(frozen=True)
+class SlottedRows:
+    """A message for ``async_pairs.defer``, by node: a row for each token and node that has a kept expert of it.
+
+    Attributes:
+        order: Choices, sorted by expert, to rows: the first choice of each node stands for the node.
+        experts: [R, k] int16, the experts of each row's slots.
+        choices: [T, k] int64, the choices of each token, sorted by expert.
+        hidden: H.
+    """
+
+    order: ExpertOrder
+    experts: Tensor
+    choices: Tensor
+    hidden: int
+
+    def build(self, *inputs: Tensor) -> Tensor:
+        """Build [R, C] from tokens [T, H] and weights [T, k]."""
+        x_TH, weights_Tk = inputs
+        token_R = token_of(self.order.pair, self.order.row.shape[1])
+        weights_Rk = weights_Tk.gather(1, self.choices).index_select(0, token_R)
+        return write(x_TH, token_R, weights_Rk.masked_fill_(self.experts < 0, 0), self.experts)
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tokens and of the weights."""
+        return _gradients(grad, self.order, self.choices, self.hidden)
+
+
+def build(x_TH: Tensor, weights_Tk: Tensor, rows: SlottedRows) -> Tensor:
+    """Build the message of ``rows``, with its gradient: [R, C]."""
+    message: Tensor = _Build.apply(x_TH, weights_Tk, rows.experts, rows.choices, *rows.order)
+    return message
+
+
+def write(x_NH: Tensor, row_R: Tensor | None, weights_Rk: Tensor, experts_Rk: Tensor | None) -> Tensor:
+    """Write rows [R, C].
+
+    Args:
+        x_NH: Tokens.
+        row_R: Token of each row; None: the tokens in their order.
+        weights_Rk: Weights of the slots, max(fp32, dtype).
+        experts_Rk: int16, experts of the slots; None: zeros, for a gradient.
+    """
+    (rows, topk), hidden = weights_Rk.shape, x_NH.shape[1]
+    columns = slot_row_bytes(hidden, topk, weights_Rk.itemsize, x_NH.itemsize) // x_NH.itemsize
+    message = x_NH.new_empty(rows, columns)
+    if row_R is None:
+        message[:, :hidden] = x_NH
+    else:
+        torch.index_select(x_NH, 0, row_R, out=message[:, :hidden])
+    words, bits = message.view(torch.int16), _bits(weights_Rk, torch.int16)
+    start = words.shape[1] - _words(x_NH, topk)
+    end = start + bits.shape[1]
+    if experts_Rk is None or start > hidden * x_NH.itemsize // 2 or end + topk < words.shape[1]:
+        words[:, hidden * x_NH.itemsize // 2 :] = 0
+    words[:, start:end] = bits
+    if experts_Rk is not None:
+        words[:, end : end + topk] = experts_Rk
+    return message
+
+
+def experts_of(message: Tensor, topk: int) -> Tensor:
+    """Read the experts of the slots of rows [R, C]: [R, k] int64, ``EMPTY`` for empty slots."""
+    start = message.shape[1] * message.itemsize // 2 - _words(message, topk)
+    start += topk * at_least_fp32(message.dtype).itemsize // 2
+    return message.view(torch.int16)[:, start : start + topk].long()
+
+
+def weights_of(message: Tensor, topk: int) -> Tensor:
+    """Read the weights of the slots of rows [R, C]: [R, k]."""
+    dtype = at_least_fp32(message.dtype)
+    start = message.shape[1] * message.itemsize // 2 - _words(message, topk)
+    return _bits(message.view(torch.int16)[:, start : start + topk * dtype.itemsize // 2], dtype)
+
+
+def sum_rows(message: Tensor, order: ExpertOrder) -> Tensor:
+    """Sum rows [.., C] of gradients, tokens and slots alike: [R, C]."""
+    topk = order.row.shape[1]
+    if at_least_fp32(message.dtype) == message.dtype:  # Slots are then columns like any other.
+        return gather_sum(message, order)
+    weights_Rk = gather_sum(weights_of(message, topk), order)
+    before = message.shape[1] - _words(message, topk)
+    sums = (gather_sum(message[:, :before], order), _bits(weights_Rk, message.dtype))
+    return torch.cat((*sums, message.new_zeros(weights_Rk.shape)), dim=1)
+
+
+def arrive(message: Tensor, order: ExpertOrder, hidden: int, room: int) -> tuple[Tensor, Tensor]:
+    """Return (a copy of the token for each pair [room, H], zeros after the last, and the weights [P] of the pairs).
+
+    Args:
+        message: Rows [R, C] as received.
+        order: Its slots to pairs, sorted by expert.
+        hidden: H.
+        room: Rows of the result, at least P.
+    """
+    parts: tuple[Tensor, Tensor] = _Arrive.apply(message, hidden, room, *order)
+    return parts
+
+
+def _gradients(grad: Tensor, order: ExpertOrder, choices_Tk: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens [T, H] and weights [T, k] from those of rows [R, C]: sums over nodes, in order."""
+    sorted_Tk = gather_sum(weights_of(grad, order.row.shape[1]), order)
+    return gather_sum(grad[:, :hidden], order), torch.empty_like(sorted_Tk).scatter_(1, choices_Tk, sorted_Tk)
+
+
+def _words(rows: Tensor, topk: int) -> int:
+    """Return the words of 2 bytes from the first slot to the end of a row, whole elements."""
+    words = rows.itemsize // 2
+    return -(-topk * (at_least_fp32(rows.dtype).itemsize // 2 + 1) // words) * words
+
+
+def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bits of a matrix as columns of ``dtype``."""
+    columns = x.shape[1] * x.itemsize // dtype.itemsize
+    # A copy of columns even if they are contiguous, because a view as a wider dtype needs an aligned start; flat,
+    # because a matrix without rows may have any strides.
+    whole = x.clone(memory_format=torch.contiguous_format) if dtype.itemsize > x.itemsize else x.contiguous()
+    return whole.flatten().view(dtype).view(x.shape[0], columns)
+
+
+class _Build(torch.autograd.Function):
+    # The order is passed as saved tensors, so that recomputation and offloading hooks see it.
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, experts: Tensor, choices: Tensor, *order: Any) -> Tensor:
+        ctx.save_for_backward(choices, *order)
+        ctx.hidden = x_TH.shape[1]
+        return SlottedRows(ExpertOrder(*order), experts, choices, ctx.hidden).build(x_TH, weights_Tk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        choices, *order = ctx.saved_tensors
+        gradients = _gradients(grads[0], ExpertOrder(*order), choices, ctx.hidden)
+        return *gradients, None, None, *(None,) * len(order)
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, message: Tensor, hidden: int, room: int, *order: Any) -> tuple[Tensor, Tensor]:
+        pairs = ExpertOrder(*order)
+        ctx.save_for_backward(*order)
+        topk, count = pairs.row.shape[1], pairs.pair.shape[0]
+        tokens = message.new_empty(room, hidden)
+        torch.index_select(message[:, :hidden], 0, token_of(pairs.pair, topk), out=tokens[:count])
+        if room > count:
+            tokens[count:] = 0
+        return tokens, weights_of(message, topk).flatten().index_select(0, pairs.pair)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        order, (grad_PH, grad_P) = ExpertOrder(*ctx.saved_tensors), grads
+        count = order.pair.shape[0]
+        sums_RH = gather_sum(grad_PH[:count], order)
+        slots_Rk = grad_P[order.row] if count else grad_P.new_zeros(order.row.shape)
+        if order.pair_kept is not None:
+            slots_Rk = torch.where(order.pair_kept, slots_Rk, 0)
+        return write(sums_RH, None, slots_Rk, None), None, None, *(None,) * len(order)
