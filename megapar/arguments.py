@@ -14,7 +14,7 @@ from typing import Any
 
 from megapar.compatibility import check
 from megapar.config.about import unknown_to_trainers
-from megapar.config.config import FLAGS, GROUPS, Config, build
+from megapar.config.config import FLAGS, GROUPS, NOT_BUILT_NOTE, Config, build
 from megapar.config.default_notes import check_defaults
 from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files
@@ -36,6 +36,7 @@ from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import Complaint, ConfigError
+from megapar.launch_environment import equal_nodes
 from megapar.rules.exports import export_class
 from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
 
@@ -82,12 +83,12 @@ def parse(
         raise ConfigError(complaints)
     values.update(findings.sets)
     draft.origins.update({name: f"switched off by {rule}" for name, rule in findings.by.items()})
-    notes = tuple(f"NOT BUILT, a start is refused: {complaint}" for complaint in findings.not_built)
+    notes = tuple(f"{NOT_BUILT_NOTE}{complaint}" for complaint in findings.not_built)
     if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
         notes = (*notes, note)
     warnings = (*draft.warnings, *findings.warnings)
     reminders = tuple(str(one) for one in (*defaults.refused, *defaults.notes))
-    return build(kind, values, draft.origins, warnings, notes, reminders, _grid(values))
+    return build(kind, values, draft.origins, warnings, notes, reminders, grid_of(values))
 
 
 def _check_assumptions(draft: Draft) -> None:
@@ -158,7 +159,7 @@ def _resolved(kind: str, argv: Sequence[str], environ: Mapping[str, str]) -> tup
     """Read files and command line, fill in and derive the rest; return the draft and flat values for the rules."""
     draft = Draft(kind, environ)
     with _path_errors_as_complaints(draft):
-        return draft, _values(draft, argv)
+        return draft, flat_values(draft, read_settings(draft, argv))
 
 
 @contextmanager
@@ -171,15 +172,14 @@ def _path_errors_as_complaints(draft: Draft) -> Iterator[None]:
         raise ConfigError([*draft.complaints, Complaint("file", message)]) from error
 
 
-def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
-    """Merge all sources of settings into flat values for the rules.
+def read_settings(draft: Draft, argv: Sequence[str]) -> str | None:
+    """Merge all sources of settings into the draft; return the class of a published model, if there is one.
 
     The order: files, of which a later one overrides the earlier; the command line, which overrides them; the default of
     every flag that neither sets. Only values that are still defaults are then replaced, by the tokenizer that is stored
     with the weights and by what the ``config.json`` of a published model determines (a set flag that contradicts it is
-    a complaint). What is open after that is derived, the number of ranks from WORLD_SIZE.
+    a complaint).
     """
-    kind, environ = draft.kind, draft.environ
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
     drop_split_of_mock_data(draft)
@@ -187,7 +187,19 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     refuse_foreign(draft)
     take_defaults(draft)
     take_stored_tokenizer(draft)
-    published = take_published(draft)
+    return take_published(draft)
+
+
+def flat_values(draft: Draft, published: str | None) -> dict[str, Any]:
+    """Return the flat values that the rules read, with everything derived that is open; bad values are missing.
+
+    The number of ranks is derived from WORLD_SIZE. The draft's origins receive those of derived values.
+
+    Args:
+        draft: The settings.
+        published: Class of a published model, if there is one.
+    """
+    kind, environ = draft.kind, draft.environ
     requested = dict(draft.values)
     not_default = frozenset(name for name, value in requested.items() if value != FLAGS[name].defaults[kind])
     given = frozenset(name for name, origin in draft.origins.items() if is_given(origin))
@@ -204,6 +216,7 @@ def _values(draft: Draft, argv: Sequence[str]) -> dict[str, Any]:
     launched = _launched(draft, environ)
     if launched is not None:
         values["launched_size"] = launched
+        values["launched_node"] = equal_nodes(environ)
     resolve(values, draft.origins)
     if "vocab_size" in requested and requested["vocab_size"] is None:
         values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"
@@ -234,7 +247,8 @@ def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:
         return None
 
 
-def _grid(values: Mapping[str, Any]) -> Grid:
+def grid_of(values: Mapping[str, Any]) -> Grid:
+    """Return the grid of ranks for complete flat values."""
     return Grid(
         dp=values["dp_degree"],
         pp=values["pp_degree"],

@@ -110,11 +110,16 @@ def test_of_pipe_experts_with_slices_the_warning_says_what_is_off_and_what_would
     config = parse("moe", shlex.split(f"{line} --ampipe-degree 2"), {})
     (warning,) = config.warnings
     assert "--use-pipe-experts is off: --use-pipe-experts with --ampipe-degree > 1" in warning
-    assert "Set --pipe-experts-multi-data to 4" in warning
+    assert "Set --pipe-experts-multi-data to 2" in warning
     assert config.origins["use_pipe_experts"] == "switched off by ampipe-pipe-experts"
-    piped = parse("moe", shlex.split(f"{line} --ampipe-degree 2 --pipe-experts-multi-data 4"), {})
-    assert piped.ampipe.use_pipe_experts
-    assert piped.warnings == ()
+    for pieces, experts in ((2, 4), (4, 2)):
+        fixed = f"{line} --ampipe-degree 2 --pipe-experts-multi-data {pieces} --num-experts {experts}"
+        piped = parse("moe", shlex.split(fixed), {})
+        assert piped.ampipe.use_pipe_experts
+        assert piped.warnings == ()
+    alone = parse("moe", shlex.split(f"{line} --ampipe-degree 2 --pipe-experts-multi-data 2 --num-experts 2"), {})
+    assert not alone.ampipe.use_pipe_experts, "one expert, whose rows stay together, is one piece"
+    assert "Set --pipe-experts-multi-data to 4" in alone.warnings[0]
 
 
 def test_advice_changes_nothing_and_has_a_section_of_its_own() -> None:

@@ -31,6 +31,8 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import MODELS, selected_model
 from megapar.schema.flag import KINDS, Flag, from_flags, to_flag, to_flags
 
+NOT_BUILT_NOTE = "NOT BUILT, a start is refused: "  # how notes about features of a later version begin
+
 
 @dataclass(frozen=True)
 class FlagGroup:

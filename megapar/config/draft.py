@@ -20,7 +20,7 @@ def is_given(origin: str | None) -> bool:
 
 def is_from_file(origin: str | None) -> bool:
     """Return True if a value with this origin was set in a file, the only one or one of several."""
-    return origin is not None and origin.partition(" ")[0] == "file"
+    return origin is not None and (origin == "file" or origin.startswith("file "))
 
 
 @dataclass

@@ -40,7 +40,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeOptions:
-    """The training of routers: losses, learning rate, correction bias; Megatron-LM's name of unnormalized weights."""
+    """The dispatch, and the training of routers: losses, learning rate, correction bias, and unnormalized weights."""
 
     moe_router_pre_softmax: bool = flag(
         False,
@@ -50,6 +50,14 @@ class MoeOptions:
         after="moe_router_score_function",
     )
 
+    moe_dispatch: str = flag(
+        "auto",
+        "how tokens reach experts on other nodes; plain: a row for each of a token's experts; node: a row for each "
+        "node, which passes it on to its ranks",
+        choices=("plain", "node", "auto"),
+        models=MOE,
+        derived="node where ep spans several nodes and the estimated time is at least 1.1 times less, else plain",
+    )
     moe_router_lr_ratio: float = flag(
         1.0, "learning rate of the routers' weights, as a multiple of --lr", above=0, models=MOE
     )

@@ -108,6 +108,15 @@ class ParallelOptions:
         models=("moe",),
         derived="latent or kv, whichever sends fewer bytes, with --multi-latent-attention and --cp-degree > 1",
     )
+    ranks_per_node: int | None = flag(
+        None,
+        "ranks of a node, by which --moe-dispatch divides the ranks of ep; consecutive ranks are on one node",
+        unit="ranks",
+        low=1,
+        models=("moe",),
+        per_node=True,
+        derived="LOCAL_WORLD_SIZE of the environment; without it all ranks are on one node",
+    )
     distributed_timeout_minutes: float = flag(
         10.0, "time limit of a collective; the run then stops and names the collective", unit="minutes", above=0
     )

@@ -91,6 +91,7 @@ def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
 
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
+    Derivation("ranks_per_node", ("launched_node",), lambda launched: launched, settled=True),
     Derivation("hybrid_dp", ("dp_degree", "given"), _hybrid, open=(False,), settled=True),
     Derivation(
         "sharding_degree",

@@ -38,7 +38,7 @@ def _capacity(f: Facts) -> int:
 
 def _enough_pieces(f: Facts) -> str:
     d = f.ampipe_degree
-    fewer = d if f.pipe_experts_multi_stream else 2 * d
+    fewer = d if f.pipe_experts_multi_stream or f.num_experts // f.ep_degree > 1 else 2 * d
     return f"Set --pipe-experts-multi-data to {fewer} or another such multiple, or leave --use-pipe-experts out."
 
 
@@ -193,24 +193,39 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "ampipe-pipe-experts",
-        ("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
+        (
+            *("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
+            *("num_experts", "ep_degree"),
+        ),
         when=lambda f: _sliced(f) and f.use_pipe_experts,
         requires=lambda f: (
             f.pipe_experts_multi_data % f.ampipe_degree == 0
             and (
                 f.pipe_experts_multi_data > f.ampipe_degree
-                or (f.pipe_experts_multi_stream and f.pipe_experts_multi_data == f.ampipe_degree)
+                or f.pipe_experts_multi_stream
+                or f.num_experts // f.ep_degree > 1
             )
         ),
         message=(
-            "--use-pipe-experts with --ampipe-degree > 1 needs an N that is a multiple of d and greater than d (or "
-            "equal, with --pipe-experts-multi-stream)"
+            "--use-pipe-experts with --ampipe-degree > 1 needs an N that is a multiple of d (and greater than d, if a "
+            "rank has one expert, without --pipe-experts-multi-stream)"
         ),
         fix=_enough_pieces,
         kind=DOWNGRADE,
         sets=_OFF,
         passing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 4",
         failing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 3",
+    ),
+    _row(
+        "ampipe-pipe-experts-whole",
+        ("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
+        when=lambda f: _sliced(f) and f.use_pipe_experts,
+        requires=lambda f: f.pipe_experts_multi_data > f.ampipe_degree or f.pipe_experts_multi_stream,
+        message="--use-pipe-experts with --ampipe-degree > 1 needs an N greater than d, or --pipe-experts-multi-stream",
+        kind=LIFTED,
+        reason="the experts of a rank are pieces, even if each one's rows stay together",
+        passing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 4",
+        failing="--ampipe-degree 2 --use-pipe-experts --pipe-experts-multi-data 2",
     ),
     _excludes(
         "ampipe-grad-overlap",

@@ -8,9 +8,10 @@ Tested in ``tests/test_arguments.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -170,7 +171,7 @@ def to_flag(item: Field[Any], group: str, models: tuple[str, ...] = KINDS) -> Fl
 def from_flags(cls: type[T], values: Mapping[str, Any]) -> T:
     """Build the dataclass ``cls`` from flat values by flag name; fields without a flag keep their defaults."""
     arguments = {}
-    for name, metadata in _declared(cls):
+    for name, metadata in _declared(cast(Any, cls)):
         if "follows" in metadata:
             arguments[name] = metadata["follows"](values)
         elif "fact" in metadata:
@@ -184,16 +185,19 @@ def from_flags(cls: type[T], values: Mapping[str, Any]) -> T:
 def to_flags(instance: Any) -> dict[str, Any]:
     """Return the values of a dataclass's flags by flag name; the inverse of ``from_flags``."""
     values = {}
-    for name, metadata in _declared(type(instance)):
+    for name, metadata in _declared(cast(Any, type(instance))):
         if "flag" in metadata:
             value = getattr(instance, name)
             values[metadata["flag"].get("name", name)] = metadata["through"][1](value) if metadata["through"] else value
     return values
 
 
-def _declared(cls: type[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name, metadata) of each field; a subclass that changes the default of a field keeps its declaration."""
+@cache
+def _declared(cls: type[Any]) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    """Return (name, metadata) of each field; a subclass that changes the default of a field keeps its declaration."""
     families = [base.__dict__["__dataclass_fields__"] for base in cls.__mro__ if "__dataclass_fields__" in vars(base)]
+    found: list[tuple[str, Mapping[str, Any]]] = []
     for item in fields(cls):
         every = (known[item.name].metadata for known in families if item.name in known)
-        yield item.name, next((metadata for metadata in every if metadata), {})
+        found.append((item.name, next((metadata for metadata in every if metadata), {})))
+    return tuple(found)

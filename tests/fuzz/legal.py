@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from megapar.core.grid import Grid
 from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
@@ -29,6 +30,13 @@ def ep_degrees(d: Drawn) -> list[int | None]:
     room = sharding(d) * d.cp_degree * (d.mp_degree if emp(d) == 1 else 1)
     replicas = max(1, rest(d) // sharding(d))
     return [None, *sorted({*divisors(room), *(room * n for n in divisors(replicas))} - {1})]
+
+
+def nodes(d: Drawn) -> list[int]:
+    """Ranks of a node of which ep has several, the same number on each."""
+    degrees = {"pp": d.pp_degree, "cp": d.cp_degree, "mp": d.mp_degree, "ep": d.ep_degree, "emp": emp(d)}
+    grid = Grid(dp=rest(d) // sharding(d), sharding=sharding(d), **degrees, order=tuple(d.rank_order))
+    return [ranks for ranks in divisors(grid.world_size) if grid.ep_node_ranks(ranks) in range(1, grid.ep)]
 
 
 def experts(d: Drawn) -> bool:
@@ -310,7 +318,7 @@ def piece_counts(d: Drawn) -> list[int | None]:
     even = -(-d.seq_length * d.moe_router_topk * d.moe_capacity_factor // d.num_experts)
     room = max(even, d.moe_min_capacity)
     slices = max(1, d.ampipe_degree)
-    return [None, *(n for n in sorted({2, 3, 2 * slices, 3 * slices}) if n <= room)]
+    return [None, *(n for n in sorted({2, 3, max(2, slices), 2 * slices, 3 * slices}) if n <= room)]
 
 
 def reduce_dtypes(d: Drawn) -> list[str | None]:

@@ -703,6 +703,22 @@ OTHERS = (
         layout=True,
         kinds=MOE,
     ),
+    Option(
+        name="ranks_per_node",
+        values=lambda d: (None, *legal.nodes(d)),
+        when=lambda d: d.ep_degree > 1,
+        wild=(1, 2, 3, 16),
+        layout=True,
+        kinds=MOE,
+    ),
+    Option(
+        name="moe_dispatch",
+        values=lambda d: (None, "node", "node") if d.ranks_per_node else (None, "plain"),
+        when=lambda d: d.ep_degree > 1,
+        wild=("plain", "node"),
+        layout=True,
+        kinds=MOE,
+    ),
 )
 
 OPTIONS: tuple[Option, ...] = (

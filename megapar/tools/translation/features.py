@@ -218,8 +218,8 @@ _SPEED = """
 unsupported | CUDA graphs are not supported; --compile fuses the operators between collectives
     cuda-graph-impl cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps enable-cuda-graph external-cuda-graph
     cuda-graph-dynamic-microbatches optimizer-cuda-graph
-unsupported | the token dispatcher uses torch's all-to-all; DeepEP, HybridEP and NCCL EP are not supported
-    moe-enable-deepep moe-flex-dispatcher-backend moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms
+unsupported | an option of DeepEP, HybridEP or NCCL EP; --moe-dispatch node sends as few rows by torch's all-to-all
+    moe-flex-dispatcher-num-sms moe-deepep-num-sms moe-hybridep-num-sms
     moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing
     moe-hybridep-pad-variable-tokens moe-permute-fusion-into-hybridep moe-ncclep-static-shape moe-ncclep-use-symm-mem
     high-priority-a2a-comm-stream

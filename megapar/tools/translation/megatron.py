@@ -151,7 +151,8 @@ recompute-method-uniform | --recompute-method uniform |
 
 _IMPLIED = """
 moe-grouped-gemm use-fused-moe-token-permute-and-unpermute moe-permute-fusion | | experts always run as a grouped GEMM
-moe-token-dispatcher-type | | the token dispatcher always uses all-to-all
+moe-token-dispatcher-type | | all-to-alls; --moe-dispatch auto sends a token to each node once where that is faster
+moe-enable-deepep moe-flex-dispatcher-backend | | --moe-dispatch auto sends as few rows, by torch's all-to-all
 moe-shared-expert-overlap | | shared experts always overlap with the token dispatch
 enable-shared-expert | | set by --moe-shared-experts
 enable-token-rearrange-opt | | tokens are always sorted, never masked

@@ -65,6 +65,7 @@ no-use-gmm-fp8 | | expert GEMMs never use fp8
 input-layernorm-in-fp32 | | norms compute in fp32
 loss-compute-mode loss-chunk-size output-layer-slice-num | | logits are computed in chunks
 use-fused-mlp use-fusion-attn-v2 use-triton-swiglu-limit | | fused kernels are used if the device has them
+moe-hierarchical-alltoallv moe-zerc | | --moe-dispatch auto sends a token to each node once where that is faster
 use-mc2 | | --tp-comm-overlap hides the same communication
 """
 
@@ -128,7 +129,6 @@ auto-settings auto-settings-work-dir auto-settings-ranks auto-settings-log-level
 target-nnodes auto-settings-type prof-file | | megapar plan searches layouts
 moe-alltoall-overlap-comm moe-allgather-overlap-comm | | speed: --ampipe-degree 2 hides all-to-alls
 moe-experts-pipeline-degree | | speed: --use-pipe-experts overlaps experts with their all-to-alls
-moe-hierarchical-alltoallv moe-zerc | | speed: each token is sent once per expert
 moe-fb-overlap | | speed: two micro-batches never overlap; --ampipe-degree 2 hides all-to-alls
 schedules-method | | speed: --pp-schedule is 1f1b, interleaved or zero_bubble
 moe-bmm-mc2 moe-alltoall-mc2 use-ascend-mc2 coc-fused-kernel | | speed: GEMMs and messages are not fused

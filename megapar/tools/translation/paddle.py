@@ -292,7 +292,7 @@ stack-quant swiglu-probs-bwd split-group-gemm spaq transpose-split-quant | | spe
 use-fp8-fuse-node fp8-wgrad | | speed: an option of fp8 experts
 use-ep-comm-overlap use-async-a2a build-skip-comm-buffer | | speed: --ampipe-degree 2 hides all-to-alls
 use-combine-before-a2a | | rounding: router weights are applied after the combine
-moe-token-dispatcher-type | | speed: the token dispatcher uses all-to-all
+moe-token-dispatcher-type | | speed: all-to-alls; --moe-dispatch node sends as few rows as deepep does
 use-tpsp-comm-overlap mp-async-allreduce tp-async-allreduce sp-async-reduce-scatter | | speed: --tp-comm-overlap
 mp-skip-c-identity mp-fused-linear-param-grad-add enable-linear-fused-grad-add | | speed: gradients are in fp32 buckets
 fuse-sequence-parallel-allreduce | | speed: gradients of norms are reduced with the others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.kinds import kind_of
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
@@ -27,6 +29,7 @@ from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import spec_of
 from megapar.moe.slicing import Slicing
 from megapar.training.building.attention_backend import skips_padding
+from megapar.training.building.expert_dispatch import DispatchChoice, dispatch_choice
 from megapar.training.health.control import Control, Limits, StopSignal
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
 from megapar.training.step.objective import Objective
@@ -54,6 +57,23 @@ def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients are reduced: ``--grad-reduce-dtype``. "fp32" is that of master weights."""
     chosen = DTYPES[config.sharding.grad_reduce_dtype]
     return at_least_fp32(dtype) if chosen == torch.float32 else chosen
+
+
+def experts_dispatch(config: Config, device: Device) -> DispatchChoice:
+    """Return the dispatch of experts that this rank chooses. Raises ConfigError if the requested one does not fit."""
+    computed = compute_dtype(config, device)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == computed)
+    return dispatch_choice(config, kind_of(device.type, device.name), dtype)
+
+
+def experts_axis(config: Config, world: World) -> Axis:
+    """Return the axis ep, divided by node if the dispatch of experts is by node. Collective."""
+    chosen = experts_dispatch(config, world.device)
+    if not chosen.node_ranks:
+        return replace(world.axis("ep"), nodes=None)
+    if world.axis("ep").nodes is None:
+        world.make_nodes(chosen.node_ranks)
+    return world.axis("ep")
 
 
 def timeout(config: Config) -> timedelta:

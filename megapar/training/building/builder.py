@@ -47,7 +47,14 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
 from megapar.training.building.attention_backend import attention_operator
-from megapar.training.building.build import DTYPES, compute_dtype, make_collate, make_layout, make_slicing
+from megapar.training.building.build import (
+    DTYPES,
+    compute_dtype,
+    experts_axis,
+    make_collate,
+    make_layout,
+    make_slicing,
+)
 from megapar.training.building.function_runner import make_runner, try_triton
 from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.building.tensor_overlap import hiding
@@ -109,7 +116,7 @@ class Builder:
         }
         spec = spec_of(sizes)
         if spec.has_experts:
-            common |= {"ep": world.axis("ep"), "emp": world.axis("emp"), "slicing": make_slicing(config)}
+            common |= {"ep": experts_axis(config, world), "emp": world.axis("emp"), "slicing": make_slicing(config)}
             common |= {"moe_layer": self.moe_layer}
         model: Model = spec.load_parts()(sizes, **common)
         return model

@@ -12,10 +12,12 @@ from pathlib import Path
 from megapar.arguments import Config
 from megapar.config.stored import stored_facts, stored_schedule
 from megapar.core.checkpoint.facts import differences
+from megapar.core.device.kinds import kind_of
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
+from megapar.training.building.expert_dispatch import assumed_node, dispatch_choice
 from megapar.training.building.pipeline_split import pipeline_outline
 from megapar.training.building.segments import make_segments
 from megapar.training.checkpoints.identity import another_run
@@ -33,7 +35,7 @@ def outline(config: Config) -> str:
     if len(shown) < len(segments):
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
     segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
-    return _counts(sizes) + pipeline_outline(config, sizes) + segmented + not_compared
+    return _counts(sizes) + pipeline_outline(config, sizes) + _dispatch(config) + segmented + not_compared
 
 
 def _check_saved(config: Config, sizes: ModelSizes) -> str:
@@ -63,6 +65,17 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     if complaints or others:
         raise ConfigError([*complaints, *others])
     return not_compared
+
+
+def _dispatch(config: Config) -> str:
+    """Return the dispatch of experts over ep, or "". The device of the run may not be here, so the usual one counts."""
+    if config.grid.ep == 1:
+        return ""
+    device = config.runtime.device
+    kind = kind_of("cuda" if device == "auto" else device, "")
+    dtype = kind.default_dtype if config.training.dtype == "auto" else config.training.dtype
+    chosen = dispatch_choice(config, kind, dtype, assumed_node(kind, config.grid.world_size))
+    return f"dispatch of experts: {chosen.describe()}\n"
 
 
 def _counts(sizes: ModelSizes) -> str:

@@ -28,6 +28,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.text.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
 from megapar.schema.flag import SCRIPTS, Flag
+from megapar.training.building.build import experts_dispatch
 from megapar.training.checkpoints.data_facts import KNOWLEDGE, DataFacts
 from megapar.training.checkpoints.identity import made_by
 
@@ -35,6 +36,7 @@ _LAST_WORD = timedelta(seconds=30)  # for all ranks to read a refusal before the
 _SHOWN = 16  # hexadecimal digits of a hash
 _BY_CONTENT = ("data_path", "eval_data_path", "hf_dataset", "tokenizer_model", *KNOWLEDGE)
 _DEVICE = "device"
+_DISPATCH = "the dispatch of experts"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Declaring:
                 "the script": SCRIPTS[config.kind],
                 _DEVICE: device.type,
                 "the tokenizer's fingerprint": corpus.tokenizer.fingerprint()[:_SHOWN],
+                **_dispatch(config, device),
             },
             {} if node and local_rank else {**installed(), **_data(config)},
             node,
@@ -156,11 +159,21 @@ def _sources(name: str, sources: Sequence[Fingerprint]) -> dict[str, str]:
     return facts
 
 
+def _dispatch(config: Config, device: Device) -> dict[str, str]:
+    """Return the dispatch of experts, which a rank chooses by its device and the ranks of its node."""
+    if config.grid.ep == 1:
+        return {}
+    chosen = experts_dispatch(config, device)
+    return {_DISPATCH: f"{chosen.name} of {chosen.node_ranks} ranks of ep" if chosen.node_ranks else chosen.name}
+
+
 def _fix(name: str) -> str:
     if name.startswith("--"):
         return "Pass the same flags on all nodes, for example from one script or one --config file."
     if name in installed():
         return "Install the same version on all nodes."
+    if name == _DISPATCH:
+        return "Nodes have different devices or numbers of ranks: pass --moe-dispatch plain on all of them."
     return "Pass the same --device on all nodes." if name == _DEVICE else "Put the same files on all nodes."
 
 

@@ -15,7 +15,7 @@ from megapar.core.device.peak import peak_flops
 from megapar.core.units import GIBIBYTE
 from megapar.model.flops import flops_per_token
 from megapar.model.sizes import ModelSizes
-from megapar.training.building.build import compute_dtype
+from megapar.training.building.build import compute_dtype, experts_dispatch
 from megapar.training.building.job import Job
 from megapar.training.building.memory import expert_bound
 from megapar.training.reports import run_facts as facts
@@ -88,6 +88,8 @@ def greeting(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
     buffers = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
     yield f"{config.grid.describe()}, {world.num_groups} communicators{buffers}"
     dtype = str(compute_dtype(config, world.device)).removeprefix("torch.")
+    if world.axis("ep").nodes is not None:
+        yield f"dispatch of experts: {experts_dispatch(config, world.device).describe()}"
     if bound := expert_bound(config, compute_dtype(config, world.device).itemsize):
         yield bound
     if products := expert_products(config, job.sizes, world.device):

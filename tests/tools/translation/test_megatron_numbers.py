@@ -117,6 +117,7 @@ IMPLICATIONS = {
     "disable-moe-top2-2nd-expert-sampling": f"{GATES}::test_kept_pairs_and_weights",
     **dict.fromkeys(("enable-expert-tensor-parallelism", "enable-zbh1-exact-semantics"), LAYOUTS),
     **dict.fromkeys(("create-moe-param-group", "overlap-p2p-communication"), LAYOUTS),
+    **dict.fromkeys(("moe-enable-deepep", "moe-flex-dispatcher-backend"), LAYOUTS),
 }
 # What touches no number of a training, whatever it says.
 SILENT_FLAGS = {

@@ -295,7 +295,7 @@ IMPLICATIONS = {
         use-expert-parallel auto-parallel-sync-shared-params sharding-configs.use-calc-stream use-sp-callback
         split-inputs-sequence-dim enable-mtp-magic-send enable-recompute-layers-per-pp-rank use-mc2
         enable-token-rearrange-opt moe-permutation-async-comm moe-token-dispatcher-type use-cp-send-recv-overlap
-        use-fused-ring-attention-update
+        use-fused-ring-attention-update moe-hierarchical-alltoallv moe-zerc
     """,
 }
 # What touches no number of a training, whatever it says.

@@ -57,7 +57,7 @@ def test_what_may_differ_between_nodes_is_not_declared(tmp_path: Path) -> None:
     assert differing(here, declared("--device", "cpu", "--save", str(tmp_path / "b"))) == set()
     assert differing(here, declared()) == {"--save"}  # whether ranks save they do agree in
     exempt = {name for name, flag in FLAGS.items() if flag.per_node}
-    assert exempt == {"device", "metrics_jsonl", "tensorboard_dir", "local_checkpoint_dir"}
+    assert exempt == {"device", "metrics_jsonl", "tensorboard_dir", "local_checkpoint_dir", "ranks_per_node"}
 
 
 def test_data_is_declared_by_its_content(tmp_path: Path) -> None:
@@ -172,3 +172,15 @@ def test_a_run_of_nodes_that_differ_makes_no_group() -> None:
 def test_every_flag_that_is_compared_has_a_text(kind: str) -> None:
     found = declared(kind=kind).flags
     assert all(isinstance(text, str) and text for text in found.values())
+
+
+def test_nodes_that_would_choose_different_dispatches_hear_of_it() -> None:
+    """Eight ranks on nodes of 2, or of 4: dispatch by node would go two ways."""
+    flags = ("--validate-only", "--world-size", "8", "--ep-degree", "8", "--num-experts", "8")
+    two, four = (
+        declared(*flags, "--moe-dispatch", "node", "--ranks-per-node", ranks, environ={**ENVIRON, "GROUP_RANK": ranks})
+        for ranks in "24"
+    )
+    assert differing(two, four) == {"the dispatch of experts"}
+    assert differing(two, declared(*flags, "--moe-dispatch", "plain")) == {"--moe-dispatch", "the dispatch of experts"}
+    assert "pass --moe-dispatch plain on all of them" in asked(two, four)[0]

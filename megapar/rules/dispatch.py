@@ -1,0 +1,63 @@
+"""Rows on the dispatch of experts by node, and the number of ranks of a node.
+
+Tested in ``tests/test_compatibility.py``.
+"""
+
+from __future__ import annotations
+
+from megapar.core.grid import Grid
+from megapar.schema.rule import NO_EFFECT, Facts, Rule
+
+MOE = ("moe",)
+_DEGREES = ("dp_degree", "pp_degree", "sharding_degree", "cp_degree", "mp_degree", "ep_degree", "expert_mp_degree")
+
+
+def _whole_nodes(f: Facts) -> bool:
+    sizes = {name.removesuffix("_degree"): getattr(f, name) for name in _DEGREES if name != "expert_mp_degree"}
+    try:
+        grid = Grid(**sizes, emp=f.expert_mp_degree, order=f.rank_order)
+    except ValueError:  # other rows refuse these degrees
+        return True
+    local = grid.ep_node_ranks(f.ranks_per_node)
+    return local is not None and local < grid.ep
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="moe-dispatch-nodes",
+        reads=("moe_dispatch", "ranks_per_node", *_DEGREES, "rank_order"),
+        # Without the number of ranks on a node, a plan knows it from the device, and a start that all are on one.
+        when=lambda f: f.moe_dispatch == "node" and f.ep_degree > 1 and f.ranks_per_node is not None,
+        requires=_whole_nodes,
+        message="--moe-dispatch node needs several nodes with equally many consecutive ranks of each group of ep",
+        fix="Use --moe-dispatch plain, or an --ep-degree of several whole nodes.",
+        source="experts",
+        passing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node",
+        failing="--world-size 8 --ep-degree 4 --ranks-per-node 4 --moe-dispatch node",
+        models=MOE,
+    ),
+    Rule(
+        id="moe-dispatch-unused",
+        reads=("not_default", "ep_degree"),
+        when=lambda f: "moe_dispatch" in f.not_default,
+        requires=lambda f: f.ep_degree > 1,
+        message="--moe-dispatch has no effect with --ep-degree 1",
+        fix="Leave it out.",
+        source=NO_EFFECT,
+        passing="--world-size 2 --ep-degree 2 --moe-dispatch plain",
+        failing="--moe-dispatch plain",
+        models=MOE,
+    ),
+    Rule(
+        id="ranks-per-node-unused",
+        reads=("not_default", "ep_degree", "moe_dispatch"),
+        when=lambda f: "ranks_per_node" in f.not_default,
+        requires=lambda f: f.ep_degree > 1 and f.moe_dispatch != "plain",
+        message="--ranks-per-node has no effect with --ep-degree 1 or --moe-dispatch plain",
+        fix="Leave it out.",
+        source=NO_EFFECT,
+        passing="--world-size 2 --ep-degree 2 --ranks-per-node 1",
+        failing="--world-size 2 --ep-degree 2 --moe-dispatch plain --ranks-per-node 1",
+        models=MOE,
+    ),
+)

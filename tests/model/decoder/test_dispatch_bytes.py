@@ -1,0 +1,115 @@
+"""Rows and bytes of both dispatches: by hand, over all choices of experts, and counted from a drawn routing."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations, product
+from math import isclose
+
+import pytest
+
+from megapar.core.units import GIBIBYTE
+from megapar.model.decoder.dispatch_bytes import (
+    DispatchBytes,
+    Sent,
+    counted,
+    counted_plain,
+    slot_row_bytes,
+)
+
+
+def layer(topk: int, experts: int, ep: int, node_ranks: int, **more: float | int) -> DispatchBytes:
+    return DispatchBytes(8, topk, experts, ep, node_ranks, 2, 4, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("hidden", "topk", "item", "size"), [(2048, 8, 2, 4144), (5, 1, 2, 16), (5, 2, 4, 32)])
+def test_a_row_has_a_slot_for_each_choice_and_whole_vectors(hidden: int, topk: int, item: int, size: int) -> None:
+    assert slot_row_bytes(hidden, topk, 4, item) == size
+
+
+def test_a_step_of_qwen3_30b_on_two_nodes() -> None:
+    """128 experts, top-8, 48 layers, 262,144 tokens a step on 16 ranks: 768 GiB of tokens by pairs, 191 by nodes."""
+    moe = DispatchBytes(2048, 8, 128, 16, 8, 2, 4)
+    scale = 48 * 16 / GIBIBYTE
+    plain = sum(sent.between for sent in moe.plain(262144 / 16).values()) * scale
+    by_node = sum(sent.between for sent in moe.by_node(262144 / 16).values()) * scale
+    assert plain == pytest.approx(768 + 1.5)  # the weights, padded to 16 bytes, in two of the passes
+    assert by_node == pytest.approx(192 * 0.9969041 * (1 + 48 / 4096 / 2), abs=1e-3)
+
+
+@pytest.mark.parametrize(("topk", "experts", "ideal"), [(8, 16, 1.60), (4, 8, 1.34)])
+def test_the_ideal_step_where_messages_between_nodes_are_half_of_it(topk: int, experts: int, ideal: float) -> None:
+    moe = layer(topk, experts, 4, 2)
+    assert 1 / (0.5 + 0.5 * moe.node_rows().between / moe.plain_rows().between) == pytest.approx(ideal, abs=0.005)
+
+
+def chosen(experts: int, topk: int, groups: int, chosen_groups: int) -> list[tuple[int, ...]]:
+    """Every set of experts that a token may choose, with as many entries as ways to choose it."""
+    size = experts // groups
+    pools = combinations(range(groups), chosen_groups)
+    return [
+        pair
+        for pool in pools
+        for pair in combinations([expert for expert in range(experts) if expert // size in pool], topk)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("topk", "experts", "ep", "node_ranks", "groups", "chosen_groups"),
+    [(2, 8, 4, 2, 1, 1), (3, 8, 8, 2, 1, 1), (2, 8, 4, 2, 4, 2), (2, 8, 8, 4, 2, 1), (4, 12, 4, 2, 4, 3)],
+)
+def test_expected_rows_are_the_mean_over_all_choices(
+    topk: int, experts: int, ep: int, node_ranks: int, groups: int, chosen_groups: int
+) -> None:
+    ways = chosen(experts, topk, groups, chosen_groups)
+    routing = [list(ways)] * ep
+    moe = layer(topk, experts, ep, node_ranks, groups=groups, chosen_groups=chosen_groups)
+    for expected, sent in (
+        (moe.node_rows(), counted(routing, experts, node_ranks)),
+        (moe.plain_rows(), counted_plain(routing, experts, node_ranks)),
+    ):
+        assert sum(rank.between for rank in sent) / ep / len(ways) == pytest.approx(expected.between)
+        assert sum(rank.within for rank in sent) / ep / len(ways) == pytest.approx(expected.within)
+
+
+def test_a_dropped_pair_may_leave_a_node_without_the_token() -> None:
+    """Two of four experts, one per rank, each pair kept with a chance of 1/2: all cases by hand."""
+    moe = layer(2, 4, 4, 2, kept=0.5)
+    ways = list(product(combinations(range(4), 2), product((0, 1), repeat=2)))
+    kept = [[expert for expert, keep in zip(pair, keeps, strict=True) if keep] for pair, keeps in ways]
+    sent = counted([kept] * 4, 4, 2)
+    assert sum(rank.between for rank in sent) / 4 / len(kept) == pytest.approx(moe.node_rows().between)
+    assert sum(rank.within for rank in sent) / 4 / len(kept) == pytest.approx(moe.node_rows().within)
+
+
+def test_rows_of_one_token_by_hand() -> None:
+    """Eight experts on two nodes of two ranks. Rank 1's token goes to experts 0, 1 (rank 0) and 4, 5, 6 (ranks 2, 3).
+
+    It reaches rank 0 inside its node, and node 1 at rank 3, which passes it to rank 2.
+    """
+    assert counted([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(1, 1), Sent(0, 0), Sent(0, 1))
+    assert counted_plain([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(3, 2), Sent(0, 0), Sent(0, 0))
+
+
+def test_a_token_without_a_kept_pair_does_not_travel() -> None:
+    assert counted([[[]], [[]]], 2, 1) == (Sent(0, 0), Sent(0, 0))
+
+
+def test_a_drawn_routing_has_nearly_the_expected_rows() -> None:
+    draw = random.Random(1)
+    routing = [[draw.sample(range(16), 4) for _ in range(2000)] for _ in range(8)]
+    moe = layer(4, 16, 8, 4)
+    sent = counted(routing, 16, 4)
+    assert isclose(sum(rank.between for rank in sent) / 16000, moe.node_rows().between, rel_tol=0.01)
+    assert isclose(sum(rank.within for rank in sent) / 16000, moe.node_rows().within, rel_tol=0.01)
+
+
+def test_ranks_that_share_no_node_send_nothing_within_one() -> None:
+    moe = layer(4, 16, 8, 1)
+    assert moe.node_rows().within == moe.plain_rows().within == 0
+    assert moe.node_rows().between < moe.plain_rows().between  # once per rank
+
+
+def test_one_node_sends_nothing_between_nodes() -> None:
+    moe = layer(4, 16, 8, 8)
+    assert moe.node_rows().between == moe.plain_rows().between == 0

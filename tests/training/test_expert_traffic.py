@@ -1,0 +1,93 @@
+"""The bytes of both dispatches in a step of the trainer: the counters, and the routing that the routers made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from torch import Tensor
+
+from megapar.arguments import parse
+from megapar.core.comm.world import World
+from megapar.core.device.pick import pick
+from megapar.model.decoder.dispatch_bytes import Sent, counted, counted_plain, slot_row_bytes
+from megapar.model.decoder.expert_rows import row_columns
+from megapar.trainer import Trainer
+from megapar.training.building import build
+from megapar.training.step.observer import StepObserver
+from tests.support.ranks import run_ranks
+from tests.support.training import COMMON, SMALL, last_wins
+
+HIDDEN, TOPK, EXPERTS, RANKS, NODE = 32, 3, 8, 4, 2
+FLAGS = (
+    *(
+        "--ep-degree",
+        "4",
+        "--num-experts",
+        "8",
+        "--moe-router-topk",
+        "3",
+    ),
+    *("--global-batch-size", "8", "--dtype", "fp32"),
+)
+
+
+@dataclass
+class StepTraffic:
+    """What a rank sent in a step, by axis and kind, and the experts of its tokens, message by message."""
+
+    sent: dict[str, int]
+    routing: list[list[list[int]]]
+
+
+class Recorded(StepObserver):
+    """Keeps the experts of each token, message by message."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[list[int]]] = []
+
+    def experts_chosen(self, layer: int, experts_Tk: Tensor) -> Tensor:
+        self.messages.append(experts_Tk.tolist())
+        return experts_Tk
+
+
+def step(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> StepTraffic:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with patch.dict(os.environ, place):
+        config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags)), dict(os.environ))
+        world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
+        seen = Recorded()
+        trainer = Trainer(config, world, build.make_corpus(config), observer=seen)
+        trainer.start()
+        sent = trainer.step().sent_bytes
+        trainer.job.sharding.wait()
+        trainer.loader.close()
+        world.close()
+    return StepTraffic(sent, seen.messages)
+
+
+def needed(ranks: Sequence[StepTraffic], count: Callable[..., tuple[Sent, ...]]) -> Sent:
+    """Rows of all ranks in one pass of all messages of the step."""
+    messages = [count(routing, EXPERTS, NODE) for routing in zip(*(rank.routing for rank in ranks), strict=True)]
+    sent = [one for message in messages for one in message]
+    return Sent(sum(one.between for one in sent), sum(one.within for one in sent))
+
+
+def test_by_node_ranks_send_the_rows_that_the_routing_needs() -> None:
+    ranks = run_ranks(RANKS, step, ("--moe-dispatch", "node", "--ranks-per-node", str(NODE)), group=False)
+    four_passes = 2 * (slot_row_bytes(HIDDEN, TOPK, 4, 4) + 4 * HIDDEN)
+    rows = needed(ranks, counted)
+    assert sum(rank.sent["ep_between/all_to_all"] for rank in ranks) == four_passes * rows.between
+    assert sum(rank.sent["ep_within/all_to_all"] for rank in ranks) == four_passes * rows.within
+    assert not any("ep/all_to_all" in rank.sent for rank in ranks)
+
+
+def test_plain_ranks_send_a_row_for_each_pair() -> None:
+    ranks = run_ranks(RANKS, step, ("--moe-dispatch", "plain"), group=False)
+    four_passes = 2 * 4 * (row_columns(HIDDEN, 4, 4) + HIDDEN)
+    rows = needed(ranks, counted_plain)
+    counts = len(ranks[0].routing) * 8 * EXPERTS * (RANKS - 1)
+    sent = sum(rank.sent["ep/all_to_all"] for rank in ranks)
+    assert sent == four_passes * (rows.between + rows.within) + counts
