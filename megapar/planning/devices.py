@@ -13,7 +13,10 @@ from megapar.core.device.kinds import DeviceKind, kinds
 from megapar.errors import Complaint, ConfigError
 
 ALIASES: Mapping[str, str] = MappingProxyType(
-    {"h800": "h800-80g", "h100": "h100-80g", "h200": "h200-141g", "a100": "a100-80g", "v100": "v100-32g"}
+    {
+        **{"h800": "h800-80g", "h100": "h100-80g", "h200": "h200-141g", "a100": "a100-80g", "v100": "v100-32g"},
+        **{"b200": "b200-180g", "b300": "b300-288g", "gb200": "gb200-186g", "gb300": "gb300-288g"},
+    }
 )
 
 

@@ -17,14 +17,13 @@ Tested in ``tests/planning/test_plan.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.core.comm.rounds import axis_rounds, queue_rounds
 from megapar.core.device.communicators import COMMUNICATORS
-from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
-from megapar.model.cost.model_cost import UnitCost
-from megapar.planning.planned_run import PlannedRun, input_of, units_of
+from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
+from megapar.planning.activations import activations, stages_held
+from megapar.planning.planned_run import PlannedRun
 from megapar.planning.pool import buckets_of, is_cast_apart, pool_bytes
 from megapar.planning.traffic import link
 
@@ -101,11 +100,12 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     """Return the memory of the first rank of a stage."""
     state = _state(run, stage)
     pooled = run.kind.kernels == "cpu"
-    steady = state.parameters + state.optimizer
     full = run.config.sharding.sharding_stage == 3
-    kept, in_flight = _kept(run, stage)
+    kept = activations(run, stage)
+    # A CPU is its own host.
+    steady = state.parameters + state.optimizer + (state.host + kept.host if pooled else 0.0)
     # Gradients of earlier micro-batches are live while all activations are kept.
-    later = run.micro_batches > max(in_flight)
+    later = run.micro_batches > max(kept.in_flight)
     stage_one = run.config.sharding.gradient_merge_mode == "step"
     whole = state.pool if pooled else state.whole + state.scratch + state.row
     if pooled:
@@ -120,12 +120,13 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         "forward": (kept.forward, early, kept.forward_transient + (state.gathered if full else 0.0)),
         "backward": (kept.backward, early, kept.backward_transient + state.tied + state.ahead),
         "reduction": (kept.reduction, early, state.tied + state.regathered + waiting[0]),
+        "oldest layer": (kept.oldest, whole, state.tied + state.ahead),
         "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + state.regathered),
         "gather": (0.0, whole if pooled else state.row, 0.0 if full or pooled else state.gathered),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
-    activations, gradients, buffers = moments[moment]
-    peak = steady + activations + gradients + buffers
+    live, gradients, _ = moments[moment]
+    peak = steady + sum(moments[moment])
     groups = group_bytes(run, stage)
     reserved = groups + (peak if pooled else peak * (1 + RESERVED_SHARE) + RESERVED_BYTES)
     return StageMemory(
@@ -134,7 +135,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         gradients=round(state.whole + state.row if stage_one else state.row),
         optimizer=round(state.optimizer),
         activations=round(kept.backward),
-        buffers=round(peak - steady - activations - gradients),
+        buffers=round(peak - steady - live - gradients),
         peak=round(peak),
         groups=groups,
         reserved=round(reserved),
@@ -165,7 +166,8 @@ def group_bytes(run: PlannedRun, stage: int) -> int:
     if grid.world_size == 1:
         return 0
     queues = num_queues(run, stage)
-    return kept.of([("world",), *axis_rounds(grid)], queues, link(grid, "ep", run.kind.node).local - 1)
+    hops = [(axis,) for axis in (BETWEEN, WITHIN) if run.dispatch.node_ranks and link(grid, axis, run.node).ranks > 1]
+    return kept.of([("world",), *axis_rounds(grid), *hops], queues, link(grid, "ep", run.node).local - 1)
 
 
 def num_queues(run: PlannedRun, stage: int) -> int:
@@ -203,7 +205,7 @@ def _state(run: PlannedRun, stage: int) -> _State:
             row_bytes += row * w
             if reduce < w and not full and not travels:
                 scratch += row * shards * reduce
-    for other in _stages_held(run, stage)[1:]:
+    for other in stages_held(run, stage)[1:]:
         trained = (spec for spec in run.held(other) if spec.trainable)
         parameters += sum(run.local_numel(spec) * (w if spec.fp32 else e) for spec in trained)
     pool = 0.0
@@ -219,11 +221,6 @@ def _state(run: PlannedRun, stage: int) -> _State:
     return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, *gathered, pool, pending)
 
 
-def _stages_held(run: PlannedRun, stage: int) -> tuple[int, ...]:
-    """Return the stages whose layers a rank runs; with DualPipe also the mirrored stage, for the other direction."""
-    return (stage, run.config.grid.pp - 1 - stage) if run.assumed.dualpipe else (stage,)
-
-
 def _gathered(run: PlannedRun, units: dict[str, float]) -> tuple[float, float, float, float]:
     """Return ``gathered``, ``ahead``, ``regathered`` and ``sent`` of ``_State``."""
     sharding, sizes = run.config.sharding, sorted(units.values(), reverse=True)
@@ -231,128 +228,10 @@ def _gathered(run: PlannedRun, units: dict[str, float]) -> tuple[float, float, f
         return sum(sizes[: sharding.sharding_prefetch_segments + 1]), 0.0, 0.0, 0.0
     names = ("embedding", "head") if run.costs.tied else list(units)[-1:]
     stays = sum(size for name, size in units.items() if name in names)
-    largest = max((size for name, size in units.items() if name not in names), default=0.0)
-    ahead = stays + largest * (1 + sharding.sharding_prefetch_segments)
+    others = sorted((size for name, size in units.items() if name not in names), reverse=True) or [0.0]
+    largest = others[0]
+    # The largest units that can be there at once; a model may have fewer than are gathered ahead.
+    ahead = stays + sum(others[: 1 + sharding.sharding_prefetch_segments])
     cast = run.view.wide_bytes / run.view.item_bytes
     # The buffer of the last gathered unit is still allocated.
     return stays + largest, ahead, ahead + largest * (1 + cast), units.get("embedding", 0.0) * cast
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Bytes of activations at the moments of a step, and of temporary tensors at the same moments.
-
-    Attributes:
-        forward: Activations after the last forward.
-        forward_transient: Temporary tensors at that moment.
-        backward: Activations when a backward starts.
-        backward_transient: Temporary tensors at that moment.
-        reduction: Activations after the backward of the newest layer.
-        end: Activations when the last backward is nearly done.
-        end_transient: Temporary tensors at that moment.
-        host: Offloaded activations.
-    """
-
-    forward: float
-    forward_transient: float
-    backward: float
-    backward_transient: float
-    reduction: float
-    end: float
-    end_transient: float
-    host: float
-
-
-def _kept(run: PlannedRun, stage: int) -> tuple[_Kept, list[int]]:
-    """Return (activations at all moments, micro-batches in flight of each chunk)."""
-    costs = run.largest_costs
-    chunks = [chunk for held in _stages_held(run, stage) for chunk in run.stages.on(held)]
-    flights = in_flight(run, stage)
-    host = 0.0
-    total = last = first_transient = x = newest = 0.0
-    forward = forward_transient = backward_transient = 0.0
-    for chunk, flight in zip(chunks, flights, strict=True):
-        units = units_of(costs, chunk)
-        kept, offloaded, open_transient = _unit_bytes(run, units)
-        total += kept * flight
-        host += offloaded * flight
-        newest = 0.0 if run.recompute is not None else max(unit.kept for unit in units if unit.is_layer)
-        x = max(x, input_of(costs, chunk))
-        received = input_of(costs, chunk) if run.config.grid.pp > 1 else 0.0
-        backward_transient = max(backward_transient, open_transient + received)
-        if chunk.last:
-            forward_transient = costs.head.transient
-            last = costs.head.kept
-        if chunk.first:
-            first_transient = max(first_transient, units[0].transient)
-    # The runner waits for sends once this many are in flight (``core/pipeline/runner.py``).
-    sends = SENDS_PER_CHUNK * len(run.stages.chunks) if stage > 0 else 0
-    forward = total + x * min(sends, run.micro_batches - 1)
-    backward = total + x * min(sends, run.micro_batches) - last
-    end_units = units_of(costs, chunks[0])
-    end = end_units[0].kept
-    return (
-        _Kept(forward, forward_transient, backward, backward_transient, backward - newest, end, first_transient, host),
-        flights,
-    )
-
-
-def _unit_bytes(run: PlannedRun, units: Sequence[UnitCost]) -> tuple[float, float, float]:
-    """Return one micro-batch's bytes (kept on the device, kept on the host, temporary during a unit's backward)."""
-    recompute = run.config.recompute
-    layers = [unit for unit in units if unit.is_layer]
-    ends = sum(unit.kept for unit in units if not unit.is_layer)
-    spans = [(layers[span.start : span.stop], span.recomputed) for span in run.recompute_spans(len(layers))]
-    kept, host, worst = ends, 0.0, 0.0
-    stored = [span for span, again in spans if again]
-    for number, (span, again) in enumerate(spans):
-        x = span[0].input
-        inside = sum(unit.kept for unit in span)
-        transient = max((unit.transient for unit in span), default=0.0) + x
-        if not again:
-            kept += inside
-            worst = max(worst, transient)
-            continue
-        newest = number >= len(spans) - 2
-        share = 1.0
-        if recompute.recompute_partition and not run.view.splits_sequence and not newest:
-            share = 1 / run.config.grid.mp
-        if recompute.recompute_offload and not newest:
-            host += x * share
-            share = 0.0
-        kept += x * share
-        # All activations of the unit are live when the backward of its last operator starts.
-        first = span[-1].operators[-1].transient + x
-        worst = max(worst, first + inside + (x if share < 1 else 0.0))
-    if len(stored) < len(spans) and stored:
-        worst = max(worst, *(sum(unit.kept for unit in span) for span in stored))
-    return kept, host, worst
-
-
-def in_flight(run: PlannedRun, stage: int) -> list[int]:
-    """Return the micro-batches in flight for each chunk of a stage, at the worst moment.
-
-    1F1B: the number of following stages plus one (arXiv 2104.04473, 2.2). Interleaved: Megatron's warmup of
-    2 (p - rank - 1) + (v - 1) p chunks plus one, distributed from the first chunk on. Zero bubble: a warmup of
-    (p - rank - 1) + (v - 1) p. GPipe: all. DualPipe: those of 1F1B in each direction, for the chunks of both.
-    """
-    p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
-    name = run.schedule
-    if p == 1:
-        return [1]
-    if run.assumed.dualpipe:
-        return [min(m, p - stage)] * v + [min(m, stage + 1)] * v
-    if name == GPIPE:
-        return [m] * v
-    if v == 1 and name != INTERLEAVED:
-        return [min(m, p - stage)]
-    if name == ZERO_BUBBLE and v == 2:  # V-shaped: at most 2 p halves
-        down = min(m, 2 * p - stage)
-        return [down, min(m, max(1, 2 * p - down))]
-    warm = (p - stage - 1) * (1 if name == ZERO_BUBBLE else 2) + (v - 1) * p + 1
-    warm = min(warm, m * v)
-    flights = []
-    for chunk in range(v):  # groups of p micro-batches pass the chunks in turn
-        rounds, rest = divmod(warm, p * v)
-        flights.append(min(m, rounds * p + min(p, max(0, rest - chunk * p))))
-    return flights

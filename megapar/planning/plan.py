@@ -12,17 +12,21 @@ from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.model.spec import ParameterCounts
 from megapar.planning.assume import Assumed, check_assumed
+from megapar.planning.kept_inputs import host_traffic
 from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.planned_run import PlannedRun
+from megapar.planning.shared import Shared
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
+from megapar.planning.unpriced import check_priced
 
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
 
 
 class Plan:
-    """Memory, traffic and time of a configuration. Raises ConfigError for an assumed technique without its pipeline.
+    """Memory, traffic and time of a configuration. Raises ConfigError for an assumed technique without its pipeline,
+    and for settings whose cost no formula gives.
 
     Attributes:
         config: The configuration.
@@ -34,15 +38,22 @@ class Plan:
         kind: Kind of the devices.
         assumed: Techniques that the plan assumes.
         token_budget: Tokens of the whole run; None for those of ``--train-iters``.
+        shared: Parts that it has in common with other plans of a search.
     """
 
     def __init__(
-        self, config: Config, kind: DeviceKind, assumed: Assumed | None = None, token_budget: float | None = None
+        self,
+        config: Config,
+        kind: DeviceKind,
+        assumed: Assumed | None = None,
+        token_budget: float | None = None,
+        shared: Shared | None = None,
     ) -> None:
         check_assumed(assumed or Assumed(), config.grid.pp)
+        check_priced(config, kind, assumed or Assumed())
         self.config = config
         self.kind = kind
-        self.run = PlannedRun(config, kind, assumed or Assumed())
+        self.run = PlannedRun(config, kind, assumed or Assumed(), shared or Shared())
         self._token_budget = token_budget
 
     @cached_property
@@ -54,6 +65,15 @@ class Plan:
     def traffic(self) -> tuple[dict[str, float], ...]:
         """Traffic of each pipeline stage: bytes that a rank sends in a step, by "axis/kind"."""
         return tuple(stage_traffic(self.run, stage) for stage in range(self.config.grid.pp))
+
+    @cached_property
+    def host_traffic(self) -> dict[str, float]:
+        """Bytes per step between host and device of the rank that copies most, by "host/kind"."""
+        copied: dict[str, float] = {}
+        for stage in range(self.config.grid.pp):
+            for name, size in host_traffic(self.run, stage).items():
+                copied[name] = max(copied.get(name, 0.0), size)
+        return copied
 
     @cached_property
     def speed(self) -> Speed:
@@ -92,7 +112,7 @@ class Plan:
 
     def link(self, axis: str) -> Link:
         """Return the placement of a group's ranks on nodes."""
-        return link(self.config.grid, axis, self.kind.node)
+        return link(self.config.grid, axis, self.run.node)
 
     @cached_property
     def crossing(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -179,7 +199,10 @@ class Plan:
             "device_kind": self.kind.name,
             "world_size": world,
             "layout": {axis: self.config.grid.size(axis) for axis in _AXES},
+            "software": self.run.assumed.software,
             "assumed": list(self.run.assumed.words),
+            "expert_imbalance": self.run.assumed.expert_imbalance,
+            "dispatch": self.run.dispatch.name,
             "fits": self.fits,
             "advice": self.advice(),
             "memory_limit_bytes": self.kind.memory_bytes,
@@ -205,6 +228,7 @@ class Plan:
                 }
                 for name in sorted(inside)
             },
+            "host_bytes": self.host_traffic,
             "tokens_per_step": self.tokens_per_step,
             "token_budget": self.token_budget,
             "days": self.days,

@@ -6,7 +6,7 @@ Tested in ``tests/planning/test_plan.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.recompute.choice import FirstLayers, LayerSpan, RecomputeChoice, recompute_choice
 from megapar.core.sharding.cut import box_at, shard_dim
+from megapar.core.tensor_parallel.overlap_price import OFF
 from megapar.errors import Complaint, ConfigError
 from megapar.model.attention.latent_exchange import LATENT
 from megapar.model.cost.model_cost import ModelCost, UnitCost
@@ -26,6 +27,8 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
 from megapar.planning.assume import Assumed
+from megapar.planning.shared import Shared
+from megapar.training.building.expert_dispatch import DispatchChoice, assumed_node, dispatch_choice
 from megapar.training.building.pipeline_split import effective_schedule, make_stages
 from megapar.training.building.segments import ITEM_BYTES
 from megapar.training.building.tensor_overlap import hiding
@@ -45,11 +48,13 @@ class PlannedRun:
         config: The configuration.
         kind: Kind of the devices.
         assumed: Techniques that the plan assumes.
+        shared: Parts that it has in common with other runs of a search.
     """
 
     config: Config
     kind: DeviceKind
     assumed: Assumed = field(default_factory=Assumed)
+    shared: Shared = field(default_factory=Shared, repr=False, compare=False)
     _cuts: dict[Any, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
     _rows: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
@@ -73,23 +78,52 @@ class PlannedRun:
             mp=grid.mp,
             cp=grid.cp,
             ep=grid.ep,
+            node_ep=self.dispatch.node_ranks,
             emp=grid.emp,
             sequence_parallel=config.parallel.sequence_parallel,
             ulysses=config.parallel.context_parallel_algo == ULYSSES,
             ring=config.parallel.context_parallel_algo == RING,
             selective_recompute=config.recompute.recompute_granularity == "selective",
             ampipe_degree=config.ampipe.ampipe_degree,
+            overlaps_mp=self.hiding != OFF,
             pipe_experts=config.ampipe.use_pipe_experts,
+            expert_parts=max(1, config.ampipe.pipe_experts_multi_data // max(1, config.ampipe.ampipe_degree)),
             masked_share=config.data.mlm_probability,
             sends_latents=config.parallel.mla_cp_exchange == LATENT,
+            expert_imbalance=self.assumed.expert_imbalance if grid.ep > 1 else 1.0,
             recomputed_operators=self.assumed.operators,
             task_counts=cache(partial(task_counts, config)),
         )
 
     @cached_property
+    def dispatch(self) -> DispatchChoice:
+        """Dispatch of experts; plain in other software. Raises ConfigError if the nodes do not fit a request."""
+        if self.assumed.software != "megapar":
+            return DispatchChoice(0, f"of {self.assumed.software}")
+        node = assumed_node(self.kind, self.config.grid.world_size)
+        return dispatch_choice(self.config, self.kind, self.dtype, node)
+
+    @property
+    def node(self) -> int:
+        """Ranks of a node: those of ``--ranks-per-node`` or of this job, else those of the kind of device."""
+        return self.config.parallel.ranks_per_node or self.kind.node
+
+    @property
+    def settled(self) -> Config:
+        """The configuration with the planned dispatch of experts, so that a trace on another device has the same."""
+        if self.config.grid.ep == 1:
+            return self.config
+        return replace(
+            self.config,
+            moe=replace(self.config.moe, moe_dispatch=self.dispatch.name),
+            parallel=replace(self.config.parallel, ranks_per_node=self.node if self.dispatch.node_ranks else None),
+        )
+
+    @cached_property
     def costs(self) -> ModelCost:
         """Costs of the mean micro-batch on a rank."""
-        return spec_of(self.sizes).costs(self.sizes, self.view)
+        key = "costs", self.sizes, self.view
+        return self.shared.get(key, lambda: spec_of(self.sizes).costs(self.sizes, self.view))
 
     @cached_property
     def largest_costs(self) -> ModelCost:
@@ -142,7 +176,7 @@ class PlannedRun:
 
     @cached_property
     def recompute(self) -> RecomputeChoice | None:
-        """Layers that are recomputed. Adaptive recompute is ignored, because it depends on measurements."""
+        """Layers that are recomputed. A plan refuses adaptive recompute, which depends on measurements."""
         flags = self.config.recompute
         return recompute_choice(flags.recompute_interval, flags.recompute_method, flags.recompute_num_layers)
 
@@ -164,8 +198,31 @@ class PlannedRun:
         """Return the rows of the table on a stage; on the last one this includes the copy of a tied embedding."""
         return self._held.get(stage, [])
 
+    def alike(self, stage: int) -> list[tuple[ParameterSpec, int]]:
+        """Return the rows of the table on a stage, each with the number of rows of layers that differ in name only."""
+        return self._alike.get(stage, [])
+
+    @cached_property
+    def _alike(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
+        return self.shared.get(("alike", self.sizes, self.stages, self.costs.tied), self._make_alike)
+
+    def _make_alike(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
+        alone = {"embedding", "head", f"layers.{self.sizes.num_blocks - 1}"}  # stage 3 gathers these differently
+        found = {}
+        for stage, rows in self._held.items():
+            counts: dict[Any, list[Any]] = {}
+            for row in rows:
+                unit = row.unit if row.unit in alone else ""
+                key = row.shape, row.axes, row.expert, row.fp32, row.trainable, row.mp_partial, unit
+                counts.setdefault(key, [row, 0])[1] += 1
+            found[stage] = [(row, count) for row, count in counts.values()]
+        return found
+
     @cached_property
     def _held(self) -> dict[int, list[ParameterSpec]]:
+        return self.shared.get(("held", self.sizes, self.stages, self.costs.tied), self._make_held)
+
+    def _make_held(self) -> dict[int, list[ParameterSpec]]:
         stage_of = {row.unit: 0 for row in self.table}
         stage_of = {unit: self.stages.rank_of_unit(unit) for unit in stage_of}
         held: dict[int, list[ParameterSpec]] = {}

@@ -1,89 +1,45 @@
-"""``megapar plan --search``: the best legal layouts of a model on a cluster, and why their neighbours are not better.
+"""``megapar plan --search``: the fastest legal layout of a model on a cluster that fits, over all knobs.
 
-Each candidate passes the command line's parser and the rules, like a run. The memory formulas filter the legal ones,
-and those that fit are timed. Candidates vary mp, pp, cp and its algorithm, ep, chunks per stage, the micro-batch and
-recompute; sharding uses the remaining ranks. cp is tried only if each rank keeps a long part of a sequence, and with
-micro-batches of one: two ranks with a sequence each would not need to communicate.
+From coarse to fine. First every combination of degrees (mp, pp, cp, ep) is timed, keeping all activations, with one
+sample per micro-batch. The fastest of those that fit, with recompute if they must, are tuned: micro-batch, recompute
+and schedule together. From the best of these, one knob after another is set to the value that is fastest and fits,
+until no knob has a better one. So the result is never slower than a candidate that differs from it in one knob.
+
+Each candidate passes the command line's rules. Its time is computed before its memory, and its memory only if it is
+faster than the best one so far.
+
+Tested in ``tests/planning/test_search.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
+from math import inf
 from typing import Any
 
-from megapar.arguments import Config
-from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES
+from megapar.core.context_parallel.positions import GATHERED
 from megapar.core.device.kinds import DeviceKind
-from megapar.core.units import GIBIBYTE
 from megapar.errors import ConfigError
 from megapar.planning.assume import Assumed
-from megapar.planning.change import LAYOUT, attempt, flags_of
+from megapar.planning.candidate import Candidate
+from megapar.planning.flag_roles import KNOBS as FREE
+from megapar.planning.knobs import DEGREES, KNOBS, MICRO_BATCH, PAIRED, SCHEDULE, Knob, Scope
+from megapar.planning.memory import stage_memory
 from megapar.planning.plan import Plan
+from megapar.planning.shared import Shared
+from megapar.planning.variations import MISSING, Variations
 from megapar.schema.rule import divisors
 
-RECOMPUTE: Mapping[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective"},
-    "full": {"recompute_interval": 1},
-}
-MICRO_BATCHES = (1, 2, 4, 8)
-CHUNKS = (1, 2, 4)
-ALGORITHMS = (RING, ULYSSES, GATHERED)
-SHORTEST_PIECE = 4096  # positions of a sequence on a rank of cp
-RECOMPUTE_FLAGS = (
-    *("recompute_granularity", "recompute_interval", "recompute_method", "recompute_num_layers"),
-    *("recompute_offload", "recompute_partition", "adaptive_recompute_device_size"),
-)
-SEARCHED = (
-    *(*LAYOUT, *RECOMPUTE_FLAGS, "context_parallel_algo", "micro_batch_size", "vpp_degree", "pp_schedule"),
-    *("use_nanopipe", "pp_seg_method"),
-)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One layout.
-
-    Attributes:
-        mp: Tensor parallel degree.
-        pp: Pipeline parallel degree.
-        ep: Expert parallel degree.
-        vpp: Chunks per stage.
-        micro_batch: Sequences per micro-batch.
-        recompute: A key of RECOMPUTE.
-        cp: Context parallel degree.
-        algorithm: Algorithm of context parallelism.
-    """
-
-    mp: int
-    pp: int
-    ep: int
-    vpp: int
-    micro_batch: int
-    recompute: str
-    cp: int = 1
-    algorithm: str = RING
-
-    def flags(self) -> dict[str, Any]:
-        """Return the flags of the layout, by field name."""
-        flags: dict[str, Any] = {"mp_degree": self.mp, "pp_degree": self.pp, "micro_batch_size": self.micro_batch}
-        if self.mp > 1:
-            flags["sequence_parallel"] = True
-        if self.cp > 1:
-            flags |= {"cp_degree": self.cp, "context_parallel_algo": self.algorithm}
-        if self.ep > 1:
-            flags["ep_degree"] = self.ep
-        if self.vpp > 1:
-            flags |= {"vpp_degree": self.vpp, "pp_schedule": "interleaved"}
-        return flags | RECOMPUTE[self.recompute]
-
-    def __str__(self) -> str:
-        parts = [f"mp {self.mp}", f"pp {self.pp}"]
-        parts += [f"cp {self.cp} ({self.algorithm.removesuffix('_cp_algo')})"] if self.cp > 1 else []
-        parts += [f"ep {self.ep}", f"vpp {self.vpp}", f"mbs {self.micro_batch}", f"recompute {self.recompute}"]
-        return ", ".join(parts)
+FASTER = 1 - 1e-9  # of two times that differ by less, neither is faster
+LARGEST_TUNED = 8  # samples of a micro-batch, before the other knobs are varied
+NEAR = 1.15  # a layout is slower by at most this factor, so that another knob may make it faster than the best
+MEASURED, CLOSEST = 20, 3  # layouts whose stages are all computed if none fits, and of these those made smaller
+TUNED, DESCENDED = 10, 3  # layouts that are tuned, and of these those whose other knobs are varied
+LEAST: Mapping[str, Any] = {"recompute_interval": 1}
+FORMS: tuple[Mapping[str, Any], ...] = ({}, {"recompute_granularity": "selective"}, LEAST)
 
 
 @dataclass
@@ -92,210 +48,215 @@ class Result:
 
     Attributes:
         candidate: The layout.
-        plan: Its plan; None if the rules refuse it.
-        why: Reason against it; "" if it fits.
+        plan: Its plan; None if it is refused.
+        refusal: Reason of the refusal, or "".
     """
 
     candidate: Candidate
     plan: Plan | None
-    why: str = ""
+    refusal: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step; infinite for a refused candidate."""
+        return self.plan.speed.step_seconds if self.plan is not None else inf
+
+    @cached_property
+    def first_stage(self) -> float:
+        """Bytes of the first stage, which is often the fullest; infinite for a refused candidate."""
+        return stage_memory(self.plan.run, 0).reserved if self.plan is not None else inf
+
+    @cached_property
+    def fits(self) -> bool:
+        """The fullest stage fits. The first one is computed before the others."""
+        return self.plan is not None and self.first_stage <= self.plan.kind.memory_bytes and self.plan.fits
+
+    @property
+    def reserved(self) -> float:
+        """Bytes of the fullest stage; infinite for a refused candidate."""
+        return self.plan.fullest.reserved if self.plan is not None else inf
 
 
-@dataclass
 class Search:
-    """State of a search.
+    """A search, and the results of all candidates that it has tried.
 
     Attributes:
-        results: Results of all candidates so far.
+        scope: Facts about the model and the cluster.
+        results: All results so far.
+
+    Args:
+        variations: The command line, varied.
+        scope: Facts about the model and the cluster.
+        kind: Kind of the devices.
+        assumed: Techniques that the plan assumes.
     """
 
-    results: dict[Candidate, Result] = field(default_factory=dict)
+    def __init__(self, variations: Variations, scope: Scope, kind: DeviceKind, assumed: Assumed) -> None:
+        self.scope = scope
+        self.results: dict[Candidate, Result] = {}
+        self._variations, self._kind, self._assumed, self._shared = variations, kind, assumed, Shared()
+        fixed = {name: variations.fixed(name) for name in FREE}
+        self._fixed = {name: value for name, value in fixed.items() if value is not MISSING}
+
+    def run(self) -> None:
+        """Search. Without any layout to try, the flags of the command line alone are tried, for their reason."""
+        alone = [Candidate.of({"micro_batch_size": 1, **self._fixed})] if self._fixed else []
+        layouts = sorted((self.result(each) for each in [*self.grid()] or alone), key=lambda result: result.seconds)
+        layouts = [result for result in layouts if result.plan is not None]
+        entries = self._entries(layouts, {}) + self._entries(layouts, {"sharding_stage": 3})
+        if self.results:
+            of_files = self.result(self._of_files())
+            entries += [of_files] if of_files.fits else []
+        if not entries:
+            entries = [result for result in map(self._shrunk, self.closest[:CLOSEST]) if result.fits]
+        tuned = [self._tuned(entry) for entry in _fastest(entries, TUNED)]
+        for start in _unlike(tuned, DESCENDED):
+            self._descended(start)
+        while self.best:
+            best = self.best[0]
+            if self._descended(self._paired(self._tuned(best))) is best:
+                break
 
     @property
     def best(self) -> list[Result]:
-        """Results that fit, fastest first; of equally fast ones, the one with less memory first."""
-        fitting = [(each.plan, each) for each in self.results.values() if not each.why and each.plan is not None]
-        fitting.sort(key=lambda pair: (pair[0].speed.step_seconds, pair[0].fullest.reserved))
-        return [result for _, result in fitting]
+        """Results that are known to fit, fastest first; of equally fast ones, the one that was found first."""
+        known = [result for result in self.results.values() if "fits" in vars(result) and result.fits]
+        return sorted(known, key=lambda result: result.seconds)
 
+    @property
+    def closest(self) -> list[Result]:
+        """Legal results that do not fit, of those with the smallest first stages the one that needs least first."""
+        known = [result for result in self.results.values() if "fits" in vars(result) and not result.fits]
+        small = sorted((each for each in known if each.plan is not None), key=lambda each: each.first_stage)
+        return sorted(small[:MEASURED], key=lambda each: each.reserved)
 
-def search(config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> Search:
-    """Search the layouts of ``world_size`` ranks for the model and the global batch of ``config``."""
-    state = Search()
-    base = flags_of(config, (*SEARCHED, "sequence_parallel"))
-    base["global_batch_size"] = config.training.global_batch_size
-    for group in _shapes(config, kind, world_size):
-        least: dict[tuple[int, str], bool] = {}
-        for candidate in group:
-            # If a candidate does not fit, a larger micro-batch or less recompute does not fit either.
-            key = candidate.micro_batch, candidate.recompute
-            if any(not fits and _needs_more(key, other) for other, fits in least.items()):
+    def grid(self) -> Iterator[Candidate]:
+        """Yield the combinations of degrees, with one sample per micro-batch and without recompute."""
+        scope, heads = self.scope, self.scope.sizes.num_attention_heads
+        offered = {
+            "mp_degree": [degree for degree in scope.degrees if degree <= scope.node and heads % degree == 0],
+            "pp_degree": [degree for degree in scope.degrees if degree <= scope.sizes.num_layers],
+            "cp_degree": scope.contexts,
+            "ep_degree": scope.expert_degrees,
+            "expert_mp_degree": (None, 1) if scope.sizes.routed_experts else (None,),
+        }
+        choices = [(self._fixed[name],) if name in self._fixed else tried for name, tried in offered.items()]
+        seen = set()
+        for mp, pp, cp, ep, emp in product(*choices):
+            data, rest = divmod(scope.world_size, mp * pp * cp)
+            if rest or scope.batch % data or scope.batch // data < pp or data * cp * mp % ep:
                 continue
-            result = _evaluate(config, base, candidate, kind, assumed, world_size)
-            state.results[candidate] = result
-            if result.plan is not None:
-                least[key] = not result.why
-    return state
+            values: dict[str, Any] = {"mp_degree": mp, "sequence_parallel": mp > 1, "pp_degree": pp, "cp_degree": cp}
+            values |= {"context_parallel_algo": GATHERED} if cp > 1 else {}
+            values |= {"ep_degree": ep} if ep > 1 else {}
+            values |= {"expert_mp_degree": emp} if emp and mp > 1 else {}
+            candidate = Candidate.of({**values, "micro_batch_size": 1, **self._fixed})
+            if candidate not in seen:
+                seen.add(candidate)
+                yield candidate
+
+    def result(self, candidate: Candidate) -> Result:
+        """Return the result of a candidate, from before if it was tried."""
+        if candidate not in self.results:
+            self.results[candidate] = self._try(candidate)
+        return self.results[candidate]
+
+    def neighbours(self, candidate: Candidate, knobs: Iterable[Knob] = KNOBS) -> Iterator[Result]:
+        """Yield the results of the candidates that differ in one knob; the command line's flags keep their values."""
+        seen = {candidate}
+        for knob in knobs:
+            for other in knob.others(candidate, self.scope):
+                changed = other.but(self._fixed)
+                if changed not in seen:
+                    seen.add(changed)
+                    yield self.result(changed)
+
+    def _try(self, candidate: Candidate) -> Result:
+        resolved = self._variations.attempt(candidate.flags())
+        if isinstance(resolved, list):
+            return Result(candidate, None, str(resolved[0]))
+        try:
+            plan = Plan(resolved, self._kind, self._assumed, shared=self._shared)
+            _ = plan.speed
+        except ConfigError as error:
+            return Result(candidate, None, str(error.complaints[0]))
+        return Result(candidate, plan)
+
+    def _entries(self, layouts: Sequence[Result], saving: Mapping[str, Any]) -> list[Result]:
+        """Return, for the fastest layouts, the fastest form of recompute that fits.
+
+        Stops at a layout that keeps all activations and is still slower than the slowest of the best entries.
+        """
+        entries: list[Result] = []
+        for layout in layouts:
+            if len(entries) >= TUNED and layout.seconds > _fastest(entries, TUNED)[-1].seconds:
+                break
+            if not self.result(layout.candidate.but({**saving, **LEAST})).fits:
+                continue
+            forms = (self.result(layout.candidate.but({**saving, **form})) for form in FORMS)
+            entries.append(next(result for result in sorted(forms, key=lambda each: each.seconds) if result.fits))
+        return entries
+
+    def _tuned(self, start: Result) -> Result:
+        """Return the fastest result over micro-batches, schedules and forms of recompute together."""
+        few = divisors(max(1, self.scope.sizes.num_layers // start.candidate.get("pp_degree")))
+        others = SCHEDULE.others(start.candidate, self.scope)
+        schedules = [start.candidate, *(each for each in others if each.get("vpp_degree") in (2, 3, *few))]
+        sizes = [each for one in schedules for each in (one, *MICRO_BATCH.others(one, self.scope))]
+        sizes = [each for each in sizes if each.get("micro_batch_size") <= LARGEST_TUNED]
+        keeping = [each.but({**_NO_RECOMPUTE, **form}) for each in sizes for form in FORMS]
+        return self._fastest_that_fits((self.result(each.but(self._fixed)) for each in keeping), start)
+
+    def _paired(self, best: Result) -> Result:
+        """Return the fastest result with another degree and another micro-batch, recompute, schedule or stage."""
+        near = [each for each in self.neighbours(best.candidate, DEGREES) if each.seconds < best.seconds * NEAR]
+        pairs = (pair for each in near for pair in self.neighbours(each.candidate, PAIRED))
+        return self._fastest_that_fits(pairs, best)
+
+    def _of_files(self) -> Candidate:
+        """Return the layout of the files; replicas outside sharding only if their number is given."""
+        values = {name: value for name, value in self._variations.of_files.items() if name in FREE}
+        values.pop("sharding_degree", None)
+        if "dp_degree" not in values:
+            values.pop("hybrid_dp", None)
+        return Candidate.of({**values, **self._fixed})
+
+    def _shrunk(self, start: Result) -> Result:
+        """Return the result of changing one knob after another to save the most memory, until it fits or none does."""
+        best, last = start, None
+        while best is not last and not best.fits:
+            last = best
+            best = min([best, *self.neighbours(best.candidate)], key=lambda result: result.reserved)
+        return best
+
+    def _descended(self, start: Result) -> Result:
+        """Return the result of setting one knob after another to its fastest value, until none is faster."""
+        best, last = start, None
+        while best is not last:
+            last = best
+            for knob in KNOBS:
+                best = self._fastest_that_fits(self.neighbours(best.candidate, (knob,)), best)
+        return best
+
+    @staticmethod
+    def _fastest_that_fits(results: Iterable[Result], best: Result) -> Result:
+        faster = (result for result in results if result.seconds < best.seconds * FASTER)
+        return next((result for result in sorted(faster, key=lambda each: each.seconds) if result.fits), best)
 
 
-def neighbours(state: Search, config: Config, kind: DeviceKind, assumed: Assumed, world_size: int) -> list[Result]:
-    """Return the layouts one step away from the best one, each with the reason against it.
-
-    A step may leave the searched space (more chunks). If it finds a better layout, that one becomes the best.
-    """
-    if not state.best:
-        return []
-    base = flags_of(config, (*SEARCHED, "sequence_parallel"))
-    base["global_batch_size"] = config.training.global_batch_size
-    best = state.best[0]
-    while True:
-        for candidate in _steps(best.candidate):
-            if candidate not in state.results:
-                state.results[candidate] = _evaluate(config, base, candidate, kind, assumed, world_size)
-        if state.best[0].candidate == best.candidate:
-            break
-        best = state.best[0]
-    assert best.plan is not None
-    results = []
-    for candidate in _steps(best.candidate):
-        result = state.results[candidate]
-        if not result.why and result.plan is not None:
-            slower = result.plan.speed.step_seconds / best.plan.speed.step_seconds - 1
-            result = Result(candidate, result.plan, f"{slower:.1%} slower: {_slower(result.plan, best.plan)}")
-        results.append(result)
-    return results
+_NO_RECOMPUTE: Mapping[str, Any] = {
+    **{"recompute_interval": 0, "recompute_granularity": "full", "recompute_method": None},
+    "recompute_num_layers": None,
+}
 
 
-def describe(state: Search, near: list[Result], kind: DeviceKind, count: int = 10) -> str:
-    """Format two tables: the best layouts, and the neighbours of the first."""
-    legal = [result for result in state.results.values() if result.plan is not None]
-    lines = [f"{len(state.results)} layouts tried, {len(legal)} legal, {len(state.best)} fit into {kind.name}", ""]
-    if not state.best:
-        closest = min((r.plan for r in legal if r.plan is not None), key=lambda p: p.fullest.reserved, default=None)
-        if closest is None:
-            first = next(iter(state.results.values()))
-            return "\n".join([*lines, f"no layout is legal: {first.why}", ""])
-        return "\n".join([*lines, f"no layout fits; the closest: {closest.advice()}", ""])
-    lines.append(f"{'step s':>9} {'MFU':>6} {'bubble':>7} {'GiB':>6}  layout")
-    for result in state.best[:count]:
-        assert result.plan is not None
-        speed, memory = result.plan.speed, result.plan.fullest.reserved / GIBIBYTE
-        lines.append(
-            f"{speed.step_seconds:9.3f} {speed.mfu:6.1%} {speed.bubble_share:7.1%} {memory:6.1f}  {result.candidate}"
-        )
-    lines += ["", "neighbours of the first, and why they are not better"]
-    lines += [f"  {result.candidate}: {result.why}" for result in near]
-    return "\n".join([*lines, ""])
+def _unlike(results: Iterable[Result], count: int) -> list[Result]:
+    """Return the fastest results, at most one for each pair of mp and pp, so that the starts are far apart."""
+    found: dict[tuple[int, int], Result] = {}
+    for result in sorted(results, key=lambda each: each.seconds):
+        found.setdefault((result.candidate.get("mp_degree"), result.candidate.get("pp_degree")), result)
+    return list(found.values())[:count]
 
 
-def to_dict(state: Search, near: list[Result], count: int = 10) -> dict[str, Any]:
-    """Return the object that ``--json`` prints: the best plans with their flags, and the neighbours."""
-    best = [
-        {"flags": result.candidate.flags(), **result.plan.to_dict()}
-        for result in state.best[:count]
-        if result.plan is not None
-    ]
-    return {"looked_at": len(state.results), "best": best, "neighbours": {str(r.candidate): r.why for r in near}}
-
-
-def _shapes(config: Config, kind: DeviceKind, world_size: int) -> Iterator[list[Candidate]]:
-    """Yield groups of candidates that differ only in micro-batch and recompute, least memory first."""
-    sizes, batch = config.model, config.training.global_batch_size
-    experts = config.model.routed_experts
-    for mp, pp, cp, algorithm, data in _splits(config, kind, world_size):
-        if batch % data:
-            continue
-        for ep in [d for d in divisors(experts) if data * cp * mp % d == 0] if experts else [1]:
-            for vpp in CHUNKS if pp > 1 else CHUNKS[:1]:
-                if pp * vpp > sizes.num_layers:
-                    continue
-                group = [
-                    Candidate(mp, pp, ep, vpp, micro, recompute, cp, algorithm)
-                    for recompute in ("full", "selective", "none")
-                    for micro in (MICRO_BATCHES if cp == 1 else MICRO_BATCHES[:1])
-                    if batch // data % micro == 0 and batch // data // micro >= pp
-                ]
-                if group:
-                    yield group
-
-
-def _splits(config: Config, kind: DeviceKind, world_size: int) -> Iterator[tuple[int, int, int, str, int]]:
-    """Yield (mp, pp, cp, its algorithm, remaining data parallel ranks) for degrees that the model allows."""
-    sizes, degrees = config.model, divisors(world_size)
-    for mp, pp, (cp, algorithm) in product(
-        [d for d in degrees if d <= kind.node], [d for d in degrees if d <= sizes.num_layers], _shared(config, degrees)
-    ):
-        if world_size % (mp * pp * cp) == 0 and sizes.num_attention_heads % mp == 0:
-            yield mp, pp, cp, algorithm, world_size // (mp * pp * cp)
-
-
-def why_none(config: Config, kind: DeviceKind, world_size: int) -> str:
-    """Explain why ``search`` has no candidates: the global batch is too small or not divisible."""
-    batch = config.training.global_batch_size
-    least = min(pp * data for _, pp, _, _, data in _splits(config, kind, world_size))
-    return (
-        f"no layout of {world_size:,} ranks can share a global batch of {batch:,}: with the highest mp and cp that the "
-        f"model allows, one sample for each stage of each data parallel rank is {least:,} samples. Set "
-        f"--global-batch-size to a multiple of {least:,}, or use fewer ranks.\n"
-    )
-
-
-def _shared(config: Config, degrees: Sequence[int]) -> list[tuple[int, str]]:
-    """Return the degrees of cp, each with its algorithm."""
-    longest = config.model.seq_length // SHORTEST_PIECE
-    more = [degree for degree in degrees if 1 < degree <= longest and config.model.seq_length % degree == 0]
-    return [(1, RING), *product(more, ALGORITHMS)]
-
-
-def _needs_more(key: tuple[int, str], other: tuple[int, str]) -> bool:
-    order = ("full", "selective", "none")
-    return key[0] >= other[0] and order.index(key[1]) >= order.index(other[1])
-
-
-def _evaluate(
-    config: Config,
-    base: Mapping[str, Any],
-    candidate: Candidate,
-    kind: DeviceKind,
-    assumed: Assumed,
-    world_size: int,
-) -> Result:
-    resolved = attempt(config, {**base, **candidate.flags()}, world_size)
-    if isinstance(resolved, list):
-        return Result(candidate, None, str(resolved[0]))
-    try:
-        plan = Plan(resolved, kind, assumed)
-    except ConfigError as error:
-        return Result(candidate, None, str(error.complaints[0]))
-    if not plan.fits:
-        over = (plan.fullest.reserved - kind.memory_bytes) / GIBIBYTE
-        return Result(candidate, plan, f"needs {over:.1f} GiB more than a device has, on stage {plan.fullest.stage}")
-    return Result(candidate, plan)
-
-
-def _steps(candidate: Candidate) -> Iterator[Candidate]:
-    """Yield neighbours: one degree or the micro-batch doubled or halved, another algorithm of cp or recompute."""
-    for name in ("mp", "pp", "cp", "ep", "vpp", "micro_batch"):
-        value = getattr(candidate, name)
-        for changed in (value // 2, value * 2):
-            if changed:
-                yield replace(candidate, **{name: changed})
-    for algorithm in ALGORITHMS if candidate.cp > 1 else ():
-        if algorithm != candidate.algorithm:
-            yield replace(candidate, algorithm=algorithm)
-    for recompute in RECOMPUTE:
-        if recompute != candidate.recompute:
-            yield replace(candidate, recompute=recompute)
-
-
-def _slower(plan: Plan, best: Plan) -> str:
-    """Describe the part of the time that grew most."""
-    bubble = plan.speed.bubble_share - best.speed.bubble_share
-    exposed = (
-        plan.speed.exposed_seconds / plan.speed.step_seconds - best.speed.exposed_seconds / best.speed.step_seconds
-    )
-    if bubble > max(exposed, 0.005):
-        return f"the bubble is {plan.speed.bubble_share:.1%}"
-    if exposed > 0.005:
-        return f"{plan.speed.exposed_seconds:.3f} s of communication are exposed"
-    return "its matrix products are smaller, or it recomputes more"
+def _fastest(results: Iterable[Result], count: int) -> list[Result]:
+    return sorted(results, key=lambda result: result.seconds)[:count]

@@ -1,73 +1,24 @@
-"""Time of a step: matrix products, attention, memory-bound operators and exposed communication, stage by stage.
+"""Time of a step: its pipeline, whose stages run their drawn programs (``stage_time``), and what follows it.
 
-All models, devices and layouts have one calibration, which ``benchmarks/prediction`` compares with published runs.
+One law holds by construction: a step takes at least as long as any link, or the compute units, are busy.
 
-Tested in ``tests/planning/test_queues.py``.
+Tested in ``tests/planning/test_law.py`` and ``tests/planning/test_queues.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
-from megapar.core.device.kinds import LINK_SHARE, DeviceKind
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
-from megapar.core.tensor_parallel.overlap_price import OFF
-from megapar.model.cost.model_cost import CommCost, OpCost, Product, UnitCost
+from megapar.model.cost.model_cost import CommCost
 from megapar.model.flops import step_flops
-from megapar.planning.planned_run import PlannedRun, units_of
-from megapar.planning.traffic import Link, link, stage_traffic
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Shares of the data sheets' figures that devices reach.
-
-    Attributes:
-        product: Share of peak FLOP/s of a large matrix product.
-        small: Smallest dim at which a matrix product reaches half of that.
-        fp8: Share of peak fp8 FLOP/s of a matrix product that casts its inputs.
-        scores: Share of peak FLOP/s of attention's core.
-        memory: Share of the memory bandwidth.
-        inside: Share of the bandwidth inside a node.
-        between: Share of the bandwidth between nodes.
-        shown: Share of a collective that even a long enough matrix product does not hide.
-        jitter: Share of the time lost to stragglers for each doubling of the ranks.
-    """
-
-    product: float = 0.76
-    small: float = 350.0
-    fp8: float = 0.65
-    scores: float = 0.38
-    memory: float = 0.70
-    inside: float = LINK_SHARE
-    between: float = 0.85
-    shown: float = 0.25
-    jitter: float = 0.0005
-
-
-CALIBRATION = Calibration()
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """Time of one micro-batch on a stage, in seconds.
-
-    Attributes:
-        forward: Time of the forward.
-        backward: Time of the backward, including recomputation.
-        exposed: Time of exposed communication in both.
-    """
-
-    forward: float
-    backward: float
-    exposed: float
-
-    @property
-    def both(self) -> float:
-        """Time of forward and backward."""
-        return self.forward + self.backward
+from megapar.planning.calibration import CALIBRATIONS, Calibration
+from megapar.planning.kept_inputs import HOST, TO_HOST
+from megapar.planning.operator_time import OperatorTime
+from megapar.planning.planned_run import PlannedRun
+from megapar.planning.stage_time import StagePrograms, StageTime
+from megapar.planning.timeline import LINKS, Flight, Span
+from megapar.planning.traffic import pipeline_traffic, step_traffic
 
 
 @dataclass(frozen=True)
@@ -95,9 +46,10 @@ class Speed:
     tokens_per_second: float
 
 
-def predict(run: PlannedRun, calibration: Calibration = CALIBRATION) -> Speed:
-    """Predict the speed of a run."""
+def predict(run: PlannedRun, calibration: Calibration | None = None) -> Speed:
+    """Predict the speed of a run, by the calibration of the software that it assumes if none is given."""
     grid, m = run.config.grid, run.micro_batches
+    calibration = calibration or CALIBRATIONS[run.assumed.software]
     clock = Clock(run, calibration)
     times = [clock.stage(stage) for stage in range(grid.pp)]
     slowest = max(times, key=lambda time: time.both)
@@ -175,132 +127,99 @@ def hops(run: PlannedRun) -> int:
 
 
 class Clock:
-    """Times of the operators and the communication of one run, in seconds."""
+    """Times of the stages of one run and of the end of a step, in seconds."""
 
     def __init__(self, run: PlannedRun, calibration: Calibration) -> None:
         self._run = run
-        self._c = calibration
-        self._kind: DeviceKind = run.kind
-        self._units: dict[int, tuple[float, float, float]] = {}
-        self._link = cache(lambda axis: link(run.config.grid, axis, run.kind.node))
+        self._time = OperatorTime(run, calibration)
+        self._programs = StagePrograms(run, self._time)
+        self._sent = [_sent_to_stages(run, stage) for stage in range(run.config.grid.pp)]
 
     def stage(self, stage: int) -> StageTime:
-        """Return the time of one micro-batch on one stage."""
-        forward = backward = exposed = 0.0
-        for chunk in self._run.stages.on(stage):
-            units = units_of(self._run.costs, chunk)
-            again = self._recomputed(units)
-            for number, unit in enumerate(units):
-                f, b, x = self.unit(unit)
-                forward += f
-                backward += b + (f if number in again else 0.0)
-                exposed += x
-        return StageTime(forward, backward, exposed)
-
-    def unit(self, unit: UnitCost) -> tuple[float, float, float]:
-        """Return the times (forward, backward, exposed communication in both) of a unit."""
-        if id(unit) not in self._units:
-            forward = backward = exposed = 0.0
-            selective = self._run.view.selective_recompute
-            for operator in unit.operators:
-                products, others = self._products(operator.products), self._others(operator)
-                shown = {phase: self._shown(operator, phase, products) for phase in ("forward", "backward")}
-                forward += products + others + operator.scores / self._rate(self._c.scores) + shown["forward"]
-                backward += 2 * products + 2 * others + 2.5 * operator.scores / self._rate(self._c.scores)
-                backward += shown["backward"]
-                forward += self._products(product for phase, product in operator.extra if phase == "forward")
-                backward += self._products(product for phase, product in operator.extra if phase == "backward")
-                if selective and operator.name in ("core", "activation"):  # recomputed
-                    backward += others + operator.scores / self._rate(self._c.scores)
-                if operator.recomputed:
-                    backward += products + others + operator.scores / self._rate(self._c.scores)
-                exposed += sum(shown.values())
-            self._units[id(unit)] = forward, backward, exposed
-        return self._units[id(unit)]
+        """Return the time of one micro-batch on one stage, in which all of its messages have their links' time."""
+        time, sent = self._programs.stage(stage), self._flight("pp", "send", self._sent[stage] / 2)
+        return replace(time, forward=_least(time.forward, sent), backward=_least(time.backward, sent))
 
     def hop(self) -> float:
         """Return the time of one message between two stages."""
         run = self._run
         if run.config.grid.pp == 1:
             return 0.0
-        size = run.view.item_bytes * run.view.local_tokens * run.sizes.hidden_size
-        return self.seconds(CommCost("pp", "send", size, "forward"))
+        return self._flight("pp", "send", run.view.item_bytes * run.view.local_tokens * run.sizes.hidden_size).seconds
 
     def step_end(self, stage: int, time: StageTime) -> tuple[float, float]:
-        """Return the times (exposed reductions and gathers, optimizer) at the end of a step on a stage."""
-        run = self._run
-        sent = stage_traffic(run, stage)
-        reduce = gather = 0.0
-        for name, size in sent.items():
+        """Return the times (exposed reductions and gathers, optimizer) at the end of a step on a stage.
+
+        Reductions travel under the backward of the last micro-batch or of all, gathers under forwards (at stage 3 also
+        under backwards), on what the layers' own messages leave of each link. Those of the last unit are bare.
+        """
+        run, sharding, m = self._run, self._run.config.sharding, self._run.micro_batches
+        reduce, gather, bare = Span(), Span(), 0.0
+        for name, size in step_traffic(run, stage).items():
             axis, kind = name.split("/")
+            span = _span(self._flight(axis, kind, size))
             if axis.removeprefix("expert_") not in ("shard", "replica"):
-                continue
-            seconds = self.seconds(CommCost(axis, kind, size, "backward"))
-            gather += seconds if kind == "all_gather" else 0.0
-            reduce += 0.0 if kind == "all_gather" else seconds
-        sharding, m = run.config.sharding, run.micro_batches
-        # Reductions hide under the backward of the last micro-batch or of all; gathers hide under forwards.
-        often = m if sharding.gradient_merge_mode == "micro_batch" else 1
-        window = time.backward * often if sharding.overlap_grad_reduce != "off" else 0.0
-        ahead = time.forward * (m if sharding.sharding_stage == 3 else 1)
-        ahead = ahead if sharding.overlap_param_gather != "off" else 0.0
-        c = self._c.shown / 2
-        shown = max(reduce - window, c * reduce) + max(gather - ahead, c * gather)
-        rows = sum(run.row_numel(row) for row in run.held(stage) if row.trainable)
-        return shown, rows * 7 * run.view.wide_bytes / (self._kind.memory_bandwidth * self._c.memory)
-
-    def seconds(self, message: CommCost) -> float:
-        """Return the time of a collective without overlap."""
-        group: Link = self._link(message.axis)
-        if group.ranks == 1 or not message.bytes:
-            return 0.0
-        outside = group.outside(message.kind)
-        inside, between = self._kind.inside * self._c.inside, self._kind.between * self._c.between
-        latency = self._kind.device_class.latency_seconds
-        if group.nodes == 1:
-            return message.bytes / inside + latency
-        return max(message.bytes * (1 - outside) / inside, message.bytes * outside / between) + 2 * latency
-
-    def _recomputed(self, units: list[UnitCost]) -> set[int]:
-        """Return the indices of the units that are recomputed."""
-        layers = [place for place, unit in enumerate(units) if unit.is_layer]
-        spans = self._run.recompute_spans(len(layers))
-        return {place for span in spans if span.recomputed for place in layers[span.start : span.stop]}
-
-    def _rate(self, share: float) -> float:
-        return self._kind.peak(self._run.dtype) * share
-
-    def _products(self, products: Iterable[Product]) -> float:
-        """Return the time of matrix products."""
-        total = 0.0
-        for product in products:
-            least = min(product.rows / product.groups, product.inner, product.columns)
-            fp8 = self._run.assumed.fp8
-            narrow = "fp8" in self._kind.flops and (fp8 == "all" or (fp8 == "mlp" and product.mlp))
-            peak = self._kind.peak("fp8") * self._c.fp8 if narrow else self._rate(self._c.product)
-            total += product.flops * (1 + self._c.small / max(1.0, least)) / peak
-        return total
-
-    def _others(self, operator: OpCost) -> float:
-        return operator.moved / (self._kind.memory_bandwidth * self._c.memory)
-
-    def _shown(self, operator: OpCost, phase: str, products: float) -> float:
-        """Return the time of an operator's exposed communication."""
-        run = self._run
-        total = 0.0
-        cover = products * (1 if phase == "forward" else 2)
-        for message in operator.sent:
-            if message.phase != phase:
-                continue
-            seconds = self.seconds(message)
-            if message.hidden and (message.axis != "mp" or run.hiding != OFF):
-                left = max(seconds - cover, self._c.shown * seconds)
-                cover = max(0.0, cover - seconds)
-                total += left
-            elif message.axis == "ep" and (run.assumed.dualpipe or run.config.ampipe.ampipe_degree > 1):
-                degree = run.config.ampipe.ampipe_degree
-                share = self._c.shown if run.assumed.dualpipe else max(self._c.shown, 1 / (2 * degree))
-                total += seconds * share
+                bare += span.seconds
+            elif kind == "all_gather":
+                gather = gather.plus(span)
             else:
-                total += seconds
-        return total
+                reduce = reduce.plus(span)
+        often = m if sharding.gradient_merge_mode == "micro_batch" else 1
+        full, units = sharding.sharding_stage == 3, 1 + sum(len(chunk.layers) for chunk in run.stages.on(stage))
+        reduces, gathers = sharding.overlap_grad_reduce != "off", sharding.overlap_param_gather != "off"
+        back = gather.plus(gather, -0.5) if full else Span()
+        ahead = gather.plus(back, -1)
+        shown = _left(ahead, time.forward, (m if full else 1) * gathers, units)
+        if full and gathers and reduces:  # both share the backward
+            shown += _left(back.plus(reduce), time.backward, m, units)
+        else:
+            shown += _left(back, time.backward, m * gathers, units)
+            shown += _left(reduce, time.backward, often * reduces, units)
+        return shown + bare, self._optimizer(stage)
+
+    def _optimizer(self, stage: int) -> float:
+        """Return the time of the update, under which offloaded state is copied from the host and back."""
+        run = self._run
+        rows = sum(run.row_numel(row) * count for row, count in run.alike(stage) if row.trainable)
+        update = self._time.moved(rows * 7 * run.view.wide_bytes)
+        if not run.config.sharding.optimizer_offload:
+            return update
+        state = CommCost(HOST, TO_HOST, 3 * run.view.wide_bytes * rows, "backward")
+        return max(update, self._programs.operators.flight(state).seconds)
+
+    def _flight(self, axis: str, kind: str, size: float) -> Flight:
+        return self._programs.operators.flight(CommCost(axis, kind, size, "forward"))
+
+
+def _sent_to_stages(run: PlannedRun, stage: int) -> float:
+    """Return the bytes that a stage sends to others in one micro-batch."""
+    return pipeline_traffic(run, stage) / run.micro_batches
+
+
+def _span(flight: Flight) -> Span:
+    """Return a message that runs alone."""
+    loads = dict(flight.loads)
+    return Span(flight.seconds, busy=tuple(loads.get(link, 0.0) for link in LINKS))
+
+
+def _least(time: Span, sent: Flight) -> Span:
+    """Return the time of a forward or backward that also sends a message to another stage.
+
+    It takes at least as long as any link is busy in it.
+    """
+    busy = _span(sent).plus(time).busy
+    missing = max(0.0, max(busy) - time.seconds)
+    return Span(time.seconds + missing, time.waited + missing, time.slowed, busy)
+
+
+def _left(sent: Span, window: Span, times: float, units: int) -> float:
+    """Return the time of messages that ``times`` runs of a window do not hide.
+
+    Each link hides what the window's own messages leave of it. The last of ``units`` parts of the messages has nothing
+    left to hide under.
+    """
+    if not times:
+        return sent.seconds
+    free = [times * (window.seconds - own) for own in window.busy]
+    late = max(0.0, *(more - room for more, room in zip(sent.busy, free, strict=True)))
+    return max(late, sent.seconds / units)

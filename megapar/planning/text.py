@@ -30,7 +30,12 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"multi-token prediction: {billions(more)} parameters more, in training only"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"
     yield f"compiled functions: {compilation(plan.config, plan.kind.device_class.compiler)}"
+    yield f"software: {plan.run.assumed.software}"
+    if grid.ep > 1:
+        yield f"load of expert ranks: {_load(plan)}"
     yield f"attention: {attention_kernels(plan.config, plan.kind)}"
+    if plan.config.grid.ep > 1:
+        yield f"dispatch of experts: {plan.run.dispatch.describe()}"
     for word in plan.run.assumed.words:
         yield f"ASSUMED, megapar does not run this: {word}"
     for note in plan.config.notes:
@@ -75,6 +80,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
     for name in sorted(inside):
         link = plan.link(name.split("/")[0])
         yield f"  {name:38} {link.ranks:6} {link.nodes:6} {_gib(inside[name]):>16} {_gib(between[name]):>16}"
+    for name, size in plan.host_traffic.items():
+        yield f"  {name:51} {_gib(size):>16}"
 
 
 def _speed(plan: Plan) -> Iterator[str]:
@@ -110,6 +117,11 @@ def _time(days: float) -> str:
     if minutes >= 120:
         return f"{minutes / 60:.1f} hours"
     return f"{minutes:.1f} minutes" if minutes >= 2 else f"{minutes * 60:.3g} seconds"
+
+
+def _load(plan: Plan) -> str:
+    factor = plan.run.assumed.expert_imbalance
+    return "balanced" if factor == 1 else f"the busiest has {factor:g} times the mean of all"
 
 
 def _source_of_rows(plan: Plan) -> str:

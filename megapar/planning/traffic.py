@@ -1,7 +1,7 @@
 """Bytes that a rank of each stage sends in one optimizer step, by group and kind of collective, and the groups' links.
 
-Names and counts are those of a run's counters, which leave out communication that a recomputation repeats. A few
-scalars per step that are summed over all ranks are not included.
+Names and counts are those of a run's counters, which leave out communication that a recomputation repeats, but not the
+gathers of its inputs. A few scalars per step that are summed over all ranks are not included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import product
 from math import prod
 
 from megapar.core.grid import Grid
-from megapar.model.parameter import ParameterSpec
+from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
+from megapar.planning.kept_inputs import HOST, recompute_messages
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
 
 _INNER_FIRST = ("mp", "cp", "sharding", "dp")
@@ -54,6 +55,9 @@ def link(grid: Grid, axis: str, node: int) -> Link:
     dense = {"shard": ("sharding", "cp"), "replica": ("dp",)}.get(axis, (axis,))
     if set(dense) <= set(grid.order):
         return _link_over(axis, [(grid.size(name), _stride(grid, name)) for name in dense], node)
+    if axis in (BETWEEN, WITHIN):
+        local = grid.ep_node_ranks(node) or 1
+        return Link(axis, local, local, 1) if axis == WITHIN else Link(axis, grid.ep // local, 1, grid.ep // local)
     shards, inner = grid.expert_shards, grid.ep * grid.emp
     # Step between the group's ranks in the expert view of a stage, and number of ranks.
     step, count = {
@@ -142,10 +146,26 @@ def stage_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
         for unit in units_of(run.costs, chunk):
             for one in unit.sent():
                 sent[f"{one.axis}/{one.kind}"] += one.bytes * run.micro_batches
-    _add_sharding(run, stage, sent)
-    _add_pipeline(run, stage, sent)
-    _add_partial(run, stage, sent)
+    for messages in recompute_messages(run, stage).values():
+        for one in messages:
+            if one.axis != HOST:
+                sent[f"{one.axis}/{one.kind}"] += one.bytes * run.micro_batches
+    for name, size in step_traffic(run, stage).items():
+        sent[name] += size
+    sent["pp/send"] += pipeline_traffic(run, stage)
     return {name: sent[name] for name in sorted(sent) if sent[name]}
+
+
+def step_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
+    """Return the bytes of parameters and of their gradients that the first rank of a stage sends in a step."""
+    sent: defaultdict[str, float] = defaultdict(float)
+    _add_sharding(run, stage, sent)
+    _add_partial(run, stage, sent)
+    chunks = run.stages.chunks
+    if run.costs.tied and chunks[0].rank != chunks[-1].rank and stage in (chunks[0].rank, chunks[-1].rank):
+        word = next(row for row in run.table if row.name == "embedding.word.weight")
+        sent["pp/send"] += run.local_numel(word) / run.shards(word) * run.view.wide_bytes
+    return sent
 
 
 def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
@@ -155,12 +175,13 @@ def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
     reductions = run.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
     full = sharding.sharding_stage == 3
     together = ("embedding", "head") if run.costs.tied else ()
-    last = max((_number(row.unit) for row in run.table), default=0)
-    for row in run.held(stage):
+    last = max((_number(row.unit) for row in run.table), default=0) if full and not together else 0
+    for row, count in run.alike(stage):
         if not row.trainable:
             continue
         prefix, shards = ("expert_" if row.expert else ""), run.shards(row)
-        whole = run.row_numel(row) * shards
+        elements = run.row_numel(row) * count
+        whole = elements * shards
         share = (shards - 1) / shards
         item = w if row.fp32 else e
         gathers = 1
@@ -170,28 +191,22 @@ def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
         sent[f"{prefix}shard/all_gather"] += whole * item * share * gathers
         sent[f"{prefix}shard/reduce_scatter"] += whole * reduce * share * reductions
         replicas = run.replicas(row)
-        sent[f"{prefix}replica/all_reduce"] += 2 * run.row_numel(row) * reduce * (replicas - 1) / replicas
+        sent[f"{prefix}replica/all_reduce"] += 2 * elements * reduce * (replicas - 1) / replicas
 
 
 def _number(unit: str) -> int:
     return {"embedding": -1, "head": 1 << 30}.get(unit) or int(unit.removeprefix("layers."))
 
 
-def _add_pipeline(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
-    """Add the sends of activations and of their gradients, and one of a tied embedding's gradient."""
-    pp = run.config.grid.pp
-    if pp == 1:
-        return
-    chunks = run.stages.chunks
+def pipeline_traffic(run: PlannedRun, stage: int) -> float:
+    """Return the bytes of activations and of their gradients that a rank of a stage sends to others in a step."""
+    sent, chunks = 0.0, run.stages.chunks
     for chunk in run.stages.on(stage):
         if not chunk.last and chunks[chunk.index + 1].rank != stage:
-            sent["pp/send"] += input_of(run.costs, chunks[chunk.index + 1]) * run.micro_batches
+            sent += input_of(run.costs, chunks[chunk.index + 1]) * run.micro_batches
         if not chunk.first and chunks[chunk.index - 1].rank != stage:
-            sent["pp/send"] += input_of(run.costs, chunk) * run.micro_batches
-    apart = chunks[0].rank != chunks[-1].rank
-    if run.costs.tied and apart and stage in (chunks[0].rank, chunks[-1].rank):
-        word = next(row for row in run.table if row.name == "embedding.word.weight")
-        sent["pp/send"] += run.local_numel(word) / run.shards(word) * run.view.wide_bytes
+            sent += input_of(run.costs, chunk) * run.micro_batches
+    return sent
 
 
 def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
@@ -200,6 +215,6 @@ def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> 
     if mp == 1:
         return
     partial = ("always", "sp") if run.config.parallel.sequence_parallel else ("always",)
-    rows: Sequence[ParameterSpec] = [r for r in run.held(stage) if r.trainable and r.mp_partial in partial]
-    elements = sum(run.local_numel(row) / run.shards(row) for row in rows)
+    rows = [(row, count) for row, count in run.alike(stage) if row.trainable and row.mp_partial in partial]
+    elements = sum(run.local_numel(row) * count / run.shards(row) for row, count in rows)
     sent["mp/all_reduce"] += 2 * elements * run.view.wide_bytes * (mp - 1) / mp

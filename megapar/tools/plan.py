@@ -10,9 +10,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megapar.arguments import SCRIPTS, Config, parse, resolved_values
+from megapar.arguments import FLAGS, SCRIPTS, Config, parse, resolved_values
 from megapar.config.read import about
 from megapar.config.report import refusal
 from megapar.core.device.kinds import DeviceKind
@@ -26,10 +27,6 @@ MODELS = {"moe": ("moe", ()), "ernie": ("ernie", ()), "ernie3": ("ernie", ("--er
 DEFAULT_KIND = "h100-80g"
 DOES_NOT_FIT = 3
 REFUSED = 2
-ONE_RANK = """
---mp-degree 1 --pp-degree 1 --cp-degree 1 --sharding-degree 1 --dp-degree 1 --no-hybrid-dp --no-sequence-parallel
---context-parallel-algo megatron_cp_algo --vpp-degree 1 --pp-schedule 1f1b --pp-seg-method uniform --micro-batch-size 1
-"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,6 +63,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--world-size", type=count, help="number of ranks (default: the file's, else 1)")
     add("--device-kind", default=None, help=f"a row of the device table (default: the file's, else {DEFAULT_KIND})")
     add("--assume", action="append", default=[], metavar="TECHNIQUE", help="a technique that only the plan supports")
+    add(
+        "--software",
+        choices=("megapar", "megatron"),
+        default="megapar",
+        help="whose costs of operators: this package's, or Megatron-LM's with its fused kernels, which published runs "
+        "are predicted with",
+    )
+    add(
+        "--expert-imbalance",
+        default="1",
+        metavar="FACTOR|FILE",
+        help="rows of the busiest expert rank, relative to the mean of all; or a run's metrics.experts.jsonl, from "
+        "which they are estimated (default: 1, balanced)",
+    )
     add("--token-budget", type=float, metavar="TOKENS", help="tokens of the whole run (default: from --train-iters)")
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
@@ -75,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also count a GPU's kernels, matrix products and bytes per layer, and host waits (torch)",
     )
-    add("--search", action="store_true", help="find the best layouts of this model, batch and number of ranks")
+    add("--timeline", action="store_true", help="also draw one layer: its work, and its messages on each link")
+    add(
+        "--search",
+        action="store_true",
+        help="find the fastest layouts of this model, batch and number of ranks; flags on the command line are kept",
+    )
     add("--show-schedule", action="store_true", help="draw the pipeline schedule instead")
     add("--svg", type=Path, help="with --show-schedule: also write the drawing to this file")
     add(
@@ -96,30 +112,39 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     world = args.world_size or resolved_values(kind, line, {}).get("world_size", 1)
     from megapar.planning.assume import assumed
     from megapar.planning.devices import device_kind
+    from megapar.planning.expert_load import expert_imbalance, imbalance_of_any
 
     device = device_kind(args.device_kind or header.device_kind or DEFAULT_KIND)
-    techniques = args.assume or header.assume
+    assumption = replace(assumed(args.assume or header.assume), software=args.software)
     if args.search:
-        return _search(kind, line, world, device, assumed(techniques), as_json=args.json)
+        assumption = replace(assumption, expert_imbalance=imbalance_of_any(args.expert_imbalance))
+        return _search(kind, line, world, device, assumption, as_json=args.json)
     config = _parsed(kind, line, world)
     if args.show_schedule:
         return _show(config, args)
     from megapar.planning.plan import Plan
     from megapar.planning.text import describe
 
-    plan = Plan(config, device, assumed(techniques), args.token_budget)
+    load = expert_imbalance(args.expert_imbalance, config.model.routed_experts, config.grid.ep)
+    plan = Plan(config, device, replace(assumption, expert_imbalance=load), args.token_budget)
     record, text = plan.to_dict() if args.json else {}, "" if args.json else describe(plan)
+    if args.timeline:
+        from megapar.planning.layer_timeline import layer_timeline
+
+        drawn = layer_timeline(plan.run)
+        record["timeline"] = drawn.to_dict()
+        text += drawn.describe()
     if args.trace:
         from megapar.tools.tracing.trace import trace
 
-        traced = trace(config, args.trace_rank)
+        traced = trace(plan.run.settled, args.trace_rank)
         same = Plan(traced.config, device_kind("cpu"))
         record["trace"] = traced.to_dict()
         text += "\n" + traced.describe(same.memory[traced.stage].peak, same.traffic[traced.stage])
     if args.launches:
         from megapar.tools.tracing.budget import budget
 
-        launches = budget(config)
+        launches = budget(plan.run.settled)
         record |= launches.to_dict()
         text += launches.describe() + "\n"
     sys.stdout.write(json.dumps(record) + "\n" if args.json else text)
@@ -127,36 +152,49 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
-    """Print the best layouts for this number of ranks; the layout of the flags is ignored."""
-    from megapar.planning.search import describe, neighbours, search, to_dict, why_none
+    """Print the best layouts for this number of ranks. Knobs of files are searched, those of the line are kept."""
+    from megapar.planning.flag_roles import DROPPED
+    from megapar.planning.knobs import Scope
+    from megapar.planning.search import Search
+    from megapar.planning.search_text import describe, launch_command, to_dict, why_none
+    from megapar.planning.variations import Variations
 
     config = _without_layout(kind, line)
-    layouts = search(config, device, assumed, world)
-    if not layouts.results:
-        sys.stderr.write(why_none(config, device, world))
+    variations = Variations(kind, line, world, free=[name for name in DROPPED if kind in FLAGS[name].models])
+    latent = variations.setting("multi_latent_attention") is True
+    scope = Scope(kind, config.model, world, device.node, config.training.global_batch_size, latent)
+    search = Search(variations, scope, device, assumed)
+    search.run()
+    if not search.results:
+        sys.stderr.write(why_none(scope))
         return REFUSED
-    near = neighbours(layouts, config, device, assumed, world)
-    sys.stdout.write(json.dumps(to_dict(layouts, near)) + "\n" if as_json else describe(layouts, near, device))
-    if layouts.best:
+    near, command = [], ""
+    if search.best:
+        first = search.best[0].candidate
+        near = list(search.neighbours(first))
+        command = launch_command(first, variations, line[:-1], world, device.node)
+    sys.stdout.write(
+        json.dumps(to_dict(search, near, command)) + "\n" if as_json else describe(search, near, device, command)
+    )
+    if search.best:
         return 0
-    return DOES_NOT_FIT if any(result.plan is not None for result in layouts.results.values()) else REFUSED
+    return DOES_NOT_FIT if any(result.plan is not None for result in search.results.values()) else REFUSED
 
 
 def _without_layout(kind: str, line: list[str]) -> Config:
-    """Return the configuration of the model and the batch on one rank.
+    """Return the configuration of the model and the batch on one rank, with the defaults of all knobs.
 
     Raises ConfigError for the flags that are wrong regardless of the layout.
     """
-    one_rank = ONE_RANK.split()
-    if kind == "moe":
-        one_rank += ["--ep-degree", "1", "--expert-mp-degree", "1"]
+    from megapar.planning.candidate import spelled
+    from megapar.planning.flag_roles import DROPPED
+
     values = resolved_values(kind, [*line, "--rules-only"], {})
-    batch = values["requested"].get("global_batch_size")
-    if not batch:
+    if not values["requested"].get("global_batch_size"):
         message = "--search compares layouts of one global batch size, which is not set."
         raise ConfigError([Complaint("search", message, "Set --global-batch-size.")])
-    one_rank += ["--gradient-merge-acc-step", str(batch)]
-    one_rank += ["--world-size", "1"]
+    knobs = {name: FLAGS[name].defaults[kind] for name in DROPPED if kind in FLAGS[name].models}
+    one_rank = spelled({**knobs, "micro_batch_size": 1, "world_size": 1})
     return parse(kind, [*line, *one_rank, "--rules-only"], {}, planning=True)
 
 

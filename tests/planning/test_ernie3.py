@@ -50,7 +50,8 @@ def test_stages_send_as_many_features_as_the_next_one_takes() -> None:
 
 def test_more_generation_takes_more_memory_and_time_than_less() -> None:
     one, two = (
-        plan(1, "--micro-batch-size", "3", "--ernie-tasks", f"knowledge_mlm:1,document_lm:{share}") for share in (1, 5)
+        plan(1, "--micro-batch-size", "300", "--ernie-tasks", f"knowledge_mlm:1,document_lm:{share}")
+        for share in (1, 5)
     )
     assert two.fullest.activations > one.fullest.activations
     assert two.speed.step_seconds > one.speed.step_seconds

@@ -13,10 +13,19 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.model.spec import parameter_counts
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
 from megapar.tools.main import main
 from megapar.tools.plan import DOES_NOT_FIT
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+MOE = (
+    *("--num-layers", "4", "--hidden-size", "2048", "--num-attention-heads", "16", "--seq-length", "4096"),
+    *("--num-experts", "64", "--moe-router-topk", "8", "--moe-ffn-hidden-size", "1024", "--vocab-size", "5000"),
+    *("--data-path", "mock", "--global-batch-size", "64"),
+)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
@@ -181,6 +190,30 @@ def test_up_projections_made_again_are_told_apart_from_model_flops(capsys: pytes
 
 def _over_cp(exchange: str) -> tuple[str, ...]:
     return "--cp-degree", "2", "--mla-cp-exchange", exchange
+
+
+def test_the_dispatch_of_experts_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sixteen ranks of ep on two nodes of H100: a quarter of the rows crosses; on one node nothing changes."""
+    flags = ("plan", *MOE, "--world-size", "16", "--ep-degree", "16", "--device-kind", "h100-80g")
+    assert main([*flags]) == 0
+    assert re.search(r"dispatch of experts: node \(\d\.\d+ times the speed of plain", capsys.readouterr().out)
+    found = {way: plan(capsys, *flags[1:], "--moe-dispatch", way) for way in ("auto", "plain", "node")}
+    assert found["auto"]["dispatch"] == "node"
+    assert found["auto"]["traffic_bytes"] == found["node"]["traffic_bytes"]
+    between = {way: sum(one["between_nodes"] for one in told["traffic_bytes"].values()) for way, told in found.items()}
+    assert between["node"] < 0.5 * between["plain"]
+    assert found["node"]["step_seconds"] < found["plain"]["step_seconds"]
+    one = plan(capsys, *flags[1:], "--ranks-per-node", "16")
+    assert one["dispatch"] == "plain"
+    assert one["traffic_bytes"]["ep/all_to_all"]["between_nodes"] == 0
+
+
+def test_a_trace_has_the_dispatch_that_is_planned() -> None:
+    line = [*MOE, "--ep-degree", "16", "--validate-only"]
+    run = Plan(parse("moe", line, {"WORLD_SIZE": "16"}, planning=True), device_kind("h100-80g")).run
+    assert run.dispatch.node_ranks == 8
+    assert (run.settled.moe.moe_dispatch, run.settled.parallel.ranks_per_node) == ("node", 8)
+    assert run.config.moe.moe_dispatch == "auto"
 
 
 def test_operators_are_computed_again_where_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:

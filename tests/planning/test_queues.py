@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
+from megapar.core.device.communicators import COMMUNICATORS
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.simulate import RUNNERS, Costs, simulate
 from megapar.planning.devices import device_kind
@@ -80,6 +81,17 @@ def test_the_plan_counts_the_communicators_that_a_run_makes(world_size: int, fla
                 assert stage.groups == world.group_bytes
             assert stage.reserved > stage.peak + stage.groups
     assert (plan.memory[0].groups > 0) == (world_size > 1)
+
+
+def test_the_hops_of_a_dispatch_by_node_have_communicators_of_their_own() -> None:
+    flags = ("--ep-degree", "4", "--num-experts", "8", "--moe-dispatch")
+    plain, by_node, alone = (
+        Plan(configured(4, *flags, *more), device_kind("h100")).memory[0].groups
+        for more in (("plain",), ("node", "--ranks-per-node", "2"), ("node", "--ranks-per-node", "1"))
+    )
+    axis, peer = COMMUNICATORS["cuda"].axis, COMMUNICATORS["cuda"].peer
+    assert by_node == plain + 2 * axis - 2 * peer  # of four ranks of a node, two are left
+    assert alone == plain + axis - 3 * peer
 
 
 def test_a_run_says_at_its_start_what_its_communicators_keep() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from megapar.core.grid import DENSE_AXES, Grid
-from megapar.planning.traffic import link
+from megapar.planning.traffic import Link, link
 
 
 def groups(grid: Grid) -> dict[str, tuple[int, ...]]:
@@ -43,3 +43,11 @@ def test_links_are_those_of_the_groups_ranks(node: int) -> None:
                 grid,
                 axis,
             )
+
+
+def test_the_hops_of_a_dispatch_by_node_are_on_links_of_their_own() -> None:
+    grid = Grid(sharding=32, ep=32)
+    assert link(grid, "ep_between", 8) == Link("ep_between", 4, 1, 4)
+    assert link(grid, "ep_within", 8) == Link("ep_within", 8, 8, 1)
+    assert link(grid, "ep_between", 8).outside("all_to_all") == 1
+    assert link(grid, "ep_within", 8).outside("all_to_all") == 0

@@ -72,6 +72,7 @@ class DeviceKind:
         node: Devices per node.
         inside: Bytes per second that one device can send inside its node.
         between: Bytes per second that one device can send to other nodes.
+        host: Bytes per second that one device can copy to or from its host's memory, in each direction.
         kernels: Class of the device, whose forms of operators it runs: cuda, npu or cpu.
         capability: Compute capability of an NVIDIA GPU, (major, minor); None for other devices.
         source: Source of the figures.
@@ -86,6 +87,7 @@ class DeviceKind:
     node: int
     inside: float
     between: float
+    host: float
     kernels: str
     capability: tuple[int, int] | None
     source: str
@@ -167,6 +169,7 @@ def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
         node=row["node"],
         inside=row["inside"] * GIGA,
         between=row["between"] * GIGA,
+        host=row["host"] * GIGA,
         kernels=row["kernels"],
         capability=tuple(row["capability"]) if "capability" in row else None,
         source=row["source"],

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 UNIFORM, BALANCED, PATTERN = "uniform", "balanced", "layer:"
@@ -214,7 +215,8 @@ def _explicit(method: str) -> tuple[int, ...]:
         raise CutError(f"{method} is none of uniform, balanced, layer:REGEX and starts such as 0,4,8") from None
 
 
-def _balanced(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)  # a search divides one model again and again
+def _balanced(costs: tuple[float, ...], parts: int) -> tuple[int, ...]:
     """Return the starts that minimize the cost of the most expensive chunk; among ties, with the longest first chunks.
 
     best[n] is the cost of the most expensive chunk in the best cut of the first n layers into the chunks so far.

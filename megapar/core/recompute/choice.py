@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+# Newest units of a rank whose inputs stay whole on the device (``core/recompute/saved_inputs.py``).
+NEWEST_WHOLE = 2
+
 
 class LayerSpan(NamedTuple):
     """Consecutive layers of this rank that run together.

@@ -27,8 +27,7 @@ from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.exchange import AllGather
 from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.device.base import Device
-
-NEWEST = 2
+from megapar.core.recompute.choice import NEWEST_WHOLE
 
 
 class SavedInputs:
@@ -42,7 +41,9 @@ class SavedInputs:
         newest: Number of units that stay whole, at least 1.
     """
 
-    def __init__(self, device: Device, mp: Axis, comm: CommContext, *, offload: bool, newest: int = NEWEST) -> None:
+    def __init__(
+        self, device: Device, mp: Axis, comm: CommContext, *, offload: bool, newest: int = NEWEST_WHOLE
+    ) -> None:
         self.device, self.mp, self.comm = device, mp, comm
         self.host = BufferPool(device.pinned_zeros, most=2) if offload else None
         self.to_host, self.to_device = device.new_stream(), device.new_stream()

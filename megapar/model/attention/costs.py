@@ -82,7 +82,7 @@ def attention_cost(
             heads.products,
             moved=x + heads.kept * (3 if shape.rotary else 1) + factor,
             sent=(*operators.communication.column_parallel(e * t * H), *_norms_sent(operators, shape.sizes)),
-            transient=e * t * heads.qkv + 2 * x,
+            transient=e * t * heads.qkv + 2 * x + operators.column_gathers,
         ),
         _core(operators, shape, heads),
         *between,
@@ -92,7 +92,7 @@ def attention_cost(
             (Product(t, round(heads.out), H),),
             moved=3 * x,
             sent=operators.communication.row_parallel(e * t * H),
-            transient=e * t * heads.out + 2 * x,
+            transient=e * t * heads.out + x + operators.row_gathers,
         ),
     ]
 
@@ -103,11 +103,16 @@ def _heads(view: RankView, shape: AttentionShape, H: int, widths: tuple[int, int
     qkv, out, scored = widths[0] / view.mp, widths[1] / view.mp, 2 * N * D
     products: tuple[Product, ...] = (Product(t, H, round(qkv)),)
     kept = e * t * qkv
+    # Shared slices keep queries, and in the core the keys and values of all ranks. Ulysses keeps what it has received.
+    shares = view.attends_blockwise and view.ampipe_degree > 1
+    if shares:
+        kept = e * t * N * D
     if shape.rotary:
-        kept += e * t * (N + G) * D  # rotated queries and keys; values are a view of the product's output
+        # Rotated queries and keys; values are a view of the product's output.
+        kept += 0.0 if shares or (view.cp > 1 and view.ulysses) else e * t * (N + G) * D
         if view.kernels == "cpu":  # and the angles as complex numbers, for queries and for keys
             kept += 2 * view.wide_bytes * t * D
-    elif shape.sizes.queries_per_group > 1:
+    elif shape.sizes.queries_per_group > 1 and not shares:
         kept += e * t * N * D
     if shape.sizes.qk_norm:
         kept += _norms_kept(view, shape.sizes, N, G)
@@ -148,10 +153,18 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     if (shape.sizes.dropout and view.kernels == "cpu") or not shape.sizes.flash:
         core += _scores_kept(view, shape, N, length + (shape.memory if later else 0))
     kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
-    transient = e * t * (heads.qkv + heads.out) + (core - kept)
+    if view.attends_blockwise:
+        kept += e * t * heads.out  # its output head by head, beside that of each position for the projection
+    again = max(0.0, core - kept)
+    transient = e * t * (heads.qkv + heads.out) + again + operators.hidden_bytes
     if view.attends_blockwise:  # sums in fp32; keys, values and their gradients of two ranks (ring) or all ranks
-        columns = 2 * t * G * D * (e + view.wide_bytes)
-        transient += view.wide_bytes * t * heads.out + columns * (2 if view.ring else view.cp + 1)
+        w, columns = view.wide_bytes, 2 * t * G * D
+        if view.ring:
+            transient += w * t * heads.out + 2 * columns * (e + w)
+        else:  # gathered, joined and its gradient; gradients of all ranks summed, stacked, and on a CPU received
+            copies = 3 if view.kernels == "cpu" else 2
+            inside = e * t * heads.out + columns * (e * 3 * (view.cp + 1) + w * (copies * view.cp + 1))
+            transient = w * t * heads.out + inside + operators.hidden_bytes
         if view.ampipe_degree > 1:
             kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
     elif view.cp > 1:

@@ -127,7 +127,16 @@ class LatentCosts:
             others = t * (view.cp - 1)
             extra = (("forward", times(others)), ("backward", times(3 * others + t)))
         joined = self._N * (self.sizes.key_dim + self.sizes.value_dim)
-        return OpCost("kv", 0.0, (times(t),), moved=2 * e * t * (made + joined), transient=e * t * made, extra=extra)
+        again = 0.0 if view.attends_blockwise else e * t * self._N * sum(self._widths)
+        return OpCost(
+            "kv",
+            0.0,
+            (times(t),),
+            moved=2 * e * t * (made + joined),
+            transient=e * t * made,
+            kept_again=again,
+            extra=extra,
+        )
 
     def _core(self) -> OpCost:
         """Return the cost of softmax(q k^T) v, which causal attention's lower half is."""
@@ -141,7 +150,10 @@ class LatentCosts:
         kept = e * t * out if view.selective_recompute and not view.attends_blockwise else whole
         # Keys and values made again, the product that they are made of, and their gradients and those of queries.
         transient = e * t * (2 * joined + N * self.sizes.key_dim + out) + (whole - kept)
-        if view.attends_blockwise:  # sums in fp32; columns and their gradients of two ranks (ring) or all ranks
+        if (
+            view.attends_blockwise
+        ):  # the output head by head, too; sums in fp32; columns and their gradients of two ranks (ring) or all ranks
+            kept += e * t * out
             transient += w * t * out + t * self._columns * (e + w) * (2 if view.ring else view.cp + 1)
             if view.sends_latents:  # a block's keys and values are made here, and their gradients summed in fp32
                 transient += w * t * joined

@@ -29,6 +29,7 @@ class Product:
         columns: Features of the output.
         groups: Products that one kernel computes (grouped GEMM).
         mlp: Part of a feed-forward layer or an expert, which a plan may assume in fp8.
+        wide: In the compute dtype even if all linear layers are assumed in fp8, as routers and vocabulary heads are.
     """
 
     rows: float
@@ -36,6 +37,7 @@ class Product:
     columns: int
     groups: int = 1
     mlp: bool = False
+    wide: bool = False
 
     @property
     def flops(self) -> float:
@@ -73,7 +75,10 @@ class OpCost:
         scores: FLOPs of attention's core in the forward.
         moved: Bytes that the forward reads and writes.
         sent: Its communication.
-        transient: Bytes allocated only while its backward runs.
+        transient: Most bytes in its backward beyond what it and the earlier operators keep, with the gradient that
+            passes the layer by its residual.
+        working: Most bytes in its forward beyond what it and the earlier operators keep.
+        kept_again: More bytes that it keeps when its unit runs again, because they need not be made once more.
         recomputed: Its forward runs again before its backward.
         extra: Matrix products beyond the mathematics of a step, each with its phase, ``forward`` or ``backward``.
     """
@@ -85,6 +90,8 @@ class OpCost:
     moved: float = 0.0
     sent: tuple[CommCost, ...] = ()
     transient: float = 0.0
+    working: float = 0.0
+    kept_again: float = 0.0
     recomputed: bool = False
     extra: tuple[tuple[str, Product], ...] = ()
 
@@ -107,11 +114,15 @@ class UnitCost:
         name: ``embedding``, ``head``, or the kind of layer: dense, moe, universal, branches.
         operators: Its operators, in forward order.
         input: Bytes of its input.
+        input_kept: Bytes of what its operators keep that are the input itself.
+        arriving: Bytes of gradients that are in flight while it runs again.
     """
 
     name: str
     operators: tuple[OpCost, ...]
     input: float
+    input_kept: float = 0.0
+    arriving: float = 0.0
 
     @property
     def is_layer(self) -> bool:
@@ -124,9 +135,31 @@ class UnitCost:
         return sum(operator.kept for operator in self.operators)
 
     @cached_property
+    def kept_again(self) -> float:
+        """Bytes beyond ``kept`` that it keeps when it runs again."""
+        return sum(operator.kept_again for operator in self.operators)
+
+    @cached_property
     def transient(self) -> float:
-        """Most bytes that the backward of one operator needs in addition to ``kept``."""
-        return max((operator.transient for operator in self.operators), default=0.0)
+        """Most bytes that its backward needs in addition to ``kept``."""
+        return self.peak - self.kept
+
+    @cached_property
+    def peak(self) -> float:
+        """Most bytes alive in its backward, which frees what each operator keeps."""
+        return self._most([operator.transient for operator in self.operators])
+
+    @cached_property
+    def working(self) -> float:
+        """Most bytes alive in its forward."""
+        return self._most([operator.working for operator in self.operators])
+
+    def _most(self, temporary: Sequence[float]) -> float:
+        most = kept = 0.0
+        for operator, more in zip(self.operators, temporary, strict=True):
+            kept += operator.kept
+            most = max(most, kept + more)
+        return most
 
     @cached_property
     def flops(self) -> int:
@@ -172,6 +205,11 @@ class ModelCost(ABC):
     @abstractmethod
     def attention(self) -> Sequence[OpCost]:
         """Operators of a layer's attention, including the norm before it."""
+
+    @property
+    def context(self) -> float:
+        """Bytes of what all layers of a micro-batch share, which recomputed layers need until their backward."""
+        return 0.0
 
     @property
     def tied(self) -> bool:

@@ -55,6 +55,17 @@ class Operators:
         """Bytes of the hidden states [t, H] that matrix products see."""
         return self.view.item_bytes * self.view.tokens * self.hidden_size
 
+    @property
+    def column_gathers(self) -> float:
+        """Bytes of the input [t, H] of a column parallel layer and of its gradient in the backward; 0 if not split."""
+        return 2 * self.gathered_bytes if self.view.splits_sequence else 0.0
+
+    @property
+    def row_gathers(self) -> float:
+        """Bytes of the output's gradient [t, H] in a row parallel layer's backward, also as pieces; 0 if not split."""
+        whole = self.gathered_bytes if self.view.splits_sequence else 0.0
+        return whole * (2 if self.view.overlaps_mp else 1)
+
     def dropped(self) -> float:
         """Return the bytes of a dropout mask over hidden states, one per element; 0 without dropout."""
         return self.hidden_bytes / self.view.item_bytes if self.dropout else 0.0
@@ -77,11 +88,21 @@ class Operators:
 
     def norm(self) -> OpCost:
         """Return the cost of a norm after a residual sum. It keeps the sum; the next operator keeps its output."""
-        view, H = self.view, self.hidden_size
-        e, s = view.item_bytes, view.local_tokens
-        return OpCost(
-            "norm", self.norm_kept(), moved=3 * e * s * H, transient=(view.wide_bytes + e) * 2 * view.local_tokens * H
-        )
+        x = self.hidden_bytes
+        return OpCost("norm", self.norm_kept(), moved=3 * x, transient=self.norm_transient() + x)
+
+    def norm_transient(self) -> float:
+        """Return the temporary bytes of a norm's backward, without a gradient that passes it by."""
+        if self.normalization == "layernorm" or self.view.kernels == "cuda":
+            return 2 * self.hidden_bytes  # the gradients of output and input
+        # Plain operators: five tensors in max(fp32, dtype); what was kept of the scaled input is gone.
+        return 5 * self.view.wide_bytes * self.view.local_tokens * self.hidden_size - self.hidden_bytes
+
+    @property
+    def norm_input_kept(self) -> float:
+        """Bytes of ``norm_kept`` that are the norm's input itself; plain operators keep a copy in fp32."""
+        itself = self.normalization == "layernorm" or self.view.kernels == "cuda"
+        return self.hidden_bytes if itself or self.view.item_bytes == self.view.wide_bytes else 0.0
 
     def norm_kept(self) -> float:
         """Return the bytes that one norm over the hidden dim keeps, without its output."""
@@ -100,8 +121,9 @@ class Operators:
         t, s, e, F = view.tokens, view.local_tokens, view.item_bytes, width / view.mp
         x, columns = e * s * H, F * (2 if gated else 1)
         kept = 0.0 if view.selective_recompute else (e * t * F if gated else 0.0) + view.stored_bytes(t * F)
-        # gelu's backward adds one tensor: the incoming gradient replaces the output if that was kept.
-        inside = columns + 2 * F if gated else F if kept else 2 * F
+        # The incoming gradient takes the place of the output. swiglu adds the gradients of its halves or of silu.
+        inside = 2 * F if gated else F
+        inside += 0 if kept else F * (2 if gated else 1)  # made again
         return [
             OpCost(
                 "up",
@@ -109,7 +131,8 @@ class Operators:
                 (Product(t, H, round(columns), mlp=True),),
                 moved=x + e * t * columns,
                 sent=self.communication.column_parallel(e * t * H),
-                transient=e * t * columns + 2 * x,
+                # The gradient of the output takes its place.
+                transient=2 * x + self.column_gathers,
             ),
             OpCost("activation", kept, moved=e * t * (columns + F), transient=e * t * inside + x),
             OpCost(
@@ -118,7 +141,7 @@ class Operators:
                 (Product(t, round(F), H, mlp=True),),
                 moved=3 * x,
                 sent=self.communication.row_parallel(e * t * H),
-                transient=e * t * F + 2 * x,
+                transient=e * t * F + x + self.row_gathers,
             ),
         ]
 
@@ -176,5 +199,5 @@ class Operators:
         if view.mp > 1:
             sent.append(self.communication.over_mp("all_reduce", 3 * w * rows, "forward"))
         # The forward computes two of the vocabulary's three products; all three are counted as usual.
-        operator = OpCost("head", kept, (Product(rows, H, V),), moved=4 * w * rows * V, transient=transient)
+        operator = OpCost("head", kept, (Product(rows, H, V, wide=True),), moved=4 * w * rows * V, transient=transient)
         return operator, OpCost("head messages", sent=tuple(sent))

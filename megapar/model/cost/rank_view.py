@@ -28,15 +28,19 @@ class RankView:
         mp: Tensor parallel degree.
         cp: Context parallel degree.
         ep: Expert parallel degree.
+        node_ep: Ranks of ep on each node, between which tokens travel once; 0: the dispatch of experts is plain.
         emp: Degree over which an expert's width is split: 1 or ``mp``.
         sequence_parallel: Positions are split over mp outside the matrix products.
         ulysses: Context parallelism exchanges heads.
         ring: Context parallelism passes keys and values around a ring; without this and ``ulysses`` it gathers them.
         selective_recompute: The backward recomputes attention's core and the activations.
         ampipe_degree: Slices of a sequence, each of whose communication hides under the others' attention.
+        overlaps_mp: Collectives of linear layers over mp are cut into pieces, which hide under their products.
         pipe_experts: Experts run piece by piece under their all-to-alls.
+        expert_parts: Parts of an expert's rows that are sent one at a time, with ``pipe_experts``.
         masked_share: Share of the positions that a masked language model predicts.
         sends_latents: Context parallel ranks send the latents of multi-latent attention, not its keys and values.
+        expert_imbalance: Rows of the busiest expert rank, relative to the mean of all.
         recomputed_operators: Operators that the plan assumes to be recomputed, each with its layers; None: all layers.
         task_counts: Returns the samples of each task in consecutive micro-batches until they repeat; only models with
             tasks call it.
@@ -51,15 +55,19 @@ class RankView:
     mp: int = 1
     cp: int = 1
     ep: int = 1
+    node_ep: int = 0
     emp: int = 1
     sequence_parallel: bool = False
     ulysses: bool = False
     ring: bool = False
     selective_recompute: bool = False
     ampipe_degree: int = 1
+    overlaps_mp: bool = False
     pipe_experts: bool = False
+    expert_parts: int = 1
     masked_share: float = 0.15
     sends_latents: bool = False
+    expert_imbalance: float = 1.0
     recomputed_operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     task_counts: Callable[[], Sequence[Mapping[str, float]]] = field(default=_no_tasks, repr=False, compare=False)
 

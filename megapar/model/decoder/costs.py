@@ -14,7 +14,7 @@ from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Product, UnitCost
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
-from megapar.model.decoder.expert_costs import expert_costs
+from megapar.model.decoder.expert_costs import expert_costs, held, in_flight
 from megapar.model.decoder.sizes import MEGATRON_MOE, DecoderSizes, MoeSizes
 
 
@@ -35,6 +35,13 @@ class DecoderCost(ModelCost):
     def tied(self) -> bool:
         """See ``ModelCost``."""
         return self.sizes.tie_embeddings
+
+    @property
+    def context(self) -> float:
+        """See ``ModelCost``: sine and cosine of rotary positions, half of a head's features each."""
+        if self.sizes.position_embedding_type != "rope":
+            return 0.0
+        return self.view.wide_bytes * self.view.tokens * self.sizes.attention.rotary_dim
 
     @cached_property
     def embedding(self) -> UnitCost:
@@ -67,7 +74,12 @@ class DecoderCost(ModelCost):
         """Cost of final norm, vocabulary, losses and multi-token prediction."""
         operators, view, x = self._operators, self.view, self._operators.hidden_bytes
         head = (
-            OpCost("final norm", operators.norm_kept() + x, moved=0.0 if self.sizes.logits_scaling == 1.0 else 2 * x),
+            OpCost(
+                "final norm",
+                operators.norm_kept() + x,
+                moved=0.0 if self.sizes.logits_scaling == 1.0 else 2 * x,
+                transient=operators.norm_transient() - x,  # its output is gone
+            ),
             operators.leaving(self.sizes.hidden_size, scatters=True),
             *operators.vocabulary(view.tokens, self.sizes.vocab_size, replicated=not view.splits_sequence),
         )
@@ -85,7 +97,9 @@ class DecoderCost(ModelCost):
 
     def _layer(self, moe: MoeSizes | None, recomputed: frozenset[str]) -> UnitCost:
         sizes, ops = self.sizes, self._operators
-        parts = [*self.attention, ops.norm()]
+        after, arriving = sizes.norm_placement == "output", 0.0
+        norm, *parts = self.attention
+        parts = [*parts, norm] if after else [norm, *parts, ops.norm()]
         if moe is not None:
             parts += expert_costs(self.view, moe)
             if moe.shared_width:
@@ -93,19 +107,24 @@ class DecoderCost(ModelCost):
                 parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored)
             if moe.shared_gate:
                 parts.append(self._shared_gate())
-            parts.append(OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes))
+            arriving = in_flight(self.view, moe)
+            parts.append(OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes, working=held(self.view, moe)))
         else:
             parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped())
+        if after:
+            parts.append(ops.norm())
         if sizes.residual_multiplier != 1.0:
             parts.append(OpCost("multiplier", moved=4 * ops.hidden_bytes))
         # Operators that the plan assumes to be recomputed keep nothing.
         parts = [replace(part, kept=0.0, recomputed=True) if part.name in recomputed else part for part in parts]
-        return UnitCost("moe" if moe else "dense", tuple(parts), ops.hidden_bytes)
+        itself = ops.hidden_bytes if after else ops.norm_input_kept
+        return UnitCost("moe" if moe else "dense", tuple(parts), ops.hidden_bytes, itself, arriving)
 
     def _shared_gate(self) -> OpCost:
         """Return the cost of the gate of the shared experts, whose output its backward needs."""
         s, e, x = self.view.local_tokens, self.view.item_bytes, self._operators.hidden_bytes
-        return OpCost("shared gate", x + e * s, (Product(s, self.sizes.hidden_size, 1),), moved=3 * x, transient=x)
+        gate = Product(s, self.sizes.hidden_size, 1, wide=True)
+        return OpCost("shared gate", x + e * s, (gate,), moved=3 * x, transient=x)
 
     def _join(self) -> OpCost:
         """Return the cost of the multi-token prediction block's input: two norms and a projection."""

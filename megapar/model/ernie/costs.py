@@ -54,7 +54,8 @@ class ErnieCost(ModelCost):
             parts = [
                 replace(part, kept=0.0, recomputed=True) if part.name in recomputed else part for part in self.block()
             ]
-            self._layers[recomputed] = UnitCost("dense", tuple(parts), self._operators.hidden_bytes)
+            x = self._operators.hidden_bytes
+            self._layers[recomputed] = UnitCost("dense", tuple(parts), x, x)
         return self._layers[recomputed]
 
     @cached_property

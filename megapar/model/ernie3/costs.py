@@ -144,14 +144,16 @@ class Ernie3Cost(ErnieCost):
         mix, universal = self.mix, universal_sizes(self.sizes)
         operators = [*self._block_for(universal, mix.understanding, generates=False)]
         operators += self._block_for(universal, mix.generation, generates=True)
-        return UnitCost("universal", tuple(operators), self._hidden_bytes(self.sizes.hidden_size))
+        x = self._hidden_bytes(self.sizes.hidden_size)
+        return UnitCost("universal", tuple(operators), x, x)
 
     @cached_property
     def _branches(self) -> UnitCost:
         mix, branch = self.mix, self.sizes.branch
         operators = self._block_for(branch, mix.understanding + mix.idle_understanding, generates=False)
         operators += self._block_for(branch, mix.generation + mix.idle_generation, generates=True)
-        return UnitCost("branches", tuple(operators), self._hidden_bytes(self.sizes.task_hidden_size))
+        x = self._hidden_bytes(self.sizes.task_hidden_size)
+        return UnitCost("branches", tuple(operators), x, x)
 
     @cached_property
     def _first_branches(self) -> UnitCost:
@@ -166,7 +168,8 @@ class Ernie3Cost(ErnieCost):
             moved=view.item_bytes * rows * (2 * H + h),
             transient=view.item_bytes * rows * 2 * H,
         )
-        return UnitCost("branches", (into, *self._branches.operators), self._hidden_bytes(H))
+        x = self._hidden_bytes(H)
+        return UnitCost("branches", (into, *self._branches.operators), x, x)
 
     def _block_for(self, sizes: ErnieSizes, samples: float, *, generates: bool) -> list[OpCost]:
         """Return the operators of a layer of these sizes for ``samples`` samples."""

@@ -21,6 +21,7 @@ from megapar.core.device.attention_slice import attention_slice_reference, packe
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.remade import Remade, consume
+from megapar.core.recompute.replay import once
 from megapar.core.tensor_parallel.layers import Started
 from megapar.model.layers.context import Context
 
@@ -56,8 +57,12 @@ class CausalSlices:
         self._remade: Remade | None = None
         self._shared: SharedSlices | None = None
         if context.slice_plans is not None:
-            cp = attention.cp
-            self._shared = SharedSlices(cp.axis, cp.slice_transport, context.slice_plans, flash=attention.sizes.flash)
+            cp, plans = attention.cp, context.slice_plans
+            # The backward reads the columns of the object of the forward, so the recomputation fills the same one.
+            self._shared = once(
+                context.replay,
+                lambda: SharedSlices(cp.axis, cp.slice_transport, plans, flash=attention.sizes.flash),
+            )
 
     def prepare(self, x_BSH: Tensor) -> None:
         """Compute queries, keys and values of all slices."""
@@ -142,7 +147,11 @@ class CausalSlices:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, s, G, D], v [B, s, G, V]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            return shared.attend(q, k, v, number, dropout, self._attention.expansion()).transpose(1, 2)
+            out = shared.attend(q, k, v, number, dropout, self._attention.expansion())
+        replay = self._context.replay
+        if replay is not None and not replay.recomputing and number == len(self._context.slices) - 1:
+            shared.drop_columns()
+        return out.transpose(1, 2)
 
     def _drawing(self, q: Tensor, number: int) -> AbstractContextManager[float]:
         """Return a context that draws the random numbers of slice ``number`` and yields its dropout probability."""

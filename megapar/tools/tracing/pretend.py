@@ -32,10 +32,14 @@ from megapar.data.batches import Collate, MicroBatch, pinned
 from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.samples import Sample
+from megapar.model.decoder.dispatch_bytes import DispatchBytes
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
+from megapar.moe.dispatcher import READ, DispatchPlan
 from megapar.moe.layer import READ_SIZES, MoeLayer
-from megapar.moe.token_dispatcher import READ, RowCounts, TokenDispatcher
+from megapar.moe.node_counts import Leaving
+from megapar.moe.node_dispatcher import NodeDispatcher, NodeTables
+from megapar.moe.token_dispatcher import RowCounts, TokenDispatcher
 from megapar.tools.tracing.fake import RememberingMode
 from megapar.tools.tracing.replaced import replaced
 from megapar.trainer import Trainer
@@ -133,10 +137,40 @@ class BalancedDispatcher(TokenDispatcher):
             return super().piece(torch.from_numpy(counts), number, pieces).numpy()
 
 
+class BalancedNodeDispatcher(NodeDispatcher):
+    """Dispatcher by node whose host reads tables of a balanced load: experts of a token are as if drawn at random."""
+
+    def read(self, tables: NodeTables) -> Tensor:
+        """Return fake numbers, in whose place ``plan_pieces`` puts balanced ones."""
+        self.comm.count_host_wait(READ)
+        return tables.numbers
+
+    def plan_pieces(
+        self, leaving: Leaving, tables: NodeTables, numbers: Tensor, pieces: int
+    ) -> tuple[DispatchPlan, ...]:
+        """See ``NodeDispatcher.plan_pieces``."""
+        shape, (tokens, topk) = self.shape(pieces), leaving.choices.shape
+        load = DispatchBytes(0, topk, self.num_experts, self.ep.size, self.nodes.within.size, 0, 0)
+
+        def rows(destinations: int, pairs: int) -> list[int]:
+            # The experts of a piece on one destination; each of its pairs has a row if that is a single one.
+            experts = self.num_experts // destinations if not pieces else shape.group // destinations
+            reached = round(tokens * load.reached(experts) / (pieces or 1))
+            return [min(pairs, reached)] * (shape.pieces * destinations)
+
+        pairs = _even(tokens * topk, shape.widths[2])
+        to_nodes = rows(shape.nodes, sum(pairs) // (shape.pieces * shape.nodes))
+        to_ranks = rows(shape.group, sum(pairs) // (shape.pieces * shape.group))
+        table = np.array([*to_nodes, *to_ranks, *pairs])
+        balanced = np.broadcast_to(table, (*tables.tables.shape[:2], len(table)))
+        return super().plan_pieces(leaving, tables, balanced, pieces)  # type: ignore[arg-type]
+
+
 class BalancedMoeLayer(MoeLayer):
     """MoE layer whose experts all receive the same number of rows."""
 
     dispatcher_class = BalancedDispatcher
+    node_dispatcher_class = BalancedNodeDispatcher
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
         """Return the sizes that ``BalancedDispatcher.announce`` counts."""

@@ -11,6 +11,10 @@ from megapar.core.device.kinds import DeviceKind, kind_called, kind_of, kinds
 
 DRIVERS = {
     "NVIDIA H200": "h200-141g",
+    "NVIDIA B200": "b200-180g",
+    "NVIDIA GB200": "gb200-186g",
+    "NVIDIA B300 SXM6 AC": "b300-288g",
+    "NVIDIA GB300": "gb300-288g",
     "NVIDIA H20": "h20-96g",
     "NVIDIA H100 PCIe": "h100-pcie-80g",
     "NVIDIA H100 80GB HBM3": "h100-80g",

@@ -51,6 +51,18 @@ def test_ranks_of_mp_share_the_products_of_attention_and_mlp(sizes: ModelSizes) 
     assert half * 2 == whole > 0
 
 
+def test_the_hops_of_a_dispatch_by_node_are_in_the_order_of_their_way() -> None:
+    """There between nodes first, back within a node first; the counts follow the rows."""
+    layer = spec_of(MOE).costs(MOE, replace(VIEW, ep=4, node_ep=2)).layer(1)
+    sent = {operator.name: operator.sent for operator in layer.operators}
+    there, back = ["ep_between", "ep_within"], ["ep_within", "ep_between"]
+    for name, forward, backward in (("dispatch", [*there, "ep"], back), ("combine", back, there)):
+        hops = {phase: [one.axis for one in sent[name] if one.phase == phase] for phase in ("forward", "backward")}
+        assert hops == {"forward": forward, "backward": backward}
+    alone = spec_of(MOE).costs(MOE, replace(VIEW, ep=4, node_ep=1)).layer(1)
+    assert {one.axis for one in alone.sent()} == {"ep_between", "ep"}  # a rank is its node
+
+
 @MODELS
 def test_one_rank_sends_nothing_and_two_of_mp_do(sizes: ModelSizes) -> None:
     assert not [sent for unit in units(sizes, VIEW) for sent in unit.sent()]

@@ -1,0 +1,89 @@
+"""Calibrations: shares of their data sheets that devices reach, and costs that a software adds to operators.
+
+Devices, models and layouts share one calibration. A prediction names its software: ``megapar``, with the kernels and
+bytes of this package's budgets (``scripts/trace_cuda_budgets.py``), or ``megatron``, with those of Megatron-LM and its
+fused kernels, by which published runs are predicted. They differ in the costs of operators alone.
+
+The numbers are in ``fitted.py``, which ``benchmarks/prediction/fit.py`` writes.
+
+Tested in ``tests/planning/test_calibration.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megapar.planning.fitted import CLOCKS, SHARES, SOFTWARE
+
+MEGAPAR, MEGATRON = "megapar", "megatron"
+NAMES = (MEGAPAR, MEGATRON)
+
+
+@dataclass(frozen=True)
+class Software:
+    """Costs of a software's operators beyond the products, scores and bytes of their mathematics.
+
+    Attributes:
+        name: ``megapar`` or ``megatron``.
+        scores: Share of peak FLOP/s of attention's core.
+        bytes: Factor of the bytes that memory-bound kernels of an operator move, by operator; 1 for others.
+        grouped: Rate of grouped products, relative to a single one.
+        launches: Launches of an operator's forward and of its backward; 1 and 2 for others.
+        wait: Launches that the host is late after it waited for the rows per expert, once per layer without a capacity.
+        launches_per_expert: Launches of a grouped product per group, beyond those; 0 for one kernel of all groups.
+        fp8_launches_per_expert: Those of a grouped product in fp8, with its casts.
+        cast: Bytes that a product in fp8 moves per element of its input, to cast it for both directions.
+    """
+
+    name: str
+    scores: float
+    bytes: Mapping[str, float]
+    grouped: float
+    launches: Mapping[str, tuple[float, float]]
+    wait: float
+    launches_per_expert: float
+    fp8_launches_per_expert: float
+    cast: float
+
+    @classmethod
+    def of(cls, name: str, values: Mapping[str, Any]) -> Software:
+        """Return a software of the values in ``fitted.py``."""
+        return cls(name, **values)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of the data sheets' figures that devices reach, and the software's costs.
+
+    Attributes:
+        product: Share of peak FLOP/s of a large matrix product.
+        small: Smallest dim at which a matrix product reaches half of that.
+        fp8: Share of peak fp8 FLOP/s of a matrix product, without the casts of its inputs.
+        memory: Share of the memory bandwidth.
+        inside: Share of the bandwidth inside a node.
+        between: Share of the bandwidth between nodes.
+        shown: Share of a collective that even a long enough matrix product does not hide.
+        jitter: Share of the time lost to stragglers for each doubling of the ranks.
+        clocks: Shares of its peak that a kind of device keeps under load, relative to an H100, in its compute dtype and
+            in fp8; 1 for other kinds.
+        software: The software's costs.
+    """
+
+    product: float
+    small: float
+    fp8: float
+    memory: float
+    inside: float
+    between: float
+    shown: float
+    jitter: float
+    clocks: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MappingProxyType(CLOCKS))
+    software: Software = field(default_factory=lambda: Software.of(MEGAPAR, SOFTWARE[MEGAPAR]))
+
+
+CALIBRATIONS: Mapping[str, Calibration] = MappingProxyType(
+    {name: Calibration(**SHARES, software=Software.of(name, values)) for name, values in SOFTWARE.items()}
+)

@@ -1,0 +1,107 @@
+"""Calibrations by software: the shares of devices are the same, the costs of operators are not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.prediction.fit import TARGET, module
+from megapar.arguments import parse
+from megapar.core.device.kinds import LINK_SHARE
+from megapar.model.cost.model_cost import CommCost, OpCost, Product
+from megapar.planning.assume import Assumed
+from megapar.planning.calibration import CALIBRATIONS, MEGAPAR, MEGATRON, NAMES
+from megapar.planning.devices import device_kind
+from megapar.planning.operator_time import OperatorTime
+from megapar.planning.plan import Plan
+from megapar.planning.text import describe
+from megapar.tools.plan import main
+
+EXPERTS = "--num-experts 32 --moe-router-topk 4 --hidden-size 1024 --moe-ffn-hidden-size 512 --num-layers 4"
+
+
+def plan(flags: str = EXPERTS, ranks: int = 8, **assumed: object) -> Plan:
+    line = ["--ep-degree", "8", *flags.split(), "--world-size", str(ranks), "--dtype", "bf16", "--validate-only"]
+    return Plan(parse("moe", line, {}, planning=True), device_kind("b200"), replace(Assumed(), **assumed))
+
+
+def test_softwares_share_the_shares_of_devices() -> None:
+    ours, theirs = (CALIBRATIONS[name] for name in NAMES)
+    assert replace(ours, software=theirs.software) == theirs
+    assert ours.software != theirs.software
+    assert ours.inside == LINK_SHARE  # by which runs choose their overlap
+
+
+def test_the_numbers_are_as_the_fit_writes_them() -> None:
+    assert module(CALIBRATIONS[MEGATRON]) == TARGET.read_text(encoding="utf-8")
+
+
+def test_no_device_exceeds_its_peak() -> None:
+    for calibration in CALIBRATIONS.values():
+        for wide, narrow in ((1.0, 1.0), *calibration.clocks.values()):
+            assert calibration.product * wide <= 0.901
+            assert calibration.fp8 * narrow <= 0.9
+
+
+def test_a_plan_names_its_software_and_the_load() -> None:
+    ours, theirs = plan(), plan(software=MEGATRON, expert_imbalance=1.5)
+    assert "software: megapar\nload of expert ranks: balanced\n" in describe(ours)
+    assert "software: megatron\nload of expert ranks: the busiest has 1.5 times" in describe(theirs)
+    assert [(p.to_dict()["software"], p.to_dict()["expert_imbalance"]) for p in (ours, theirs)] == [
+        (MEGAPAR, 1.0),
+        (MEGATRON, 1.5),
+    ]
+    assert ours.speed.step_seconds != plan(software=MEGATRON).speed.step_seconds
+
+
+def test_the_busiest_expert_rank_takes_longer_and_holds_more() -> None:
+    balanced, loaded = plan(), plan(expert_imbalance=2.0)
+    assert loaded.speed.step_seconds > balanced.speed.step_seconds
+    assert loaded.fullest.peak > balanced.fullest.peak
+    assert loaded.traffic == balanced.traffic  # of the mean rank
+    even = "--moe-model-type deepspeed_moe"  # padded to the capacity
+    small, large = (plan(f"{EXPERTS} {even}", expert_imbalance=factor).fullest.peak for factor in (1.0, 2.0))
+    assert small == large
+
+
+def test_the_host_launches_what_the_software_has() -> None:
+    ours, theirs = (OperatorTime(plan(software=name).run) for name in NAMES)
+    launch = device_kind("b200").device_class.launch_seconds
+    norm, experts = OpCost("norm"), OpCost("up", products=(Product(64, 64, 64, groups=16),))
+    assert ours.launches(norm) == theirs.launches(norm) == (launch, 2 * launch)
+    assert ours.launches(experts) == (launch, 2 * launch)
+    assert theirs.launches(experts) == pytest.approx((17 * launch, 34 * launch))
+    dispatch = next(one for one in plan().run.costs.layer(1).operators if one.name == "dispatch")
+    assert theirs.launches(dispatch)[0] - theirs.launches(replace(dispatch, sent=()))[0] > 4 * launch  # the wait
+    assert OperatorTime(plan(cuda_graphs=True).run).launches(dispatch) == (0.0, 0.0)
+
+
+def test_techniques_of_experts_take_less() -> None:
+    flags = f"{EXPERTS} --seq-length 4096 --micro-batch-size 4"
+    plain = plan(flags, software=MEGATRON, fp8="all").speed.step_seconds
+    for technique in ("cuda_graphs", "fused_experts", "hybrid_ep", "expert_overlap"):
+        assert plan(flags, software=MEGATRON, fp8="all", **{technique: True}).speed.step_seconds < plain, technique
+
+
+def test_a_token_travels_once_under_hybrid_ep() -> None:
+    """To 16 ranks on two nodes: of 4 copies 15/16 leave a rank; a token reaches the other node with 15/16."""
+    flags = f"{EXPERTS} --ep-degree 16"
+    config = parse(
+        "moe", [*flags.split(), "--world-size", "16", "--dtype", "bf16", "--validate-only"], {}, planning=True
+    )
+    plain, once = (Plan(config, device_kind("b200"), Assumed(hybrid_ep=hybrid)).run for hybrid in (False, True))
+    copies = CommCost("ep", "all_to_all", 4 * 15 / 16 * 1e9, "forward")
+    apart, together = OperatorTime(plain).message(copies), OperatorTime(once).message(copies)
+    link = device_kind("b200").between * CALIBRATIONS[MEGAPAR].between
+    assert apart.between * link == pytest.approx(4 * 8 / 16 * 1e9)
+    assert together.between * link == pytest.approx(15 / 16 * 1e9)
+    assert together.inside < apart.inside * 2
+
+
+def test_the_flags_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{EXPERTS} --ep-degree 8 --world-size 8 --software megatron --expert-imbalance 1.25 --json"
+    main(flags.split())
+    found = json.loads(capsys.readouterr().out)
+    assert (found["software"], found["expert_imbalance"]) == (MEGATRON, 1.25)

@@ -1,0 +1,137 @@
+"""Every flag has one role in a search, and every flag that a search tries moves a figure of some plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import pytest
+
+from megapar.arguments import FLAGS, parse
+from megapar.errors import ConfigError
+from megapar.planning.candidate import spelled
+from megapar.planning.devices import device_kind
+from megapar.planning.flag_roles import BY_HAND, KNOBS, PROPERTIES, STILL, WITHOUT_EFFECT
+from megapar.planning.knobs import KNOBS as TRIED
+from megapar.planning.plan import Plan
+
+SMALL: Mapping[str, Any] = {
+    **{"num_layers": 8, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 4096, "num_experts": 0},
+    **{"vocab_size": 32000, "micro_batch_size": 1, "global_batch_size": 64, "dtype": "bf16"},
+}
+MP: Mapping[str, Any] = {"mp_degree": 2}
+SP: Mapping[str, Any] = {**MP, "sequence_parallel": True}
+PP: Mapping[str, Any] = {"pp_degree": 2}
+CP: Mapping[str, Any] = {"cp_degree": 2}
+EP: Mapping[str, Any] = {"num_experts": 8, "moe_ffn_hidden_size": 1024, "ep_degree": 8}
+MLA: Mapping[str, Any] = {"multi_latent_attention": True}
+DROPS: Mapping[str, Any] = {**EP, "ep_degree": 4, "moe_model_type": "deepspeed_moe", "moe_capacity_factor": 1.25}
+FULL: Mapping[str, Any] = {"recompute_interval": 1}
+SLICED: Mapping[str, Any] = {**EP, "ampipe_degree": 2}
+PIECES: Mapping[str, Any] = {**DROPS, "use_pipe_experts": True, "pipe_experts_multi_data": 2}
+BLOCK: Mapping[str, Any] = {"recompute_method": "block", "recompute_num_layers": 2}
+
+
+class Move(NamedTuple):
+    """A value of a flag, the flags of both plans, those that the value needs, and the kind of device."""
+
+    value: Any
+    base: Mapping[str, Any] = {}
+    needs: Mapping[str, Any] = {}
+    kind: str = "h100-80g"
+
+
+MOVES: Mapping[str, Move] = {
+    "mp_degree": Move(2),
+    "pp_degree": Move(2),
+    "cp_degree": Move(2),
+    "ep_degree": Move(4, EP),
+    "expert_mp_degree": Move(1, {**EP, **SP}),
+    "sharding_degree": Move(4, needs={"hybrid_dp": True}),
+    "dp_degree": Move(2),
+    "hybrid_dp": Move(True, needs={"sharding_degree": 8}),
+    "rank_order": Move(("dp", "sharding", "pp", "cp", "mp"), PP),
+    "sequence_parallel": Move(True, MP),
+    "tp_comm_overlap": Move("off", SP),
+    "context_parallel_algo": Move("ulysses_cp_algo", CP),
+    "mla_cp_exchange": Move("kv", {**CP, **MLA}),
+    "sharding_stage": Move(2),
+    "sharding_segment_strategy": Move("segment_broadcast_MB", kind="cpu"),
+    "segment_broadcast_mb": Move(512.0, {"sharding_segment_strategy": "segment_broadcast_MB"}, kind="cpu"),
+    "sharding_prefetch_segments": Move(0, kind="cpu"),
+    "gradient_merge_mode": Move("step", {"sharding_stage": 2}),
+    "overlap_grad_reduce": Move("off"),
+    "overlap_param_gather": Move("off"),
+    "optimizer_offload": Move(True),
+    "pp_seg_method": Move("balanced", {**PP, "vocab_size": 256000}),
+    "pp_schedule": Move("gpipe", PP),
+    "vpp_degree": Move(4, {**PP, "pp_schedule": "interleaved", "vpp_degree": 2}),
+    "recompute_interval": Move(1),
+    "recompute_offload": Move(True, FULL),
+    "recompute_partition": Move(True, {**FULL, **MP}),
+    "recompute_granularity": Move("selective"),
+    "recompute_method": Move("block", needs={"recompute_num_layers": 2}),
+    "recompute_num_layers": Move(4, BLOCK),
+    "ampipe_degree": Move(2, EP),
+    "ampipe_tp_sp_comm_overlap": Move(True, {**SP, **SLICED, "ep_degree": 4}),
+    "ampipe_slicing": Move("balanced", SLICED),
+    "ampipe_cross_layer": Move(True, SLICED),
+    "use_pipe_experts": Move(True, DROPS),
+    "pipe_experts_multi_data": Move(4, PIECES),
+    "pipe_experts_multi_stream": Move(True, {**PIECES, **SP}),
+    "moe_dispatch": Move("plain", {**EP, "num_experts": 32, "ep_degree": 16, "moe_router_topk": 4}),
+    "micro_batch_size": Move(2),
+}
+
+
+def figures(values: Mapping[str, Any], kind: str) -> tuple[Any, ...]:
+    """Return the time, memory and traffic of a plan on 16 devices."""
+    line = [*spelled({**SMALL, **values}), "--rules-only", "--world-size", "16"]
+    plan = Plan(parse("moe", line, {}), device_kind(kind))
+    return asdict(plan.speed), tuple(asdict(stage) for stage in plan.memory), plan.traffic, plan.crossing
+
+
+def test_every_flag_has_one_role() -> None:
+    roles = Counter([*KNOBS, *BY_HAND, *PROPERTIES, *WITHOUT_EFFECT])
+    assert set(roles) == set(FLAGS)
+    assert {name for name, count in roles.items() if count > 1} == set()
+
+
+def test_a_search_tries_every_knob() -> None:
+    tried = {name for knob in TRIED for name in knob.flags}
+    # A degree of sharding is the quotient that --dp-degree leaves.
+    assert tried | {"sharding_degree"} == set(KNOBS)
+
+
+@pytest.mark.parametrize("name", KNOBS)
+def test_a_knob_moves_a_figure_or_says_why_not(name: str) -> None:
+    move = MOVES[name]
+    before = figures(move.base, move.kind)
+    after = figures({**move.base, **move.needs, name: move.value}, move.kind)
+    assert (before == after) == (name in STILL), STILL.get(name, "moves nothing, and gives no reason")
+
+
+# Another value of each flag without effect, by its type; lists and files are left out.
+OTHERS: Mapping[str, Any] = {"int": 3, "float": 3.0, "bool": True, "switch": "off"}
+
+
+def test_flags_without_effect_move_nothing() -> None:
+    before, tried = figures({}, "h100-80g"), 0
+    for name in WITHOUT_EFFECT:
+        flag = FLAGS[name]
+        values = flag.choices or [OTHERS[flag.type]] if flag.type in OTHERS else flag.choices
+        for value in values:
+            try:
+                after = figures({name: not flag.defaults["moe"] if flag.type == "bool" else value}, "h100-80g")
+            except ConfigError:  # it needs others, or a folder
+                continue
+            assert after == before, name
+            tried += 1
+    assert tried > 15
+
+
+def test_reasons_are_given_for_knobs_only() -> None:
+    assert set(STILL) <= set(KNOBS)
+    assert set(MOVES) == set(KNOBS)
