@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from megapar.planning.plan import Plan
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
+# Rows of the busiest expert rank over the mean, assumed for natural routing early in training, which no source states.
+NATURAL_IMBALANCE = 1.3
 # Keys of a file in configs/ that are not of its model.
 _NOT_OF_THE_MODEL = (
     *("script", "world_size", "device_kind", "assume", "mp_degree", "pp_degree", "ep_degree", "sharding_degree"),
@@ -126,7 +128,9 @@ class PublishedRow:
         c = self.columns
         words = ["fp8", "fp8-activations"] if c["precision"].startswith("fp8") else []
         words += str(self.more.get("assume", "")).split()
-        return Plan(parse("moe", self.line(), {}, planning=True), device_kind(c["device"]), assumed(words))
+        imbalance = NATURAL_IMBALANCE if self.more.get("routing") == "natural" else 1.0
+        assumption = replace(assumed(words), software="megatron", expert_imbalance=imbalance)
+        return Plan(parse("moe", self.line(), {}, planning=True), device_kind(c["device"]), assumption)
 
     def predicted(self) -> float:
         """Return the predicted tokens per second and GPU."""

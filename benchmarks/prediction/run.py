@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -12,6 +12,7 @@ import yaml
 from megapar.arguments import SCRIPTS, parse
 from megapar.config.read import about
 from megapar.planning.assume import assumed
+from megapar.planning.calibration import MEGATRON
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.speed import attention_flops
@@ -39,7 +40,7 @@ class Row:
         return self.predicted / self.published - 1
 
 
-def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
+def plan_of(name: str, *flags: str, ranks: int | None = None, software: str = MEGATRON) -> Plan:
     """The plan of a file in configs/, on the device and with the assumptions that it names."""
     path = ROOT / "configs" / f"{name}.yaml"
     said = about([str(path)])
@@ -47,7 +48,7 @@ def plan_of(name: str, *flags: str, ranks: int | None = None) -> Plan:
     line = ["--config", str(path), *flags, "--validate-only"]
     line += ["--world-size", str(ranks)] if ranks else []
     device = device_kind(said.device_kind or DEFAULT_KIND)
-    return Plan(parse(kind, line, {}, planning=True), device, assumed(said.assume))
+    return Plan(parse(kind, line, {}, planning=True), device, replace(assumed(said.assume), software=software))
 
 
 def mfu(plan: Plan, basis: str) -> float:
@@ -61,7 +62,7 @@ def rows() -> list[Row]:
     found = []
     for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
         flags = entry.get("flags", "")
-        plan = plan_of(entry["config"], *flags.split())
+        plan = plan_of(entry["config"], *flags.split(), software=entry.get("software", MEGATRON))
         predicted = mfu(plan, entry["basis"])
         unstated, techniques = entry.get("unstated", ""), bool(plan.run.assumed.words)
         name = f"{entry['config']} {flags}".strip()

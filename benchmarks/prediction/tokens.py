@@ -1,7 +1,7 @@
 """Tokens per second that ``megapar plan`` predicts of the runs in ``rows.yaml``, against what was published.
 
-python benchmarks/prediction/tokens.py                 the table
-python benchmarks/prediction/tokens.py --json FILE     the same, a line of JSON per row
+python -m benchmarks.prediction.tokens                 the table
+python -m benchmarks.prediction.tokens --json FILE     the same, a line of JSON per row
 """
 
 from __future__ import annotations

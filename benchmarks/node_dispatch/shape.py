@@ -1,0 +1,57 @@
+"""The models of this benchmark, and the arithmetic of its link: what a rate makes of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megapar.model.decoder.dispatch_bytes import DispatchBytes
+
+RANKS, NODE = 4, 2
+HIDDEN = 512
+WAYS = ("plain", "node")
+_BASE = (
+    *("--num-layers", "4", "--hidden-size", str(HIDDEN), "--num-attention-heads", "8", "--ffn-hidden-size", "1024"),
+    *("--seq-length", "512", "--vocab-size", "512", "--ep-degree", str(RANKS), "--sharding-degree", str(RANKS)),
+    *("--micro-batch-size", "1", "--gradient-merge-acc-step", "2", "--data-path", "mock", "--dtype", "fp32"),
+    *("--lr", "1e-6", "--train-iters", "1000", "--eval-interval", "0", "--log-interval", "1000"),
+    *("--replica-check-interval", "0"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Experts of a token, experts, and the features inside one."""
+
+    topk: int
+    experts: int
+    ffn: int
+
+    @property
+    def layer(self) -> DispatchBytes:
+        """The messages of a layer in fp32, expected of balanced routing."""
+        return DispatchBytes(HIDDEN, self.topk, self.experts, RANKS, NODE, 4, 4)
+
+    def flags(self, way: str) -> list[str]:
+        """The command line of one of ``WAYS``."""
+        nodes = ["--ranks-per-node", str(NODE)] if way == "node" else []
+        moe = ["--num-experts", str(self.experts), "--moe-router-topk", str(self.topk)]
+        return [*_BASE, *moe, "--moe-ffn-hidden-size", str(self.ffn), "--moe-dispatch", way, *nodes]
+
+
+SHAPES = {"top-8 of 16": Shape(8, 16, 128), "top-4 of 8": Shape(4, 8, 256)}
+
+
+def rate_for(share: float, alone: float, bytes_between: float) -> int:
+    """Bits per second at which messages between nodes are ``share`` of a step in which nothing hides them.
+
+    Args:
+        share: Of the step.
+        alone: Seconds of the step without limits.
+        bytes_between: What one node sends the other in the step.
+    """
+    return round(8 * bytes_between * (1 - share) / (share * alone))
+
+
+def ideal(share: float, plain: float, by_node: float) -> float:
+    """How many times faster a step is whose messages between nodes, ``share`` of it, shrink from plain to by_node."""
+    return 1 / (1 - share + share * by_node / plain)

@@ -1,0 +1,230 @@
+"""Fit the planner's constants to the rows of ``rows.yaml`` that are for it, and write ``megapar/planning/fitted.py``.
+
+python -m benchmarks.prediction.fit            print the constants and the errors
+python -m benchmarks.prediction.fit --write    also write them, and the residuals to results/fit.jsonl
+
+Least squares of log(predicted / published), by Gauss-Newton steps with damping over the logarithms of the constants.
+Errors beyond 15 % weigh less (Huber), so that rows that the model does not describe do not bend it, and the rows of one
+model on one device in one dtype weigh as much as one row. Unfitted rows are not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import yaml
+
+from benchmarks.prediction.rows import published_rows
+from benchmarks.prediction.run import ROWS, plan_of
+from megapar.planning import fitted
+from megapar.planning.calibration import CALIBRATIONS, MEGATRON, Calibration, Software
+from megapar.planning.planned_run import PlannedRun
+from megapar.planning.speed import attention_flops, model_flops, predict
+
+TARGET = Path(fitted.__file__)
+RESIDUALS = Path(__file__).with_name("results") / "fit.jsonl"
+MOST = 0.9  # share of its peak that any device is taken to reach
+HUBER, DAMPING, STEPS, NUDGE = 0.15, 1e-3, 12, 0.02
+# Blackwell Ultra is on the fit side as a GB300 only, so a B300 has its clock.
+SAME_CLOCK = {"b300-288g": "gb300-288g"}
+LINEAR = ("qkv", "latents", "kv", "proj", "up", "down")  # whose inputs and outputs their products move
+EXPERT = ("router", "dispatch")
+# The head's kernels leave logits in the compute dtype and make their gradient in place: a quarter of fp32's passes.
+HEAD = 0.25
+
+
+class Constants:
+    """The constants that are fitted, as a vector of logarithms, in a fixed order.
+
+    Those named as devices are their clocks in fp8; ``wide`` is the clock in bf16 over that, of all of them.
+    """
+
+    # name: start, and the most that a fit may make of it (shares are at most 1).
+    FREE: ClassVar[dict[str, tuple[float, float]]] = {
+        "product": (0.76, 0.95),
+        "fp8": (0.65, 0.95),
+        "memory": (0.70, 0.95),
+        "small": (350.0, 1000.0),
+        "b200-180g": (1.0, 1.2),
+        "gb200-186g": (1.0, 1.2),
+        "gb300-288g": (1.0, 1.2),
+        "wide": (1.0, 1.15),
+        "cast": (4.0, 30.0),
+        "scores": (0.5, 0.65),
+        "linear_bytes": (0.7, 3.0),
+        "expert_bytes": (1.0, 4.0),
+        "grouped": (0.8, 1.0),
+        "wait": (100.0, 2000.0),
+        "fp8_launches_per_expert": (6.0, 60.0),
+    }
+
+    @classmethod
+    def start(cls) -> np.ndarray:
+        """Return the vector that the fit starts from."""
+        return np.log([first for first, _ in cls.FREE.values()])
+
+    @classmethod
+    def clipped(cls, vector: np.ndarray) -> np.ndarray:
+        """Return the vector within the bounds."""
+        return np.minimum(vector, np.log([most for _, most in cls.FREE.values()]))
+
+    @classmethod
+    def calibration(cls, vector: np.ndarray) -> Calibration:
+        """Return the calibration of megatron with these constants."""
+        value = dict(zip(cls.FREE, map(float, np.exp(vector)), strict=True))
+        most = MOST / value["product"]
+        clocks = {name: (min(value[name] * value["wide"], most), value[name]) for name in value if name.endswith("g")}
+        clocks |= {name: clocks[other] for name, other in SAME_CLOCK.items()}
+        base = CALIBRATIONS[MEGATRON]
+        software = Software(
+            MEGATRON,
+            scores=value["scores"],
+            bytes={
+                "head": HEAD,
+                **dict.fromkeys(LINEAR, value["linear_bytes"]),
+                **dict.fromkeys(EXPERT, value["expert_bytes"]),
+            },
+            grouped=value["grouped"],
+            launches=base.software.launches,
+            wait=value["wait"],
+            launches_per_expert=base.software.launches_per_expert,
+            fp8_launches_per_expert=value["fp8_launches_per_expert"],
+            cast=value["cast"],
+        )
+        shares = {name: value[name] for name in ("product", "fp8", "memory", "small")}
+        return replace(base, **shares, clocks=clocks, software=software)
+
+
+class Target(NamedTuple):
+    """A run that the fit is held to.
+
+    Attributes:
+        name: Its name in tables.
+        table: Where it was published.
+        run: The run as it is planned.
+        tokens: Published tokens per second and device.
+    """
+
+    name: str
+    table: str
+    run: PlannedRun
+    tokens: float
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        """The rows that weigh as one."""
+        return self.run.sizes.num_layers, self.run.sizes.hidden_size, self.run.kind.name, self.run.assumed.fp8
+
+
+def targets() -> list[Target]:
+    """Return the rows for the fit: of ``rows.yaml``, and of ``published.yaml`` those that state all that counts."""
+    rows = [row for row in published_rows() if row.use == "fit" and not row.left_out]
+    found = [Target(row.name, row.table, row.plan.run, row.tokens) for row in rows]
+    for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
+        if "unstated" not in entry:
+            plan = plan_of(entry["config"], *entry.get("flags", "").split())
+            flops, run = model_flops(plan.run), plan.run
+            counted = flops + (attention_flops(run) if entry["basis"] == "full" else 0.0)
+            rate = entry["mfu"] / 100 * run.kind.peak(run.dtype)
+            found.append(Target(entry["config"], "published.yaml", run, rate * plan.tokens_per_step / counted))
+    return found
+
+
+def errors(rows: Sequence[Target], calibration: Calibration) -> np.ndarray:
+    """Return log(predicted / published) of the rows."""
+    found = []
+    for row in rows:
+        speed = predict(row.run, calibration)
+        found.append(math.log(speed.tokens_per_second / row.run.config.grid.world_size / row.tokens))
+    return np.array(found)
+
+
+def loss(residuals: np.ndarray, weights: np.ndarray) -> float:
+    """Return Huber's loss."""
+    size = np.abs(residuals)
+    return float((weights * np.where(size < HUBER, size**2 / 2, HUBER * (size - HUBER / 2))).sum())
+
+
+def fit(rows: Sequence[Target]) -> np.ndarray:
+    """Return the fitted vector of constants."""
+    at, damping = Constants.start(), DAMPING
+    count = Counter(row.group for row in rows)
+    share = np.array([1 / count[row.group] for row in rows])
+    now = errors(rows, Constants.calibration(at))
+    for _ in range(STEPS):
+        columns = []
+        for place in range(len(at)):
+            nudged = at.copy()
+            nudged[place] -= NUDGE
+            columns.append((now - errors(rows, Constants.calibration(nudged))) / NUDGE)
+        jacobian = np.stack(columns, 1)
+        weights = share * np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9))
+        for _ in range(6):
+            normal = jacobian.T @ (weights[:, None] * jacobian) + damping * share.sum() * np.eye(len(at))
+            step = np.clip(np.linalg.solve(normal, -jacobian.T @ (weights * now)), -0.7, 0.7)
+            after = Constants.clipped(at + step)
+            residuals = errors(rows, Constants.calibration(after))
+            if loss(residuals, share) < loss(now, share):
+                break
+            damping *= 4
+        else:
+            return at
+        done = loss(now, share) - loss(residuals, share) < 1e-4 * loss(now, share)
+        at, now, damping = after, residuals, damping / 2
+        if done:
+            return at
+    return at
+
+
+def module(calibration: Calibration) -> str:
+    """Return the text of ``fitted.py``, as the formatter leaves it."""
+    names = ("product", "small", "fp8", "memory", "inside", "between", "shown", "jitter")
+    shares = {name: getattr(calibration, name) for name in names}
+    fields = {**vars(calibration.software)}
+    software = {**fitted.SOFTWARE, fields.pop("name"): fields}
+    text = '"""Numbers of ``calibration.py``, written by ``python -m benchmarks.prediction.fit --write``.\n\n'
+    text += 'Tested in ``tests/planning/test_calibration.py``.\n"""\n\nfrom typing import Any\n\n'
+    text += f"SHARES: dict[str, Any] = {written(shares)}\n"
+    text += f"CLOCKS: dict[str, tuple[float, float]] = {written(dict(calibration.clocks))}\n"
+    return text + f"SOFTWARE: dict[str, dict[str, Any]] = {written(software)}\n"
+
+
+def written(value: object, indent: str = "") -> str:
+    """Return a value as Python writes it, floats with four digits and an entry of a mapping on each line."""
+    if isinstance(value, dict) and value:
+        inner = indent + "    "
+        lines = (f'{inner}"{key}": {written(part, inner)},\n' for key, part in value.items())
+        return "{\n" + "".join(lines) + indent + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(written(part) for part in value) + ")"
+    return repr(float(f"{value:.4g}")) if isinstance(value, float) else repr(value)
+
+
+def main() -> None:
+    """Fit, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the constants and the residuals")
+    args = parser.parse_args()
+    rows = targets()
+    calibration = Constants.calibration(fit(rows))
+    lines = []
+    for row, error in zip(rows, errors(rows, calibration), strict=True):
+        lines.append(json.dumps({"row": row.name, "table": row.table, "residual": round(math.exp(error) - 1, 4)}))
+        print(lines[-1])
+    text = module(calibration)
+    print(text)
+    if args.write:
+        TARGET.write_text(text, encoding="utf-8")
+        RESIDUALS.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
