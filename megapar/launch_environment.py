@@ -34,6 +34,16 @@ def job_id(environ: Mapping[str, str]) -> str:
     return "" if name in NAMELESS else name
 
 
+def equal_nodes(environ: Mapping[str, str]) -> int | None:
+    """Return the number of ranks of each node; None if a launcher has not set it, or if nodes differ."""
+    names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+    texts = [environ.get(name) or "" for name in names]
+    local, world, nodes = (int(text) if text.isascii() and text.isdecimal() else 0 for text in texts)
+    if not local or world % local:
+        return None
+    return local if not nodes or local * nodes == world else None
+
+
 STOP_TIMEOUT = "MEGAPAR_STOP_TIMEOUT"
 """Seconds that ranks have to save and exit after a stop request; the launcher's --stop-timeout."""
 
