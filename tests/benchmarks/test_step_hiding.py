@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.step_hiding.predicted import rows
 from benchmarks.step_hiding.run import hidden
 from benchmarks.step_hiding.ways import SERIAL, WAYS, flags
 from megapar.arguments import parse
@@ -21,3 +22,9 @@ def test_a_way_runs_as_it_is_called(way: str) -> None:
     assert (config.ampipe.ampipe_degree == 1) == (way == SERIAL)
     assert config.ampipe.use_pipe_experts == way.endswith("pieces"), "no rule has switched it off"
     assert config.ampipe.ampipe_cross_layer == way.startswith("cross-layer")
+
+
+def test_the_plan_of_the_run_is_within_a_twentieth_of_each_measured_step() -> None:
+    found = rows()
+    assert {row.way for row in found} == set(WAYS) - {"ampipe 4", "cross-layer 4"}, "the ways that were measured"
+    assert all(abs(row.error) <= 0.05 for row in found)
