@@ -67,12 +67,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="not-built-stage-3-rebalance",
-        reads=("sharding_stage", "moe_rebalance_interval"),
+        reads=("moe_rebalance_interval", "sharding_stage"),
         when=lambda f: f.moe_rebalance_interval > 0,
         requires=lambda f: f.sharding_stage < 3,
         message=(
-            "--moe-rebalance-interval moves rows of the masters that stages 1 and 2 keep, and at --sharding-stage 3 "
-            "they are parameters of torch's FSDP2"
+            "--moe-rebalance-interval moves rows of the masters of stages 1 and 2; at --sharding-stage 3 they are "
+            "parameters of torch's FSDP2"
         ),
         fix="Use --sharding-stage 2, or leave --moe-rebalance-interval out.",
         source="later version",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 from torch import Tensor
 
@@ -151,11 +152,10 @@ class ExpertPlaces:
     def _move(self, rows: Rows) -> None:
         """Move masters and moments of this rank's layers, and change the layers' slots."""
         job, axis = self._job, self._job.world.axis("ep")
-        assert isinstance(job.model, Decoder)
         masters = [shard.master for shard in job.sharding.master_shards]
         lists = [masters, *(job.optimizer.moments(name) for name in MOMENTS)]
         views = list(zip(*(job.sharding.views(tensors) for tensors in lists), strict=True))
-        for number, moe in job.model.expert_layers().items():
+        for number, moe in cast(Decoder, job.model).expert_layers().items():  # other models have no flag for it
             place = self._layers.index(number)
             if self.rows[place] == rows[place]:
                 continue
