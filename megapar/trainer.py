@@ -369,7 +369,6 @@ class Trainer:
             self._save(final=False)
         if self.local_saves is not None and self.local_saves.due(iteration) and not self._done:
             self._flush()
-            self._order_experts()
             self._wait_for_offloaded()
             self.local_saves.save(iteration, self._scalars())
 
@@ -419,9 +418,8 @@ class Trainer:
             self.local_saves.before_update()
 
     def _order_experts(self) -> None:
-        """Put experts that have moved in the order of their numbers, in which they are saved and exported."""
+        """Put experts that have moved in the order of their numbers, after the checks of their present memory."""
         if self.places.away:
-            self._check(saved=True)
             self._before_update()
             self.guards.forget()
             with self.world.uncounted():
@@ -486,7 +484,7 @@ class Trainer:
             return None
         self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
-        if line := self.places.restore(loaded.scalars.get(PLACES)):
+        if line := self.places.restore(loaded.scalars.get(PLACES, {})):
             self._notes += (line,)
         if "spikes" in loaded.scalars:
             self.bad_steps.restore(loaded.scalars["spikes"])

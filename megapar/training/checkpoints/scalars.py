@@ -58,7 +58,10 @@ def _names(value: Any) -> bool:
 
 
 def _placements(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(row, list) and all(map(_count, row)) for row in value)
+    return isinstance(value, dict) and all(
+        isinstance(rows, list) and all(isinstance(row, list) and all(map(_count, row)) for row in rows)
+        for rows in value.values()
+    )
 
 
 _COUNT, _NUMBERS = (_count, "a whole number from 0 on"), (_numbers, "a list of finite numbers")
@@ -72,7 +75,7 @@ _FREE: Mapping[str, tuple[Check, str]] = {
     **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree"), _COUNT),
     "dropout_seed": (lambda value: _count(value, MAX_SEED), "a whole number from 0 on"),
     "skip_samples": (_pairs, "a list of pairs of sample numbers"),
-    "expert_places": (_placements, "a list of lists of whole numbers from 0 on"),
+    "expert_places": (_placements, "an object of lists of whole numbers from 0 on"),
     "verified": (_iterations, "an object of whole numbers from 0 on, or -1 for never"),
     "lineage": (_names, "a list of names of checkpoints"),
 }

@@ -3,7 +3,7 @@
     after a step that is due    the loads of the steps so far, which ranks have summed for the log, give a placement
     next update                 optimizer, then masters and moments move, then parameters are gathered from the masters
     before a save, at the end   experts return to the order of their numbers, so files do not know of places; the next
-                                update moves them back
+                                update moves them back. Local checkpoints are saved as the ranks are
 
 Nothing else knows of places: the layer maps experts to slots before its dispatch (``MoeLayer.in_slots``).
 
@@ -13,7 +13,7 @@ Source of moving experts by load between steps: the expert load balancer of Deep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -170,26 +170,35 @@ class ExpertPlaces:
 
     # Checkpoints
 
-    def state(self) -> list[list[int]]:
-        """Return the placement for a checkpoint's scalars: that in effect, or the chosen one; [] if none is chosen."""
-        rows = self.rows if self._next is None else self._next
-        return [] if rows == self._ordered else [list(row) for row in rows]
+    def state(self) -> dict[str, list[list[int]]]:
+        """Return, for a checkpoint's scalars, the placement ``now`` and that of the ``next`` update; [] if in order."""
+        now, after = self.rows, self.rows if self._next is None else self._next
+        return {
+            name: [] if rows == self._ordered else [*map(list, rows)] for name, rows in (("now", now), ("next", after))
+        }
 
-    def restore(self, saved: object) -> str:
-        """Make a checkpoint's placement that of the next update, if it fits this layout; return a line for the log.
+    def restore(self, saved: Mapping[str, Sequence[Sequence[int]]]) -> str:
+        """Continue with a checkpoint's placement if it fits this layout; return a line for the log, or "".
 
-        The line is "" if there is nothing to say. Experts are loaded in order, on any layout.
+        On disk experts are in order, for any layout, and the next update moves them. Local checkpoints, which only this
+        layout loads, have them where they were.
         """
-        if not self.interval or not isinstance(saved, list) or not saved:
-            return ""
-        rows = tuple(tuple(row) for row in saved)
-        fits = len(rows) == len(self._layers) and all(
-            self.room(number).fits(row) for number, row in zip(self._layers, rows, strict=True)
+        now, after = (tuple(map(tuple, saved.get(name, ()))) or self._ordered for name in ("now", "next"))
+        self._take(now)
+        if not self.interval:
+            after = self._ordered
+        fits = len(after) == len(self._layers) and all(
+            self.room(number).fits(row) for number, row in zip(self._layers, after, strict=True)
         )
-        if not fits:
-            return "experts begin in order: the checkpoint's placement is of another layout"
-        self._next = rows
-        return ""
+        self._next = after if fits and after != now else None
+        return "" if fits else "experts begin in order: the checkpoint's placement is of another layout"
+
+    def _take(self, rows: Rows) -> None:
+        """Change the layers' slots to those in which the loaded weights are."""
+        if rows != self.rows:
+            for number, moe in cast(Decoder, self._job.model).expert_layers().items():
+                moe.place(rows[self._layers.index(number)])
+            self.rows = rows
 
 
 def cut_for_norm(job: Job) -> None:
