@@ -23,6 +23,7 @@ from megapar.arguments import Config
 from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.sharding.cut import local_box, shard_dim
 from megapar.core.sharding.moved_rows import RowMoves, move_rows
+from megapar.errors import CheckpointError
 from megapar.model.decoder.model import Decoder
 from megapar.moe.placement import PlacementRoom, busiest_rank, in_order, rebalanced
 from megapar.training.building.job import Job
@@ -181,17 +182,23 @@ class ExpertPlaces:
         """Continue with a checkpoint's placement if it fits this layout; return a line for the log, or "".
 
         On disk experts are in order, for any layout, and the next update moves them. Local checkpoints, which only this
-        layout loads, have them where they were.
+        layout loads, have them where they were. Raises CheckpointError if this layout cannot have them there.
         """
+        if not any(saved.values()):
+            return ""
         now, after = (tuple(map(tuple, saved.get(name, ()))) or self._ordered for name in ("now", "next"))
+        if not self._fits(now):
+            raise CheckpointError("the checkpoint has experts in places that this layout does not have")
         self._take(now)
-        if not self.interval:
-            after = self._ordered
-        fits = len(after) == len(self._layers) and all(
-            self.room(number).fits(row) for number, row in zip(self._layers, after, strict=True)
-        )
-        self._next = after if fits and after != now else None
+        fits = self._fits(after)
+        wanted = after if fits and self.interval else self._ordered
+        self._next = None if wanted == now else wanted
         return "" if fits else "experts begin in order: the checkpoint's placement is of another layout"
+
+    def _fits(self, rows: Rows) -> bool:
+        return len(rows) == len(self._layers) and all(
+            self.room(number).fits(row) for number, row in zip(self._layers, rows, strict=True)
+        )
 
     def _take(self, rows: Rows) -> None:
         """Change the layers' slots to those in which the loaded weights are."""

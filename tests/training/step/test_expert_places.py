@@ -22,6 +22,7 @@ from megapar.data.batches import Loader
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.checkpoints.collect import collect_all
+from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.step.expert_places import Rows
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.result import StepResult
@@ -57,8 +58,9 @@ class Run:
 
 
 def _train(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> Run:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "job"}
+    # A killed run leaves its local checkpoints.
+    with patch.dict(os.environ, place), patch.object(LocalSaves, "remove", LocalSaves.join_save):
         config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags)), dict(os.environ))
         world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
         trainer = Trainer(config, world, build.make_corpus(config), observer=Skewed(), keep_records=True)
@@ -140,6 +142,16 @@ def test_a_run_goes_on_after_a_move_and_on_another_layout(tmp_path: Path) -> Non
     assert_state(goes_on, whole)
     alone = ("--load", str(tmp_path), "--train-iters", "3", "--override-opt-param-scheduler")
     assert_state(train(4, "--ep-degree", "4", *alone), stops)
+
+
+def test_a_restart_takes_experts_where_they_were(tmp_path: Path) -> None:
+    local = ("--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(tmp_path))
+    stops = train(2, *TWO, *MOVES, *local, "--exit-interval", "5")
+    goes_on, whole = train(2, *TWO, *MOVES, *local), train(2, *TWO, *MOVES)
+    assert moved(stops)
+    assert goes_on.rows[0] == stops.rows[-1]
+    assert goes_on.losses == whole.losses[4:]
+    assert_state(goes_on, whole)
 
 
 def test_moves_agree_on_both_sides() -> None:
