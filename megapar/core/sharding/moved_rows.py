@@ -22,7 +22,7 @@ from megapar.core.comm.axis import Axis
 
 @dataclass(frozen=True)
 class RowMoves:
-    """What moves between the slots of a rank's piece and those of others.
+    """Moves between the slots of a rank's piece and those of others.
 
     Attributes:
         leaving: Slots of the piece, from its first one, in the order of their rows' destinations.
