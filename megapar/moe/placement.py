@@ -13,6 +13,7 @@ class of slots (``PlacementRoom.block``).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -118,22 +119,36 @@ def _swap(loads: Sequence[float], found: list[int], slots: range, size: int, cla
     """Even out the groups of ``size`` consecutive slots by swaps, in place."""
     groups = [range(first, first + size) for first in range(slots.start, slots.stop, size)]
     totals = [sum(loads[found[slot]] for slot in group) for group in groups]
+    options = [_by_load(loads, found, group, class_of) for group in groups]
     least = LEAST_STEP * sum(totals) / len(totals)
     while True:
         top = max(range(len(groups)), key=totals.__getitem__)
         best, swap = totals[top] - least, None
-        for other, group in enumerate(groups):
+        for other, by_class in enumerate(options):
             if totals[other] >= best:
                 continue
+            half = (totals[top] - totals[other]) / 2
             for mine in groups[top]:
-                for theirs in group:
-                    less = loads[found[mine]] - loads[found[theirs]]
-                    peak = max(totals[top] - less, totals[other] + less)
-                    if peak < best and class_of(mine) == class_of(theirs):
-                        best, swap = peak, (mine, theirs, other, less)
+                load, same = loads[found[mine]], by_class[class_of(mine)]
+                at = bisect_left(same, (load - half, -1))  # the best partners are the nearest to this load
+                for partner, theirs in same[max(0, at - 1) : at + 1]:
+                    peak = max(totals[top] - load + partner, totals[other] + load - partner)
+                    if peak < best:
+                        best, swap = peak, (mine, theirs, other)
         if swap is None:
             return
-        mine, theirs, other, less = swap
+        mine, theirs, other = swap
         found[mine], found[theirs] = found[theirs], found[mine]
-        totals[top] -= less
-        totals[other] += less
+        for number in (top, other):
+            totals[number] = sum(loads[found[slot]] for slot in groups[number])
+            options[number] = _by_load(loads, found, groups[number], class_of)
+
+
+def _by_load(
+    loads: Sequence[float], experts: Sequence[int], slots: range, class_of: Callable[[int], int]
+) -> dict[int, list[tuple[float, int]]]:
+    """Return, for each class, (load of the expert, slot) in ascending order."""
+    found: dict[int, list[tuple[float, int]]] = {}
+    for slot in slots:
+        found.setdefault(class_of(slot), []).append((loads[experts[slot]], slot))
+    return {number: sorted(pairs) for number, pairs in found.items()}
