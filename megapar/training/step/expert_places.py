@@ -14,10 +14,7 @@ Source of moving experts by load between steps: the expert load balancer of Deep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import cast
-
-from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.core.optimizer.adamw import MOMENTS
@@ -52,7 +49,7 @@ class ExpertPlaces:
         self._moved_at = 0  # the step whose update made ``rows`` of ``_before``
         self._loads: list[list[float]] | None = None
         if self.interval:
-            cut_for_norm(job)
+            job.sharding.cut_rows(lambda spec: spec.expert)
 
     # Load
 
@@ -206,26 +203,3 @@ class ExpertPlaces:
             for number, moe in cast(Decoder, self._job.model).expert_layers().items():
                 moe.place(rows[self._layers.index(number)])
             self.rows = rows
-
-
-def cut_for_norm(job: Job) -> None:
-    """Cut the master shards into parts for the norm (``MasterShard.parts``), so that each row of experts is one."""
-    shards = job.sharding.master_shards
-    cuts: list[set[int]] = [set() for _ in shards]
-    starts = [(shard.master.untyped_storage().data_ptr(), shard.master.storage_offset()) for shard in shards]
-    for view in job.sharding.views([shard.master for shard in shards]):
-        if not view.tensor.numel():
-            continue
-        storage, first = view.tensor.untyped_storage().data_ptr(), view.tensor.storage_offset()
-        for number, (own, start) in enumerate(starts):
-            if own == storage and start <= first < start + shards[number].master.numel():
-                cuts[number].update(offset - start for offset in _offsets(view.tensor, rows=view.spec.expert))
-    for shard, cut in zip(shards, cuts, strict=True):
-        ends = sorted({0, shard.master.numel(), *(offset for offset in cut if offset < shard.master.numel())})
-        shard.parts = tuple(end - begin for begin, end in pairwise(ends))
-
-
-def _offsets(tensor: Tensor, *, rows: bool) -> list[int]:
-    """Return where a tensor begins in its storage, or each of its rows and the end of the last one."""
-    first = tensor.storage_offset()
-    return [first + row * tensor.stride(0) for row in range(tensor.shape[0] + 1)] if rows else [first]
