@@ -57,6 +57,7 @@ from megapar.training.reports.streams import make_patient
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.callbacks import make_callbacks
 from megapar.training.step.evaluate import evaluate
+from megapar.training.step.expert_places import PLACES, ExpertPlaces
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
 from megapar.training.step.observer import StepObserver
@@ -171,6 +172,7 @@ class Trainer:
 
     Attributes:
         job: The model with its gradients and optimizer state.
+        places: The ranks that experts are on.
         progress: Position of the run in its data.
         corpus: Training and held-out samples.
         loader: Reads micro-batches. This and the attributes below depend on the first iteration and are set by
@@ -219,6 +221,7 @@ class Trainer:
         self.corpus = corpus
         self.builder = builder or Builder()
         self.job = make_job(config, world, self.builder, observer)
+        self.places = ExpertPlaces(config, self.job)
         self.objective = build.make_objective(config)
         self.learning_rate = make_learning_rate(config)
         self.loss_scale = build.make_loss_scale(config, world.device)
@@ -270,7 +273,7 @@ class Trainer:
         """Make the terminal, the monitor, the guards and the stepper."""
         config, iteration = self.config, self.progress.iteration
         self.terminal = report.make_terminal(config, self.world.rank, iteration)
-        self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, iteration)
+        self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, iteration, self.places)
         gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
         self.guards = make_guards(
             config=config,
@@ -294,6 +297,7 @@ class Trainer:
             guards=self.guards,
             control=self.control,
             before_update=self._before_update,
+            before_gather=self.places.update,
         )
 
     def _make_step_guard(self, gradients: Gradients) -> StepGuard:
@@ -357,8 +361,10 @@ class Trainer:
         self._check(saved=False)
         if training.eval_interval and (_due(iteration, training.eval_interval) or last):
             self.monitor.evaluated(self._evaluate())
-        if _due(iteration, self.config.logging.log_interval):
+        if _due(iteration, self.config.logging.log_interval) or self.places.due(iteration):
             self._flush()
+        if self.places.due(iteration) and (line := self.places.choose()):
+            self._message(line)
         if (self.control.save or self.checkpoints.due(iteration)) and not self._done:
             self._save(final=False)
         if self.local_saves is not None and self.local_saves.due(iteration) and not self._done:
@@ -369,6 +375,7 @@ class Trainer:
     def _finish(self) -> Path | None:
         """Save the last checkpoint and export the model. Returns the folder of the exported model, or None."""
         self._check(saved=True)
+        self._order_experts()
         if self.config.checkpoint.save:
             self._save(final=True)
         if self.local_saves is not None:
@@ -409,6 +416,14 @@ class Trainer:
         self.checkpoints.before_update()
         if self.local_saves is not None:
             self.local_saves.before_update()
+
+    def _order_experts(self) -> None:
+        """Put experts that have moved in the order of their numbers, after the checks of their present memory."""
+        if self.places.away:
+            self._before_update()
+            self.guards.forget()
+            with self.world.uncounted():
+                self.places.put_in_order()
 
     def _wait_for_offloaded(self) -> None:
         """Wait until the device has written the offloaded master weights and moments, which the host reads next."""
@@ -469,6 +484,8 @@ class Trainer:
             return None
         self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)
+        if line := self.places.restore(loaded.scalars.get(PLACES, {})):
+            self._notes += (line,)
         if "spikes" in loaded.scalars:
             self.bad_steps.restore(loaded.scalars["spikes"])
         if self.progress.iteration == 0:  # --finetune, or a checkpoint that contains only weights
@@ -479,6 +496,7 @@ class Trainer:
         self._check(saved=True)
         self._flush()  # a resumed run does not repeat these steps, so its log and loss history must contain them
         with self.monitor.paused(), self.watch.section("save", f"of iteration {self.progress.iteration}"):
+            self._order_experts()
             self.checkpoints.save(self.progress.iteration, self._scalars(), final=final)
         self.control.saved()
 
@@ -486,6 +504,7 @@ class Trainer:
         scalars = state.scalars(self.job, self.progress, self.learning_rate.to_dict(), self.loss_scale)
         scalars["skip_samples"] = [list(pair) for pair in self._skipped]
         scalars["spikes"] = self.bad_steps.state()
+        scalars[PLACES] = self.places.state()
         scalars["verified"] = dict(self.guards.verified)
         scalars[RECORD] = self._identity
         scalars[NAMES] = self.checkpoints.lineage.agreed

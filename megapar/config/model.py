@@ -58,6 +58,13 @@ class MoeOptions:
         models=MOE,
         derived="node where ep spans several nodes and the estimated time is at least 1.1 times less, else plain",
     )
+    moe_rebalance_interval: int = flag(
+        0,
+        "steps after which experts move between the ranks of ep so that their measured load is even; 0: they stay",
+        unit="steps",
+        low=0,
+        models=MOE,
+    )
     moe_router_lr_ratio: float = flag(
         1.0, "learning rate of the routers' weights, as a multiple of --lr", above=0, models=MOE
     )

@@ -6,6 +6,7 @@ Under sequence parallelism S is the sequence divided by mp.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ from megapar.moe.experts import Experts
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.passage import Passage
+from megapar.moe.placement import slots_of
 from megapar.moe.router import Router
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
@@ -129,6 +131,8 @@ class MoeLayer(nn.Module):
             sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm
         )
         self.slicing = slicing or Slicing()
+        self._slot_E: Tensor | None = None  # of each expert, if they are not in order
+        self._expert_E: Tensor | None = None  # in each slot
 
     def forward(
         self,
@@ -211,6 +215,28 @@ class MoeLayer(nn.Module):
     def slice_by(self, slicing: Slicing) -> None:
         """Set the slicing of later passages."""
         self.slicing = slicing
+
+    def place(self, experts: Sequence[int]) -> None:
+        """Set the expert in each slot for later passages; the caller has moved their weights.
+
+        experts: E numbers; the slots of a rank of ep are consecutive (``placement``).
+        """
+        self._slot_E = self._expert_E = None
+        if list(experts) != sorted(experts):
+            both = torch.tensor([slots_of(experts), list(experts)], device=self.router.weight.device)
+            self._slot_E, self._expert_E = both.unbind(0)
+
+    def in_slots(self, experts_Tk: Tensor, counts_kE: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the slots of these experts, and the counts by slot, for the dispatch.
+
+        Args:
+            experts_Tk: Numbers of experts.
+            counts_kE: Counts by expert.
+        """
+        if self._slot_E is None or self._expert_E is None:
+            return experts_Tk, counts_kE
+        by_slot = None if counts_kE is None else counts_kE.index_select(1, self._expert_E)
+        return self._slot_E[experts_Tk], by_slot
 
     def shared_experts(self, x: Tensor, ends_unit: Replay | None, onto: Tensor | None = None) -> Tensor | None:
         """Return the output of the shared experts, [.., H] to [.., H]; None if there are none.

@@ -181,9 +181,10 @@ class Passage:
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
         rows, exact = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
         counts_kE = routing.sums.counts if kept_Tk is None else None
+        experts_Tk, counts_kE = layer.in_slots(routing.experts, counts_kE)
         dispatch: FinishedDispatch | DeferredDispatch  # [3]
         if not self.slicing.active:
-            plan = self.dispatcher.plan(routing.experts, kept_Tk, rows, exact, self._replay, counts_kE)
+            plan = self.dispatcher.plan(experts_Tk, kept_Tk, rows, exact, self._replay, counts_kE)
             dispatch = FinishedDispatch(plan, *self.dispatcher.dispatch(x_TH, weights_Tk, plan))
         else:
             dispatch = DeferredDispatch(
@@ -191,7 +192,7 @@ class Passage:
                 self.slicing,
                 x_TH,
                 weights_Tk,
-                RoutedPairs(routing.experts, kept_Tk, counts_kE),
+                RoutedPairs(experts_Tk, kept_Tk, counts_kE),
                 (rows, exact),
                 self._replay,
             )

@@ -79,6 +79,7 @@ _PROPERTIES: Mapping[str, str] = {
 
 _WITHOUT_EFFECT: Mapping[str, str] = {
     "is evaluation, between steps": "eval_interval eval_iters",
+    "moves experts between some steps; --expert-imbalance gives the load that it leaves": "moe_rebalance_interval",
     "loads or saves, between steps": """
         save load save_interval ckpt_step finetune no_load_optim no_load_rng save_hf load_hf save_interval_minutes
         async_save keep checkpoint_verify on_bad_checkpoint on_save_error exit_interval exit_duration_minutes

@@ -1,4 +1,4 @@
-"""Rows on the dispatch of experts by node, and the number of ranks of a node.
+"""Rows on the dispatch of experts by node, the number of ranks of a node, and experts that move between ranks.
 
 Tested in ``tests/test_compatibility.py``.
 """
@@ -58,6 +58,18 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--world-size 2 --ep-degree 2 --ranks-per-node 1",
         failing="--world-size 2 --ep-degree 2 --moe-dispatch plain --ranks-per-node 1",
+        models=MOE,
+    ),
+    Rule(
+        id="moe-rebalance-experts",
+        reads=("moe_rebalance_interval", "ep_degree", "num_experts"),
+        when=lambda f: f.moe_rebalance_interval > 0,
+        requires=lambda f: 1 < f.ep_degree < f.num_experts,
+        message="--moe-rebalance-interval moves experts between ranks of ep that have several each",
+        fix="Leave it out, or choose an --ep-degree above 1 and below --num-experts.",
+        source=NO_EFFECT,
+        passing="--world-size 2 --ep-degree 2 --num-experts 4 --moe-rebalance-interval 100",
+        failing="--world-size 4 --ep-degree 4 --num-experts 4 --moe-rebalance-interval 100",
         models=MOE,
     ),
 )

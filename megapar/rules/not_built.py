@@ -65,6 +65,38 @@ RULES: tuple[Rule, ...] = (
         failing="--sharding-stage 3 --no-overlap-grad-reduce",
         kind=NOT_BUILT,
     ),
+    Rule(
+        id="not-built-stage-3-rebalance",
+        reads=("moe_rebalance_interval", "sharding_stage"),
+        when=lambda f: f.moe_rebalance_interval > 0,
+        requires=lambda f: f.sharding_stage < 3,
+        message=(
+            "--moe-rebalance-interval moves rows of the masters of stages 1 and 2; at --sharding-stage 3 they are "
+            "parameters of torch's FSDP2"
+        ),
+        fix="Use --sharding-stage 2, or leave --moe-rebalance-interval out.",
+        source="later version",
+        passing="",
+        failing="--world-size 2 --ep-degree 2 --num-experts 4 --sharding-stage 3 --moe-rebalance-interval 100",
+        kind=NOT_BUILT,
+        models=MOE,
+    ),
+    Rule(
+        id="not-built-offload-rebalance",
+        reads=("optimizer_offload", "moe_rebalance_interval"),
+        when=lambda f: f.moe_rebalance_interval > 0,
+        requires=lambda f: not f.optimizer_offload,
+        message=(
+            "--moe-rebalance-interval moves masters and moments on the device, and with --optimizer-offload they are "
+            "in the host's memory"
+        ),
+        fix="Leave one of them out.",
+        source="later version",
+        passing="",
+        failing="--world-size 2 --ep-degree 2 --num-experts 4 --optimizer-offload --moe-rebalance-interval 100",
+        kind=NOT_BUILT,
+        models=MOE,
+    ),
     _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
     _ahead("recompute_in_bubble", "in the pipeline bubble", "--recompute-in-bubble"),
 )

@@ -220,6 +220,13 @@ def _communication(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+_LOADS = (
+    ("busiest_rank", "Busiest expert parallel rank of each layer"),
+    ("max", "Most loaded expert of each layer"),
+    ("min", "Least loaded expert of each layer"),
+)
+
+
 def _experts(load: list[dict[str, Any]]) -> str:
     if not load:
         return ""
@@ -229,7 +236,9 @@ def _experts(load: list[dict[str, Any]]) -> str:
     layers = len(shown[0]["layers"])
     names = [f"layer {n}" for n in range(layers)]
     figures = []
-    for which, title in (("max", "Most loaded expert of each layer"), ("min", "Least loaded expert of each layer")):
+    for which, title in _LOADS:
+        if which not in shown[0]["layers"][0]:
+            continue
         rows = [[record["layers"][layer][which] for record in shown] for layer in range(layers)]
         figures.append(chart.heat(f"{title}, relative to a balanced load", rows, names, columns))
     return _curves(figures)

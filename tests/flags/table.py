@@ -217,6 +217,7 @@ EXPERTS = (
     Row("moe_router_pre_softmax", True, "steps"),
     Row("moe_router_topk_scaling_factor", 2.5, "steps"),
     Row("moe_dispatch", "node", "sent", {"ep_degree": 4}, needs={"ranks_per_node": 2}, world=4),
+    _two("moe_rebalance_interval", 1, "sent", EP),
     Row("moe_router_lr_ratio", 0.5, "weights"),
     Row("moe_router_topk", 1, "steps"),
     Row("first_k_dense", 1, "table"),

@@ -55,6 +55,11 @@ PROOFS: dict[str, Proof] = {
     "moe-dispatch-nodes": Proof("--ep-degree 4 --ranks-per-node 4 --moe-dispatch node", 4),
     "moe-dispatch-unused": Proof(idle=("moe_dispatch",)),
     "ranks-per-node-unused": Proof(idle=("ranks_per_node",)),
+    "moe-rebalance-experts": Proof(argument="there is one place for an expert, or ranks with one expert to exchange"),
+    "not-built-stage-3-rebalance": Proof(
+        argument="rows of the DTensors of FSDP2 would have to be moved, which is not built"
+    ),
+    "not-built-offload-rebalance": Proof(argument="the guard of offloaded state would take the moved rows for a fault"),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "qkv-bias-unused": Proof(idle=("add_qkv_bias",)),
     "layer-freq": Proof(same_as="--num-layers 4 --moe-layer-freq [0,1]*2"),

@@ -33,6 +33,7 @@ UNDRAWN: dict[str, str] = {
     "profile": _WATCHING,
     **dict.fromkeys(("bad_step_limit", "spike_sigmas", "spike_skip"), _ORDINARY),
     "eval_iters": _EVALUATION,
+    "moe_rebalance_interval": "moves experts and changes no bit; tests/training/step/test_expert_places.py",
     **dict.fromkeys(("manual_gc", "manual_gc_interval"), _COLLECTOR),
     **dict.fromkeys(("validate_only", "rules_only", "world_size", "config", "device"), _START),
     "strict_seed_rules": "only refuses more; tests/test_compatibility.py",

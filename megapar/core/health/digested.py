@@ -32,6 +32,9 @@ class DigestedTensors(Protocol):
     def compare(self) -> Tensor | None:
         """Return a scalar on the device, true if the part has changed since ``hold``; None if nothing was compared."""
 
+    def drop(self) -> None:
+        """Forget the part, so that the next ``compare`` has nothing to compare."""
+
     def look(self) -> None:
         """Compare the present content, in case ``compare`` returns the result of an earlier comparison."""
 
@@ -74,6 +77,10 @@ class RestingTensors:
         different = self._digest() != self._held
         self._found.append((self._pieces, different))
         return different.any()
+
+    def drop(self) -> None:
+        """Forget the part."""
+        self._held = None
 
     def look(self) -> None:
         """Compare as ``compare`` does, without returning the result."""
@@ -153,6 +160,10 @@ class VisitingTensors:
         """Return the result of the comparison in the last update."""
         last = self._found[-1] if self._found else []
         return torch.cat([compared.different for compared in last]).any() if last else None
+
+    def drop(self) -> None:
+        """Forget all parts, also those in the slots."""
+        self._held, self._next = {}, {}
 
     def look(self) -> None:
         """Copy all parts to the device and compare them."""

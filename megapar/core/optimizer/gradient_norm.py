@@ -11,13 +11,19 @@ from torch import Tensor
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import widest
+from megapar.core.optimizer import exact_sum
 from megapar.core.sharding.master_shard import MasterShard
 
 LIST_ELEMENTS = 320 * 65_536  # of a list of tensors, in one launch of torch's multi-tensor kernels on a GPU
 
 
 def global_norm(
-    shards: Sequence[MasterShard], world: Axis, besides: Sequence[int | Tensor] = (), *, valid: bool = True
+    shards: Sequence[MasterShard],
+    world: Axis,
+    besides: Sequence[int | Tensor] = (),
+    *,
+    valid: bool = True,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the global gradient norm, and sums of other numbers that share its all-reduce. The host does not wait.
 
@@ -30,6 +36,7 @@ def global_norm(
         world: The axis of all ranks.
         besides: Small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
         valid: False makes the norm NaN on all ranks, so that none applies the gradients.
+        exact: The norm has the same bits wherever the ``parts`` of shards are, if the device has fp64.
 
     Returns:
         The norm (a scalar, the same on all ranks), and a vector of the norm and the sums of ``besides`` for one copy to
@@ -44,15 +51,33 @@ def global_norm(
             total[i].copy_(number)
         elif number:
             total[i].fill_(number)  # a copy from the host would wait for the device
+    exact = exact and total.dtype == torch.float64
+    if exact:
+        grads = [part for shard in shards if shard.counted for part in _parts(shard)]
+        total = torch.cat([total, total.new_zeros(len(exact_sum.UNITS))])
     if grads:
-        torch.sum(torch.stack(_norms(grads)).to(total.dtype).square_(), 0, out=total[0])
+        squares = torch.stack(_norms(grads)).to(total.dtype).square_()
+        if exact:
+            total[1 + len(besides) :] = exact_sum.parts(squares)
+        else:
+            torch.sum(squares, 0, out=total[0])
     if not valid:
         total[0].fill_(math.nan)
     if world.group is not None:
         collectives.all_reduce(total, world)
+    if exact:
+        total, units = total.split([1 + len(besides), len(exact_sum.UNITS)])
+        total[0] += exact_sum.total(units)
     norm = torch.sqrt(total[0], out=torch.empty((), dtype=dtype, device=device))
     total[0].copy_(norm)
     return norm, total
+
+
+def _parts(shard: MasterShard) -> Sequence[Tensor]:
+    """Return the gradient cut into its parts, without empty ones."""
+    if shard.grad is None or not shard.grad.numel():
+        return ()
+    return shard.grad.split(list(shard.parts)) if shard.parts else (shard.grad,)
 
 
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:

@@ -72,6 +72,13 @@ class BucketParameter:
         """The number of elements of one piece, including padding."""
         return prod(self.piece)
 
+    def parts(self, *, by_row: bool) -> tuple[int, ...]:
+        """Return the lengths of a piece's rows of dim 0 and of the padding after them; ``numel`` if not ``by_row``."""
+        if not by_row or not self.numel:
+            return (self.numel,)
+        row, rows = self.numel // self.piece[0], self.box.sizes[0]
+        return *(row,) * rows, *((self.numel - row * rows,) if rows < self.piece[0] else ())
+
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a whole local tensor as [n, *piece]; a view unless it needs padding."""
         if self.padded:

@@ -5,11 +5,12 @@ Tested in ``tests/equivalence/test_equivalence.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 from megapar.core.sharding.sharding import Sharding
 
@@ -54,6 +55,11 @@ class CombinedSharding:
             end = start + len(member.master_shards)
             yield from member.views(tensors[start:end])
             start = end
+
+    def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
+        """Cut the master shards of all members into parts."""
+        for member in self._members:
+            member.cut_rows(moves)
 
     def watch(self, trail: DigestTrail | None) -> None:
         """Record this rank's gradients in ``trail``; None: stop."""

@@ -178,6 +178,9 @@ class FullSharding:
     def wait(self) -> None:
         """Do nothing: nothing is in flight between steps."""
 
+    def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
+        """Do nothing: rows of FSDP2's parameters do not move."""
+
     def watch(self, trail: DigestTrail | None) -> None:
         """Record in ``trail`` what this rank contributes to each group's reduction; None: stop."""
         for reduction in self._reductions:

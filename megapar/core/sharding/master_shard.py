@@ -23,6 +23,8 @@ class MasterShard:
         decay: True if weight decay applies.
         counted: True if this rank counts it in the global norm; exactly one rank does.
         router: True if it belongs to a router, which may have a different learning rate.
+        parts: Lengths of parts that may change their places, which the norm then adds in a way that does not depend on
+            them; () if nothing moves.
     """
 
     master: Tensor
@@ -30,6 +32,7 @@ class MasterShard:
     decay: bool
     counted: bool
     router: bool = False
+    parts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ Tested in ``tests/equivalence/test_equivalence.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from megapar.core.health.trail import DigestTrail
+from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 
 
@@ -42,6 +43,9 @@ class Sharding(Protocol):
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Yield each parameter's piece of ``tensors`` (masters, moments or gradients), one tensor per shard."""
+
+    def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
+        """Cut the master shards into ``parts``: of a parameter that ``moves`` each row of dim 0 is one."""
 
     def watch(self, trail: DigestTrail | None) -> None:
         """Record each gradient of this rank in ``trail`` before ranks sum it; None: stop."""

@@ -181,6 +181,15 @@ class ZeroSharding:
                 local = flat[start : start + member.numel].view(member.piece)
                 yield ParameterView(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
+    def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
+        """Cut the master shards into ``parts``: of a parameter that ``moves`` each row of dim 0 is one."""
+        shards = iter(self.master_shards)
+        for bucket in self.buckets:
+            for span in bucket.ranges:
+                inside = [member for member in bucket.members if span.start <= member.offset < span.end]
+                parts = (length for member in inside for length in member.parts(by_row=moves(member.spec)))
+                next(shards).parts = tuple(parts)
+
     def watch(self, trail: DigestTrail | None) -> None:
         """Record each parameter's gradient as the backward makes it; None: stop."""
         self._trail = trail

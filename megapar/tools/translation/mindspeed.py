@@ -29,6 +29,8 @@ moe-no-drop | @mindspeed_undropped |
 shared-expert-gate | --moe-shared-expert-gate |
 context-parallel-algo | @mindspeed_algorithm |
 moe-router-load-balancing-type | @mindspeed_balancing |
+enable-expert-placement | @mindspeed_placement |
+expert-placement-freq | @mindspeed_placement_steps |
 add-qkv-bias | @query_bias |
 add-dense-bias | @mindspeed_biases |
 optimizer-selection | @mindspeed_optimizer |
@@ -137,9 +139,8 @@ swap-attention | | memory: --recompute-offload offloads the inputs of recomputed
 moe-dynamic-padding | | speed: exactly the routed rows are sent
 coc-mode | | speed: --tp-comm-overlap splits GEMMs
 balanced-moe-experts balanced-moe-hot-expert-num trans-hot-expert-group-num | | speed: experts are not copied
-enable-expert-placement expert-placement-freq | | speed: experts do not move between ranks
-enable-fine-grained-expert-placement | | speed: experts do not move between ranks
-fine-grained-expert-placement-thre | | speed: experts do not move between ranks
+enable-fine-grained-expert-placement | | speed: --moe-rebalance-interval moves experts at fixed intervals
+fine-grained-expert-placement-thre | | speed: --moe-rebalance-interval moves experts at fixed intervals
 print-expert-load | | logging: the load of a layer is not printed per expert
 dualpipev-dw-detach chimera-decouple-bw virtual-data-parallel-size | | speed: --pp-schedule zero_bubble
 ulysses-degree-in-cp cp-window-size | | speed: ring or Ulysses, not both

@@ -111,6 +111,19 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
     return DECIDED["balancing"](value, given)
 
 
+def _placement(value: str, given: Mapping[str, str]) -> Decided:
+    if _size(given.get("expert-model-parallel-size", "1")) <= 1:
+        return UNNECESSARY, "", "a single ep rank has all experts"
+    steps = given.get("expert-placement-freq", "50")
+    return RENAMED, f"--moe-rebalance-interval {steps}", "moves experts by the load since the last move"
+
+
+def _placement_steps(value: str, given: Mapping[str, str]) -> Decided:
+    if "enable-expert-placement" not in given:
+        return UNNECESSARY, "", "no effect without --enable-expert-placement"
+    return IMPLIED, "", "set by --moe-rebalance-interval"
+
+
 def _biases(value: str, given: Mapping[str, str]) -> Decided:
     if not {"disable-bias-linear", "no-add-bias-linear"} & set(given):
         return IMPLIED, "", "--add-bias-linear adds them to all linear layers"
@@ -195,6 +208,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "mindspeed_expert_ranks": _expert_ranks,
     "mindspeed_algorithm": _algorithm,
     "mindspeed_balancing": _balancing,
+    "mindspeed_placement": _placement,
+    "mindspeed_placement_steps": _placement_steps,
     "mindspeed_biases": _biases,
     "mindspeed_optimizer": _optimizer,
     "mindspeed_mask": _mask,
@@ -214,6 +229,8 @@ HARMLESS = frozenset(
         "ampipe_overlap",
         "mindspeed_expert_ranks",
         "mindspeed_algorithm",
+        "mindspeed_placement",
+        "mindspeed_placement_steps",
         "mindspeed_optimizer",
         "mindspeed_mask",
         "layers_of_stages",

@@ -62,6 +62,7 @@ class Job:
         metered: True if the world's meter times every wait.
         partial: Parameters whose gradients are summed over mp.
         pipeline: Runs the model if pp > 1, else None.
+        moves_experts: True if experts change their places, which the gradient norm must not depend on.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
         runner: Calls the functions of layers, compiled or not.
         observer: Hooks into every step.
@@ -77,6 +78,7 @@ class Job:
     metered: bool
     partial: tuple[str, ...]
     pipeline: PipelinedModel | None = None
+    moves_experts: bool = False
     tied: str | None = None
     runner: FunctionRunner = plain
     observer: StepObserver = field(default_factory=StepObserver)
@@ -132,6 +134,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         metered=not cut_parameters,
         partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
         pipeline=pipeline,
+        moves_experts=config.moe.moe_rebalance_interval > 0,
         runner=execution.run,
         observer=observer or StepObserver(),
     )

@@ -32,7 +32,8 @@ _GROUPS = (
 # Flags that are compared elsewhere, and flags that belong to one start only.
 _ELSEWHERE = ("seed", "seq_length", "split", "override_data", "override_opt_param_scheduler")
 _OF_A_START = (
-    *("train_iters", "eval_interval", "eval_iters", "distributed_timeout_minutes", "moe_dispatch", "ranks_per_node"),
+    *("train_iters", "eval_interval", "eval_iters", "distributed_timeout_minutes"),
+    *("moe_dispatch", "ranks_per_node", "moe_rebalance_interval"),
 )
 READ_AT_ONCE = 16 << 20  # bytes of data that --validate-only reads at most to find fingerprints missing in the cache
 _SHOWN_FLAGS = 12  # maximum number of changed flags in a message

@@ -57,6 +57,13 @@ def _names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) and parse_checkpoint_name(item) for item in value)
 
 
+def _placements(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(rows, list) and all(isinstance(row, list) and all(map(_count, row)) for row in rows)
+        for rows in value.values()
+    )
+
+
 _COUNT, _NUMBERS = (_count, "a whole number from 0 on"), (_numbers, "a list of finite numbers")
 _NEEDED: Mapping[str, tuple[Check, str]] = {"iteration": _COUNT, "consumed_samples": _COUNT}
 _NEEDED_TO_GO_ON: Mapping[str, tuple[Check, str]] = {
@@ -68,6 +75,7 @@ _FREE: Mapping[str, tuple[Check, str]] = {
     **dict.fromkeys(("consumed_tokens", "micro_batches", "skipped_steps", "ampipe_degree"), _COUNT),
     "dropout_seed": (lambda value: _count(value, MAX_SEED), "a whole number from 0 on"),
     "skip_samples": (_pairs, "a list of pairs of sample numbers"),
+    "expert_places": (_placements, "an object of lists of whole numbers from 0 on"),
     "verified": (_iterations, "an object of whole numbers from 0 on, or -1 for never"),
     "lineage": (_names, "a list of names of checkpoints"),
 }

@@ -110,6 +110,12 @@ class Guards:
         for guard in self._guards:
             guard.after_update(iteration)
 
+    def forget(self) -> None:
+        """Drop what is held of masters and moments between two updates: they are about to move. Run checks first."""
+        for guard in self._guards:
+            if isinstance(guard, StateGuard):
+                guard.forget()
+
     def votes(self) -> list[int | Tensor]:
         """Return this rank's votes, before an update. Their sums over all ranks go to ``apply_votes``."""
         return [guard.vote() for guard in self._voters]

@@ -92,6 +92,11 @@ class StateGuard:
         self._digested.hold()
         self._held_after.append(iteration)
 
+    def forget(self) -> None:
+        """Leave out the next comparison: the state is about to change without an update."""
+        if self._digested is not None:
+            self._digested.drop()
+
     def vote(self) -> int | Tensor:
         """Return 1, or a true scalar on the device, if this rank's memory has changed since the last update, else 0."""
         changed = None if self._digested is None else self._digested.compare()

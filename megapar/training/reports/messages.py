@@ -22,6 +22,7 @@ from megapar.training.reports import run_facts as facts
 from megapar.training.reports.loggers import JsonLinesLogger, Logger, PlainTerminal, ProgressTerminal, TensorBoardLogger
 from megapar.training.reports.monitor import Monitor
 from megapar.training.reports.patient_logger import PatientLogger
+from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.objective import Objective
 
 
@@ -51,7 +52,12 @@ def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int)
 
 
 def make_monitor(
-    config: Config, job: Job, objective: Objective, terminal: PlainTerminal | None, iteration: int
+    config: Config,
+    job: Job,
+    objective: Objective,
+    terminal: PlainTerminal | None,
+    iteration: int,
+    places: ExpertPlaces,
 ) -> Monitor:
     """Return the monitor of this rank. The rank with a terminal also measures the peak and writes ``run.json``."""
     world, metrics = job.world, config.logging.metrics_jsonl
@@ -71,6 +77,7 @@ def make_monitor(
         cp=world.axis("cp"),
         device=world.device,
         objective=objective,
+        places=places,
         loggers=make_loggers(config, terminal, iteration),
         flops_per_token=flops_per_token(job.sizes, config.model.seq_length),
         peak=peak,

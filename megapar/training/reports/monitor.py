@@ -31,6 +31,7 @@ from megapar.training.reports.loggers import Logger
 from megapar.training.reports.record import Record
 from megapar.training.reports.streams import stream_failures
 from megapar.training.step.denominators import Denominators
+from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.objective import Objective
 from megapar.training.step.result import StepResult
 from megapar.training.step.totals import Totals
@@ -50,6 +51,7 @@ class Monitor:
         cp: The context parallel axis.
         device: Device of the steps' tensors.
         objective: The loss.
+        places: The ranks that experts are on; gets their load.
         loggers: Get the records, in order.
         flops_per_token: FLOPs of the model per token, forward and backward.
         peak: Peak FLOP/s of one device.
@@ -67,6 +69,7 @@ class Monitor:
         cp: Axis,
         device: Device,
         objective: Objective,
+        places: ExpertPlaces,
         loggers: Sequence[Logger],
         *,
         flops_per_token: float,
@@ -79,6 +82,7 @@ class Monitor:
         self._cp = cp
         self._device = device
         self._objective = objective
+        self._places = places
         self._loggers = loggers
         self._flops_per_token = flops_per_token
         self.peak, self.peak_source = peak, peak_source
@@ -181,6 +185,8 @@ class Monitor:
         means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
         loads = len(names) + 1 + len(ROUTING)
         layers, experts = step.totals.load.shape
+        load = [row[loads + layer * experts : loads + (layer + 1) * experts] for layer in range(layers)]
+        self._places.add(load)
         objective = self._objective
         routing = objective.routing_means(row[len(names) + 1 : loads], items, step.denominators.num_micro_batches)
         shown = {
@@ -226,8 +232,16 @@ class Monitor:
             failed_saves=self.failed_saves,
             pace=pace,
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
-            expert_load=_percentiles(row[loads:-1], layers, experts),
+            expert_load=self._expert_load(load, step.iteration),
         )
+
+    def _expert_load(self, load: Sequence[Sequence[float]], iteration: int) -> list[dict[str, float]]:
+        """Return, per layer, percentiles of its experts' load and the load of the busiest rank of several."""
+        shown = []
+        for layer, counts in enumerate(load):
+            rank = self._places.busiest(layer, counts, iteration)
+            shown.append(_percentiles(counts) | ({} if rank is None else {"busiest_rank": rank}))
+        return shown
 
 
 def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) -> float:
@@ -246,12 +260,9 @@ def _wide(value: Tensor) -> Tensor:
     return value.detach().to(widest(value.device))
 
 
-def _percentiles(flat: list[float], layers: int, experts: int) -> list[dict[str, float]]:
-    """Return percentiles of the experts' load per layer, relative to a balanced load of 1.0."""
-    percentiles = []
-    for layer in range(layers):
-        counts = sorted(flat[layer * experts : (layer + 1) * experts])
-        fair = sum(counts) / experts or 1.0
-        at = {"min": 0, "p50": (experts - 1) // 2, "p90": math.ceil(0.9 * (experts - 1)), "max": experts - 1}
-        percentiles.append({name: counts[index] / fair for name, index in at.items()})
-    return percentiles
+def _percentiles(load: Sequence[float]) -> dict[str, float]:
+    """Return percentiles of the load of a layer's experts, relative to a balanced load of 1.0."""
+    counts, last = sorted(load), len(load) - 1
+    fair = sum(counts) / len(counts) or 1.0
+    at = {"min": 0, "p50": last // 2, "p90": math.ceil(0.9 * last), "max": last}
+    return {name: counts[index] / fair for name, index in at.items()}

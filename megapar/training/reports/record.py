@@ -53,7 +53,8 @@ class Record:
         eval_mtp_loss: Its loss of multi-token prediction.
         tasks: Loss of every ERNIE 3.0 task, and accuracy of tasks that predict a class.
         eval_tasks: The same for an evaluation.
-        expert_load: Per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load.
+        expert_load: Per mixture-of-experts layer, percentiles of the experts' load relative to a balanced load, and
+            ``busiest_rank``, the load of the busiest of several expert parallel ranks relative to their mean.
     """
 
     iteration: int

@@ -163,4 +163,5 @@ class Gradients:
         with self.last_reduction.around("world/all_reduce"):
             # Rounding differs between compiled and uncompiled functions, and replicas must not (``StepGuard``).
             alike = runs_alike(job.runner, world)
-            return global_norm(job.sharding.master_shards, world.axis("world"), self._votes(), valid=alike)
+            shards, ranks = job.sharding.master_shards, world.axis("world")
+            return global_norm(shards, ranks, self._votes(), valid=alike, exact=job.moves_experts)

@@ -74,10 +74,13 @@ class Stepper:
         guards: Guards,
         control: Control,
         before_update: Callable[[], None],
+        before_gather: Callable[[int], None],
     ) -> None:
-        """Store the parts of a step. ``before_update`` is called before the model changes, for code still reading it.
+        """Store the parts of a step. See ``Trainer._make_stepper`` for the arguments that are not named here.
 
-        See ``Trainer._make_stepper`` for the other arguments.
+        Args:
+            before_update: Called before the model changes, for code that still reads it.
+            before_gather: Called with the number of the step when the masters have their new values.
         """
         self.config = config
         self.job = job
@@ -91,6 +94,7 @@ class Stepper:
         self.guards = guards
         self.control = control
         self._before_update = before_update
+        self._before_gather = before_gather
         self._pending: _Pending | None = None
 
     def step(self, loader: Loader) -> StepResult:
@@ -173,6 +177,7 @@ class Stepper:
             clip_gradients(job.sharding.master_shards, summed.norm, limit)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, found_inf, grad_scale)
+            self._before_gather(iteration)
             job.sharding.start_param_gather()
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, found_inf)

@@ -78,3 +78,18 @@ def test_an_optimizer_that_divides_gradients_itself_clips_them(limit, offload):
         torch.testing.assert_close(other.master, one.master, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-6, atol=0.0)  # it stores the clipped gradient
         assert limit > 1 or one.grad.norm() < 0.5
+
+
+def test_an_exact_norm_does_not_depend_on_the_places_of_parts():
+    """Three parts of one shard in two orders; votes and what another rank counts are as ever."""
+    parts = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (40, 24, 32)]
+    norms = []
+    for order in ((0, 1, 2), (2, 0, 1)):
+        cut = [parts[i] for i in order]
+        shard = MasterShard(torch.zeros(96), torch.cat(cut), True, True, parts=tuple(len(part) for part in cut))
+        other = MasterShard(torch.zeros(1), torch.full((1,), 7.0), decay=True, counted=False)
+        norm, sums = global_norm([shard, other], Axis.single("world"), (3,), exact=True)
+        norms.append(norm)
+        assert sums.tolist() == [norm.item(), 3.0]
+    assert torch.equal(*norms)
+    assert norms[0].item() == pytest.approx(torch.cat(parts).norm().item(), rel=1e-6)

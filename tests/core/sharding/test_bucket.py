@@ -30,6 +30,15 @@ def test_large_rows_are_whole_16_bytes_and_small_ones_as_they_are():
     assert row_length(LARGE_BYTES // 2 - 1, 2) == LARGE_BYTES // 2 - 1
 
 
+@pytest.mark.parametrize(("rows", "rank", "parts"), [(4, 0, (3, 3)), (5, 0, (3, 3, 3)), (5, 1, (3, 3, 3))])
+def test_a_piece_is_cut_into_its_rows_and_the_padding(rows: int, rank: int, parts: tuple[int, ...]) -> None:
+    """Two pieces of rows of 3; the last of five rows and its padding are the second piece's."""
+    spec = ParameterSpec("experts", (rows, 3), (), "layer", "normal", True)
+    entry = (spec, nn.Parameter(torch.zeros(rows, 3)), Box.whole((rows, 3)).cut(0, 2, rank), True)
+    member = segment.make_members([entry], 2)[0]
+    assert (member.parts(by_row=True), member.parts(by_row=False)) == (parts, (sum(parts),))
+
+
 def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
     """A bucket of bf16 parameters on an axis of one rank."""
     entries = []

@@ -104,6 +104,13 @@ def test_reasons_are_sentences_and_no_argument_stands_twice() -> None:
         ),
         ("--moe-router-load-balancing-type softmax_topk --norm-topk-prob", RENAMED, "--moe-aux-loss-coeff 0"),
         ("--moe-router-load-balancing-type sparsemixer_topk", OTHER, ""),
+        ("--enable-expert-placement", UNNECESSARY, ""),
+        (
+            "--enable-expert-placement --expert-model-parallel-size 4 --expert-placement-freq 20",
+            RENAMED,
+            "--moe-rebalance-interval 20",
+        ),
+        ("--expert-placement-freq 20", UNNECESSARY, ""),
         ("--add-qkv-bias --disable-bias-linear", SAME, "--add-qkv-bias"),
         ("--add-dense-bias --disable-bias-linear", ANOTHER, ""),
         ("--add-qkv-bias", IMPLIED, ""),

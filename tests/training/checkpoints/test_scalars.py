@@ -21,6 +21,7 @@ SOUND: dict[str, Any] = {
     **json.loads(GOLDEN.read_text()),
     "loss_scale": {"value": 2.0**16, "good_steps": 3, "chances": 2},
     "verified": {"replicas": 2},
+    "expert_places": {"now": [], "next": [[1, 0]]},
 }
 ODD = (
     st.none() | st.booleans() | st.text(max_size=3) | st.integers() | st.floats() | st.lists(st.integers(), max_size=2)
@@ -57,6 +58,8 @@ def test_what_runs_write_is_taken() -> None:
         ({"skip_samples": [[5, 2]]}, "skip_samples is"),
         ({"skip_samples": {"a": 1}}, "skip_samples is"),
         ({"verified": {"replicas": -2}}, "verified is"),
+        ({"expert_places": {"next": [[0, -1]]}}, "expert_places is"),
+        ({"expert_places": [[0, 1]]}, "expert_places is"),
     ],
 )
 def test_what_no_run_writes_is_refused(other: dict[str, Any], said: str) -> None:
