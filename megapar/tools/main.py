@@ -122,6 +122,10 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status: 0 done, 2 refused, 130 interrupted, others as its --help says."""
+    if argv is None and "_ARGCOMPLETE" in os.environ:
+        from megapar.tools.completion import complete
+
+        complete({name: text for name, (_, text) in COMMANDS.items()})
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())
