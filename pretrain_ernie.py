@@ -1,4 +1,4 @@
-"""Pre-train an ERNIE encoder: ``python pretrain_ernie.py --help``, the same as ``megapar pretrain ernie``."""
+"""Pre-train an ERNIE encoder: ``python pretrain_ernie.py --help``, or ``megapar pretrain ernie``."""
 
 from megapar.tools.pretrain import pretrain
 

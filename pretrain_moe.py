@@ -1,4 +1,4 @@
-"""Pre-train a mixture-of-experts (or dense) decoder: ``python pretrain_moe.py --help``, the same as ``megapar pretrain moe``."""
+"""Pre-train a mixture-of-experts (or dense) decoder: ``python pretrain_moe.py --help``, or ``megapar pretrain moe``."""
 
 from megapar.tools.pretrain import pretrain
 

@@ -26,7 +26,7 @@ rm -rf "$work/source"
 PATH="$work/venv/bin:$PATH"
 cd "$work/empty"
 
-step() { echo "wheel: $*"; "$@" > "$work/output" 2>&1 || { cat "$work/output"; echo "wheel: failed: $*"; exit 1; }; }
+step() { echo "wheel: ${*%%$'\n'*}"; "$@" > "$work/output" 2>&1 || { cat "$work/output"; echo "wheel: failed: $*"; exit 1; }; }
 says() { grep -q -- "$1" "$work/output" || { cat "$work/output"; echo "wheel: nothing says: $1"; exit 1; }; }
 
 step python -c "

@@ -1,6 +1,6 @@
 """A Hugging Face folder of a checkpoint for one use: in a temporary folder, or kept in a cache by its content.
 
-Tested in ``tests/tools/test_generate.py``.
+Tested in ``tests/tools/test_checkpoint_commands.py``.
 """
 
 from __future__ import annotations
