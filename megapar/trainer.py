@@ -84,9 +84,7 @@ class Outcome:
     exported: Path | None
 
 
-def main(
-    config: Config, planned: Planned | None = None, *, after: Callable[[Outcome], None] | None = None
-) -> NoReturn:
+def main(config: Config, planned: Planned | None = None, *, after: Callable[[Outcome], None] | None = None) -> NoReturn:
     """Train, then exit the process: status 0 after a complete or stopped run, 2 for a refused configuration, else 1.
 
     Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks.

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torch
 
-from megapar.config.from_hf import BESIDE
+from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.units import GIBIBYTE
+from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import CheckpointError
 from megapar.files.regular_file import INDEX_BYTES, read_regular
@@ -67,13 +68,18 @@ def _name(checkpoint: Path, dtype: torch.dtype | None, tokenizer: Tokenizer | No
 
 
 def _write(checkpoint: Path, saved: Saved, out: Path, dtype: torch.dtype | None, tokenizer: Tokenizer | None) -> Path:
+    if tokenizer is None and not _has_tokenizer(checkpoint.parent):
+        raise CheckpointError(f"{checkpoint} has no stored tokenizer. Pass that of the run with --tokenizer-model PATH")
     carried = checkpoint.parent / BESIDE / CARRIED
     needed = exported_bytes(saved, dtype) + (carried.stat().st_size if carried.is_file() else 0)
     check_space(out, needed)
-    if not megapar_to_hf(checkpoint, out, dtype=dtype, tokenizer=tokenizer).tokenizer:
-        shutil.rmtree(out)
-        raise CheckpointError(f"{checkpoint} has no stored tokenizer. Pass that of the run with --tokenizer-model PATH")
-    return out
+    return megapar_to_hf(checkpoint, out, dtype=dtype, tokenizer=tokenizer).folder
+
+
+def _has_tokenizer(root: Path) -> bool:
+    """Return True if a folder of checkpoints has a tokenizer, of its run or of the published model."""
+    published = any((root / BESIDE / name).exists() for name in TOKENIZER_FILES)
+    return published or load_stored_tokenizer(root) is not None
 
 
 def exported_bytes(saved: Saved, dtype: torch.dtype | None) -> int:
