@@ -151,7 +151,7 @@ def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) ->
     known = names if len(names) == 1 and names[0] in IN_PACKAGE else None
     paths = options.data_path or known
     if paths is None or (split == APART and paths != ["mock"]):
-        where = "held-out text of its own (--eval-data-path)" if split == APART else f"{', '.join(names)}"
+        where = "separate held-out text (--eval-data-path)" if split == APART else f"{', '.join(names)}"
         message = f"the checkpoint is of a run with {where}, and records no path of it."
         fix = "Pass --eval-data-path PATH, all of which is evaluated"
         fix += "." if split == APART else ", or --data-path with the data of the run, whose held-out share is."

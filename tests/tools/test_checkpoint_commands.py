@@ -101,7 +101,7 @@ def test_data_that_is_not_known_is_asked_for(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Pass --eval-data-path PATH, all of which is evaluated, or --data-path"):
         evaluate.trainer_line([str(run.saved)])
     apart = again(run, tmp_path, lambda identity: identity["phases"][-1].update(split="apart"))
-    with pytest.raises(ConfigError, match=r"held-out text of its own \(--eval-data-path\)"):
+    with pytest.raises(ConfigError, match=r"separate held-out text \(--eval-data-path\)"):
         evaluate.trainer_line([str(apart), "--data-path", str(run.data)])
 
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_one(
     assert main([*line, "--tokenizer-model", str(run.folder / "my.model")]) == 0
 
 
-def test_an_encoder_continues_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_continues_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small("ernie", tmp_path, "--data-path", "mock")
     assert main(["generate", str(tmp_path / "saved"), "--prompt", "a"]) == 1
-    assert "an ERNIE encoder" in capsys.readouterr().err
+    assert "an ERNIE encoder" in capfd.readouterr().err

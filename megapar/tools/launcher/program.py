@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank runs, taken apart.
+    """A program with its flags, taken apart.
 
     Attributes:
         start: Arguments of the Python interpreter up to the flags.
