@@ -40,7 +40,6 @@ IN_PACKAGE = ("mock", "builtin")
 """Data that needs no file."""
 _GROUPS = ("model", "moe", "data")
 _OF_SAMPLES = ("micro_batch_size", "global_batch_size", "seed", "dtype")
-_ROUNDS = 3
 
 
 class Evaluated(Protocol):
@@ -120,22 +119,19 @@ def _recorded(kind: str, identity: Identity) -> list[str]:
     A checkpoint records every value, but a flag that is given though another one switches it off is refused.
     """
     recorded: dict[str, Any] = {**identity.flags, "seq_length": identity.data.seq_length, "seed": identity.data.seed}
-    wanted = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in recorded.items()
-        if (flag := FLAGS.get(name)) is not None
-        and kind in flag.models
-        and (flag.group in _GROUPS or name in _OF_SAMPLES)
-    }
-    independent = {name: value for name, value in wanted.items() if FLAGS[name].defaults[kind] is not None}
-    kept = {name: value for name, value in independent.items() if value != FLAGS[name].defaults[kind]}
-    for _ in range(_ROUNDS):  # a derived value may follow from another one that was set
+    wanted = {}
+    for name, flag in FLAGS.items():
+        if name in recorded and kind in flag.models and (flag.group in _GROUPS or name in _OF_SAMPLES):
+            value = recorded[name]
+            wanted[name] = tuple(value) if isinstance(value, list) else value
+    defaults = {name: FLAGS[name].defaults[kind] for name in wanted}
+    kept = {name: value for name, value in wanted.items() if defaults[name] is not None and value != defaults[name]}
+    while True:  # one at a time, because a value that is derived may follow from the one before
         here = resolved_values(kind, spelled(kept), {})
-        more = {name: value for name, value in wanted.items() if here.get(name) != value}
-        if not more:
-            break
-        kept |= more
-    return spelled(kept)
+        other = next((name for name in wanted if name not in kept and here.get(name) != wanted[name]), None)
+        if other is None:
+            return spelled(kept)
+        kept[other] = wanted[other]
 
 
 def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) -> list[str]:

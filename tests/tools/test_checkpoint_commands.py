@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import transformers
 
-from megapar.arguments import parse
+from megapar.arguments import FLAGS, SCRIPTS, parse
+from megapar.config.presets import preset_names
+from megapar.config.read import about
+from megapar.data.text.fingerprint import Fingerprint
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.tools import evaluate
@@ -20,6 +23,8 @@ from megapar.tools.generate import prompt_ids
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints import exported
+from megapar.training.checkpoints.data_facts import DataFacts
+from megapar.training.checkpoints.identity import DataPhase, Identity, flags_of
 from tests.support.training import SMALL
 
 TEXT = "a rank holds a part of every layer and sends the rest of its rows to the others in turn"
@@ -87,6 +92,18 @@ def test_the_line_has_the_model_and_no_layout(run: Run) -> None:
     assert line[line.index("--ckpt-step") + 1] == "2"
     assert line[line.index("--split") + 1] == "80,20"
     assert line[-2:] == ("--mp-degree", "2")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_record_of_every_configuration_gives_its_model_on_one_rank(name: str) -> None:
+    kind = {script: kind for kind, script in SCRIPTS.items()}[about([name]).script]
+    config = parse(kind, ["--config", name, "--rules-only"], {"WORLD_SIZE": "2"}, planning=True)
+    data = DataFacts((Fingerprint("x", "1", None, ""),), "98,2", config.training.seed, config.model.seq_length)
+    identity = Identity("adamw", None, (DataPhase(0, ("x",), data),), {}, flags_of(config))
+    line = [*evaluate._recorded(kind, identity), "--data-path", "mock", *evaluate.NO_TRAINING, "--rules-only"]
+    again = flags_of(parse(kind, [*line, "--load", "runs/a"], {}, planning=True))
+    model = [name for name in identity.flags if FLAGS[name].group in ("model", "moe", "data")]
+    assert {name: again[name] for name in model} == {name: identity.flags[name] for name in model}
 
 
 def test_other_text_is_held_out_as_a_whole(run: Run) -> None:
