@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from glob import escape
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -185,8 +186,8 @@ def _configurations(prefix: str = "", **_: Any) -> Iterator[str]:
     from megapar.config.presets import preset_names
 
     yield from preset_names()
-    folder, _, start = prefix.rpartition("/")
-    place = Path(folder or ("/" if prefix.startswith("/") else "."))
-    for path in sorted(place.glob(f"{start}*")) if place.is_dir() else ():
+    folder, slash, start = prefix.rpartition("/")
+    place = Path(folder or slash or ".")
+    for path in sorted(place.glob(f"{escape(start)}*")) if place.is_dir() else ():
         if path.is_dir() or path.suffix in (".yaml", ".yml"):
-            yield (f"{folder}/" if "/" in prefix else "") + path.name + ("/" if path.is_dir() else "")
+            yield f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}"

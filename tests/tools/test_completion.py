@@ -10,7 +10,8 @@ from pkgutil import resolve_name
 
 import pytest
 
-from megapar.tools.completion import PARSERS, VARIABLE, parser_of
+from megapar.config.presets import preset_names
+from megapar.tools.completion import PARSERS, VARIABLE, _configurations, parser_of
 from megapar.tools.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -84,3 +85,11 @@ def test_without_argcomplete_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "argcomplete", None)
     assert main(["completion", "bash"]) == 1
     assert "pip install argcomplete" in capsys.readouterr().err
+
+
+def test_a_configuration_is_a_name_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for name in ("a.yaml", "a.txt"):
+        (tmp_path / name).touch()
+    offered = list(_configurations(f"{tmp_path}/"))
+    assert offered == [*preset_names(), f"{tmp_path}/a.yaml", f"{tmp_path}/runs/"]
