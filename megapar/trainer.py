@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,18 +85,20 @@ class Outcome:
     exported: Path | None
 
 
-def main(config: Config, planned: Planned | None = None) -> NoReturn:
+def main(config: Config, planned: Planned | None = None, *, after: Callable[[Outcome], None] | None = None) -> NoReturn:
     """Train, then exit the process: status 0 after a complete or stopped run, 2 for a refused configuration, else 1.
 
     Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks.
-    ``planned`` is as in ``train``.
+    ``planned`` is as in ``train``; ``after`` is called with the outcome, on every rank.
     """
     make_patient()
     status = 0
     rank = int(os.environ.get("RANK", "0"))
     end_with_launcher()
     try:
-        train(config, stop_signal=StopSignal(), planned=planned)
+        outcome = train(config, stop_signal=StopSignal(), planned=planned)
+        if after is not None:
+            after(outcome)
     except MegaparError as error:
         failure.note(error, os.environ)
         prefix = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""

@@ -152,7 +152,7 @@ def test_an_elastic_job_finds_a_layout_for_fewer_ranks_than_its_file_says(four: 
 
 def test_a_file_of_the_other_trainer_is_told_by_its_name(four: str) -> None:
     said = refused("ernie", "--config", four, "--no-such-flag")
-    assert f"[script] {four} is for pretrain_moe.py, and this is pretrain_ernie.py. Start pretrain_moe.py." in said
+    assert f"[script] {four} is for pretrain_moe.py, and this is pretrain_ernie.py. Start pretrain_moe.py," in said
     assert "[unknown-flag]" in said
     assert len(said.splitlines()) == 2  # nothing that only follows from the missing file
     Path(four).write_text("script: pretrain_gpt.py\n", encoding="utf-8")

@@ -58,7 +58,9 @@ def other_script(path: str, script: str, kind: str) -> Complaint | None:
         return None
     if script not in SCRIPTS.values():
         return Complaint("script", f"in {path}, script is {script!r}, not one of {', '.join(SCRIPTS.values())}.")
-    return Complaint("script", f"{path} is for {script}, and this is {SCRIPTS[kind]}.", f"Start {script}.")
+    other = next(name for name, file in SCRIPTS.items() if file == script)
+    fix = f"Start {script}, or megapar pretrain {other}."
+    return Complaint("script", f"{path} is for {script}, and this is {SCRIPTS[kind]}.", fix)
 
 
 def unknown_to_trainers(assume: Sequence[str]) -> str:

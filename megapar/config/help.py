@@ -63,9 +63,11 @@ def describe(flag: Flag, kind: str) -> str:
 def help_text(kind: str) -> str:
     """Return the complete help page of one trainer."""
     lines = [
-        f"usage: python {SCRIPTS[kind]} [--config FILE.yaml] [FLAGS]",
+        f"usage: python {SCRIPTS[kind]} [--config NAME|FILE.yaml] [FLAGS]",
         f"       megapar launch --nproc-per-node N {SCRIPTS[kind]} [FLAGS]",
+        f"       or, without a checkout, pretrain {kind} in place of the script: megapar pretrain {kind} [FLAGS]",
         "",
+        "megapar configs lists the names of configurations.",
         "The last of repeated flags wins, and the command line overrides YAML files. --no-FLAG turns a switch off.",
     ]
     for group, listed in GROUPS.items():

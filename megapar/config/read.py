@@ -15,6 +15,7 @@ from megapar.config.draft import Draft, is_from_file, is_given
 from megapar.config.help import default_text
 from megapar.config.hints import near_flag, of_block
 from megapar.config.paths import expand, expanded
+from megapar.config.presets import located, near_preset
 from megapar.config.shown import shown
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
@@ -250,9 +251,11 @@ def about(paths: Sequence[str]) -> About:
 def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a YAML file, none after a complaint. Only this imports PyYAML."""
     try:
-        text = read_regular_text(path, MAX_BYTES)
+        text = read_regular_text(located(path), MAX_BYTES)
     except FileNotFoundError:
-        draft.complain("config-file", f"--config {path} does not exist.", near_path(path))
+        preset = near_preset(path)
+        hint = f" In every installation there is --config {preset}." if preset else ""
+        draft.complain("config-file", f"--config {path} does not exist.", f"{near_path(path)}{hint}")
         return []
     except (OSError, UnicodeDecodeError) as error:
         draft.complain("config-file", f"--config {path} cannot be read: {error}.")

@@ -281,8 +281,8 @@ class RuntimeOptions:
     strict_seed_rules: bool = flag(False, "apply the restrictions of published documents that megapar normally lifts")
     config: tuple[str, ...] = flag(
         (),
-        "YAML file whose keys are flag names; may be repeated: later files override earlier ones, and the command line "
-        "overrides all files",
+        "YAML file whose keys are flag names, or a name that megapar configs lists; may be repeated: later files "
+        "override earlier ones, and the command line overrides all files",
         meta=True,
         each=True,
     )

@@ -13,8 +13,8 @@ from megapar.errors import MegaparError
 from megapar.tools.parser import Parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run hf-to-megapar or megapar-to-hf. Return the exit status: 0 done, 1 or 2 failed."""
+def make_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(prog="megapar convert", description="Convert models, one tensor at a time.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     importer = commands.add_parser("hf-to-megapar", help="a Hugging Face folder to a checkpoint")
@@ -33,7 +33,12 @@ def main(argv: Sequence[str]) -> int:
         help="tokenizer to write with the model (default: the tokenizer of the run or of the imported folder)",
     )
     exporter.add_argument("--shard-mb", type=int, default=2048, help="maximum size of a file in MiB (default: 2048)")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run hf-to-megapar or megapar-to-hf. Return the exit status: 0 done, 1 or 2 failed."""
+    args = make_parser().parse_args(argv)
     try:
         return _run(args)
     except MegaparError as error:

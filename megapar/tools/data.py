@@ -17,14 +17,19 @@ from megapar.errors import DataError, MegaparError
 from megapar.tools.parser import Parser, count
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run prepare, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
+def make_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(prog="megapar data", description="Prepare and check files of tokens, and train tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _prepare_flags(commands.add_parser("prepare", help="tokenize documents into PREFIX.bin and PREFIX.idx"))
     _check_flags(commands.add_parser("check", help="check every index entry and every token of indexed files"))
     _train_flags(commands.add_parser("train-tokenizer", help="train a sentencepiece model on documents"))
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run prepare, check or train-tokenizer. Return the exit status: 0 done, 1 or 2 failed, 130 interrupted."""
+    args = make_parser().parse_args(argv)
     try:
         run: Callable[[argparse.Namespace], int] = args.run
         return run(args)

@@ -93,12 +93,22 @@ def stale(folder: Path) -> list[str]:
     ]
 
 
+def make_parser() -> Parser:
+    """Return the parser of the command."""
+    parser = Parser(prog="megapar docs", description="Write the generated pages of docs/.")
+    parser.add_argument("--folder", type=Path, help="folder of the pages (default: docs of a checkout)")
+    parser.add_argument("--check", action="store_true", help="write nothing, report which pages are stale")
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the stale pages; with --check only report them, with exit status 1 if there are any."""
-    parser = Parser(prog="megapar docs", description="Write the generated pages of docs/.")
-    parser.add_argument("--folder", type=Path, default=Path("docs"), help="folder of the pages (default: docs)")
-    parser.add_argument("--check", action="store_true", help="write nothing, report which pages are stale")
+    parser = make_parser()
     options = parser.parse_args(argv)
+    if options.folder is None:
+        options.folder = Path("docs")
+        if not options.folder.is_dir():
+            parser.error("this folder has no docs; run it at the root of a checkout, or pass --folder DIR")
     names = stale(options.folder)
     if options.check:
         for name in names:

@@ -11,6 +11,36 @@ from types import MappingProxyType
 from megapar import __version__
 
 
+def _pretrain(argv: Sequence[str]) -> int:
+    from megapar.tools.pretrain import main
+
+    return main(argv)
+
+
+def _configs(argv: Sequence[str]) -> int:
+    from megapar.tools.configs import main
+
+    return main(argv)
+
+
+def _evaluate(argv: Sequence[str]) -> int:
+    from megapar.tools.evaluate import main
+
+    return main(argv)
+
+
+def _generate(argv: Sequence[str]) -> int:
+    from megapar.tools.generate import main
+
+    return main(argv)
+
+
+def _completion(argv: Sequence[str]) -> int:
+    from megapar.tools.completion import main
+
+    return main(argv)
+
+
 def _rules(argv: Sequence[str]) -> int:
     from megapar.tools.rules import main
 
@@ -61,11 +91,15 @@ def _convert(argv: Sequence[str]) -> int:
 
 COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProxyType(
     {
+        "pretrain": (_pretrain, "train a model (moe or ernie) in this process"),
         "launch": (_launch, "check the configuration once, then start the ranks of this node"),
         "plan": (
             _plan,
             "estimate memory, traffic and time of a configuration; --show-schedule draws its pipeline",
         ),
+        "configs": (_configs, "list the configurations that --config finds by name"),
+        "evaluate": (_evaluate, "print the held-out loss of a checkpoint of any layout"),
+        "generate": (_generate, "continue a prompt by a checkpoint of any layout, with transformers"),
         "report": (_report, "write one HTML page about a run"),
         "translate": (
             _translate,
@@ -74,19 +108,24 @@ COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProx
         "data": (_data, "make and check token files, train tokenizers"),
         "convert": (_convert, "convert between Hugging Face models and checkpoints"),
         "rules": (_rules, "print the compatibility matrix"),
-        "docs": (_docs, "write docs/compatibility.md and docs/flags.md"),
+        "completion": (_completion, "print what completes commands and flags in bash, zsh or fish"),
+        "docs": (_docs, "write the generated pages of docs/"),
     }
 )
 
 
 def usage() -> str:
     """Return the text of ``megapar --help``."""
-    lines = [f"  {name:9} {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:10} {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join([f"megapar {__version__}", "usage: megapar COMMAND ...", "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status: 0 done, 2 refused, 130 interrupted, others as its --help says."""
+    if argv is None and "_ARGCOMPLETE" in os.environ:
+        from megapar.tools.completion import complete
+
+        complete({name: text for name, (_, text) in COMMANDS.items()})
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())

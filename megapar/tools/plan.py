@@ -31,7 +31,7 @@ REFUSED = 2
 
 def main(argv: Sequence[str]) -> int:
     """Run the plan. Return the exit status: 0 planned, 3 planned but does not fit, 2 refused, 1 if a trace fails."""
-    args, flags = _parser().parse_known_args(list(argv))
+    args, flags = make_parser().parse_known_args(list(argv))
     try:
         return _run(args, flags)
     except ConfigError as error:
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_status
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's own options. It leaves the flags of the trainer unparsed."""
     parser = Parser(
         prog="megapar plan",
         description="Plan a configuration: legality, ranks, memory, traffic, time. Flags that are not listed here are "

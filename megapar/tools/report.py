@@ -39,12 +39,17 @@ table{border-collapse:collapse;font-size:12px}td,th{border:1px solid #ddd;paddin
 @media(max-width:800px){.grid{grid-template-columns:1fr}}"""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the page. Return 0, or 2 if the folder does not contain a run."""
+def make_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(prog="megapar report", description="Write one HTML page about a run.")
     parser.add_argument("run", type=Path, help="folder of --metrics-jsonl FOLDER/metrics.jsonl")
     parser.add_argument("--output", type=Path, help="file to write (default: RUN/report.html)")
-    options = parser.parse_args(list(argv))
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the page. Return 0, or 2 if the folder does not contain a run."""
+    options = make_parser().parse_args(list(argv))
     try:
         page = report(options.run)
     except ConfigError as error:

@@ -41,12 +41,17 @@ megapar rules show mp-heads     # one row, by the name that a refusal prints in 
 """
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the matrix, or single rows of it. Return 0, or 2 if a row does not exist."""
+def make_parser() -> Parser:
+    """Return the parser of the command."""
     parser = Parser(prog="megapar rules", description="Print the compatibility matrix.")
     parser.add_argument("--kind", choices=tuple(KINDS), help="only rows of one kind")
     parser.add_argument("row", nargs="*", metavar="[show] ROW", help="only these rows, named as in a refusal")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the matrix, or single rows of it. Return 0, or 2 if a row does not exist."""
+    options = make_parser().parse_args(argv)
     kind, names = options.kind, [name.strip("[]") for name in options.row if name != "show"]
     if names or options.row:
         return _show(names)

@@ -70,12 +70,18 @@ class Translation:
         return self.starts and not changing(self.found)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print the command and the verdict on every argument. Return the exit status (``_STATUS``)."""
+def make_parser() -> Parser:
+    """Return the parser of the command's own options."""
     parser = Parser(prog="megapar translate", description=__doc__, epilog=_STATUS)
     parser.add_argument("--json", action="store_true", help="print a list of objects, one per argument")
     parser.add_argument("--accept", action="store_true", help="exit with status 0 even if the training differs")
     parser.add_argument("source", nargs="*", metavar="FILE [NAME=VALUE ...]", help="a script, and variables for it")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the command and the verdict on every argument. Return the exit status (``_STATUS``)."""
+    parser = make_parser()
     own, foreign = _split_arguments(argv)
     options = parser.parse_args(own)
     try:

@@ -12,7 +12,10 @@ from megapar.tools.main import COMMANDS, main
 
 
 def test_commands_of_this_version() -> None:
-    assert set(COMMANDS) == {"convert", "data", "docs", "launch", "plan", "report", "rules", "translate"}
+    checkpoints = {"convert", "evaluate", "generate", "report"}
+    assert set(COMMANDS) == checkpoints | {
+        *("pretrain", "launch", "plan", "configs", "data", "translate", "rules", "completion", "docs"),
+    }
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +29,7 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
     assert main(["lanch"]) == 2
     assert "Did you mean launch?" in capsys.readouterr().err
     assert main(["zzz"]) == 2
-    assert "Commands: launch, plan, report, translate, data, convert, rules, docs." in capsys.readouterr().err
+    assert f"Commands: {', '.join(COMMANDS)}." in capsys.readouterr().err
 
 
 def test_rules_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:

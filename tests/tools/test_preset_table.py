@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megapar.tools.preset_table import CONFIGS, header_source, header_title, preset_rows
+from megapar.config.presets import FOLDER
+from megapar.tools.preset_table import header_source, header_title, preset_rows
 
 
 def test_each_file_has_a_complete_row() -> None:
-    found = preset_rows(CONFIGS)
+    found = preset_rows(FOLDER)
     assert [row[0].partition("`")[2].partition("`")[0] for row in found] == sorted(
-        p.name for p in CONFIGS.glob("*.yaml")
+        p.name for p in FOLDER.glob("*.yaml")
     )
     assert all(all(row) for row in found)
     assert {row[4] for row in found} == {"trains", "trains, without its `assume`"}
@@ -36,7 +37,7 @@ def test_a_row_says_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_a_file_that_assumes_something_is_marked() -> None:
-    use = {row[0].partition("`")[2].partition(".yaml")[0]: row[4] for row in preset_rows(CONFIGS)}
+    use = {row[0].partition("`")[2].partition(".yaml")[0]: row[4] for row in preset_rows(FOLDER)}
     assert use["deepseek-v3"] == use["ernie-4.5-300b-a47b"] == "trains, without its `assume`"
     assert use["kimi-k2"] == "trains"
 

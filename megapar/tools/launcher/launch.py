@@ -11,20 +11,19 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
 from megapar.core.health.signal_listener import write_stderr
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
-from megapar.schema.flag import SCRIPTS
 from megapar.tools.launcher import own
 from megapar.tools.launcher.environment import environment
 from megapar.tools.launcher.failures import REFUSED, is_refusal
 from megapar.tools.launcher.interfaces import interfaces
 from megapar.tools.launcher.job_name import launch_name
 from megapar.tools.launcher.launch_options import Launch, read
+from megapar.tools.launcher.program import Program
 from megapar.tools.launcher.stopper import Stopped, Stopper
 from megapar.tools.launcher.waiting import Waiting
 from megapar.training.reports.streams import make_patient
@@ -40,9 +39,12 @@ def main(argv: Sequence[str]) -> int:
     # The parent may ignore SIGCHLD, and exec keeps that. The kernel would then discard the exit status of the ranks,
     # which subprocess reads as 0. The ranks inherit the default as well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    launch, options = read(argv)
-    script = Path(options.script)
-    config = _validate(script, launch, options.node_rank)
+    try:
+        launch, options = read(argv)
+    except MegaparError as error:
+        write_stderr(f"megapar launch: {error}")
+        return error.exit_status
+    config = _validate(launch, options.node_rank)
     defaults = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in defaults.items() if name not in os.environ})
     make_patient()
@@ -149,13 +151,13 @@ def _named(launch: Launch, place: MeetingPlace | None) -> Launch:
     return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
 
 
-def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | None:
+def _validate(launch: Launch, node_rank: int | None) -> Config | None:
     """Validate the configuration once for all ranks of this node; return None for scripts that are not megapar's.
 
     Exits after a refusal, ``--help`` or ``--validate-only``.
     """
-    kinds = [kind for kind, name in SCRIPTS.items() if name == script.name]
-    if not kinds:
+    program = Program.of(launch.command)
+    if not program.kind:
         return None
     from megapar.arguments import parse_or_exit
     from megapar.training.building.outline import outline
@@ -169,7 +171,7 @@ def _validate(script: Path, launch: Launch, node_rank: int | None) -> Config | N
         "TORCHELASTIC_RUN_ID": launch.rdzv_id,
     }
     # warn=False: rank 0 prints the warnings.
-    return parse_or_exit(kinds[0], launch.command[1:], environ, outline=outline, warn=False, starting=True)
+    return parse_or_exit(program.kind, program.flags, environ, outline=outline, warn=False, starting=True)
 
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:

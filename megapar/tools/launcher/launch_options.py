@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 
-from megapar.files.near_path import near_path
+from megapar.tools.launcher.program import arguments_of, complaints_about
 from megapar.tools.launcher.warm import wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 
@@ -39,7 +38,7 @@ class Launch:
         rdzv_id: Name of the job; "" for a random one.
         rdzv_conf: Further settings of the rendezvous.
         stop_timeout: Seconds that ranks have to save and exit after a signal.
-        command: The script and its flags.
+        command: Arguments of the Python interpreter: the script, or a command of megapar, and its flags.
         environment: Variables for the ranks in addition to this process's environment.
         local_addr: Address of this node for the other nodes; "" to detect it.
         log_dir: Folder of the per-rank log files; "" for none.
@@ -74,7 +73,8 @@ class Launch:
 def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
     """Parse and check the command line. Return the launch and the parsed options.
 
-    Invalid options end the process with status 2 and one message that lists all complaints.
+    Invalid options end the process with status 2 and one message that lists all complaints. Raises MegaparError if
+    the checkpoint of ``evaluate`` cannot be used.
     """
     parser = make_parser()
     options = parser.parse_args(argv)
@@ -85,8 +85,7 @@ def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
 
 
 def _complaints(options: argparse.Namespace) -> Iterator[str]:
-    if not Path(options.script).is_file():
-        yield f"script {options.script} does not exist. {near_path(options.script)}".rstrip(" .")
+    yield from complaints_about(options.script, options.flags)
     several_nodes, backend = options.nnodes[1] > 1, options.rdzv_backend
     if several_nodes and not options.rdzv_endpoint:
         yield "several nodes need --rdzv-endpoint HOST:PORT of one of them"
@@ -180,8 +179,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time that ranks have to save after a signal before they are killed (default: 300)",
     )
-    add("script", help="pretrain_moe.py, pretrain_ernie.py, or your own script")
-    add("flags", nargs=argparse.REMAINDER, help="the script's flags")
+    add("script", help="pretrain moe, pretrain ernie, pretrain_moe.py, pretrain_ernie.py, evaluate, or your own script")
+    add("flags", nargs=argparse.REMAINDER, help="its flags")
     return parser
 
 
@@ -223,7 +222,10 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def make_launch(options: argparse.Namespace) -> Launch:
-    """Return the launch that the parsed options describe. Reads no file and resolves no address."""
+    """Return the launch that the parsed options describe. Resolves no address.
+
+    Reads no file, except those of the checkpoint of ``evaluate``, for which it may raise MegaparError.
+    """
     settings = dict(pair.partition("=")[::2] for pair in options.rdzv_conf.split(",") if pair)
     if options.rdzv_backend == "static" and options.node_rank is not None:
         settings["rank"] = options.node_rank
@@ -239,7 +241,7 @@ def make_launch(options: argparse.Namespace) -> Launch:
         rdzv_conf=settings,
         local_addr=options.local_addr,
         stop_timeout=options.stop_timeout,
-        command=(options.script, *options.flags),
+        command=arguments_of(options.script, options.flags),
         environment={},
         log_dir=options.log_dir,
         secret_file=options.secret_file,

@@ -20,6 +20,7 @@ from megapar.core.health.signal_listener import write_stderr
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.launcher import own
 from megapar.tools.launcher.fresh import MODULES, ONE_THREAD, receive, send
+from megapar.tools.launcher.program import COMMANDS
 
 PATIENCE_SECONDS = 600.0  # for the imports, on a slow shared disk
 _ANSWER_SECONDS = 30.0
@@ -167,16 +168,16 @@ def _adopt_orphans(enabled: bool) -> bool:
 def wants_warm_start(flag: bool | None, script: str) -> bool:
     """Return True if ranks are to be forked from a warm process.
 
-    The default is on for megapar's own scripts, if importing torch does not open a device. It is off for other
-    scripts: one that sets variables before it imports torch would set them too late.
+    The default is on for megapar's own scripts and commands, if importing torch does not open a device. It is off for
+    other scripts: one that sets variables before it imports torch would set them too late.
 
     Args:
         flag: Value of --warm-start; None for the default.
-        script: Path of the script.
+        script: Path of the script, or a command of megapar.
     """
     if flag is not None:
         return flag
-    is_ours = Path(script).name in SCRIPTS.values()
+    is_ours = script in COMMANDS or Path(script).name in SCRIPTS.values()
     # If torch_npu is installed, torch imports it, which opens the device.
     return is_ours and sys.platform == "linux" and importlib.util.find_spec("torch_npu") is None
 

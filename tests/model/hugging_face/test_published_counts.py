@@ -14,8 +14,8 @@ import yaml
 from transformers.initialization import no_init_weights
 
 from megapar.arguments import parse
+from megapar.config.presets import FOLDER
 from megapar.model.spec import parameter_counts, table_of
-from megapar.tools.preset_table import CONFIGS
 from tests.model.hugging_face.test_published_folders import tensors_of
 
 FILES = sorted((Path(__file__).parent / "published").glob("*.yaml"))
@@ -32,7 +32,7 @@ def test_the_block_of_multi_token_prediction_is_counted_apart(path: Path) -> Non
     own = f"model.layers.{content['config']['num_hidden_layers']}."
     shapes = {name: shape for name, (_, shape) in tensors_of(content).items() if name.startswith(own)}
     published = sum(math.prod(shape) for name, shape in shapes.items() if not APART.search(name))
-    sizes = parse("moe", ["--config", str(CONFIGS / path.name), "--validate-only"], {}, planning=True).model
+    sizes = parse("moe", ["--config", str(FOLDER / path.name), "--validate-only"], {}, planning=True).model
     block = sum(row.numel for row in table_of(sizes) if row.trainable and row.name.startswith("mtp."))
     assert block == published
     assert sum(row.numel for row in table_of(sizes) if row.trainable) - parameter_counts(sizes).total == block
@@ -47,7 +47,7 @@ def test_a_configuration_has_the_parameters_of_its_class(path: Path) -> None:
     settings = kind.config_class.from_dict({**ours, "model_type": kind.config_class.model_type})
     with torch.device("meta"), no_init_weights():
         theirs = sum(parameter.numel() for parameter in kind(settings).parameters())
-    line = ["--config", str(CONFIGS / path.name), "--validate-only"]
+    line = ["--config", str(FOLDER / path.name), "--validate-only"]
     sizes = parse("moe", line, {}, planning=True).model.without_training_blocks()
     table = table_of(sizes)
     assert sum(row.numel for row in table if row.trainable) == theirs

@@ -1,0 +1,11 @@
+"""``python -m megapar``: the ``megapar`` command for environments whose scripts are not on the PATH.
+
+Tested in ``tests/tools/test_package.py``.
+"""
+
+import sys
+
+from megapar.tools.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""``megapar evaluate``: the held-out loss of a checkpoint of any layout, by the trainer's own evaluation.
+
+megapar evaluate CHECKPOINT [--data-path PATH ... | --eval-data-path PATH ...] [FLAGS]
+
+The flags that describe the model and its samples are those that the checkpoint records. The layout is a new one: a
+single process, or the ranks of ``megapar launch ... evaluate``. As a module it is the program of a rank, with the line
+of the trainer: python .../own.py megapar.tools.evaluate KIND FLAGS...
+
+Tested in ``tests/tools/test_checkpoint_commands.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from megapar.arguments import FLAGS, Config, parse_or_exit, resolved_values
+from megapar.config.report import refusal
+from megapar.config.stored import LAYOUT, stored_facts, stored_scalars
+from megapar.data.corpus import DEFAULT_SPLIT
+from megapar.data.tokenizers.ids import known_facts, same_ids
+from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
+from megapar.files.checkpoint_names import newest_name, parse_checkpoint_name
+from megapar.model.spec import STORED
+from megapar.planning.candidate import spelled
+from megapar.tools.parser import Parser
+from megapar.tools.pretrain import prepare_process
+from megapar.training.building.outline import outline
+from megapar.training.checkpoints.data_facts import APART, DataFacts
+from megapar.training.checkpoints.identity import RECORD, Identity
+
+NO_TRAINING = ("--finetune", "--train-iters", "0", "--eval-interval", "1")
+"""Flags of a run that loads weights, takes no step and evaluates."""
+IN_PACKAGE = ("mock", "builtin")
+"""Data that needs no file."""
+_GROUPS = ("model", "moe", "data")
+_OF_SAMPLES = ("micro_batch_size", "global_batch_size", "seed", "dtype")
+
+
+class Evaluated(Protocol):
+    """The part of a run's outcome that an evaluation has."""
+
+    @property
+    def evaluation(self) -> dict[str, float] | None:
+        """Means of the terms of the loss."""
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's own options. It leaves those of the trainer unparsed."""
+    parser = Parser(
+        prog="megapar evaluate",
+        description="Print the held-out loss of a checkpoint of any layout. Options that are not listed here are flags "
+        "of the trainer, such as --eval-iters, --device and the degrees of a layout.",
+        epilog="Several ranks: megapar launch --nproc-per-node N evaluate CHECKPOINT ... "
+        "Exit status: 0 done, 2 refused, 1 anything else.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of --save, for its latest checkpoint, or one in it")
+    add("--data-path", nargs="+", metavar="PATH", help="the text of the run, whose held-out share is evaluated")
+    add("--eval-data-path", nargs="+", metavar="PATH", help="other text, all of which is held out")
+    add("--tokenizer-model", metavar="PATH", help="the tokenizer of the run, if none is stored with the checkpoint")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Evaluate in this process, and exit. Returns only after a refusal, with its status."""
+    try:
+        kind, *flags = trainer_line(argv)
+    except ConfigError as error:
+        sys.stderr.write(refusal(error.complaints))
+        return error.exit_status
+    except MegaparError as error:
+        print(f"megapar evaluate: {error}", file=sys.stderr)
+        return error.exit_status
+    run(kind, flags)
+
+
+def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the kind of trainer and the flags of a run that evaluates the checkpoint.
+
+    Reads the small files of the checkpoint. Raises CheckpointError, and ConfigError if data or tokenizer do not fit.
+    """
+    options, rest = make_parser().parse_known_args(list(argv))
+    root, iteration = _place(options.checkpoint)
+    found = stored_facts(root, iteration)
+    spec = STORED.get(str(found[1].get("kind"))) if found is not None else None
+    if found is None or spec is None:
+        raise CheckpointError(
+            f"{options.checkpoint} contains no readable checkpoint. Pass the folder of --save or a checkpoint in it; "
+            "convert a Hugging Face folder by megapar convert hf-to-megapar first"
+        )
+    identity = Identity.from_json(stored_scalars(found[0]).get(RECORD))
+    load = ["--load", str(root), *([] if iteration is None else ["--ckpt-step", str(iteration)])]
+    recorded = [] if identity is None else _recorded(spec.kind, identity)
+    tokenizer = [] if identity is None else _tokenizer(identity, options)
+    return (spec.kind, *recorded, *load, *_data(identity, options, rest), *tokenizer, *NO_TRAINING, *rest)
+
+
+def _place(path: Path) -> tuple[Path, int | None]:
+    """Return the folder of checkpoints, and the iteration if ``path`` is one of them. Raises CheckpointError."""
+    name = parse_checkpoint_name(path.name)
+    if name is None or not (path / LAYOUT).exists():
+        return path, None
+    if newest_name(path.parent, name[0]) != path.name:
+        newest = path.parent / newest_name(path.parent, name[0])
+        raise CheckpointError(f"{path} was saved again, as {newest}. Pass that one, or move one of them away")
+    return path.parent, name[0]
+
+
+def _recorded(kind: str, identity: Identity) -> list[str]:
+    """Return the flags of the model and its samples, without those that follow from the others.
+
+    A checkpoint records every value, but a flag that is given though another one switches it off is refused.
+    """
+    recorded: dict[str, Any] = {**identity.flags, "seq_length": identity.data.seq_length, "seed": identity.data.seed}
+    wanted = {}
+    for name, flag in FLAGS.items():
+        if name in recorded and kind in flag.models and (flag.group in _GROUPS or name in _OF_SAMPLES):
+            value = recorded[name]
+            wanted[name] = tuple(value) if isinstance(value, list) else value
+    defaults = {name: FLAGS[name].defaults[kind] for name in wanted}
+    kept = {name: value for name, value in wanted.items() if defaults[name] is not None and value != defaults[name]}
+    while True:  # one at a time, because a value that is derived may follow from the one before
+        here = resolved_values(kind, spelled(kept), {})
+        other = next((name for name in wanted if name not in kept and here.get(name) != wanted[name]), None)
+        if other is None:
+            return spelled(kept)
+        kept[other] = wanted[other]
+
+
+def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) -> list[str]:
+    """Return the flags of the data. Raises ConfigError if they are needed and missing."""
+    if options.eval_data_path:  # a run needs training data, of which this one reads no sample
+        training = options.data_path or options.eval_data_path
+        return ["--data-path", *training, "--eval-data-path", *options.eval_data_path]
+    if identity is None:
+        return ["--data-path", *options.data_path] if options.data_path else []
+    split, names = identity.data.split, [source.name for source in identity.data.sources]
+    if not options.data_path and ("--hf-dataset" in rest or identity.flags.get("data_source") == "hf"):
+        return [] if split in (APART, DEFAULT_SPLIT) else ["--split", split]
+    known = names if len(names) == 1 and names[0] in IN_PACKAGE else None
+    paths = options.data_path or known
+    if paths is None or (split == APART and paths != ["mock"]):
+        where = "separate held-out text (--eval-data-path)" if split == APART else f"{', '.join(names)}"
+        message = f"the checkpoint is of a run with {where}, and records no path of it."
+        fix = "Pass --eval-data-path PATH, all of which is evaluated"
+        fix += "." if split == APART else ", or --data-path with the data of the run, whose held-out share is."
+        raise ConfigError([Complaint("evaluate-data", message, fix)])
+    plain = split == DEFAULT_SPLIT or paths == ["mock"] or "--split" in rest
+    return ["--data-path", *paths, *([] if plain else ["--split", split])]
+
+
+def _tokenizer(identity: Identity, options: Namespace) -> list[str]:
+    """Return the flag of the tokenizer. Raises ConfigError if its ids are not those of the checkpoint."""
+    path = options.tokenizer_model
+    if path is None:
+        return []
+    facts = known_facts(path)
+    if identity.tokenizer is not None and facts is not None and not same_ids(identity.tokenizer, facts):
+        message = f"--tokenizer-model {path} has other ids than the tokenizer that the checkpoint was trained with."
+        fix = "Leave it out if the run stored its tokenizer next to the checkpoints, or pass that one."
+        raise ConfigError([Complaint("checkpoint-tokenizer", message, fix)])
+    return ["--tokenizer-model", path]
+
+
+def run(kind: str, flags: Sequence[str]) -> NoReturn:
+    """Evaluate as one rank with the line of the trainer, and exit as ``trainer.main`` does."""
+    prepare_process()
+    config = parse_or_exit(kind, flags, outline=outline)
+    if os.environ.get("RANK", "0") == "0":
+        for note in _other_data(config):
+            print(f"megapar evaluate: {note}", file=sys.stderr)
+
+    from megapar.planning.out_of_memory import planned_memory
+    from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
+
+    train(config, planned_memory, after=_print_result)
+
+
+def _other_data(config: Config) -> Iterator[str]:
+    """Yield a note if documents that are held out here may have been trained on there."""
+    found = stored_facts(Path(str(config.checkpoint.load)), config.checkpoint.ckpt_step)
+    identity = None if found is None else Identity.from_json(stored_scalars(found[0]).get(RECORD))
+    if identity is None or config.data.eval_data_path:
+        return
+    try:
+        here = DataFacts.of(config)
+    except DataError:  # which the run reports
+        return
+    apart = [one.text for one in identity.data.apart(here) if one.field in ("sources", "split")]
+    if apart:
+        yield f"the data is not that of the run: {'; '.join(apart)}. Its held-out part may have been trained on"
+
+
+def _print_result(outcome: Evaluated) -> None:
+    """Print the result as rank 0, a number per line."""
+    if os.environ.get("RANK", "0") == "0" and outcome.evaluation is not None:
+        print("\n".join(result_lines(outcome.evaluation)), flush=True)
+
+
+def result_lines(means: Mapping[str, float]) -> Iterator[str]:
+    """Yield ``loss``, the terms that it is the weighted sum of, and for a decoder the perplexity, in nats per token."""
+    yield f"loss {means['loss']:.6f}"
+    for name, mean in means.items():
+        if name != "loss":
+            yield f"{name} {mean:.6f}"
+    if "lm" in means:
+        yield f"perplexity {math.exp(means['lm']) if means['lm'] < 700 else math.inf:.6g}"
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,125 @@
+"""``megapar generate``: continues a prompt by a checkpoint of any layout.
+
+The checkpoint is exported as a Hugging Face folder, and transformers generates. The folder is temporary unless
+--hf-cache keeps it.
+
+Tested in ``tests/tools/test_checkpoint_commands.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megapar.config.config import FLAGS
+from megapar.errors import CheckpointError, MegaparError
+from megapar.tools.parser import Parser, count, whole
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command."""
+    parser = Parser(
+        prog="megapar generate",
+        description="Continue a prompt by a checkpoint of any layout: it is exported to a temporary folder, and "
+        "transformers generates from it.",
+        epilog="Exit status: 0 done, 2 refused, 1 anything else.",
+    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of --save, for its latest checkpoint, or one in it")
+    add("--prompt", action="append", required=True, metavar="TEXT", help="the text to continue; may be repeated")
+    add("--max-new-tokens", type=count, default=64, metavar="N", help="maximum length of a continuation (default: 64)")
+    add("--temperature", type=_from_zero, default=0.7, metavar="T", help="0: the likeliest token (default: 0.7)")
+    add("--top-k", type=count, metavar="K", help="draw only from the K likeliest tokens")
+    add("--top-p", type=_share, metavar="P", help="draw only from the likeliest tokens of total probability P")
+    add("--seed", type=whole, default=0, metavar="N", help="seed of the draws (default: 0)")
+    add("--hf-cache", type=Path, metavar="DIR", help="keep the exported folder in DIR, and use it again the next time")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="data type of the weights (default: as megapar convert)")
+    add("--tokenizer-model", metavar="PATH", help="the tokenizer of the run, if none is stored with the checkpoint")
+    add("--device", choices=FLAGS["device"].choices, default="auto", help="where to generate (default: auto)")
+    return parser
+
+
+def _from_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not a number >= 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _from_zero(text)
+    if not 0 < value <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share above 0, of 1 at most")
+    return value
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the prompts with their continuations. Return the exit status: 0 done, 2 refused, 1 failed."""
+    options = make_parser().parse_args(argv)
+    try:
+        for text in generate(options):
+            print(text, flush=True)
+    except MegaparError as error:
+        print(f"megapar generate: {error}", file=sys.stderr)
+        return error.exit_status
+    except OSError as error:
+        print(f"megapar generate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def generate(options: Namespace) -> list[str]:
+    """Return the prompts with their continuations, for parsed options. Raises MegaparError and OSError."""
+    import torch
+    import transformers
+
+    from megapar.core.device.pick import pick
+    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.training.checkpoints.exported import exported
+
+    device = pick(options.device).torch_device
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
+    own = load_tokenizer(options.tokenizer_model) if options.tokenizer_model else None
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with exported(options.checkpoint, options.hf_cache, dtype=dtype, tokenizer=own) as folder:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    model = model.to(device).eval()
+    torch.manual_seed(options.seed)
+    return [_continued(options, model, tokenizer, prompt) for prompt in options.prompt]
+
+
+def _continued(options: Namespace, model: Any, tokenizer: Any, prompt: str) -> str:
+    """Return a prompt with its continuation, which ends at the model's last position at the latest."""
+    import torch
+
+    ids = prompt_ids(tokenizer, prompt)
+    left = model.config.max_position_embeddings - len(ids)
+    if not ids or left < 1:
+        limit = f"the model has positions for {model.config.max_position_embeddings}, and one is for the answer"
+        raise CheckpointError(f"the prompt has {len(ids)} tokens; {limit}. Pass another --prompt")
+    draws = {"do_sample": options.temperature > 0}
+    if draws["do_sample"]:
+        set_by = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+        draws |= {name: value for name, value in set_by.items() if value is not None}
+    given = torch.tensor([ids], device=model.device)
+    new = min(options.max_new_tokens, left)
+    found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=new, **draws)
+    return str(tokenizer.decode(found[0], skip_special_tokens=True))
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Return the ids of a prompt, with the beginning that the tokenizer adds to texts and without its end."""
+    ids = list(tokenizer(prompt)["input_ids"])
+    plain = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
+    while len(ids) > len(plain) and ids[-1] in ends:
+        ids.pop()
+    return ids

@@ -1,0 +1,233 @@
+"""``megapar evaluate`` and ``megapar generate``: on one small run with a tokenizer, and on edited copies of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import transformers
+
+from megapar.arguments import FLAGS, SCRIPTS, parse
+from megapar.config.presets import preset_names
+from megapar.config.read import about
+from megapar.data.text.fingerprint import Fingerprint
+from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
+from megapar.errors import CheckpointError, ConfigError
+from megapar.tools import evaluate
+from megapar.tools.generate import prompt_ids
+from megapar.tools.main import main
+from megapar.trainer import Outcome, train
+from megapar.training.checkpoints import exported
+from megapar.training.checkpoints.data_facts import DataFacts
+from megapar.training.checkpoints.identity import DataPhase, Identity, flags_of
+from tests.support.training import SMALL
+
+TEXT = "a rank holds a part of every layer and sends the rest of its rows to the others in turn"
+
+
+class Run(NamedTuple):
+    """A finished run. folder: of everything; saved: its checkpoints; data: its text; outcome: its result."""
+
+    folder: Path
+    saved: Path
+    data: Path
+    outcome: Outcome
+
+
+def small(kind: str, folder: Path, *flags: str) -> Outcome:
+    batch = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "2", "--eval-interval", "2")
+    line = [*SMALL[kind], *batch, "--save", str(folder / "saved"), *flags]
+    return train(parse(kind, line, {}), f"file://{folder / 'meet'}")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    words = TEXT.split()
+    texts = [" ".join(words[(7 * i + j * (1 + i % 5)) % len(words)] for j in range(30)) for i in range(60)]
+    data, model = folder / "my.jsonl", folder / "my.model"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    model.write_bytes(train_tokenizer(texts, 90))
+    text = (
+        "--data-path",
+        str(data),
+        "--split",
+        "80,20",
+        "--tokenizer-model",
+        str(model),
+        "--untie-embeddings-and-output-weights",
+    )
+    layout = ("--sharding-stage", "2", "--recompute-interval", "1")
+    return Run(folder, folder / "saved", data, small("moe", folder, *text, *layout))
+
+
+def again(run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the checkpoints whose record of the run is changed."""
+    copy = tmp_path / "copy"
+    shutil.copytree(run.saved, copy)
+    path = copy / "iter_0000002" / "scalars.json"
+    scalars = json.loads(path.read_text(encoding="utf-8"))
+    change(scalars["identity"])
+    path.write_text(json.dumps(scalars), encoding="utf-8")
+    return copy
+
+
+def test_an_evaluation_finds_the_loss_that_the_run_found(run: Run, tmp_path: Path) -> None:
+    kind, *flags = evaluate.trainer_line([str(run.saved), "--data-path", str(run.data)])
+    done = train(parse(kind, flags, {}), f"file://{tmp_path / 'meet'}")
+    assert done.evaluation == pytest.approx(run.outcome.evaluation, rel=1e-6)
+    assert done.iteration == 0
+
+
+def test_the_line_has_the_model_and_no_layout(run: Run) -> None:
+    line = evaluate.trainer_line([str(run.saved / "iter_0000002"), "--data-path", "x.jsonl", "--mp-degree", "2"])
+    assert line[0] == "moe"
+    assert {"--num-experts", "--hidden-size", "--untie-embeddings-and-output-weights"} <= set(line)
+    assert not {"--sharding-stage", "--recompute-interval", "--save"} & set(line)
+    assert line[line.index("--ckpt-step") + 1] == "2"
+    assert line[line.index("--split") + 1] == "80,20"
+    assert line[-2:] == ("--mp-degree", "2")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_record_of_every_configuration_gives_its_model_on_one_rank(name: str) -> None:
+    kind = {script: kind for kind, script in SCRIPTS.items()}[about([name]).script]
+    config = parse(kind, ["--config", name, "--rules-only"], {"WORLD_SIZE": "2"}, planning=True)
+    data = DataFacts((Fingerprint("x", "1", None, ""),), "98,2", config.training.seed, config.model.seq_length)
+    identity = Identity("adamw", None, (DataPhase(0, ("x",), data),), {}, flags_of(config))
+    line = [*evaluate._recorded(kind, identity), "--data-path", "mock", *evaluate.NO_TRAINING, "--rules-only"]
+    again = flags_of(parse(kind, [*line, "--load", "runs/a"], {}, planning=True))
+    model = [name for name in identity.flags if FLAGS[name].group in ("model", "moe", "data")]
+    assert {name: again[name] for name in model} == {name: identity.flags[name] for name in model}
+
+
+def test_other_text_is_held_out_as_a_whole(run: Run) -> None:
+    line = evaluate.trainer_line([str(run.saved), "--eval-data-path", "0.5", "a.jsonl", "0.5", "b.jsonl"])
+    at = line.index("--eval-data-path")
+    assert line[at + 1 : at + 5] == ("0.5", "a.jsonl", "0.5", "b.jsonl")
+    assert line[line.index("--data-path") + 1 :][:4] == line[at + 1 : at + 5]
+    assert "--split" not in line
+
+
+def test_data_that_is_not_known_is_asked_for(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Pass --eval-data-path PATH, all of which is evaluated, or --data-path"):
+        evaluate.trainer_line([str(run.saved)])
+    apart = again(run, tmp_path, lambda identity: identity["phases"][-1].update(split="apart"))
+    with pytest.raises(ConfigError, match=r"separate held-out text \(--eval-data-path\)"):
+        evaluate.trainer_line([str(apart), "--data-path", str(run.data)])
+
+
+def test_data_of_the_package_needs_no_path(run: Run, tmp_path: Path) -> None:
+    def mock(identity: dict[str, Any]) -> None:
+        identity["phases"][-1]["sources"][0]["name"] = "mock"
+
+    line = evaluate.trainer_line([str(again(run, tmp_path, mock))])
+    assert line[line.index("--data-path") + 1] == "mock"
+    assert "--split" not in line
+
+
+def test_a_tokenizer_with_other_ids_is_refused(run: Run, tmp_path: Path) -> None:
+    other = tmp_path / "other.model"
+    other.write_bytes(train_tokenizer(["quite another text, with other words"] * 3, 40))
+    line = [str(run.saved), "--data-path", str(run.data), "--tokenizer-model"]
+    with pytest.raises(ConfigError, match=r"other\.model has other ids"):
+        evaluate.trainer_line([*line, str(other)])
+    assert "--tokenizer-model" in evaluate.trainer_line([*line, str(run.folder / "my.model")])
+
+
+def test_documents_that_may_have_been_trained_on_are_reported(run: Run, tmp_path: Path) -> None:
+    kind, *flags = evaluate.trainer_line([str(run.saved), "--data-path", str(run.data)])
+    assert list(evaluate._other_data(parse(kind, flags, {}))) == []
+    grown = tmp_path / "grown.jsonl"
+    grown.write_text(run.data.read_text(encoding="utf-8") * 2, encoding="utf-8")
+    (note,) = evaluate._other_data(parse(kind, [*flags, "--data-path", str(grown)], {}))
+    assert "grown.jsonl is read here only" in note
+    assert "may have been trained on" in note
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(tmp_path)]) == 1
+    assert "contains no readable checkpoint. Pass the folder of --save" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert "has no checkpoint that was published" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_saved_again_is_not_mistaken_for_the_older_one(run: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run.saved, copy)
+    shutil.copytree(copy / "iter_0000002", copy / "iter_0000002.e3")
+    with pytest.raises(CheckpointError, match=r"iter_0000002 was saved again, as .*iter_0000002\.e3"):
+        evaluate.trainer_line([str(copy / "iter_0000002"), "--data-path", str(run.data)])
+
+
+def test_the_result_is_a_number_per_line() -> None:
+    assert list(evaluate.result_lines({"lm": math.log(2.0), "mtp": 1.0, "loss": 1.5})) == [
+        *("loss 1.500000", "lm 0.693147", "mtp 1.000000", "perplexity 2"),
+    ]
+    assert list(evaluate.result_lines({"mlm": 2.0, "loss": 2.0})) == ["loss 2.000000", "mlm 2.000000"]
+    assert list(evaluate.result_lines({"lm": 800.0, "loss": 800.0}))[-1] == "perplexity inf"
+
+
+def generate(run: Run, *options: str) -> int:
+    return main(["generate", str(run.saved), "--max-new-tokens", "3", *options])
+
+
+def test_generate_continues_prompts_and_leaves_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exported.tempfile, "tempdir", str(tmp_path))
+    assert generate(run, "--prompt", "a rank", "--prompt", "the rest", "--temperature", "0") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("a rank")
+    assert "\nthe rest" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_keeps_the_export(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--prompt", "a rank", "--seed", "3", "--hf-cache", str(tmp_path))
+    assert generate(run, *options) == 0
+    first = capsys.readouterr().out
+    (kept,) = tmp_path.iterdir()
+    assert kept.name.startswith("saved-iter_0000002-")
+    monkeypatch.setattr(exported, "megapar_to_hf", None)
+    assert generate(run, *options) == 0
+    assert capsys.readouterr().out == first
+    tokenizer = transformers.AutoTokenizer.from_pretrained(kept)
+    assert prompt_ids(tokenizer, "a rank") == tokenizer("a rank", add_special_tokens=False)["input_ids"]
+    assert generate(run, "--prompt", "a rank " * 40, "--hf-cache", str(tmp_path)) == 1
+    assert "the model has positions for 16" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(exported.shutil, "disk_usage", lambda path: usage)
+    assert generate(run, "--prompt", "a", "--hf-cache", str(tmp_path / "new")) == 1
+    assert f"GiB in {tmp_path}, where 0.00 GiB are free. Choose another disk" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_without_a_tokenizer_asks_for_one(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run.saved, copy, ignore=shutil.ignore_patterns("tokenizer"))
+    line = ["generate", str(copy), "--prompt", "a", "--max-new-tokens", "1", "--hf-cache", str(tmp_path / "kept")]
+    assert main(line) == 1
+    assert "Pass that of the run with --tokenizer-model PATH" in capsys.readouterr().err
+    assert not (tmp_path / "kept").exists()
+    assert main([*line, "--tokenizer-model", str(run.folder / "my.model")]) == 0
+
+
+def test_an_encoder_continues_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small("ernie", tmp_path, "--data-path", "mock")
+    assert main(["generate", str(tmp_path / "saved"), "--prompt", "a"]) == 1
+    assert "an ERNIE encoder" in capfd.readouterr().err

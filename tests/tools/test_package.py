@@ -1,0 +1,95 @@
+"""The commands that an installed package has in place of a checkout's scripts and folders.
+
+``scripts/wheel_test.sh`` builds the wheel, installs it alone and runs every command of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megapar import __version__
+from megapar.config.presets import FOLDER, preset_names
+from megapar.tools.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_configs_lists_each_name_with_its_model_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == preset_names()
+    assert {line.split()[1] for line in lines} == {"moe", "ernie"}
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny.yaml"])
+def test_configs_prints_a_file_to_copy(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", name]) == 0
+    assert capsys.readouterr().out == (FOLDER / "tiny.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("tinny", "Did you mean tiny?"), ("../README", "megapar configs lists them.")]
+)
+def test_configs_refuses_what_the_package_has_not(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs", name]) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["--config", "tiny"], "Write megapar pretrain moe or megapar pretrain ernie, then the flags."),
+        (["pretrain_ernie.py"], "Did you mean ernie?"),
+        (["erni"], "Did you mean ernie?"),
+    ],
+)
+def test_pretrain_needs_a_model_first(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain", *argv]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_pretrain_lists_its_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain", "--help"]) == 0
+    assert "megapar pretrain ernie --help" in capsys.readouterr().out
+    assert main(["pretrain"]) == 2
+
+
+def test_pretrain_trains_as_the_script_of_its_model(tmp_path: Path) -> None:
+    line = ["--config", "tiny", "--validate-only", "--hidden-size", "96"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    by_script = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_moe.py"), *line],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environ,
+    )
+    by_command = subprocess.run(
+        [sys.executable, "-m", "megapar", "pretrain", "moe", *line],
+        capture_output=True, text=True, cwd=tmp_path, env=environ,
+    )  # fmt: skip
+    assert by_script.returncode == by_command.returncode == 0
+    assert by_command.stdout == by_script.stdout
+    assert "hidden-size" in by_command.stdout
+
+
+def test_the_package_runs_as_a_module() -> None:
+    line = [sys.executable, "-m", "megapar", "--version"]
+    done = subprocess.run(line, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
+def test_docs_are_not_written_into_a_strangers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["docs"])
+    assert "run it at the root of a checkout, or pass --folder DIR" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
