@@ -1,154 +1,22 @@
-"""Loggers of records: a JSON lines file, TensorBoard, the terminal."""
+"""The log of a run: lines for files and pipes, and a progress bar for interactive terminals.
+
+Tested in ``tests/training/reports/test_time_left.py``.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import sys
 import time
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TextIO
 
+from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 from megapar.training.reports.time_left import TimeLeft, clock_text
 
-EXPERTS = ".experts.jsonl"
 
-
-class Logger(Protocol):
-    """A sink for records, on the rank that reports."""
-
-    def log(self, record: Record) -> None:
-        """Log one iteration. Called in order."""
-
-    def flush(self) -> None:
-        """Make all records so far durable and visible."""
-
-    def close(self) -> None:
-        """Close the logger at the end of the run."""
-
-
-class JsonLinesLogger:
-    """Appends one object per iteration. First drops the iterations from the file that a resumed run repeats."""
-
-    def __init__(self, path: Path, first_iteration: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._experts: TextIO | None = None
-        self._experts_path = path.with_name(path.stem + EXPERTS)
-        if first_iteration == 1:
-            self._experts_path.unlink(missing_ok=True)
-        for file in (path, self._experts_path):
-            _drop_repeated(file, first_iteration)
-        self._file = path.open("a")
-
-    def log(self, record: Record) -> None:
-        """Append a line. The experts' load goes to a separate file, which only runs with experts have."""
-        self._file.write(json.dumps(record.to_dict()) + "\n")
-        if record.expert_load:
-            self._experts = self._experts or self._experts_path.open("a")
-            self._experts.write(json.dumps({"iteration": record.iteration, "layers": record.expert_load}) + "\n")
-
-    def flush(self) -> None:
-        """Flush both files to the operating system."""
-        self._file.flush()
-        if self._experts is not None:
-            self._experts.flush()
-
-    def close(self) -> None:
-        """Close both files, even if closing the first one fails."""
-        try:
-            self._file.close()
-        finally:
-            if self._experts is not None:
-                self._experts.close()
-
-
-def _drop_repeated(path: Path, first_iteration: int) -> None:
-    """Keep only the records of iterations before the first. Also drops a line that a kill has truncated."""
-    if not path.is_file():
-        return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    kept = "".join(line + "\n" for line in text.splitlines() if _iteration_of(line) < first_iteration)
-    if kept != text:
-        path = path.resolve()
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        try:
-            temporary.write_text(kept, encoding="utf-8")
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-
-
-def _iteration_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-class TensorBoardLogger:
-    """Writes scalars, and the experts' load as percentiles per layer, to TensorBoard."""
-
-    def __init__(self, folder: Path, first_iteration: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_iteration)
-
-    def log(self, record: Record) -> None:
-        """Add a point to every curve."""
-        scalars = {
-            "loss/total": record.loss,
-            "loss/lm": record.lm_loss,
-            "loss/sop": record.sop_loss,
-            "loss/aux": record.aux_loss,
-            "loss/z": record.z_loss,
-            "loss/mtp": record.mtp_loss,
-            "loss/sequence": record.sequence_loss,
-            "loss/orthogonal": record.orthogonal_loss,
-            "evaluation/loss": record.eval_loss,
-            "evaluation/lm": record.eval_lm_loss,
-            "evaluation/sop": record.eval_sop_loss,
-            "evaluation/mtp": record.eval_mtp_loss,
-            "optimizer/lr": record.lr,
-            "optimizer/grad_norm": record.grad_norm,
-            "speed/tokens_per_second": record.tokens_per_second,
-            "speed/model_tflops_per_device": record.model_tflops_per_device,
-            "speed/mfu": record.mfu,
-            "speed/exposed_communication_seconds": record.exposed_communication_seconds,
-            "memory/peak_bytes": record.peak_memory_bytes,
-            "memory/reserved_unused_bytes": record.reserved_unused_bytes,
-            "memory/allocation_retries": record.allocation_retries,
-            "experts/dropped_tokens": record.dropped_tokens,
-            "precision/loss_scale": record.loss_scale,
-            "precision/skipped": float(record.skipped),
-            "errors/logging": record.logging_errors,
-            "errors/failed_saves": record.failed_saves,
-            **{f"tasks/{name}": value for name, value in record.tasks.items()},
-            **{f"evaluation_tasks/{name}": value for name, value in record.eval_tasks.items()},
-            **{f"sent_bytes/{name}": amount for name, amount in record.sent_bytes.items()},
-            **{f"exposed_seconds/{name}": seconds for name, seconds in record.exposed_seconds.items()},
-        }
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, record.iteration)
-        for layer, percentiles in enumerate(record.expert_load):
-            for name, value in percentiles.items():
-                self._writer.add_scalar(f"expert_load/layer_{layer}/{name}", value, record.iteration)
-
-    def flush(self) -> None:
-        """Flush to the event file."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-class PlainTerminal:
+class PlainTerminal(Logger):
     """Prints one line per log interval with the time and the time left, for files and pipes.
 
     ``clock`` returns seconds since the epoch.
