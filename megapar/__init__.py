@@ -15,6 +15,7 @@ _PLACES = {
     "parse": "megapar.arguments",
     "Config": "megapar.arguments",
     "train": "megapar.trainer",
+    "main": "megapar.trainer",
     "Outcome": "megapar.trainer",
     "Record": "megapar.training.reports.record",
     "Logger": "megapar.training.reports.logger",
@@ -44,6 +45,7 @@ __all__ = [
     "TrainerCallback",
     "TrainingError",
     "__version__",
+    "main",
     "parse",
     "train",
 ]

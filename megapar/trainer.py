@@ -87,18 +87,26 @@ class Outcome:
     exported: Path | None
 
 
-def main(config: Config, planned: Planned | None = None) -> NoReturn:
+def main(
+    config: Config,
+    planned: Planned | None = None,
+    *,
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[TrainerCallback] = (),
+    data: OwnData | None = None,
+) -> NoReturn:
     """Train, then exit the process: status 0 after a complete or stopped run, 2 for a refused configuration, else 1.
 
-    Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks.
-    ``planned`` is as in ``train``.
+    Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks. A signal
+    saves and stops the run. The arguments are as in ``train``.
     """
     make_patient()
     status = 0
     rank = int(os.environ.get("RANK", "0"))
     end_with_launcher()
     try:
-        train(config, stop_signal=StopSignal(), planned=planned)
+        more: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks, "data": data}
+        train(config, stop_signal=StopSignal(), planned=planned, **more)
     except MegaparError as error:
         failure.note(error, os.environ)
         prefix = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
