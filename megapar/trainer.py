@@ -189,7 +189,7 @@ def train(
 
 @dataclass(frozen=True)
 class Additions:
-    """What the caller of a run adds to it.
+    """Additions of the caller to a run.
 
     Attributes:
         loggers: Get the records, on rank 0.

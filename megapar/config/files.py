@@ -16,7 +16,7 @@ from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.run import METRICS_OFF
 from megapar.config.stored import LAYOUT
-from megapar.config.trackers import check_trackers
+from megapar.config.tracker_packages import check_trackers
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
 from megapar.files.checkpoint_names import parse_checkpoint_name

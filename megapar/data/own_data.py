@@ -29,7 +29,7 @@ class TokenDataset(Protocol):
 class OwnData:
     """The data of a run, for ``train(config, data=...)``. A decoder predicts each id from those before it.
 
-    Every epoch reads all training sequences once, in a random order of its own. Sequences with fewer than S + 1 ids,
+    Every epoch reads all training sequences once, in a new random order. Sequences with fewer than S + 1 ids,
     for S of ``--seq-length``, are padded, without loss on the padding.
 
     Attributes:
