@@ -24,4 +24,4 @@ def check_trackers(values: Mapping[str, Any]) -> Iterator[Complaint]:
     for name, package in PACKAGES.items():
         if values.get(name) and find_spec(package) is None:
             message = f"{spell(name)} needs the package {package}, which is not installed."
-            yield Complaint("tracker-missing", message, f"Install it with: pip install {package}")
+            yield Complaint("package", message, f"Install it with: pip install {package}")

@@ -155,7 +155,7 @@ def test_a_run_logs_to_all_of_them(
 def test_a_missing_package_is_refused_with_the_command_that_installs_it() -> None:
     with pytest.raises(ConfigError) as refused:
         parse("moe", ["--data-path", "mock", *ON], {})
-    complaints = [complaint for complaint in refused.value.complaints if complaint.rule == "tracker-missing"]
+    complaints = [complaint for complaint in refused.value.complaints if complaint.rule == "package"]
     fixes = [complaint.fix for complaint in complaints]
     assert fixes == [f"Install it with: pip install {name}" for name in ("wandb", "mlflow", "swanlab")]
     assert parse("moe", ["--data-path", "mock", *ON, "--rules-only"], {}).logging.wandb_project == "p"
