@@ -64,7 +64,7 @@ def _trackers(logging: LoggingOptions) -> Iterator[tuple[str, Logger]]:
 
 def hyper_parameters(config: Config) -> dict[str, Any]:
     """Return the trainer and the value of each of its flags, with lists for tuples."""
-    flags = {"kind": config.kind}
+    flags: dict[str, Any] = {"kind": config.kind}
     for name, value in config.values().items():
         if config.kind in FLAGS[name].models and not FLAGS[name].meta:
             flags[name] = list(value) if isinstance(value, tuple) else value

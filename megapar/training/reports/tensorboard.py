@@ -39,8 +39,9 @@ class TensorBoardLogger(Logger):
         self._last: Record | None = None
         self._writer.add_custom_scalars(LAYOUT)
         self._writer.add_text("configuration", _table(config), first_iteration)
+        events: Any = self._writer.file_writer
         for summary in hparams({name: _plain(value) for name, value in config.items()}, {LOSS: 0.0}):
-            self._writer.file_writer.add_summary(summary)
+            events.add_summary(summary)
 
     def log(self, record: Record) -> None:
         """Add a point to every curve."""
