@@ -44,7 +44,12 @@ __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "pa
 
 
 def parse(
-    kind: str, argv: Sequence[str], environ: Mapping[str, str], *, starting: bool = False, planning: bool = False
+    kind: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    *,
+    starting: bool = False,
+    planning: bool = False,
 ) -> Config:
     """Return the complete configuration for a command line and an environment.
 
@@ -54,12 +59,13 @@ def parse(
     Args:
         kind: ``moe`` or ``ernie``.
         argv: The command line without the program name.
-        environ: The environment. WORLD_SIZE is the number of ranks, 1 if it is not set; --world-size overrides it with
-            --validate-only and --rules-only.
+        environ: The environment, by default that of this process. WORLD_SIZE is the number of ranks, 1 if it is not
+            set; --world-size overrides it with --validate-only and --rules-only.
         starting: This process is a rank of the run, so also check that it has what a rank needs (unless --validate-only
             is set).
         planning: No run starts. Skip the checks that only a start needs; the planner handles ``assume`` itself.
     """
+    environ = os.environ if environ is None else environ
     draft, values = _resolved(kind, argv, environ)
     if draft.foreign:  # without the file, the command line describes a different run
         raise ConfigError(draft.complaints)

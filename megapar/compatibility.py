@@ -8,7 +8,7 @@ from typing import Any
 
 from megapar.errors import Complaint
 from megapar.model.spec import MODELS
-from megapar.rules import ampipe, data, dispatch, layout, model, not_built, pipeline, progressive, training
+from megapar.rules import ampipe, data, dispatch, layout, model, not_built, pipeline, progressive, trackers, training
 from megapar.schema.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, SETTLED, Facts, Rule
 
 __all__ = [
@@ -35,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *ampipe.RULES,
     *dispatch.RULES,
     *progressive.RULES,
+    *trackers.RULES,
     *not_built.RULES,
 )
 

@@ -23,6 +23,7 @@ from megapar.core.health.watchdog import Watchdog
 from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
+from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.errors import MegaparError
@@ -32,6 +33,7 @@ from megapar.training.building import build
 from megapar.training.building.builder import Builder
 from megapar.training.building.job import check_device, make_job
 from megapar.training.building.memory import Planned, out_of_memory
+from megapar.training.building.own_corpus import make_own_corpus, with_own_data
 from megapar.training.checkpoints import export, local_saves, state
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.checkpoints.continued import continue_run
@@ -50,12 +52,13 @@ from megapar.training.health.watch import make_watch, meet
 from megapar.training.reports import messages as report
 from megapar.training.reports import opening
 from megapar.training.reports.first_report import is_first_to_report
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.logger import Logger
 from megapar.training.reports.monitor import Monitor
 from megapar.training.reports.record import Record
 from megapar.training.reports.streams import make_patient
+from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.batches import BatchFeed
-from megapar.training.step.callbacks import make_callbacks
+from megapar.training.step.callbacks import TrainerCallback, make_callbacks
 from megapar.training.step.evaluate import evaluate
 from megapar.training.step.expert_places import PLACES, ExpertPlaces
 from megapar.training.step.gradients import Gradients
@@ -85,18 +88,28 @@ class Outcome:
     exported: Path | None
 
 
-def main(config: Config, planned: Planned | None = None, *, after: Callable[[Outcome], None] | None = None) -> NoReturn:
+def main(
+    config: Config,
+    planned: Planned | None = None,
+    *,
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[TrainerCallback] = (),
+    data: OwnData | None = None,
+    after: Callable[[Outcome], None] | None = None,
+) -> NoReturn:
     """Train, then exit the process: status 0 after a complete or stopped run, 2 for a refused configuration, else 1.
 
-    Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks.
-    ``planned`` is as in ``train``; ``after`` is called with the outcome, on every rank.
+    Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks. A signal
+    saves and stops the run. ``after`` is called with the
+    outcome, on every rank; the other arguments are as in ``train``.
     """
     make_patient()
     status = 0
     rank = int(os.environ.get("RANK", "0"))
     end_with_launcher()
     try:
-        outcome = train(config, stop_signal=StopSignal(), planned=planned)
+        more: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks, "data": data}
+        outcome = train(config, stop_signal=StopSignal(), planned=planned, **more)
         if after is not None:
             after(outcome)
     except MegaparError as error:
@@ -124,8 +137,13 @@ def train(
     planned: Planned | None = None,
     *,
     keep_records: bool = False,
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[TrainerCallback] = (),
+    data: OwnData | None = None,
 ) -> Outcome:
     """Train with a configuration. Raises MegaparError.
+
+    docs/python.md has examples. Every rank calls it with the same arguments.
 
     Args:
         config: The resolved configuration.
@@ -134,7 +152,11 @@ def train(
         planned: Returns the memory that the plan predicts, for the message after an out-of-memory error.
         keep_records: Keep the records of all iterations for the outcome. They take kilobytes each, on every rank, so
             use this for short runs only.
+        loggers: Get the records, on rank 0, next to the loggers that the flags turn on.
+        callbacks: Run around the steps, on every rank.
+        data: Token ids to train on, in place of ``--data-path``.
     """
+    config = config if data is None else with_own_data(config, data)
     watch = make_watch(config)
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
@@ -143,7 +165,7 @@ def train(
         device.repeat_results()
     watch.start()
     try:
-        corpus = build.make_corpus(config)
+        corpus = build.make_corpus(config) if data is None else make_own_corpus(config, data)
         declared = make_declared(config, corpus, device)
         world = World.start(config.grid, device, build.timeout(config), rendezvous_url, declared)
     except BaseException:
@@ -152,7 +174,8 @@ def train(
     if stop_signal is not None:
         stop_signal.install()
     try:
-        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch)
+        more = Additions(tuple(loggers), tuple(callbacks))
+        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch, additions=more)
         trainer.start()
         outcome = trainer.train()
     except torch.OutOfMemoryError as error:
@@ -167,6 +190,19 @@ def train(
         raise
     world.close()
     return outcome
+
+
+@dataclass(frozen=True)
+class Additions:
+    """Additions of the caller to a run.
+
+    Attributes:
+        loggers: Get the records, on rank 0.
+        callbacks: Run around the steps, on every rank.
+    """
+
+    loggers: tuple[Logger, ...] = ()
+    callbacks: tuple[TrainerCallback, ...] = ()
 
 
 class Trainer:
@@ -202,6 +238,7 @@ class Trainer:
         watch: Watchdog | None = None,
         observer: StepObserver | None = None,
         builder: Builder | None = None,
+        additions: Additions | None = None,
     ) -> None:
         """Build everything that does not depend on the iteration that the run starts from.
 
@@ -214,8 +251,10 @@ class Trainer:
             watch: The watchdog. None makes one from the configuration.
             observer: Hooks into every step.
             builder: Builds the replaceable parts of the model. None uses the default parts.
+            additions: Loggers and callbacks of the caller.
         """
         self.config = config
+        self._additions = additions or Additions()
         self.world = world
         self.watch = watch or make_watch(config)
         meet(self.watch, world)
@@ -275,7 +314,16 @@ class Trainer:
         """Make the terminal, the monitor, the guards and the stepper."""
         config, iteration = self.config, self.progress.iteration
         self.terminal = report.make_terminal(config, self.world.rank, iteration)
-        self.monitor = report.make_monitor(config, self.job, self.objective, self.terminal, iteration, self.places)
+        self.monitor = report.make_monitor(
+            config,
+            self.job,
+            self.objective,
+            self.terminal,
+            iteration,
+            places=self.places,
+            own=self._additions.loggers,
+            check_owner=self.checkpoints.check_owner,
+        )
         gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
         self.guards = make_guards(
             config=config,
@@ -322,8 +370,11 @@ class Trainer:
         Call ``start`` first.
         """
         self._greet()
-        callbacks = make_callbacks(self.config, self.job, self.watch)
+        own = self._additions.callbacks
+        callbacks = make_callbacks(self.config, self.job, self.watch, own)
         try:
+            for one in own:
+                one.begin(self)
             if self._done:
                 self._report_nothing_left()
             while not self._done:

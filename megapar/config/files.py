@@ -14,10 +14,13 @@ from typing import Any
 from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
+from megapar.config.run import METRICS_OFF
 from megapar.config.stored import LAYOUT
+from megapar.config.tracker_packages import check_trackers
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
 from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.files.metrics_file import METRICS
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.files.suspects import suspects
 from megapar.schema.rule import either
@@ -47,18 +50,23 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         yield from _loaded(values)
     if values.get("load_hf"):
         yield from _published(Path(values["load_hf"]))
-    for name in ("save", "save_hf", "tensorboard_dir"):
+    for name in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir", "swanlab_save_dir"):
         if values.get(name):
             yield from _folder(name, Path(values[name]))
-    if values.get("metrics_jsonl"):
-        metrics = Path(values["metrics_jsonl"]).absolute()
-        if metrics.is_dir():
-            yield Complaint("file", f"--metrics-jsonl {metrics} is a folder.", f"Pass {metrics / 'metrics.jsonl'}.")
-        yield from _folder("metrics_jsonl", metrics.parent)
+    if values.get("metrics_jsonl") not in (None, METRICS_OFF):
+        yield from _metrics(Path(values["metrics_jsonl"]).absolute(), values.get("save"))
+    yield from check_trackers(values)
     if values.get("save_hf") and values.get("load_hf") and Path(values["save_hf"]) == Path(values["load_hf"]):
         yield Complaint(
             "file", f"--save-hf {values['save_hf']} is also the folder of --load-hf.", "Pass a different folder."
         )
+
+
+def _metrics(path: Path, save: str | None) -> Iterator[Complaint]:
+    if path.is_dir():
+        yield Complaint("file", f"--metrics-jsonl {path} is a folder.", f"Pass {path / METRICS}.")
+    if save is None or path.parent != Path(save).absolute():  # that folder has its own complaint
+        yield from _folder("metrics_jsonl", path.parent)
 
 
 def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:

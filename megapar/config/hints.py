@@ -37,8 +37,14 @@ pretrained model-path model-name-or-path | --load-hf
 save-steps save-every | --save-interval
 eval-steps eval-every | --eval-interval
 logging-steps log-every | --log-interval
-log-dir logdir logging-dir | --tensorboard-dir
-wandb wandb-project | --metrics-jsonl or --tensorboard-dir
+log-dir logdir logging-dir tensorboard | --tensorboard-dir
+wandb use-wandb wandb-project-name | --wandb-project
+wandb-run-name wandb-name run-name | --wandb-exp-name, --mlflow-run-name or --swanlab-exp-name
+mlflow mlflow-experiment-name | --mlflow-experiment
+mlflow-uri | --mlflow-tracking-uri
+swanlab use-swanlab swanlab-project-name | --swanlab-project
+swanlab-experiment-name swanlab-run-name | --swanlab-exp-name
+report-to | --wandb-project, --mlflow-experiment, --swanlab-project or --tensorboard-dir
 tokenizer tokenizer-path tokenizer-name | --tokenizer-model
 layers n-layer n-layers num-hidden-layers | --num-layers
 heads num-heads n-head n-heads | --num-attention-heads

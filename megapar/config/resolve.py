@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
+from megapar.files.metrics_file import METRICS
 from megapar.model.attention.latent_exchange import KEYS_AND_VALUES, cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
@@ -89,6 +91,10 @@ def _strategy(given: frozenset[str], anchors: tuple[str, ...]) -> str | None:
     return "segment_broadcast_MB" if "segment_broadcast_mb" in given else None
 
 
+def _metrics(save: str | None) -> str | None:
+    return str(PurePath(save) / METRICS) if save else None
+
+
 DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("world_size", ("launched_size",), lambda launched: launched),
     Derivation("ranks_per_node", ("launched_node",), lambda launched: launched, settled=True),
@@ -155,6 +161,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         open=("auto",),
         settled=True,
     ),
+    Derivation("metrics_jsonl", ("save",), _metrics, settled=True),
     Derivation("lr_decay_iters", ("train_iters",), lambda steps: max(1, steps)),
     Derivation("lr_wsd_decay_iters", ("lr_decay_iters",), lambda steps: max(1, steps // 10)),
 )

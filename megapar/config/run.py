@@ -5,12 +5,13 @@ Tested in ``tests/test_arguments.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megapar.schema.flag import SWITCH, Alias, fact, flag
 
 ERNIE = ("ernie",)
 MOE = ("moe",)
+METRICS_OFF = "off"  # a value of --metrics-jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,12 +242,40 @@ class LoggingOptions:
 
     log_interval: int = flag(10, "steps between log lines", unit="steps", low=1)
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True, per_node=True)
-    metrics_jsonl: str | None = flag(None, "metrics file, one JSON object per step", path=True, per_node=True)
+    metrics_jsonl: str | None = flag(
+        None,
+        "metrics file, one JSON object per step; off: none",
+        path=True,
+        per_node=True,
+        derived="metrics.jsonl in the folder of --save, if there is one",
+    )
+    wandb_project: str | None = flag(None, "Weights & Biases: log to this project")
+    wandb_exp_name: str | None = flag(None, "Weights & Biases: name of the run")
+    wandb_entity: str | None = flag(None, "Weights & Biases: user or team of the project")
+    wandb_save_dir: str | None = flag(None, "Weights & Biases: folder for local files", path=True, per_node=True)
+    mlflow_experiment: str | None = flag(None, "MLflow: log to this experiment")
+    mlflow_run_name: str | None = flag(None, "MLflow: name of the run")
+    mlflow_tracking_uri: str | None = flag(
+        None, "MLflow: server, or database such as sqlite:///mlflow.db, instead of that of MLFLOW_TRACKING_URI"
+    )
+    swanlab_project: str | None = flag(None, "SwanLab: log to this project")
+    swanlab_exp_name: str | None = flag(None, "SwanLab: name of the experiment")
+    swanlab_save_dir: str | None = flag(None, "SwanLab: folder for local files", path=True, per_node=True)
     profile: str | None = flag(
         None,
         "START:END: profile these steps, and write trace.json to the folder of --metrics-jsonl, else to the working "
         "directory",
     )
+
+    @property
+    def metrics_file(self) -> str | None:
+        """The metrics file, or None if none is written."""
+        return None if self.metrics_jsonl == METRICS_OFF else self.metrics_jsonl
+
+    def silenced(self) -> LoggingOptions:
+        """Return these options without anything that writes files or connects to a tracker."""
+        files = replace(self, metrics_jsonl=None, tensorboard_dir=None)
+        return replace(files, wandb_project=None, mlflow_experiment=None, swanlab_project=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, Made
 from megapar.data.sampling.data_phases import Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
 from megapar.data.sampling.mock import MockTokenizer
-from megapar.data.sampling.samples import Samples
+from megapar.data.sampling.samples import Samples, TokenPieces
 from megapar.data.sampling.streaming import open_dataset
 from megapar.data.tasks.build import TaskData
 from megapar.data.text.bad_records import BadRecords
@@ -116,6 +116,27 @@ def build(
     heldout = open_blend(eval_data_path, text_field, skipped.append) if eval_data_path else None
     made = _blended(TrainHeldout(train, heldout), tokenizer_model, vocab_size, maker, skip_bad=skip_bad)
     return replace(made, notes=tuple(dict.fromkeys((*skipped, *made.notes))))
+
+
+def of_pieces(
+    train: TokenPieces,
+    heldout: TokenPieces | None,
+    *,
+    name: str,
+    tokenizer_model: str | None,
+    vocab_size: int,
+    seq_length: int,
+    seed: int,
+    packing: Packing,
+) -> Corpus:
+    """Return the corpus of a decoder whose pieces the caller makes. The other arguments are those of ``build``.
+
+    ``name`` is that of the data, for the log.
+    """
+    maker = DecoderSampleMaker(seq_length, seed, Split.parse(DEFAULT_SPLIT), packing)
+    tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else NoTokenizer(vocab_size)
+    _check_size(tokenizer, tokenizer_model, vocab_size)
+    return _corpus(maker.own(TrainHeldout(train, heldout), tokenizer, name), tokenizer, vocab_size, maker.collate)
 
 
 def _make_maker(

@@ -116,6 +116,11 @@ class SampleMaker(ABC, Generic[P]):
         pieces = TrainHeldout(self.random(tokenizer, self.seed, "train"), self.random(tokenizer, 0, "heldout"))
         return self._made(pieces, tokenizer, (Content("mock, random tokens", None, None, None),))
 
+    def own(self, pieces: TrainHeldout[P], tokenizer: Tokenizer, name: str) -> MadeSamples:
+        """Return the samples of pieces that the caller makes. ``name`` is that of the data, for the log."""
+        held = () if pieces.heldout is None else (Content(name, None, None, len(pieces.heldout)),)
+        return self._made(pieces, tokenizer, (Content(name, None, None, len(pieces.train)),), held)
+
     def _pieces(
         self, blend: StoreBlend, sources: Sequence[BlendSource], *, held_out: bool
     ) -> tuple[P, tuple[Content, ...]]:

@@ -87,7 +87,9 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "checks or limits a run; checks take about a percent of its time, which the plan leaves out": """
         distributed_timeout_minutes replica_check_interval recompute_check_interval state_digest_steps
         step_timeout_seconds section_timeouts straggler_factor""",
-    "logs or measures a run": "log_interval tensorboard_dir metrics_jsonl profile",
+    "logs or measures a run": """
+        log_interval tensorboard_dir metrics_jsonl profile wandb_project wandb_exp_name wandb_entity wandb_save_dir
+        mlflow_experiment mlflow_run_name mlflow_tracking_uri swanlab_project swanlab_exp_name swanlab_save_dir""",
     "belongs to the host's garbage collection, which the plan leaves out": "manual_gc manual_gc_interval",
     "checks flags without a run": "validate_only rules_only",
 }

@@ -387,4 +387,12 @@ EXEMPT: Mapping[str, tuple[str, str]] = {
     "rules_only": ("starts no run", "tests/test_validate_only.py"),
     "validate_only": ("starts no run", "tests/test_arguments.py"),
     "world_size": ("says what the launcher says", "tests/test_arguments.py"),
+    **dict.fromkeys(
+        (
+            *("wandb_project", "wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+            *("mlflow_experiment", "mlflow_run_name", "mlflow_tracking_uri"),
+            *("swanlab_project", "swanlab_exp_name", "swanlab_save_dir"),
+        ),
+        ("needs a package that is not installed here", "tests/training/reports/test_trackers.py"),
+    ),
 }

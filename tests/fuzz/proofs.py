@@ -142,6 +142,9 @@ PROOFS: dict[str, Proof] = {
     "rampup-steps": Proof(argument="a batch of 9 would be trained on 8 samples and be counted as 9"),
     "warmup": Proof("--train-iters 10 --lr-warmup-iters 10 --lr-decay-style linear", idle=("lr_decay_style",)),
     "wsd-decay": Proof(argument="the decay would have begun before the first step, and --lr never be reached"),
+    "wandb-unused": Proof(idle=("wandb_exp_name",)),
+    "mlflow-unused": Proof(idle=("mlflow_run_name",)),
+    "swanlab-unused": Proof(idle=("swanlab_exp_name",)),
     "profile-steps": Proof("--profile 3-5 --metrics-jsonl runs/a/metrics.jsonl"),
     "merge-mode-stage": Proof(
         "--sharding-stage 1 --gradient-merge-mode micro_batch --gradient-merge-acc-step 2",

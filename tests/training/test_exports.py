@@ -21,7 +21,7 @@ from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
 from megapar.training.checkpoints.export import UNDROPPED
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 --vocab-size 67 "

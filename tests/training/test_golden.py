@@ -9,7 +9,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.trainer import train
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FLAGS = (

@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from megapar.data.blend import Group, groups_of
-from megapar.data.text.source import MOCK, open_sources, unread_bytes
+from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
 from megapar.data.tokens.cache import digest
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
@@ -60,6 +60,8 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
     """
     if list(paths) == [MOCK]:
         return (Fingerprint("mock", "mock", None, ""),)
+    if len(paths) == 1 and paths[0].startswith(PYTHON):
+        return (Fingerprint(paths[0], paths[0], None, ""),)  # the caller's name stands for the content
     groups = groups_of(paths)
     found = [_of_group(group, field, may_read) for group in groups]
     if len(found) == 1 or found[0].weight is not None:

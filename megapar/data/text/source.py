@@ -32,6 +32,7 @@ from megapar.files.record import FIELD, JSONL, numbered_lines, text_of_line
 
 BUILTIN = "builtin"
 MOCK = "mock"
+PYTHON = "python:"  # prefix of the name of data that Python code passes
 _UNPACKED = 4  # estimated ratio of text to the size of a compressed file
 _LONGEST_FIRST_LINE = 1 << 20  # bytes; a longer first line is not checked in advance
 

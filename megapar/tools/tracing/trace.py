@@ -164,7 +164,7 @@ def traceable(config: Config, rank: int) -> Config:
         ),
         checkpoint=replace(config.checkpoint, load=None, save=None, load_hf=None, save_hf=None),
         reliability=replace(config.reliability, local_checkpoint_interval=0),
-        logging=replace(config.logging, metrics_jsonl=None, tensorboard_dir=None),
+        logging=config.logging.silenced(),
     )
 
 

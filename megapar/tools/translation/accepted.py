@@ -27,7 +27,7 @@ class Answer:
         ranks: Number of ranks that was checked.
         specified: The script specifies the number of ranks.
         complaints: Violated rules.
-        files: Violated rules about paths that do not exist on this machine.
+        files: Violated rules about paths and packages that do not exist on this machine.
         fits: A number of ranks that the rules accept, if they refuse the script's; else None.
     """
 

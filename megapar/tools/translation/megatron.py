@@ -255,7 +255,6 @@ swap-attention | | activations of single operators are not swapped; --recompute-
 moe-fb-overlap | | forward and backward of two micro-batches never overlap; --ampipe-degree hides all-to-alls
 schedules-method | | schedules are 1f1b, gpipe, interleaved and zero_bubble
 coc-fused-kernel | | GEMMs and collectives are not fused into one kernel
-wandb-project wandb-exp-name wandb-save-dir wandb-entity | | --metrics-jsonl and --tensorboard-dir log the same numbers
 use-ascend-mc2 | | GEMMs and collectives are not fused into one kernel
 tp-2d tp-x tp-y | | tensor parallelism is one-dimensional
 """

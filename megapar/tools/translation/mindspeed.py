@@ -170,7 +170,7 @@ enable-hbmfault-repair enable-worker-reboot | | faults: megapar launch --max-res
 distributed-optimizer-no-replica enable-elastic-training | | faults: megapar launch --nnodes MIN:MAX
 use-ema | | an exponential moving average of the weights is not kept
 load-checkpoint-loosely | | --finetune selects what is re-initialized; the rest of a checkpoint must match
-use-wandb | | logging: --tensorboard-dir, --metrics-jsonl
+use-wandb | | logging: --wandb-project names the project; --tensorboard-dir, --metrics-jsonl
 ai-framework | | torch is the only framework
 """
 

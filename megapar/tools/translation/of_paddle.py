@@ -431,7 +431,7 @@ def _preferred(value: str, given: Mapping[str, str]) -> Decided:
 def _logged(value: str, given: Mapping[str, str]) -> Decided:
     if value in ("none", "[]", "") or off(value):
         return UNNECESSARY, "", "switched off"
-    return UNSUPPORTED, "", "--tensorboard-dir and --metrics-jsonl log the numbers"
+    return UNSUPPORTED, "", "--tensorboard-dir, --wandb-project or --swanlab-project log the numbers"
 
 
 def _worded(known: tuple[str, ...], reason: str) -> Function:

@@ -264,7 +264,7 @@ enable-zero-cost-checkpoint zcc-workers-num | | files: --local-checkpoint-dir, -
 zcc-pipeline-hooks-capacity-usage | | files: --local-checkpoint-dir, --async-save
 save-sharding-stage1-model-include-freeze-params optim-shard-num replicate-saved-into-local | | files: one format
 pdc-download-ckpt pdc-download-timeout skip-load-data-seq-cache | | files: an option of a platform
-wandb-api-key wandb-http-proxy | | logging: --metrics-jsonl
+wandb-api-key wandb-http-proxy | | logging: --wandb-project, with WANDB_API_KEY and HTTPS_PROXY in the environment
 internal-medicine-monitors internal-medicine-monitor-interval | | logging: --metrics-jsonl
 profile profile-step-start profile-step-end | | logging: --profile START:END
 zcc-save-ema-coef zcc-ema-interval zcc-ema-loss-threshold | | no moving average of weights is kept

@@ -367,6 +367,11 @@ class Checkpoints:
         if self._background is not None and self.log_line is not None and self._under_way and not self._background.busy:
             self._report(self._background.written)
 
+    def check_owner(self) -> None:
+        """Raise FolderLostError if another run owns the folder of ``--save`` by now. Reads the disk, on rank 0."""
+        if self._owner is not None:
+            self._owner.check()
+
     def join_save(self) -> None:
         """Wait for the save in progress. Raises CheckpointError if it failed and --on-save-error is stop."""
         written = None if self._background is None else self._background.join()

@@ -1,11 +1,11 @@
-"""Messages of a run other than its iterations, printed by rank 0, and the loggers that print them."""
+"""Messages of a run other than its iterations, printed by rank 0, and the monitor that collects those."""
 
 from __future__ import annotations
 
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megapar.arguments import Config
@@ -19,9 +19,10 @@ from megapar.training.building.build import compute_dtype, experts_dispatch
 from megapar.training.building.job import Job
 from megapar.training.building.memory import expert_bound
 from megapar.training.reports import run_facts as facts
-from megapar.training.reports.loggers import JsonLinesLogger, Logger, PlainTerminal, ProgressTerminal, TensorBoardLogger
+from megapar.training.reports.chosen_loggers import make_loggers
+from megapar.training.reports.logger import Logger
 from megapar.training.reports.monitor import Monitor
-from megapar.training.reports.patient_logger import PatientLogger
+from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
 from megapar.training.step.expert_places import ExpertPlaces
 from megapar.training.step.objective import Objective
 
@@ -36,21 +37,6 @@ def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | 
     return PlainTerminal(iterations, interval)
 
 
-def make_loggers(config: Config, terminal: PlainTerminal | None, iteration: int) -> list[Logger]:
-    """Return the loggers, on the rank with a terminal."""
-    if terminal is None:
-        return []
-    logging, first, warn = config.logging, iteration + 1, terminal.print_message
-    loggers: list[Logger] = [terminal]
-    if logging.metrics_jsonl:
-        metrics = Path(logging.metrics_jsonl)
-        loggers.append(PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at), first, warn))
-    if logging.tensorboard_dir:
-        board = Path(logging.tensorboard_dir)
-        loggers.append(PatientLogger(str(board), lambda at: TensorBoardLogger(board, at), first, warn))
-    return loggers
-
-
 def make_monitor(
     config: Config,
     job: Job,
@@ -58,9 +44,14 @@ def make_monitor(
     terminal: PlainTerminal | None,
     iteration: int,
     places: ExpertPlaces,
+    own: Sequence[Logger],
+    check_owner: Callable[[], None],
 ) -> Monitor:
-    """Return the monitor of this rank. The rank with a terminal also measures the peak and writes ``run.json``."""
-    world, metrics = job.world, config.logging.metrics_jsonl
+    """Return the monitor of this rank. The rank with a terminal also measures the peak and writes ``run.json``.
+
+    ``iteration``, ``own`` and ``check_owner`` are as in ``make_loggers``.
+    """
+    world, metrics = job.world, config.logging.metrics_file
     peak, source = math.nan, "unknown"
     if terminal is not None:  # only this rank's records are used, and measuring on all ranks at once would be lower
         peak, source = peak_flops(world.device, compute_dtype(config, world.device))
@@ -78,7 +69,7 @@ def make_monitor(
         device=world.device,
         objective=objective,
         places=places,
-        loggers=make_loggers(config, terminal, iteration),
+        loggers=make_loggers(config, terminal, iteration, own, check_owner),
         flops_per_token=flops_per_token(job.sizes, config.model.seq_length),
         peak=peak,
         peak_source=source,
@@ -157,6 +148,7 @@ def farewell(
         saved = "saved" if checkpoint else "nothing is saved without --save"
         yield f"stopped at iteration {iteration}: {stop}; {saved}"
     for output, folder in (
+        ("metrics", config.logging.metrics_file),
         ("checkpoint", checkpoint),
         ("TensorBoard files", config.logging.tensorboard_dir),
         ("Hugging Face model", exported),

@@ -27,7 +27,7 @@ from megapar.model.ernie3.tasks import CLASSES, TASKS
 from megapar.model.layers.terms import ROUTING
 from megapar.training.health.stragglers import Pace
 from megapar.training.health.stragglers import pace as find_pace
-from megapar.training.reports.loggers import Logger
+from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 from megapar.training.reports.streams import stream_failures
 from megapar.training.step.denominators import Denominators

@@ -7,14 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megapar.training.reports.loggers import Logger
+from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 
 MOST_KEPT = 10_000  # maximum number of records; the oldest ones are dropped
 LONGEST_PAUSE_SECONDS = 60.0
 
 
-class PatientLogger:
+class PatientLogger(Logger):
     """A logger that is recreated after a failure, with the records that were not flushed yet.
 
     Args:

@@ -1,14 +1,18 @@
 """The record of one iteration, as loggers write it.
 
-Tested in ``tests/training/test_pace.py`` and ``tests/training/reports/test_time_left.py``.
+Tested in ``tests/training/test_pace.py`` and ``tests/training/reports/test_tensorboard.py``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megapar.training.health.stragglers import Pace
+
+_LARGEST_EXPONENT = 700  # exp of more overflows
 
 
 @dataclass
@@ -96,13 +100,85 @@ class Record:
     eval_tasks: dict[str, float] = field(default_factory=dict)
     expert_load: list[dict[str, float]] = field(default_factory=list)
 
+    @property
+    def perplexity(self) -> float | None:
+        """exp of ``lm_loss``, or None if that is not a number of usual size."""
+        return _exp(self.lm_loss)
+
+    @property
+    def eval_perplexity(self) -> float | None:
+        """The same of an evaluation."""
+        return _exp(self.eval_lm_loss)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers by name, as TensorBoard and other trackers show them, without those not measured.
+
+        A name is ``card/curve``; the cards are sorted by name, with the loss first.
+        """
+        return {name: float(value) for name, value in self._scalars() if value is not None}
+
+    def _scalars(self) -> Iterator[tuple[str, float | None]]:
+        yield from {
+            "loss/total": self.loss,
+            "loss/lm": self.lm_loss,
+            "loss/perplexity": self.perplexity,
+            "loss/sop": self.sop_loss,
+            "loss/mtp": self.mtp_loss,
+            "loss/aux": self.aux_loss,
+            "loss/z": self.z_loss,
+            "loss/sequence": self.sequence_loss,
+            "loss/orthogonal": self.orthogonal_loss,
+            "loss/evaluation": self.eval_loss,
+            "loss/evaluation_lm": self.eval_lm_loss,
+            "loss/evaluation_perplexity": self.eval_perplexity,
+            "loss/evaluation_sop": self.eval_sop_loss,
+            "loss/evaluation_mtp": self.eval_mtp_loss,
+            "memory/peak_bytes": self.peak_memory_bytes,
+            "memory/reserved_unused_bytes": self.reserved_unused_bytes,
+            "memory/allocation_retries": self.allocation_retries,
+            "optimizer/lr": self.lr,
+            "optimizer/grad_norm": self.grad_norm,
+            "precision/loss_scale": self.loss_scale,
+            "precision/skipped": self.skipped,
+            "run/consumed_tokens": self.consumed_tokens,
+            "run/consumed_samples": self.consumed_samples,
+            "run/logging_errors": self.logging_errors,
+            "run/failed_saves": self.failed_saves,
+            "speed/step_seconds": self.iteration_seconds,
+            "speed/tokens_per_second": self.tokens_per_second,
+            "speed/model_tflops_per_device": self.model_tflops_per_device,
+            "speed/mfu": self.mfu,
+            "speed/exposed_seconds": self.exposed_communication_seconds,
+        }.items()
+        yield from self._experts()
+        yield from ((f"sent_bytes/{name}", amount) for name, amount in self.sent_bytes.items())
+        yield from ((f"tasks/{name}", value) for name, value in self.tasks.items())
+        yield from ((f"tasks/evaluation_{name}", value) for name, value in self.eval_tasks.items())
+        yield from ((f"waits/{name}", seconds) for name, seconds in self.exposed_seconds.items())
+
+    def _experts(self) -> Iterator[tuple[str, float]]:
+        """Yield the load over all layers: of the extremes the worst layer's, of the other percentiles the mean."""
+        if layers := self.expert_load:
+            yield "moe/dropped_tokens", self.dropped_tokens
+            for name, over in (("min", min), ("p50", _mean), ("p90", _mean), ("max", max)):
+                yield f"moe/load_{name}", over([layer[name] for layer in layers])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the values for ``--metrics-jsonl``: evaluation losses only after an evaluation, no expert load."""
         values = asdict(self)
         del values["expert_load"]
+        values |= {"perplexity": self.perplexity, "eval_perplexity": self.eval_perplexity}
         for name in ("tasks", "eval_tasks"):
             if not values[name]:
                 del values[name]
         values["rank_seconds"] = {} if self.pace is None else self.pace.to_dict()
         del values["pace"]
         return {name: value for name, value in values.items() if value is not None or not name.startswith("eval_")}
+
+
+def _exp(loss: float | None) -> float | None:
+    return math.exp(loss) if loss is not None and loss < _LARGEST_EXPONENT else None
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,12 +1,13 @@
-"""Callbacks: the garbage collector, the watchdog and the profiler, which run around the steps of a run.
+"""Callbacks: the garbage collector, the watchdog, the profiler and those of the caller, around the steps of a run.
 
 Tested in ``tests/test_trainer.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megapar.arguments import Config
 from megapar.core.health.manual_gc import Collector
@@ -31,12 +32,35 @@ class Callback(Protocol):
         ...
 
 
-def make_callbacks(config: Config, job: Job, watch: Watchdog) -> list[Callback]:
+class TrainerCallback(Callback):
+    """Code of the caller around the steps of a run, on every rank. An exception ends the run.
+
+    Subclass it, override what is needed, and pass instances to ``train(config, callbacks=[...])``.
+    """
+
+    def begin(self, trainer: Any) -> None:
+        """Run once before the first step, after a checkpoint is loaded.
+
+        ``trainer`` is the ``Trainer``: ``trainer.job.model`` is this rank's part of the model, ``trainer.progress`` the
+        position in the data, ``trainer.config`` the configuration.
+        """
+
+    def before_step(self, iteration: int) -> None:
+        """Run before step ``iteration``, counted from 1."""
+
+    def after_step(self, iteration: int) -> None:
+        """Run after step ``iteration``. The device may still be computing it."""
+
+    def close(self) -> None:
+        """Run at the end of the run, also after a failure."""
+
+
+def make_callbacks(config: Config, job: Job, watch: Watchdog, own: Sequence[Callback] = ()) -> list[Callback]:
     """Return the callbacks that the flags turn on, and the watchdog, ordered outermost to innermost.
 
-    The profiler is innermost, so that its trace contains only the step.
+    Those of the caller, ``own``, are outermost. The profiler is innermost, so that its trace contains only the step.
     """
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [*own]
     if config.training.manual_gc == "on":
         collector = Collector(config.training.manual_gc_interval)
         collector.open()
@@ -51,6 +75,6 @@ def make_callbacks(config: Config, job: Job, watch: Watchdog) -> list[Callback]:
 def _make_profile(steps: str, config: Config, job: Job) -> Profile:
     """Return the profiler. Rank 0 writes its trace next to the metrics, or to the working folder without them."""
     logging = config.logging
-    named = Path(logging.metrics_jsonl).parent if logging.metrics_jsonl else Path(logging.tensorboard_dir or "")
+    named = Path(logging.metrics_file).parent if logging.metrics_file else Path(logging.tensorboard_dir or "")
     world = job.world
     return Profile(steps, named.absolute() if world.rank == 0 else None, world.device, job.sharding.wait)

@@ -22,10 +22,12 @@ from megapar.errors import CheckpointError, MegaparError
 from megapar.trainer import train
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.health.control import Control, Limits, StopSignal
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 from tests.support.here import BASE, losses, run_here
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
+
+METRICS = ("metrics.experts.jsonl", "metrics.jsonl", "run.json")  # of every run of a model with experts that saves
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     run_here(tmp_path, "--keep", "2")
     assert list(folders.checkpoints(tmp_path)) == [4, 6]
     kept = ["iter_0000004", "iter_0000006", "iter_0000099", "latest", "owner"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *METRICS])
 
 
 def full_disk(file: HashedFile, tensor: torch.Tensor) -> int:
@@ -152,7 +154,8 @@ def test_a_full_disk_is_reported_and_training_goes_on(
     failed = [line for line in told if line.startswith("WARNING: iter_0000004 was not saved")]
     assert len(failed) == 1
     assert "No space left on device" in failed[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000006", "latest", "owner"]
+    kept = ["iter_0000002", "iter_0000006", "latest", "owner"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *METRICS])
 
 
 def test_a_rank_without_memory_for_the_copy_fails_the_save_and_not_the_run(tmp_path: Path, told: list[str]) -> None:
@@ -201,7 +204,7 @@ def test_a_failed_save_stops_the_run_where_that_is_wanted(tmp_path: Path) -> Non
         pytest.raises(CheckpointError, match=r"no room under .*: a checkpoint takes [0-9,]+ bytes and 1,000 are free"),
     ):
         run_here(tmp_path, "--on-save-error", "stop")
-    assert [path.name for path in tmp_path.iterdir()] == ["owner"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["owner", *METRICS])
 
 
 def test_the_final_checkpoint_must_not_fail(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megapar.files.tokenizer_folder import FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.building.outline import outline
 from megapar.training.checkpoints.identity import Identity, code_hash
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 from tests.support.training import SMALL, last_wins
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")

@@ -13,7 +13,7 @@ from megapar.errors import CheckpointError, UnverifiedError
 from megapar.files.suspects import RECORD
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before
 from megapar.training.checkpoints.local_saves import LocalSaves
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 from tests.support.here import losses, run_here
 
 JOB_A, JOB_B = ({"TORCHELASTIC_RUN_ID": f"job-{name}"} for name in "ab")

@@ -21,7 +21,7 @@ from megapar.training.building.job import Job
 from megapar.training.checkpoints.verification import Start
 from megapar.training.health.guards import Guards
 from megapar.training.health.witness import Witness
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 from tests.support.training import COMMON, SMALL, last_wins
 
 # A save that is under way when a run fails in this process would end behind the assertions.

@@ -20,7 +20,7 @@ from megapar.errors import CorruptionError
 from megapar.trainer import Trainer, train
 from megapar.training.building import build
 from megapar.training.health import state_guard
-from megapar.training.reports.loggers import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.step_guard import StepGuard
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapar.training.reports import patient_logger
-from megapar.training.reports.loggers import JsonLinesLogger
+from megapar.training.reports.json_lines import JsonLinesLogger
 from megapar.training.reports.patient_logger import PatientLogger
 
 

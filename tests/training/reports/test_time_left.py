@@ -9,8 +9,8 @@ from datetime import datetime
 
 import pytest
 
-from megapar.training.reports.loggers import PlainTerminal
 from megapar.training.reports.record import Record
+from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.reports.time_left import TimeLeft, clock_text
 
 

@@ -25,8 +25,8 @@ from megapar.errors import TrainingError
 from megapar.trainer import Trainer, train
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
-from megapar.training.reports.loggers import PlainTerminal
 from megapar.training.reports.record import Record
+from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
 from megapar.training.step.step_guard import StepGuard
 from tests.support.ranks import RanksFailed, run_ranks

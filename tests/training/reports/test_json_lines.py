@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megapar.training.reports.loggers import EXPERTS, JsonLinesLogger
+import pytest
+
+from megapar.errors import FolderLostError
+from megapar.files.metrics_file import EXPERTS
+from megapar.training.reports.json_lines import JsonLinesLogger
+from tests.support.record import record
 
 
 def iterations(path: Path) -> list[int]:
@@ -24,6 +29,33 @@ def test_repeated_and_broken_lines_go_and_the_others_stay(tmp_path: Path) -> Non
     JsonLinesLogger(path, 1).close()
     assert path.read_text() == ""
     assert not experts.exists()
+
+
+def test_a_file_of_another_run_is_not_touched(tmp_path: Path) -> None:
+    path, lost = tmp_path / "m.jsonl", [False]
+
+    def check() -> None:
+        if lost[0]:
+            raise FolderLostError("another run")
+
+    logger = JsonLinesLogger(path, 1, check)
+    logger.log(record(1))
+    logger.flush()
+    logger.log(record(2))
+    lost[0] = True
+    for call in (logger.flush, lambda: JsonLinesLogger(path, 1, check), logger.close):
+        with pytest.raises(FolderLostError):
+            call()
+    assert iterations(path) == [1]
+
+
+def test_seconds_tokens_and_perplexity_are_in_every_line(tmp_path: Path) -> None:
+    logger = JsonLinesLogger(tmp_path / "m.jsonl", 1)
+    logger.log(record(1, eval_lm_loss=0.0))
+    logger.close()
+    line = json.loads((tmp_path / "m.jsonl").read_text())
+    assert (line["iteration_seconds"], line["consumed_tokens"], line["eval_perplexity"]) == (0.5, 1024, 1.0)
+    assert line["perplexity"] == pytest.approx(4.481689)
 
 
 def test_a_link_stays_one(tmp_path: Path) -> None:

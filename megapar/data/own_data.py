@@ -1,0 +1,82 @@
+"""Data that Python code passes to a run: token ids by number, checked as they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megapar.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class TokenDataset(Protocol):
+    """Sequences of token ids by number, as a map-style dataset of torch has them.
+
+    A sequence must depend on nothing but its number, because each rank reads the ones that it needs, and a resumed run
+    reads them again.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+
+    def __getitem__(self, number: int) -> Any:
+        """Return [T] integers, a list, an array or a tensor, with 2 <= T <= S + 1 and 0 <= number < len."""
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """The data of a run, for ``train(config, data=...)``. A decoder predicts each id from those before it.
+
+    Every epoch reads all training sequences once, in a new random order. Sequences with fewer than S + 1 ids,
+    for S of ``--seq-length``, are padded, without loss on the padding.
+
+    Attributes:
+        name: Name of the content. Checkpoints record it, and a run resumes only with data of the same name.
+        train: Training sequences.
+        heldout: Held-out sequences, in a fixed order; None without an evaluation.
+    """
+
+    name: str
+    train: TokenDataset
+    heldout: TokenDataset | None = None
+
+
+class CheckedPieces:
+    """The sequences of a dataset as pieces of samples. Reading one raises DataError if its ids are not usable.
+
+    Args:
+        dataset: The sequences.
+        name: Its name, for messages.
+        seq_length: S, the positions of a sample.
+        vocab_size: Rows of the embedding.
+    """
+
+    def __init__(self, dataset: TokenDataset, name: str, seq_length: int, vocab_size: int) -> None:
+        if len(dataset) < 1:
+            raise DataError(f"{name} has no sequences")
+        self._dataset = dataset
+        self._name = name
+        self._seq_length = seq_length
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        import numpy as np
+
+        ids = np.asarray(self._dataset[number])
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 2 <= len(ids) <= self._seq_length + 1:
+            raise DataError(
+                f"{self._name}: sequence {number} is {ids.dtype} of shape {list(ids.shape)}; return 2 to "
+                f"{self._seq_length + 1} integers (--seq-length and one more)"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocab_size:
+            raise DataError(
+                f"{self._name}: sequence {number} has ids from {low} to {high}, outside of the {self._vocab_size} rows "
+                "of --vocab-size"
+            )
+        return ids.astype(np.int64)

@@ -1,0 +1,71 @@
+"""The loggers of a run: those that the flags turn on, and those that the caller passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megapar.arguments import FLAGS, Config
+from megapar.config.run import LoggingOptions
+from megapar.training.reports.background_logger import BackgroundLogger
+from megapar.training.reports.isolated_logger import IsolatedLogger
+from megapar.training.reports.json_lines import JsonLinesLogger
+from megapar.training.reports.logger import Logger
+from megapar.training.reports.patient_logger import PatientLogger
+from megapar.training.reports.tensorboard import TensorBoardLogger
+from megapar.training.reports.terminal import PlainTerminal
+from megapar.training.reports.trackers import MlflowLogger, SwanLabLogger, WandbLogger
+
+
+def make_loggers(
+    config: Config,
+    terminal: PlainTerminal | None,
+    iteration: int,
+    own: Sequence[Logger],
+    check_owner: Callable[[], None],
+) -> list[Logger]:
+    """Return the started loggers, on the rank with a terminal; none on the others.
+
+    Args:
+        config: The configuration of the run.
+        terminal: The log.
+        iteration: The last iteration done.
+        own: Loggers of the caller.
+        check_owner: Raises FolderLostError if another run owns the folder of ``--save`` by now.
+    """
+    if terminal is None:
+        return []
+    logging, first, warn = config.logging, iteration + 1, terminal.print_message
+    flags = hyper_parameters(config)
+    loggers: list[Logger] = [terminal]
+    if logging.metrics_file is not None:
+        metrics = Path(logging.metrics_file)
+        loggers.append(PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at, check_owner), first, warn))
+    if logging.tensorboard_dir:
+        board = Path(logging.tensorboard_dir)
+        loggers.append(PatientLogger(str(board), lambda at: TensorBoardLogger(board, at, flags), first, warn))
+    others: list[Logger] = [BackgroundLogger(name, tracker, warn) for name, tracker in _trackers(logging)]
+    others += [IsolatedLogger(f"logger {type(logger).__name__}", logger, warn) for logger in own]
+    for logger in others:
+        logger.start(first, flags)
+    return [*loggers, *others]
+
+
+def _trackers(logging: LoggingOptions) -> Iterator[tuple[str, Logger]]:
+    if logging.wandb_project is not None:
+        options = logging.wandb_project, logging.wandb_exp_name, logging.wandb_entity, logging.wandb_save_dir
+        yield "Weights & Biases", WandbLogger(*options)
+    if logging.mlflow_experiment is not None:
+        yield "MLflow", MlflowLogger(logging.mlflow_experiment, logging.mlflow_run_name, logging.mlflow_tracking_uri)
+    if logging.swanlab_project is not None:
+        yield "SwanLab", SwanLabLogger(logging.swanlab_project, logging.swanlab_exp_name, logging.swanlab_save_dir)
+
+
+def hyper_parameters(config: Config) -> dict[str, Any]:
+    """Return the trainer and the value of each of its flags, with lists for tuples."""
+    flags: dict[str, Any] = {"kind": config.kind}
+    for name, value in config.values().items():
+        if config.kind in FLAGS[name].models and not FLAGS[name].meta:
+            flags[name] = list(value) if isinstance(value, tuple) else value
+    return flags

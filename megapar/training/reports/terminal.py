@@ -1,0 +1,117 @@
+"""The log of a run: lines for files and pipes, and a progress bar for interactive terminals.
+
+Tested in ``tests/training/reports/test_time_left.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import TextIO
+
+from megapar.training.reports.logger import Logger
+from megapar.training.reports.record import Record
+from megapar.training.reports.time_left import TimeLeft, clock_text
+
+
+class PlainTerminal(Logger):
+    """Prints one line per log interval with the time and the time left, for files and pipes.
+
+    ``clock`` returns seconds since the epoch.
+    """
+
+    def __init__(
+        self, train_iters: int, interval: int, stream: TextIO | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._train_iters = train_iters
+        self._interval = interval
+        self._stream = stream or sys.stdout
+        self._clock = clock
+        self._left = TimeLeft()
+        self._newest: int | None = None
+
+    def print_line(self, text: str) -> None:
+        """Print a line without a time."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def print_message(self, text: str) -> None:
+        """Print a line with the local time, other than that of an iteration."""
+        self.print_line(f"{datetime.fromtimestamp(self._clock()):%Y-%m-%d %H:%M:%S} {text}")
+
+    def log(self, record: Record) -> None:
+        """Print a line every log interval, and after every evaluation."""
+        self._newest = record.iteration
+        self._left.measured(record.iteration_seconds)
+        if record.iteration % self._interval == 0 or record.eval_loss is not None:
+            left = self._left.seconds(record.iteration, self._train_iters, self._clock())
+            more = "" if left is None else f" | left {clock_text(left)}"
+            self.print_message(describe(record, self._train_iters) + more)
+
+    def flush(self) -> None:
+        """Flush the stream. The records since the last flush are one report for the estimate of the time left."""
+        self._stream.flush()
+        if self._newest is not None:
+            self._left.reported(self._clock(), self._newest)
+            self._newest = None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ProgressTerminal(PlainTerminal):
+    """Shows a progress bar with loss and time left, for interactive terminals. Lines scroll above it."""
+
+    def __init__(self, train_iters: int, interval: int, start: int) -> None:
+        super().__init__(train_iters, interval)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-")
+        self._progress.start()
+
+    def print_line(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def log(self, record: Record) -> None:
+        """Advance the bar."""
+        super().log(record)
+        self._progress.update(self._task, completed=record.iteration, loss=f"{record.loss:.4f}")
+
+    def close(self) -> None:
+        """Stop updating the bar."""
+        self._progress.stop()
+
+
+def describe(record: Record, train_iters: int) -> str:
+    """Format a record on one line."""
+    parts = [f"iteration {record.iteration}/{train_iters}", f"loss {record.loss:.4f}", f"lm {record.lm_loss:.4f}"]
+    parts += [f"sop {record.sop_loss:.4f}"] if record.sop_loss is not None else []
+    parts += [f"aux {record.aux_loss:.3f}"] if record.aux_loss is not None else []
+    parts += [f"dropped {record.dropped_tokens}"] if record.dropped_tokens else []
+    parts += [
+        f"grad norm {record.grad_norm:.3f}",
+        f"lr {record.lr:.2e}",
+        f"{record.tokens_per_second:,.0f} tokens/s",
+        f"MFU {100 * record.mfu:.1f} %",
+        f"peak {record.peak_memory_bytes / 2**30:.2f} GiB",
+    ]
+    unused = record.reserved_unused_bytes
+    parts += [f"unused {unused / 2**30:.2f} GiB"] if unused is not None else []
+    parts += [f"allocation retries {record.allocation_retries}"] if record.allocation_retries else []
+    parts += [f"sent {sum(record.sent_bytes.values()) / 2**20:,.1f} MiB"] if record.sent_bytes else []
+    exposed = record.exposed_communication_seconds
+    parts += [f"exposed {exposed:.3f} s"] if exposed else []
+    parts += [f"loss scale {record.loss_scale:g}"] if record.loss_scale != 1 else []
+    parts += ["skipped"] if record.skipped else []
+    parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []
+    return " | ".join(parts)
