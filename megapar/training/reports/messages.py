@@ -61,7 +61,7 @@ def make_monitor(
         if metrics:
             folder = Path(metrics).absolute().parent
             try:
-                facts.write_facts(folder, config, world, peak, source, _num_parameters(job))
+                facts.write_facts(folder, config, world, peak, source, _num_parameters(job), iteration + 1)
             except OSError as error:
                 terminal.print_message(f"WARNING: {folder / facts.NAME} cannot be written: {error}")
     return Monitor(
@@ -69,6 +69,7 @@ def make_monitor(
         data=world.axis("data"),
         pp=world.axis("pp"),
         cp=world.axis("cp"),
+        ep=world.axis("ep"),
         device=world.device,
         objective=objective,
         loggers=make_loggers(config, terminal, iteration),

@@ -48,6 +48,7 @@ class Monitor:
         data: The data axis.
         pp: The pipeline axis.
         cp: The context parallel axis.
+        ep: The expert parallel axis.
         device: Device of the steps' tensors.
         objective: The loss.
         loggers: Get the records, in order.
@@ -65,6 +66,7 @@ class Monitor:
         data: Axis,
         pp: Axis,
         cp: Axis,
+        ep: Axis,
         device: Device,
         objective: Objective,
         loggers: Sequence[Logger],
@@ -77,6 +79,7 @@ class Monitor:
         self._data = data
         self._pp = pp
         self._cp = cp
+        self._expert_ranks = ep.size
         self._device = device
         self._objective = objective
         self._loggers = loggers
@@ -226,7 +229,7 @@ class Monitor:
             failed_saves=self.failed_saves,
             pace=pace,
             **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
-            expert_load=_percentiles(row[loads:-1], layers, experts),
+            expert_load=_percentiles(row[loads:-1], layers, experts, self._expert_ranks),
         )
 
 
@@ -246,12 +249,20 @@ def _wide(value: Tensor) -> Tensor:
     return value.detach().to(widest(value.device))
 
 
-def _percentiles(flat: list[float], layers: int, experts: int) -> list[dict[str, float]]:
-    """Return percentiles of the experts' load per layer, relative to a balanced load of 1.0."""
+def _percentiles(flat: list[float], layers: int, experts: int, ranks: int) -> list[dict[str, float]]:
+    """Return percentiles of the experts' load per layer, and the load of the busiest expert rank as ``rank``.
+
+    All are relative to a balanced load of 1.0. Each of ``ranks`` has consecutive experts; with one rank ``rank`` is
+    left out.
+    """
     percentiles = []
     for layer in range(layers):
-        counts = sorted(flat[layer * experts : (layer + 1) * experts])
-        fair = sum(counts) / experts or 1.0
+        by_expert = flat[layer * experts : (layer + 1) * experts]
+        counts, fair = sorted(by_expert), sum(by_expert) / experts or 1.0
         at = {"min": 0, "p50": (experts - 1) // 2, "p90": math.ceil(0.9 * (experts - 1)), "max": experts - 1}
-        percentiles.append({name: counts[index] / fair for name, index in at.items()})
+        found = {name: counts[index] / fair for name, index in at.items()}
+        if ranks > 1:
+            held = experts // ranks
+            found["rank"] = max(sum(by_expert[first : first + held]) for first in range(0, experts, held)) / fair / held
+        percentiles.append(found)
     return percentiles
