@@ -30,6 +30,9 @@ class Speed:
         bubble_share: Pipeline bubble: share of the pipeline's time in which ranks wait.
         exposed_seconds: Time of exposed communication on the slowest stage.
         optimizer_seconds: Time of the optimizer.
+        fill_seconds: Time in which the slowest stage waits for the pipeline to fill and to drain.
+        hop_seconds: Time of exposed messages between stages, a part of ``exposed_seconds``.
+        jitter_seconds: Time of waits for ranks that are slower in this step.
         flops: Model FLOPs of all ranks.
         extra_flops: FLOPs of all ranks that are run beyond those, without recomputed units.
         mfu: Model FLOPs utilization, a share of the peak.
@@ -40,6 +43,9 @@ class Speed:
     bubble_share: float
     exposed_seconds: float
     optimizer_seconds: float
+    fill_seconds: float
+    hop_seconds: float
+    jitter_seconds: float
     flops: float
     extra_flops: float
     mfu: float
@@ -67,6 +73,9 @@ def predict(run: PlannedRun, calibration: Calibration | None = None) -> Speed:
         bubble_share=1 - m * both / grid.pp / pipeline,
         exposed_seconds=m * slowest.exposed + reduction + messages,
         optimizer_seconds=optimizer,
+        fill_seconds=fill,
+        hop_seconds=messages,
+        jitter_seconds=seconds * (1 - 1 / jitter),
         flops=flops,
         extra_flops=extra_flops(run),
         mfu=flops / seconds / grid.world_size / run.kind.peak(run.dtype),

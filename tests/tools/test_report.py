@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -12,8 +13,16 @@ from pathlib import Path
 import pytest
 
 from megapar.errors import ConfigError
+from megapar.planning.devices import device_kind
+from megapar.planning.speed import Speed
 from megapar.tools.main import main
-from megapar.tools.report import _plan, report
+from megapar.tools.report import report
+from megapar.tools.run_page import run_folder
+from megapar.tools.run_page.curve_sections import LOSSES, panels
+from megapar.tools.run_page.document import SCRIPTS, own_file
+from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
+from megapar.training.reports.monitor import _percentiles
+from megapar.training.reports.run_facts import _earlier_starts
 from tests.support.training import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -28,6 +37,28 @@ SECTIONS = (
     "Configuration",
     "Environment",
 )
+# Apache ECharts 6.1.0, dist/echarts.min.js of the npm package.
+ECHARTS = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
+MOST_BYTES = 1_500_000
+
+
+def without_own_scripts(page: str) -> str:
+    """A page without the scripts that belong to the package, and with the data of its figures as text."""
+    for name in SCRIPTS:
+        script = f"<script>{own_file(name)}</script>"
+        assert page.count(script) == 1
+        page = page.replace(script, "")
+    opening = '<script type="application/json" id="data">'
+    assert page.count(opening) == 1
+    return page.replace(opening, "")
+
+
+def figures(page: str) -> dict[str, dict]:  # type: ignore[type-arg]
+    """Caption -> data of a page's figures."""
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    captions = re.findall(r"<figcaption>(.*?)<span>", page)
+    return dict(zip(captions, json.loads(found.group(1))["figures"], strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +82,68 @@ def test_a_run_leaves_what_the_page_needs(finished: Path) -> None:
     }
     loads = [json.loads(line) for line in (finished / "metrics.experts.jsonl").read_text().splitlines()]
     assert [load["iteration"] for load in loads] == list(range(1, 13))
+    assert all(1 <= layer["busiest_rank"] <= layer["max"] for load in loads for layer in load["layers"])
+    assert [(start["iteration"], start["world_size"]) for start in facts["starts"]] == [(1, 2)]
     names = {event.get("name") for event in json.loads((finished / "trace.json").read_text())["traceEvents"]}
     assert {"megapar: forward and backward", "megapar: reduce", "megapar: optimizer"} <= names
+
+
+def test_percentiles_of_a_layer_are_relative_to_a_balanced_load() -> None:
+    assert _percentiles([1.0, 5.0, 0.0, 2.0]) == {"min": 0.0, "p50": 0.5, "p90": 2.5, "max": 2.5}
 
 
 def test_the_page_has_every_section_and_loads_nothing(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
     headings = re.findall(r"<h2>(.*?)</h2>", page)
     assert [heading.split()[0] for heading in headings] == list(SECTIONS)
-    assert not re.search(r"(src|href)=|https?://|<script|@import|url\(", page)
-    assert "plan: peak of stage 0" in page
-    assert page.count("<svg") >= 10
-    assert "forward and backward" in page
+    assert not re.search(r"(src|href)=|https?://|<script|@import|url\(", without_own_scripts(page))
+    assert len(page.encode()) < MOST_BYTES
+    drawn = figures(page)
+    assert len(drawn) >= 10
+    assert [level["name"] for level in drawn["Peak memory so far"]["levels"]] == ["plan"]
+    assert drawn["Where the time of a step went"]["bars"] == ["measured", "plan"]
+    timeline = next(figure for figure in drawn.values() if figure["kind"] == "spans")
+    assert timeline["lanes"] == ["step", "messages, gloo"]
+    assert {"forward and backward", "reduce", "optimizer", "between the phases"} <= set(timeline["names"])
+    assert all("mean" not in curve for figure in drawn.values() for curve in figure.get("curves", ()))
+
+
+def test_the_library_is_the_published_one() -> None:
+    assert hashlib.sha256(own_file("echarts.min.js").encode()).hexdigest() == ECHARTS
+
+
+def test_names_are_text_and_no_script_of_them_runs(finished: Path, tmp_path: Path) -> None:
+    evil = "</script><script>document.title='run'</script><img src=x onerror=alert(1)>"
+    folder = tmp_path / "a<script>b"
+    shutil.copytree(finished, folder)
+    facts = json.loads((folder / "run.json").read_text())
+    facts["environment"]["NCCL_NAME"] = evil
+    (folder / "run.json").write_text(json.dumps(facts))
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        record["exposed_seconds"][evil] = 1.0
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    for page in (report(folder), report(folder, finished)):
+        rest = without_own_scripts(page)
+        assert "<script" not in rest
+        assert "<img" not in rest
+        assert "onerror" in rest  # as text
+        policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+        assert policy is not None
+        assert policy.group(1).startswith("default-src 'none'; script-src 'sha256-")
+        assert policy.group(1).count("sha256-") == len(SCRIPTS)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (.ci/run installs it where it can)")
-def test_a_browser_shows_it(finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=pytest.mark.table)])
+def test_a_browser_shows_it(finished: Path, tmp_path: Path, several: bool) -> None:
     picture = tmp_path / "report.png"
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync")
     flags += ("--disable-background-networking", "--disable-component-update", f"--user-data-dir={tmp_path}/profile")
-    url = (finished / "report.html").as_uri()
+    shutil.copytree(finished, tmp_path / "a<b>run")
+    page = tmp_path / "page.html"
+    page.write_text(report(finished, tmp_path / "a<b>run") if several else report(finished), encoding="utf-8")
+    url = page.as_uri()
     assert CHROMIUM is not None
     shot = [CHROMIUM, *flags, "--window-size=1300,2400", f"--screenshot={picture}", url]
     subprocess.run(shot, check=True, capture_output=True, timeout=120)
@@ -80,13 +153,15 @@ def test_a_browser_shows_it(finished: Path, tmp_path: Path) -> None:
     shown = subprocess.run(
         [CHROMIUM, *flags, "--dump-dom", url], check=True, capture_output=True, text=True, timeout=120
     )
-    assert shown.stdout.count("<polyline") >= 10
+    assert shown.stdout.count("<svg") == len(figures(page.read_text(encoding="utf-8")))
+    assert shown.stdout.count("<path") >= 100
 
 
 def test_the_plan_beside_a_run_is_of_its_device(finished: Path) -> None:
     facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
     for name, kind in (("NVIDIA H200", "h200-141g"), ("Ascend910B2", "910b")):
-        plan = _plan({**facts, "device": {"type": "cuda", "name": name}})
+        plan = plan_of({**facts, "device": {"type": "cuda", "name": name}})
+        assert plan is not None
         assert kind in plan.kind.name
 
 
@@ -94,7 +169,9 @@ def test_the_plan_beside_a_run_has_the_flags_of_several_files(finished: Path) ->
     facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
     for entry in facts["configuration"].values():
         entry["origin"] = entry["origin"].replace("flag", "file a.yaml")
-    assert _plan(facts).config.grid.ep == 2
+    plan = plan_of(facts)
+    assert plan is not None
+    assert plan.config.grid.ep == 2
 
 
 def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp_path: Path) -> None:
@@ -104,7 +181,7 @@ def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Losses" in page
-    assert "12 iterations to 12" in page
+    assert "<b>12</b><span>iterations" in page
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: None, lambda path: path.write_text("{}")])
@@ -123,6 +200,7 @@ def test_a_folder_without_metrics_is_refused(tmp_path: Path, make, capsys: pytes
         ("run.json", '{"configuration": 3}'),
         ("run.json", '{"grid": {}}'),
         ("trace.json", '{"traceEvents": [3]}'),
+        ("run.json", '{"starts": [{"iteration": 1}]}'),
         ("metrics.experts.jsonl", '{"layers": 3}\n'),
     ],
 )
@@ -131,3 +209,79 @@ def test_a_strangers_folder_is_refused_and_ends_in_no_traceback(tmp_path: Path, 
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match="run-folder"):
         report(tmp_path)
+
+
+def test_resumes_are_kept_and_layout_changes_told_apart(tmp_path: Path) -> None:
+    sizes = {"dp": 1, "sharding": 2}
+    starts = [
+        {"iteration": first, "time": "2026-01-01T00:00:00+00:00", "world_size": 2, "grid": grid}
+        for first, grid in ((1, sizes), (5, sizes), (9, {"dp": 2, "sharding": 1}))
+    ]
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"starts": starts}))
+    assert _earlier_starts(path, 9) == starts[:2]  # the third one began where this one begins again
+    assert _earlier_starts(path, 1) == []
+    assert _earlier_starts(tmp_path / "none.json", 5) == []
+    run = run_folder.RunFolder("run", [], {"starts": starts}, [], {})
+    assert [(start.iteration, start.changed) for start in run.restarts] == [(5, False), (9, True)]
+    assert run.restarts[1].layout == "2 ranks: dp 2"
+
+
+def test_a_page_of_several_runs_has_a_curve_of_each_and_the_flags_that_differ(finished: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(finished, other)
+    facts = json.loads((other / "run.json").read_text())
+    facts["configuration"]["lr"] |= {"value": 0.5}
+    (other / "run.json").write_text(json.dumps(facts))
+    page = report(finished, other)
+    loss = figures(page)["Loss: training"]
+    assert [curve["name"] for curve in loss["curves"]] == [finished.name, "other"]
+    assert len({curve["color"] for curve in loss["curves"]}) == 2
+    table = page.partition("Flags that differ")[2].partition("</table>")[0]
+    assert re.findall(r"<tr><th>(--.*?)</th>", table) == ["--lr"]
+    assert len(page.encode()) < MOST_BYTES
+
+
+def test_losses_and_accuracies_of_tasks_are_in_figures_of_their_own() -> None:
+    tasks = {"distance": 2.0, "distance_accuracy": 0.5, "order": 1.0}
+    records = [{"iteration": iteration, "loss": 1.0, "tasks": tasks} for iteration in (1, 2)]
+    drawn = {figure.title: figure for figure in panels([run_folder.RunFolder("run", records, {}, [], {})], LOSSES)}
+    assert [curve["name"] for curve in drawn["Losses of tasks"].body["curves"]] == ["distance", "order"]
+    assert [curve["points"] for curve in drawn["Accuracy of tasks"].body["curves"]] == [[(1, 50.0), (2, 50.0)]]
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    folders = [Path("/x/a/run"), Path("/x/b/run"), Path("/x/b/other")]
+    assert run_folder.run_names(folders) == ["a/run", "b/run", "b/other"]
+
+
+def test_the_parts_of_a_planned_step_are_the_step(finished: Path) -> None:
+    plan = plan_of(json.loads((finished / "run.json").read_text()))
+    assert plan is not None
+    assert plan.kind == device_kind("cpu")
+    speed = plan.speed
+    assert isinstance(speed, Speed)
+    parts = planned_parts(speed)
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(speed.step_seconds)
+
+
+def test_a_long_run_on_many_axes_makes_a_page_that_is_not_too_large(finished: Path, tmp_path: Path) -> None:
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(lines[-1])
+    axes = ("mp", "cp", "ep", "pp", "shard", "replica", "expert_shard", "data")
+    kinds = [f"{axis}/{kind}" for axis in axes for kind in ("all_gather", "reduce_scatter")]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for iteration in range(1, 1001):
+            record |= {"iteration": iteration, "loss": 2.0 + iteration % 7 / 7, "grad_norm": 1.0 + iteration % 11 / 13}
+            record |= {"exposed_seconds": dict.fromkeys(kinds, iteration * 7919 % 1000 / 9973)}
+            file.write(f"{json.dumps(record)}\n")
+    loads = {"min": 0.123, "p50": 1.0, "p90": 1.5, "max": 2.345, "busiest_rank": 1.234}
+    with (tmp_path / "metrics.experts.jsonl").open("w") as file:
+        for iteration in range(1, 1001, 10):
+            file.write(f"{json.dumps({'iteration': iteration, 'layers': [loads] * 61})}\n")
+    shutil.copy(finished / "run.json", tmp_path)
+    shutil.copy(finished / "trace.json", tmp_path)
+    page = report(tmp_path)
+    assert len(page.encode()) < MOST_BYTES
+    assert "mean" in figures(page)["Loss"]["curves"][0]

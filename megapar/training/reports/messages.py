@@ -58,7 +58,7 @@ def make_monitor(
         if metrics:
             folder = Path(metrics).absolute().parent
             try:
-                facts.write_facts(folder, config, world, peak, source, _num_parameters(job))
+                facts.write_facts(folder, config, world, peak, source, _num_parameters(job), iteration + 1)
             except OSError as error:
                 terminal.print_message(f"WARNING: {folder / facts.NAME} cannot be written: {error}")
     return Monitor(

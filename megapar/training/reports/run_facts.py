@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,19 @@ SHOWN_ENVIRONMENT = (
 
 
 def write_facts(
-    folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int
+    folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int, first: int
 ) -> None:
-    """Write the effective configuration with origins, the ranks and the environment. One rank calls it."""
+    """Write the effective configuration with origins, the ranks and the environment. One rank calls it.
+
+    Args:
+        folder: Folder of the metrics.
+        config: The configuration.
+        world: The ranks.
+        peak_flops: FLOP/s of one device.
+        peak_source: Source of the peak.
+        parameters: Number of trainable parameters.
+        first: First iteration of this start. Starts from earlier iterations stay in the file.
+    """
     given = config.values()
     values = {
         flag.name: {
@@ -45,10 +56,14 @@ def write_facts(
         for flag in FLAGS.values()
         if config.kind in flag.models and not flag.meta
     }
+    grid = {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "cp", "mp", "edp", "ep", "emp")}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    start = {"iteration": first, "time": now, "world_size": config.grid.world_size, "grid": grid}
     facts: dict[str, Any] = {
         "kind": config.kind,
         "world_size": config.grid.world_size,
-        "grid": {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "cp", "mp", "edp", "ep", "emp")},
+        "grid": grid,
+        "starts": [*_earlier_starts(folder / NAME, first), start],
         "parameters": parameters,
         "device": {
             "type": world.device.type,
@@ -67,3 +82,12 @@ def write_facts(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _earlier_starts(path: Path, first: int) -> list[dict[str, Any]]:
+    """Return the starts in a file from iterations before the first, which a resumed run continues; none without any."""
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+        return [start for start in starts if start["iteration"] < first]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
