@@ -1,0 +1,21 @@
+"""What scripts/mkdocs_hook.py changes of a page for the site."""
+
+from __future__ import annotations
+
+from scripts.mkdocs_hook import on_page_markdown, site_markdown
+
+PAGE = """See [the file](../configs/tiny.yaml) and [flags](flags.md#model).
+
+```bash status=2
+echo [a](../b)
+```
+
+```
+plain
+```
+"""
+
+
+def test_fences_are_plain_and_links_out_of_docs_are_names() -> None:
+    assert site_markdown(PAGE) == PAGE.replace("[the file](../configs/tiny.yaml)", "the file").replace(" status=2", "")
+    assert on_page_markdown(PAGE, page=None) == site_markdown(PAGE)
