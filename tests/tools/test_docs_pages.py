@@ -74,3 +74,29 @@ def test_quoted_messages_are_in_the_code() -> None:
             parts = [part.strip(" .") for part in message.split("...")]
             missing += [part for part in parts if len(part) > 3 and part not in code()]
     assert missing == []
+
+
+def stripped(text: str) -> str:
+    """A text without the indentation of its lines."""
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_examples_of_contributing_are_in_the_code() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) > 10
+    code_of = {path: stripped((ROOT / path).read_text(encoding="utf-8")) for path, _ in examples}
+    assert [path for path, text in examples if stripped(text) not in code_of[path]] == []
+
+
+def test_issue_templates_and_workflows_are_valid_yaml() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml")]
+    assert len(files) > 3
+    for path in files:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert isinstance(content, dict), path
+        if path.parent.name == "ISSUE_TEMPLATE" and path.name != "config.yml":
+            assert {"name", "description", "body"} <= set(content), path
+            assert all(field["type"] in ("markdown", "textarea", "input", "dropdown") for field in content["body"]), (
+                path
+            )
