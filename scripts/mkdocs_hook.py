@@ -1,7 +1,8 @@
 """Changes of a page for the site of docs/. GitHub shows the pages as they are, and scripts/run_docs.py runs them.
 
 Fences such as ``bash no-run`` lose the words that are for scripts/run_docs.py. Links to files outside of docs/, such as
-``../configs/tiny.yaml``, become their names, since the site contains only docs/.
+``../configs/tiny.yaml``, become their names, since the site contains only docs/. What belongs to an item of a list is indented
+by four characters for each level: GitHub takes two, which end the list for the site.
 """
 
 from __future__ import annotations
@@ -24,5 +25,7 @@ def site_markdown(page: str) -> str:
             line = re.sub(r"^```(\w*).*$", r"```\1", line)
         elif not in_code:
             line = re.sub(r"\[([^\]]+)\]\(\.\./[^)]*\)", r"\1", line)
+            text = line.lstrip(" ")
+            line = " " * 4 * ((len(line) - len(text)) // 2) + text
         lines.append(line)
     return "\n".join(lines) + "\n"
