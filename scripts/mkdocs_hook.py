@@ -1,8 +1,9 @@
 """Changes of a page for the site of docs/. GitHub shows the pages as they are, and scripts/run_docs.py runs them.
 
-Fences such as ``bash no-run`` lose the words that are for scripts/run_docs.py. Links to files outside of docs/, such as
-``../configs/tiny.yaml``, become their names, since the site contains only docs/. What belongs to an item of a list is indented
-by four characters for each level: GitHub takes two, which end the list for the site.
+* Fences such as ``bash no-run`` lose the words that are for scripts/run_docs.py.
+* Links to files outside of docs/, such as ``../configs/tiny.yaml``, become names: the site contains only docs/.
+* What belongs to an item of a list is indented by four characters for each level: GitHub takes two, which end the list
+  for the site.
 """
 
 from __future__ import annotations
