@@ -103,6 +103,20 @@ def recompute() -> str:
     return stacked_bars(rows, "GiB")
 
 
+def step() -> str:
+    """Draw the time of a step by the degree of tensor parallelism."""
+    rows = []
+    for degree in ("1", "2", "4", "8"):
+        flags = ("--mp-degree", degree, *(("--no-sequence-parallel",) if degree == "1" else ()))
+        planned = plan(*flags, preset="llama-3-8b.yaml", ranks=64)
+        speed = planned.speed
+        parts = {"exposed communication": speed.exposed_seconds, "optimizer": speed.optimizer_seconds}
+        parts = {"computation": speed.step_seconds - sum(parts.values()), **parts}
+        note = f", MFU {100 * speed.mfu:.0f} %" + ("" if planned.fits else ", does not fit into memory")
+        rows.append((f"mp {degree}", parts, note))
+    return stacked_bars(rows, "s")
+
+
 def parts_of(planned: Plan) -> dict[str, float]:
     """Return the memory of the fullest stage in GiB, by what it is for."""
     return {name: getattr(planned.fullest, name) / GIBIBYTE for name in PARTS}
@@ -169,6 +183,7 @@ PICTURES: Mapping[str, Callable[[], str]] = {
     "context.svg": context,
     "expert.svg": expert,
     "pipeline.svg": pipeline,
+    "plan.svg": step,
     "ranks.svg": ranks,
     "recompute.svg": recompute,
     "sharding.svg": sharding,
