@@ -16,4 +16,4 @@ if [ "$(cat .venv-docs/.wanted 2>/dev/null)" != "$wanted" ]; then
 fi
 # The theme's authors print advice about future versions of mkdocs, which is no warning of a page.
 NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict --quiet
-echo "site: $(find site -name '*.html' | wc -l) pages in site/index.html"
+echo "site: $(find site -name '*.html' ! -name 404.html | wc -l) pages in site/index.html"
