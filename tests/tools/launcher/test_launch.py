@@ -304,7 +304,7 @@ def test_rank_0_is_on_the_node_with_number_0(tmp_path: Path) -> None:
     for number in ("1", "0"):
         (tmp_path / number).mkdir()
         line = ["launch", "--node-rank", number, *place, job, number]
-        nodes[number] = Command(line, tmp_path / number, environ(), ROOT)
+        nodes[number] = Command(line, tmp_path / number, environ(MEGAPAR_SECRET="of sixteen bytes or more"), ROOT)
     for number, node in nodes.items():
         done = node.wait(PATIENCE_SECONDS)
         assert done.returncode == 0, done.stderr
