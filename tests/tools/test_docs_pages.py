@@ -56,7 +56,7 @@ def test_every_page_is_in_the_site() -> None:
 
 
 def test_every_picture_is_shown() -> None:
-    shown = {name for page in PAGES for name in re.findall(r"\]\(pictures/([\w-]+\.svg)\)", prose(page))}
+    shown = {name for page in PAGES for name in re.findall(r"\]\(pictures/([\w.-]+)\)", prose(page))}
     assert shown == {path.name for path in (DOCS / "pictures").iterdir()}
 
 
