@@ -48,7 +48,7 @@ slurmd -D -N "$host" & pids+=($!)
 until sinfo -h -o %T 2>/dev/null | grep -q -E 'idle|mixed'; do sleep 1; done
 
 run="$work/run"
-job=$(RANKS=1 OMP_NUM_THREADS=1 sbatch --parsable --ntasks 2 --ntasks-per-node 2 --output "$work/job.log" scripts/slurm.sbatch \
+job=$(RANKS=1 OMP_NUM_THREADS=1 LOG_DIR="$work/logs" sbatch --parsable --ntasks 2 --ntasks-per-node 2 --output "$work/job.log" scripts/slurm.sbatch \
     --config configs/quickstart.yaml --data-path mock --train-iters "${ITERS:-60}" --eval-interval 0 --log-interval 1 \
     --save "$run" --load "$run" --save-interval 10 --metrics-jsonl "$work/metrics.jsonl")
 echo "job $job"
@@ -74,6 +74,10 @@ assert seen == list(range(1, int(sys.argv[2]) + 1)), seen
 print(f"iterations 1 to {seen[-1]}, each once")
 PY
 grep -q "start 1" "$work/job.log"
+# Each start has the logs of both ranks, by the job's name and the ranks' numbers in the job.
+for log in "megapar-$job-"{0,1}/attempt-0/rank-{0,1}.log; do
+    [ -s "$work/logs/$log" ] || { echo "$log is missing" >&2; exit 1; }
+done
 resumed=$(sed -n 's/.*resumed at iteration \([0-9]*\).*/\1/p' "$work/job.log")
 # Checkpoints are due every 10 iterations: one at or after the 15th was saved because the job was stopped.
 [ "$resumed" -ge 15 ] || { echo "resumed at iteration $resumed: nothing was saved when the job was stopped" >&2; exit 1; }

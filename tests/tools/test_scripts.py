@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 LAUNCH = "-m megapar.tools.main launch"
@@ -68,6 +69,80 @@ def test_slurm_gives_every_start_a_secret_of_its_own(tree: Path) -> None:
     assert all(len(secret) == len("secret=") + 44 for secret in said), said
     assert said[0] != said[1]
     assert start(tree, "slurm.sbatch", **place, MEGAPAR_SECRET="own").stdout.splitlines()[-1] == "secret=own"
+
+
+def slurm(tree: Path, **environ: str) -> str:
+    """The output of slurm.sbatch, with an srun that starts its command as task 1 and shows the CPUs of a task."""
+    commands = {"scontrol": "echo node0", "srun": 'shift; echo "cpus=$SRUN_CPUS_PER_TASK"; SLURM_PROCID=1 exec "$@"'}
+    for name, line in commands.items():
+        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tree / name).chmod(0o755)
+    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
+    place |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(tree)}
+    done = start(tree, "slurm.sbatch", "--lr", "1", **place, **environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_slurm_names_logs_by_the_job_and_numbers_nodes(tree: Path) -> None:
+    place = {"SLURM_JOB_NAME": "big run", "SLURM_RESTART_COUNT": "2", "SLURM_GPUS_ON_NODE": "8"}
+    lines = slurm(tree, **place, LAUNCH="--preflight", SCRIPT="pretrain_ernie.py").splitlines()
+    assert lines[0] == "job 7, start 2: 2 x 8 ranks, 1 CPUs each, node0:20007, logs in logs/big_run-7-2"
+    assert lines[2] == (
+        f"{LAUNCH} --nnodes 2 --node-rank 1 --nproc-per-node 8 --rdzv-endpoint node0:20007 --rdzv-id big_run-7-2 "
+        "--log-dir logs --preflight pretrain_ernie.py --lr 1"
+    )
+    assert "--log-dir" not in slurm(tree, LOG_DIR="", RANKS="8")
+
+
+@pytest.mark.parametrize(
+    ("environ", "cpus"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "24"}, "24"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "96(x3),64"}, "64"),  # all that the job has, on each of its nodes
+        ({"SLURM_JOB_CPUS_PER_NODE": "96", "SLURM_CPUS_PER_TASK": "24", "SRUN_CPUS_PER_TASK": "12"}, "12"),
+        ({}, "1"),
+    ],
+)
+def test_slurm_gives_the_launcher_the_cpus_of_the_job(tree: Path, environ: dict[str, str], cpus: str) -> None:
+    assert f"cpus={cpus}\n" in slurm(tree, RANKS="8", **environ)
+
+
+def test_slurm_starts_ascend_nodes(tree: Path) -> None:
+    place = {"NODE_SCRIPT": "scripts/ascend_multi_node.sh", "ASCEND_TOOLKIT": str(tree / "toolkit"), "RANKS": "16"}
+    assert "--nproc-per-node 16" in slurm(tree, **place)
+    assert "--device npu --lr 1" in slurm(tree, **place)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("pytorchjob", {"PET_MASTER_ADDR": "megapar-0", "PET_MASTER_PORT": "29500", "PET_NODE_RANK": "3"}),
+        ("job", {"JOB_COMPLETION_INDEX": "3"}),
+    ],
+)
+def test_a_pod_of_kubernetes(tree: Path, name: str, place: dict[str, str]) -> None:
+    """The command of a pod, with the variables that the manifest and the operator give it."""
+    manifest = list(yaml.safe_load_all((SCRIPTS / f"kubernetes/{name}.yaml").read_text(encoding="utf-8")))[-1]["spec"]
+    node = manifest["pytorchReplicaSpecs"]["Worker"] if name == "pytorchjob" else manifest
+    nodes = int(node["replicas"]) + 1 if name == "pytorchjob" else int(node["completions"])
+    container = node["template"]["spec"]["containers"][0]
+    given = {one["name"]: one["value"].replace("$(POD_IP)", "10.0.0.7") for one in container["env"] if "value" in one}
+    assert given["NODES"] == str(nodes)
+    done = subprocess.run(
+        [*container["command"], *container["args"]],
+        env={"PATH": os.environ["PATH"], **place, **given},
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    head = "megapar-0:29500" if name == "pytorchjob" else "megapar-0.megapar:29500"
+    assert done.stdout.splitlines()[0].startswith(
+        f"{LAUNCH} --nnodes 8 --node-rank 3 --nproc-per-node 8 --rdzv-endpoint {head} --rdzv-id mixtral "
+        "--local-addr 10.0.0.7 --require-secret --log-dir /runs/logs --max-restarts 3 pretrain_moe.py --config "
+    )
 
 
 def test_ascend_on_one_machine(tree: Path) -> None:

@@ -5,11 +5,13 @@ A process id alone is not unique: it is reused after a while, and means another 
 
 from __future__ import annotations
 
+import math
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 _PROC = Path("/proc")
@@ -110,6 +112,27 @@ def _is_zombie(pid: int) -> bool:
     return fields_of(pid)[0] in "ZX" and len(list((_PROC / str(pid) / "task").iterdir())) <= 1
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores(proc: Path = _PROC, groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of cores that this process may use: of its affinity, or of its container's limit if smaller.
+
+    Kubernetes limits CPUs by a quota of time, which the affinity does not show; Slurm by the affinity.
+
+    Args:
+        proc: The process file system.
+        groups: The file system of control groups.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *_quotas(proc, groups)]))
+
+
+def _quotas(proc: Path, groups: Path) -> Iterator[int]:
+    """Yield the limits, in whole cores, of this process's control group (version 2) and the groups around it."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    group = PurePosixPath(next((line[3:] for line in lines if line.startswith("0::")), "/"))
+    for path in (group, *group.parents):
+        with suppress(OSError, ValueError):
+            quota, period = (groups / str(path).lstrip("/") / "cpu.max").read_text().split()
+            yield math.ceil(int(quota) / int(period))  # "max" without a limit: a ValueError

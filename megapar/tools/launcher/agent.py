@@ -41,6 +41,7 @@ from megapar.tools.launcher import unkillable
 from megapar.tools.launcher.clocks import LAST_CALL_SECONDS, Clocks
 from megapar.tools.launcher.deaths import describe, next_action
 from megapar.tools.launcher.failures import Failure, first_failure, is_refusal, repeated
+from megapar.tools.launcher.node_order import order_by_node_rank
 from megapar.tools.launcher.places import RankFiles
 from megapar.tools.launcher.rank_logs import RankLogs
 from megapar.tools.launcher.rendezvous import JsonBackend, SignedStore
@@ -73,6 +74,7 @@ class Meeting:
         settings: Further settings of the backend.
         files: Rank files of a ``MeetingPlace``; None if the ranks meet through a port.
         secret: Secret of the job, or None.
+        node_rank: This node's number, which orders the nodes; None for the order of addresses.
     """
 
     backend: str
@@ -85,6 +87,7 @@ class Meeting:
     settings: Mapping[str, str] = field(default_factory=dict)
     files: RankFiles | None = None
     secret: bytes | None = field(default=None, repr=False)
+    node_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -364,7 +367,7 @@ def _handler(meeting: Meeting) -> Any:
         **meeting.settings,
     )
     if meeting.store is None:
-        return _with_new_stores(get_rendezvous_handler(parameters))
+        return _with_new_stores(order_by_node_rank(get_rendezvous_handler(parameters), meeting.node_rank))
     secret = meeting.secret
     limit = float(parameters.get("last_call_timeout") or LAST_CALL_SECONDS)
     handler = create_handler(meeting.store, JsonBackend(meeting.store, meeting.id, secret, Clocks(limit)), parameters)
@@ -379,7 +382,7 @@ def _handler(meeting: Meeting) -> Any:
             )
 
         handler._wrap_store = signed  # type: ignore[method-assign]
-    return _with_new_stores(handler, meeting.files)
+    return _with_new_stores(order_by_node_rank(handler, meeting.node_rank), meeting.files)
 
 
 def _with_new_stores(handler: Any, files: RankFiles | None = None) -> Any:

@@ -20,6 +20,7 @@ from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
 from megapar.tools.launcher import own
 from megapar.tools.launcher.environment import environment
 from megapar.tools.launcher.failures import REFUSED, is_refusal
+from megapar.tools.launcher.few_cores import few_cores
 from megapar.tools.launcher.interfaces import interfaces
 from megapar.tools.launcher.job_name import launch_name
 from megapar.tools.launcher.launch_options import Launch, read
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     defaults = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in defaults.items() if name not in os.environ})
     make_patient()
-    for line in _fewer_nodes(launch):
+    for line in (*few_cores(launch.nproc_per_node), *_fewer_nodes(launch)):
         print(f"megapar launch: {line}", file=sys.stderr)
     stopper = Stopper(launch.stop_timeout)
     stopper.install()
@@ -204,6 +205,7 @@ def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
         settings=launch.rdzv_conf,
         files=place.files if place else None,
         secret=place.secret if place else None,
+        node_rank=launch.node_rank,
     )
     grace = math.ceil(min(launch.stop_timeout, MAX_GRACE_SECONDS))
     agent = make_agent(

@@ -45,6 +45,7 @@ class Launch:
         secret_file: File with the job's secret; "" to read the variable.
         require_secret: Several nodes do not start without a secret.
         warm_start: Ranks are forked from a process that has imported torch.
+        node_rank: This node's number, which orders the nodes; None without one.
     """
 
     nproc_per_node: int
@@ -63,6 +64,7 @@ class Launch:
     secret_file: str = ""
     require_secret: bool = False
     warm_start: bool = False
+    node_rank: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -152,7 +154,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="restarts of all ranks after one failed, each from the newest valid checkpoint (default: 0)",
     )
-    add("--node-rank", type=int, metavar="N", help="this node's number, from 0; only node 0 prints the report")
+    add(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help="this node's number, from 0: node 0 has rank 0 and prints the report (default: nodes are ordered by their "
+        "addresses)",
+    )
     _add_meeting(parser)
     add(
         "--log-dir",
@@ -247,4 +255,5 @@ def make_launch(options: argparse.Namespace) -> Launch:
         secret_file=options.secret_file,
         require_secret=options.require_secret,
         warm_start=wants_warm_start(options.warm_start, options.script),
+        node_rank=options.node_rank,
     )

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from megapar.core.health.process import Process
+from megapar.core.health.process import Process, cores
 
 
 def test_this_process_lives() -> None:
@@ -43,3 +44,25 @@ def test_what_a_file_says_is_a_process_or_an_error(wrong: dict[str, object]) -> 
         Process.from_json(Process.here().to_json() | wrong)
     with pytest.raises(KeyError):
         Process.from_json({})
+
+
+@pytest.mark.parametrize(
+    ("limits", "found"),
+    [
+        ({"pod/run": "100000 100000"}, 1),
+        ({"pod/run": "50000 100000"}, 1),  # half a core
+        ({"pod/run": "max 100000", "pod": "100000 100000"}, 1),  # the limit of a group around it
+        ({".": "100000 100000"}, 1),
+        ({"pod/run": "max 100000"}, None),
+        ({"pod/run": "99900000 100000"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_of_a_container_with_a_limit(tmp_path: Path, limits: dict[str, str], found: int | None) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("1:cpu:/other\n0::/pod/run\n")
+    for group, text in limits.items():
+        (tmp_path / "groups" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / group / "cpu.max").write_text(f"{text}\n")
+    allowed = len(os.sched_getaffinity(0))
+    assert cores(tmp_path, tmp_path / "groups") == (found or allowed)

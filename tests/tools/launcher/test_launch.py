@@ -288,6 +288,30 @@ def test_a_node_that_comes_after_the_preflight_joins_the_job(tmp_path: Path) -> 
     assert done.stderr.count("the preflight of this job is already over; joining the job without one") == 1
 
 
+def test_rank_0_is_on_the_node_with_number_0(tmp_path: Path) -> None:
+    """Two nodes of one address, whose own order is that of their process numbers."""
+    place = ["--nnodes", "2", "--rdzv-endpoint", str(tmp_path / "nodes"), "--local-addr", "127.0.0.1"]
+    place += [
+        "--rdzv-conf",
+        "store_type=file",
+        "--rdzv-id",
+        "job",
+        "--no-warm-start",
+        "--log-dir",
+        str(tmp_path / "logs"),
+    ]
+    job, nodes = script(tmp_path, "print('rank', rank, 'of node', sys.argv[1])"), {}
+    for number in ("1", "0"):
+        (tmp_path / number).mkdir()
+        line = ["launch", "--node-rank", number, *place, job, number]
+        nodes[number] = Command(line, tmp_path / number, environ(MEGAPAR_SECRET="of sixteen bytes or more"), ROOT)
+    for number, node in nodes.items():
+        done = node.wait(PATIENCE_SECONDS)
+        assert done.returncode == 0, done.stderr
+        assert f"rank {number} of node {number}" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "logs/job/attempt-0").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
 def test_slow_ranks_are_named() -> None:
     rates = [{"gemm TFLOP/s": 100.0}, {"gemm TFLOP/s": 99.0}, {"gemm TFLOP/s": 60.0}, {"gemm TFLOP/s": 101.0}]
     said = describe(rates, 2)

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Draw the pictures of docs/ from the code that they explain: schedules, groups, positions, plans and timelines.
+
+scripts/docs_pictures.py            write docs/pictures/
+scripts/docs_pictures.py --check    only report pictures that differ, with exit status 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megapar.arguments import Config, parse  # noqa: E402
+from megapar.core.context_parallel.positions import SequenceLayout  # noqa: E402
+from megapar.core.grid import Grid  # noqa: E402
+from megapar.core.units import GIBIBYTE  # noqa: E402
+from megapar.planning.devices import device_kind  # noqa: E402
+from megapar.planning.layer_timeline import layer_timeline  # noqa: E402
+from megapar.planning.plan import Plan  # noqa: E402
+from megapar.tools.plan import show_schedule  # noqa: E402
+from megapar.tools.preset_table import CONFIGS  # noqa: E402
+from scripts.svg import COLORS, GREY, Drawing, lanes, stacked_bars  # noqa: E402
+
+PLACE = ROOT / "docs" / "pictures"
+KIND = "h100-80g"
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+LANE_COLORS = {"compute": COLORS[0], "wait": GREY, "inside": COLORS[2], "between": COLORS[1]}
+
+
+def config(*flags: str, preset: str = "", ranks: int) -> Config:
+    """Return the configuration of a preset and flags on this number of ranks."""
+    file = ["--config", str(CONFIGS / preset)] if preset else []
+    return parse("moe", [*file, *flags, "--rules-only", "--world-size", str(ranks)], {}, planning=True)
+
+
+def plan(*flags: str, preset: str, ranks: int) -> Plan:
+    """Return the plan of a preset and flags on H100."""
+    return Plan(config(*flags, preset=preset, ranks=ranks), device_kind(KIND))
+
+
+def pipeline() -> str:
+    """Draw the schedules of four stages."""
+    common = ("--pp-degree", "4", "--num-layers", "8", "--gradient-merge-acc-step", "8")
+    schedules = {
+        "1F1B": ("--pp-schedule", "1f1b"),
+        "interleaved, 2 chunks": ("--pp-schedule", "interleaved", "--vpp-degree", "2"),
+        "zero bubble": ("--pp-schedule", "zero_bubble"),
+        "ZBV": ("--pp-schedule", "zero_bubble", "--vpp-degree", "2"),
+    }
+    drawn = [show_schedule(config(*common, *flags, ranks=4))[1] for flags in schedules.values()]
+    sizes = [tuple(int(svg.split(f'{side}="')[1].split('"')[0]) for side in ("width", "height")) for svg in drawn]
+    drawing = Drawing(max(width for width, _ in sizes), sum(height for _, height in sizes))
+    top = 0
+    for svg, (_, height) in zip(drawn, sizes, strict=True):
+        drawing.inside(svg, top)
+        top += height
+    return drawing.svg()
+
+
+def ranks() -> str:
+    """Draw the groups of 16 ranks on two nodes."""
+    grid, node, cell, left = Grid(pp=2, sharding=4, mp=2), 8, 42, 90
+    axes = ("mp", "sharding", "pp")
+    drawing = Drawing(left + 16 * cell + 40, 60 + 40 * len(axes))
+    for place, axis in enumerate(axes):
+        groups = sorted({grid.group(axis, rank) for rank in range(grid.world_size)})
+        y = 36 + 40 * place
+        drawing.text(left - 12, y + 20, axis, anchor="end")
+        for number, group in enumerate(groups):
+            for rank in group:
+                x = left + cell * rank + (20 if rank >= node else 0)
+                drawing.box(x, y, cell - 4, 30, COLORS[number % len(COLORS)], str(rank), f"{axis} group {group}")
+    for number in range(grid.world_size // node):
+        x = left - 6 + number * (cell * node + 20)
+        drawing.frame(x, 26, cell * node + 8, 40 * len(axes) + 8)
+        drawing.text(x + 4, 18, f"node {number}")
+    return drawing.svg()
+
+
+def sharding() -> str:
+    """Draw the memory of a rank at each stage of sharding."""
+    flags = ("--mp-degree", "1", "--no-sequence-parallel", "--sharding-stage")
+    plans = {f"stage {stage}": plan(*flags, stage, preset="llama-3-8b.yaml", ranks=64) for stage in ("1", "2", "3")}
+    return stacked_bars([(name, parts_of(planned), "") for name, planned in plans.items()], "GiB", 80)
+
+
+def recompute() -> str:
+    """Draw the memory and the time of a step by what is recomputed."""
+    choices = {
+        "nothing": (),
+        "selective": ("--recompute-granularity", "selective"),
+        "every layer": ("--recompute-interval", "1"),
+    }
+    rows = []
+    for name, flags in choices.items():
+        planned = plan(*flags, preset="llama-3-8b.yaml", ranks=64)
+        rows.append((name, parts_of(planned), f", {planned.speed.step_seconds:.2f} s per step"))
+    return stacked_bars(rows, "GiB")
+
+
+def step() -> str:
+    """Draw the time of a step by the degree of tensor parallelism."""
+    rows = []
+    for degree in ("1", "2", "4", "8"):
+        flags = ("--mp-degree", degree, *(("--no-sequence-parallel",) if degree == "1" else ()))
+        planned = plan(*flags, preset="llama-3-8b.yaml", ranks=64)
+        speed = planned.speed
+        parts = {"exposed communication": speed.exposed_seconds, "optimizer": speed.optimizer_seconds}
+        parts = {"computation": speed.step_seconds - sum(parts.values()), **parts}
+        note = f", MFU {100 * speed.mfu:.0f} %" + ("" if planned.fits else ", does not fit into memory")
+        rows.append((f"mp {degree}", parts, note))
+    return stacked_bars(rows, "s")
+
+
+def parts_of(planned: Plan) -> dict[str, float]:
+    """Return the memory of the fullest stage in GiB, by what it is for."""
+    return {name: getattr(planned.fullest, name) / GIBIBYTE for name in PARTS}
+
+
+def context() -> str:
+    """Draw which rank computes which part of a causal attention."""
+    size, length, cell = 4, 16, 18
+    drawing = Drawing(2 * (length * cell + 60), length * cell + 96)
+    drawing.legend(20, {f"rank {rank}": COLORS[rank] for rank in range(size)})
+    for place, (name, zigzag) in enumerate((("zig-zag", True), ("in order", False))):
+        layout, left = SequenceLayout(size, zigzag=zigzag), 20 + place * (length * cell + 60)
+        drawing.text(left, 48, name)
+        work = []
+        for rank in range(size):
+            held = layout.positions(length, rank)
+            work.append(sum(query + 1 for query in held))
+            for query in held:
+                title = f"query {query}: rank {rank}"
+                drawing.box(left, 56 + query * cell, (query + 1) * cell, cell, COLORS[rank], title=title)
+        shares = ", ".join(f"{100 * one / sum(work):.0f} %" for one in work)
+        drawing.text(left, 56 + length * cell + 20, f"work of ranks 0 to 3: {shares}")
+    return drawing.svg()
+
+
+def tensor() -> str:
+    """Draw a layer with tensor parallelism."""
+    return timelines({"tensor and sequence parallelism, mp 4": plan(preset="llama-3-8b.yaml", ranks=64)})
+
+
+def expert() -> str:
+    """Draw a layer of experts over two nodes, plain and by node."""
+    flags = ("--mp-degree", "1", "--no-sequence-parallel", "--ep-degree", "16", "--moe-dispatch")
+    ways = {"plain": ("plain",), "by node": ("node", "--ranks-per-node", "8")}
+    return timelines({name: plan(*flags, *way, preset="qwen3-30b-a3b.yaml", ranks=64) for name, way in ways.items()})
+
+
+def ampipe() -> str:
+    """Draw a layer of experts in one slice and in two."""
+    flags = ("--mp-degree", "1", "--no-sequence-parallel", "--ampipe-degree")
+    one, two = (plan(*flags, degree, preset="qwen3-30b-a3b.yaml", ranks=64) for degree in ("1", "2"))
+    return timelines({"one slice": one, "two slices": two})
+
+
+def timelines(plans: Mapping[str, Plan]) -> str:
+    """Draw the forward and the backward of a layer of each plan."""
+    panels = []
+    for name, planned in plans.items():
+        layer = layer_timeline(planned.run)
+        for direction, drawing in (("forward", layer.forward), ("backward", layer.backward)):
+            events = drawing.to_dict()["events"]
+            rows = {
+                lane: [(one["name"], one["start"], one["end"]) for one in events if one["lane"] == lane]
+                for lane in drawing.busy
+            }
+            panels.append((f"{name}: {direction}, {1e3 * drawing.seconds:.2f} ms", rows))
+    used = {lane for _, rows in panels for lane in rows}
+    colors = {lane: LANE_COLORS.get(lane, COLORS[3 + number]) for number, lane in enumerate(sorted(used))}
+    return lanes(panels, colors)
+
+
+PICTURES: Mapping[str, Callable[[], str]] = {
+    "ampipe.svg": ampipe,
+    "context.svg": context,
+    "expert.svg": expert,
+    "pipeline.svg": pipeline,
+    "plan.svg": step,
+    "ranks.svg": ranks,
+    "recompute.svg": recompute,
+    "sharding.svg": sharding,
+    "tensor.svg": tensor,
+}
+
+
+def main() -> int:
+    """Write the pictures, or report which differ."""
+    parser = argparse.ArgumentParser(description="Draw the pictures of docs/.")
+    parser.add_argument("--check", action="store_true", help="write nothing, report pictures that differ")
+    parser.add_argument("--only", choices=sorted(PICTURES), help="one picture")
+    options = parser.parse_args()
+    PLACE.mkdir(exist_ok=True)
+    stale = []
+    for name, draw in PICTURES.items():
+        path = PLACE / name
+        if options.only in (None, name) and (not path.exists() or path.read_text(encoding="utf-8") != draw()):
+            stale.append(name)
+            if not options.check:
+                path.write_text(draw(), encoding="utf-8")
+                print(f"wrote {path.relative_to(ROOT)}")
+    if options.check and stale:
+        print(f"stale: {', '.join(stale)}; run scripts/docs_pictures.py", file=sys.stderr)
+    return 1 if options.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

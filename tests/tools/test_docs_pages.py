@@ -1,0 +1,102 @@
+"""Pages of docs/: links lead somewhere, every page is in the index and in the site, and quoted messages are printed."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TOP = ("README", "CONTRIBUTING", "ARCHITECTURE", "AGENTS")
+PAGES = (*sorted(DOCS.glob("*.md")), *(ROOT / f"{name}.md" for name in TOP))
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    titles = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", prose(DOCS / "index.md")))
+    assert {path.name for path in DOCS.glob("*.md")} - {"index.md"} == linked
+
+
+def test_every_page_is_in_the_site() -> None:
+    class Loader(yaml.SafeLoader):
+        """Reads the tags for Python objects, of which mkdocs' configuration has one, as their names."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)  # noqa: S506 (a safe loader)
+    named = re.findall(r"'([\w-]+\.md)'", str(site["nav"]))
+    assert sorted(named) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {name for page in PAGES for name in re.findall(r"\]\(pictures/([\w.-]+)\)", prose(page))}
+    assert shown == {path.name for path in (DOCS / "pictures").iterdir()}
+
+
+@cache
+def code() -> str:
+    """The text of the package, with string literals that continue on the next line joined."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "megapar").rglob("*.py")))
+    return re.sub(r'"\s*\n\s*f?"', "", text)
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    missing = []
+    for row in re.findall(r"^\| (`[^|]*`)", prose(DOCS / "troubleshooting.md"), re.MULTILINE):
+        for message in re.findall(r"`([^`]+)`", row):
+            parts = [part.strip(" .") for part in message.split("...")]
+            missing += [part for part in parts if len(part) > 3 and part not in code()]
+    assert missing == []
+
+
+def stripped(text: str) -> str:
+    """A text without the indentation of its lines."""
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_examples_of_contributing_are_in_the_code() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    examples = re.findall(r"^```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(examples) > 10
+    code_of = {path: stripped((ROOT / path).read_text(encoding="utf-8")) for path, _ in examples}
+    assert [path for path, text in examples if stripped(text) not in code_of[path]] == []
+
+
+def test_issue_templates_and_workflows_are_valid_yaml() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml")]
+    assert len(files) > 3
+    for path in files:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert isinstance(content, dict), path
+        if path.parent.name == "ISSUE_TEMPLATE" and path.name != "config.yml":
+            assert {"name", "description", "body"} <= set(content), path
+            assert all(field["type"] in ("markdown", "textarea", "input", "dropdown") for field in content["body"]), (
+                path
+            )
