@@ -24,6 +24,6 @@ COPY . /megapar
 WORKDIR /megapar
 RUN pip install --no-deps --no-build-isolation --editable .
 
-USER megapar
+USER 1000
 RUN megapar plan --config configs/tiny.yaml --world-size 1
 CMD ["megapar", "--help"]

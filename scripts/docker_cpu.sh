@@ -43,7 +43,7 @@ for path in ${BIND:-/etc/pip.conf /etc/xdg/pip /etc/ssl/certs/ca-certificates.cr
     # Folders of wheels and of package indexes, and constraints, that pip's configuration names.
     { python3 -m pip config list 2>/dev/null || true; } | grep -o "[ '/]/[a-zA-Z][^ ']*" | tr -d " '" | sed 's#^//#/#'
 )}; do
-    path=$(realpath -m "$path")
+    path=$(realpath -m "${path%/simple}") # the files of an index are next to it
     [ -e "$path" ] || continue
     if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$(dirname "$root$path")" && touch "$root$path"; fi
     mount --bind "$path" "$root$path"

@@ -157,19 +157,18 @@ class Build:
 
     def run(self, command: str) -> None:
         """Run a shell command in the folder as the user that is set."""
-        home = "/root" if self.place.user == "root" else f"/home/{self.place.user}"
+        user, group, home = self._identity()
         environment = {**self.place.variables, "HOME": home, "FOLDER": self.place.folder}
         within = 'cd "$FOLDER" && unset FOLDER && ' + command
-        identity = self._identity()
-        user = [f"--userspec={identity}", f"--groups={identity.partition(':')[2]}"]
-        subprocess.run(["chroot", *user, str(self._root), "/bin/sh", "-c", within], env=environment, check=True)
+        options = [f"--userspec={user}:{group}", f"--groups={group}"]
+        subprocess.run(["chroot", *options, str(self._root), "/bin/sh", "-c", within], env=environment, check=True)
 
-    def _identity(self) -> str:
-        """Return user:group as numbers, from the folder's own list of users."""
+    def _identity(self) -> tuple[str, str, str]:
+        """Return the numbers of user and group, and the home, from the folder's own list of users."""
         for line in (self._root / "etc/passwd").read_text(encoding="utf-8").splitlines():
-            name, _, user, group, *_ = line.split(":")
+            name, _, user, group, _, home, _ = line.split(":")
             if self.place.user in (name, user):
-                return f"{user}:{group}"
+                return user, group, home
         raise KeyError(f"USER {self.place.user} is not in /etc/passwd")
 
     def _copy(self, sources: Sequence[str], target: str) -> None:
