@@ -23,7 +23,7 @@ if [ -z "${INSIDE:-}" ]; then
     work=${WORK:-$(mktemp -d)}
     [ -n "${WORK:-}" ] || trap 'rm -rf --one-file-system "$work"' EXIT
     # Mounts in a namespace of their own disappear with it, so that nothing outside of $work can be removed through them.
-    INSIDE=$work unshare --mount --propagation private "$0"
+    INSIDE=$work unshare --mount --propagation private scripts/docker_cpu.sh
     exit
 fi
 
