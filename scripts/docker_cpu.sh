@@ -7,8 +7,8 @@
 # WORK: folder for the base system (default: a temporary one, removed at the end). It must allow devices and programs.
 # MIRROR: mirror of Debian (default: the first of this machine's, if it is a Debian, else deb.debian.org).
 # TORCH_INDEX: index of PyTorch's CPU builds, as in the Dockerfile.
-# BIND: files and folders that are also seen in the chroot, such as those that pip's configuration names (default: the
-#   configuration of pip and the certificates of this machine).
+# BIND: files and folders that are also seen in the chroot (default: this machine's configuration of pip, and the folders
+#   that it names). pip there trusts the certificates that this machine trusts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "docker_cpu.sh: needs root" >&2; exit 2; }
@@ -39,11 +39,15 @@ echo "base system: $suite, $(($(date +%s) - started)) s, $(du -sm "$root" | cut 
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
-for path in ${BIND:-/etc/pip.conf /etc/xdg/pip /etc/ssl/certs/ca-certificates.crt $(
+# Not in its own place, where the package ca-certificates, which is installed in the chroot, replaces it.
+bundle=${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}
+[ ! -f "$bundle" ] || { cp "$bundle" "$root/run/machine.crt" && export PIP_CERT=/run/machine.crt; }
+for path in ${BIND:-/etc/pip.conf /etc/xdg/pip $(
     # Folders of wheels and of package indexes, and constraints, that pip's configuration names.
     { python3 -m pip config list 2>/dev/null || true; } | grep -o "[ '/]/[a-zA-Z][^ ']*" | tr -d " '" | sed 's#^//#/#'
 )}; do
     path=$(realpath -m "${path%/simple}") # the files of an index are next to it
+    case "$path" in /etc/ssl/*) continue ;; esac
     [ -e "$path" ] || continue
     if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$(dirname "$root$path")" && touch "$root$path"; fi
     mount --bind "$path" "$root$path"
