@@ -288,6 +288,36 @@ class RuntimeOptions:
         choices=("auto", "cpu", "cuda", "npu"),
         per_node=True,
     )
+    device_tflops: float | None = flag(
+        None,
+        "matrix products of one device in the compute dtype, without sparsity: the peak of MFU and of predicted times",
+        unit="TFLOP/s",
+        above=0,
+        derived="the device table's; without a row, MFU has a measured one",
+    )
+    device_memory_gib: float | None = flag(
+        None,
+        "memory of one device, for megapar plan and for the report of a run that is out of memory",
+        unit="GiB",
+        above=0,
+        derived="the device table's",
+    )
+    link_gb: float | None = flag(
+        None,
+        "rate at which one device can send to others of its node, in one direction, for predicted times and the "
+        "choices that depend on them",
+        unit="GB/s",
+        above=0,
+        derived="the device table's",
+    )
+    network_gb: float | None = flag(
+        None,
+        "rate at which one device can send to other nodes, its share of the network cards of its node, in one "
+        "direction, for predicted times and the choices that depend on them",
+        unit="GB/s",
+        above=0,
+        derived="the device table's",
+    )
     validate_only: bool = flag(
         False,
         "check everything that a start would check, including files and checkpoints, print the effective "

@@ -74,7 +74,8 @@ _PROPERTIES: Mapping[str, str] = {
         data_path eval_data_path split text_field tokenizer_model data_source hf_dataset reset_position_ids
         reset_attention_mask eod_mask_loss packing on_bad_record ernie_tasks phrase_file entity_file triples_file
         override_data sentence_reorder_pieces skip_samples""",
-    "says what the search is for": "world_size ranks_per_node device config strict_seed_rules",
+    "says what the search is for": """
+        world_size ranks_per_node device device_tflops device_memory_gib link_gb network_gb config strict_seed_rules""",
 }
 
 _WITHOUT_EFFECT: Mapping[str, str] = {

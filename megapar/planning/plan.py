@@ -19,6 +19,7 @@ from megapar.planning.shared import Shared
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
 from megapar.planning.unpriced import check_priced
+from megapar.training.building.device_figures import with_figures
 
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
@@ -35,7 +36,7 @@ class Plan:
 
     Args:
         config: The configuration.
-        kind: Kind of the devices.
+        kind: Kind of the devices, whose figures those of flags replace.
         assumed: Techniques that the plan assumes.
         token_budget: Tokens of the whole run; None for those of ``--train-iters``.
         shared: Parts that it has in common with other plans of a search.
@@ -49,6 +50,7 @@ class Plan:
         token_budget: float | None = None,
         shared: Shared | None = None,
     ) -> None:
+        kind = with_figures(kind, config)
         check_assumed(assumed or Assumed(), config.grid.pp)
         check_priced(config, kind, assumed or Assumed())
         self.config = config
@@ -134,7 +136,7 @@ class Plan:
         over = self.fullest.reserved - self.kind.memory_bytes
         text = (
             f"stage {self.fullest.stage} needs {_gib(self.fullest.reserved)}, {_gib(over)} more than the "
-            f"{_gib(self.kind.memory_bytes)} of {self.kind.name}"
+            f"{_gib(self.kind.memory_bytes)} of {self.kind.title}"
         )
         options = [f"{setting}: {_gib(plan.fullest.reserved)}" for setting, plan in self._ways() if plan.fits]
         if options:
@@ -197,6 +199,7 @@ class Plan:
         world = self.config.grid.world_size
         return {
             "device_kind": self.kind.name,
+            "device_figures": list(self.kind.replaced),
             "world_size": world,
             "layout": {axis: self.config.grid.size(axis) for axis in _AXES},
             "software": self.run.assumed.software,

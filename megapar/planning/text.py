@@ -25,7 +25,7 @@ def describe(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     counts, grid = plan.counts, plan.config.grid
     active = f", {billions(counts.active)} active per token" if counts.active != counts.total else ""
-    yield f"megapar plan: {grid.world_size} x {plan.kind.name}, {billions(counts.total)} parameters{active}"
+    yield f"megapar plan: {grid.world_size} x {plan.kind.title}, {billions(counts.total)} parameters{active}"
     if more := plan.run.training_parameters:
         yield f"multi-token prediction: {billions(more)} parameters more, in training only"
     yield f"vocabulary: {plan.config.model.vocab_size:,} rows ({_source_of_rows(plan)})"

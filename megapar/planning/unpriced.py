@@ -37,7 +37,7 @@ def check_priced(config: Config, kind: DeviceKind, assumed: Assumed) -> None:
         ),
         (
             bool(assumed.fp8) and "fp8" not in kind.flops,
-            f"{kind.name} has no fp8 products (--assume fp8).",
+            f"{kind.title} has no fp8 products (--assume fp8).",
             "Leave it out, or choose another --device-kind.",
         ),
         (

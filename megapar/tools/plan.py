@@ -112,17 +112,19 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     line = [*files, *more, *flags, "--no-validate-only"]
     world = args.world_size or resolved_values(kind, line, {}).get("world_size", 1)
     from megapar.planning.assume import assumed
-    from megapar.planning.devices import device_kind
+    from megapar.planning.devices import check_named, device_kind
     from megapar.planning.expert_load import expert_imbalance, imbalance_of_any
 
-    device = device_kind(args.device_kind or header.device_kind or DEFAULT_KIND)
+    named = args.device_kind or header.device_kind
+    device = device_kind(named or DEFAULT_KIND)
     assumption = replace(assumed(args.assume or header.assume), software=args.software)
     if args.search:
         assumption = replace(assumption, expert_imbalance=imbalance_of_any(args.expert_imbalance))
-        return _search(kind, line, world, device, assumption, as_json=args.json)
+        return _search(kind, line, world, device, assumption, named=named, as_json=args.json)
     config = _parsed(kind, line, world)
     if args.show_schedule:
         return _show(config, args)
+    check_named(config, named)
     from megapar.planning.plan import Plan
     from megapar.planning.text import describe
 
@@ -152,8 +154,11 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, as_json: bool) -> int:
+def _search(
+    kind: str, line: list[str], world: int, device: DeviceKind, assumed: Assumed, *, named: str, as_json: bool
+) -> int:
     """Print the best layouts for this number of ranks. Knobs of files are searched, those of the line are kept."""
+    from megapar.planning.devices import check_named
     from megapar.planning.flag_roles import DROPPED
     from megapar.planning.knobs import Scope
     from megapar.planning.search import Search
@@ -161,6 +166,7 @@ def _search(kind: str, line: list[str], world: int, device: DeviceKind, assumed:
     from megapar.planning.variations import Variations
 
     config = _without_layout(kind, line)
+    check_named(config, named)
     variations = Variations(kind, line, world, free=[name for name in DROPPED if kind in FLAGS[name].models])
     latent = variations.setting("multi_latent_attention") is True
     scope = Scope(kind, config.model, world, device.node, config.training.global_batch_size, latent)

@@ -115,7 +115,7 @@ def _planned(config: Config) -> Any:
     """Formulas do not cover every run: those that they refuse have no plan to differ in."""
     try:
         plan = Plan(config, device_kind(_DEVICE))
-        return [[asdict(stage) for stage in plan.memory], plan.traffic, asdict(plan.speed)]
+        return [[asdict(stage) for stage in plan.memory], plan.traffic, asdict(plan.speed), plan.fits]
     except MegaparError as error:
         return str(error)
 

@@ -355,6 +355,10 @@ REPORTS = (
     Row("tensorboard_dir", "{new}/board", "files"),
     Row("metrics_jsonl", "{new}/metrics.jsonl", "files"),
     Row("profile", "1:2", "files", {"metrics_jsonl": "{new}/metrics.jsonl"}),
+    Row("device_tflops", 1.0, "plan"),
+    Row("device_memory_gib", 0.001, "plan"),
+    _two("link_gb", 1.0, "plan", MP),
+    Row("network_gb", 0.1, "plan", {"ep_degree": 4, "moe_dispatch": "node", "ranks_per_node": 2}, world=4),
     Row("strict_seed_rules", True, "refused", {**SLICED, "overlap_grad_reduce": "on"}, world=2),
     Row("config", "{three.yaml}", "table", {"num_layers": None}),
 )

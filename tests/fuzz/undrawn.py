@@ -38,6 +38,10 @@ UNDRAWN: dict[str, str] = {
     "eval_iters": _EVALUATION,
     "moe_rebalance_interval": "moves experts and changes no bit; tests/training/step/test_expert_places.py",
     **dict.fromkeys(("manual_gc", "manual_gc_interval"), _COLLECTOR),
+    **dict.fromkeys(
+        ("device_tflops", "device_memory_gib", "link_gb", "network_gb"),
+        "figures of a device, for plans and MFU; tests/training/building/test_device_figures.py",
+    ),
     **dict.fromkeys(("validate_only", "rules_only", "world_size", "config", "device"), _START),
     "strict_seed_rules": "only refuses more; tests/test_compatibility.py",
     "deterministic": "chooses kernels, of which a CPU has one that repeats its results; tests/training",

@@ -134,5 +134,9 @@ def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> AttentionCall:
 
 
 def capability_of(like: Tensor) -> Capability:
-    """Return the compute capability of the GPU that holds a tensor; (0, 0), which no fused kernel takes, elsewhere."""
-    return torch.cuda.get_device_capability(like.device) if like.is_cuda else (0, 0)
+    """Return the compute capability of the NVIDIA GPU that holds a tensor; (0, 0), which no row takes, elsewhere.
+
+    torch's build for ROCm reports the number of AMD's architecture, 9.4 of an MI300X and 9.0 of an MI250, as if it were
+    a compute capability.
+    """
+    return torch.cuda.get_device_capability(like.device) if like.is_cuda and torch.version.hip is None else (0, 0)

@@ -102,6 +102,11 @@ class KernelRow(NamedTuple):
                 self.kernel == CUDNN and call.key_dim != call.value_dim,
                 "its heads of keys and values are not padded to one size",
             ),
+            (
+                self.kernel in (FLASH, VARLEN) and _narrow_backward(call, size),
+                "its backward takes no heads of 193 to 224 features, and larger ones only without dropout, on compute "
+                f"capability {_dotted(call.capability)}",
+            ),
             (call.dropout and not self.dropout, "it drops no attention weights"),
             (call.repeats and not self.repeats, "its backward is not known to repeat to the last bit"),
         ):
@@ -113,6 +118,7 @@ class KernelRow(NamedTuple):
 _SDP_UTILS = "torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
 _AMPERE_ON: tuple[Capability, Capability] = ((8, 0), (12, 1))
 _HOPPER: tuple[Capability, Capability] = ((9, 0), (9, 0))
+_SMALL_MEMORY: tuple[tuple[Capability, Capability], ...] = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 _FLASH_API = "torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp"
 _WHOLE = (CAUSAL, FULL)
 _SINGLE = (*_WHOLE, LOWER_RIGHT, DOCUMENTS)  # forms that are calls of torch's scaled_dot_product_attention
@@ -209,13 +215,23 @@ def takes(kernel: str, call: AttentionCall) -> bool:
 def lacks(backend: str, calls: tuple[AttentionCall, ...]) -> str:
     """Return the reason why the kernel of ``backend`` takes none of the calls of a run; "" if it takes one.
 
-    The other calls run by today's choice.
+    The other calls run by today's choice. The reason is that of a row with the form of a call, if there is one.
     """
     if backend == AUTO:
         return ""
-    rows = [row for row in ROWS if row.kernel == backend]
-    reasons = [row.lacks(call) for call in calls for row in rows]
+    rows = [(row, call) for call in calls for row in ROWS if row.kernel == backend]
+    reasons = [row.lacks(call) for row, call in sorted(rows, key=lambda pair: pair[1].form not in pair[0].forms)]
     return "" if "" in reasons else reasons[0]
+
+
+def _narrow_backward(call: AttentionCall, size: int) -> bool:
+    """Return True if FlashAttention-2's backward needs more shared memory for the call than its GPU has.
+
+    GPUs of capability 8.6 to 8.9 and 12.x have 100 KiB in a multiprocessor, 8.0 has 164 and 9.0 has 228. Source:
+    check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in torch's sdp_utils.cpp.
+    """
+    small = any(first <= call.capability <= last for first, last in _SMALL_MEMORY)
+    return small and (192 < size <= 224 or (size > 224 and call.dropout))
 
 
 def _dotted(capability: Capability) -> str:

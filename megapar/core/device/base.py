@@ -164,6 +164,10 @@ class Device:
         """Return the reason why fp8 matrix products cannot run on this device, or "" if they can."""
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or more"
 
+    def fused_lacks(self) -> str:
+        """Return the reason why products here cannot read the memory of the node's other devices, or "" if they can."""
+        return f"the device is {self.name}"
+
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
         """Return the reason why grouped GEMM has no kernel here that runs without the counts on the host; "" if it has.
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device.attention import call_of
+from megapar.core.device.attention_table import BLOCKS, FLASH, takes
 from megapar.core.device.head_dims import EqualHeads, cut_features, equal_head_dims, pad_features
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -110,9 +112,9 @@ def block_backward_cpu(
 
 
 def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
-    """Compute ``block_reference`` by FlashAttention, which takes bf16, fp16 and head sizes that are multiples of 8."""
+    """Compute ``block_reference`` by FlashAttention where ``attention_table`` says that it takes the call."""
     heads = equal_head_dims(q, k, v)
-    if not _flash_takes(heads.q):
+    if not takes(FLASH, call_of(BLOCKS, heads.q, heads.v, dropout)):
         return block_reference(q, k, v, causal=causal, dropout=dropout)
     out, lse, *_, seed, offset, _ = _cuda_forward(*heads[:3], dropout, causal, scale=heads.scale)
     return AttentionBlock(cut_features(out, v.shape[-1]), lse, (seed, offset))
@@ -123,17 +125,13 @@ def block_backward_cuda(
 ) -> BlockGradients:
     """Compute ``block_backward_reference`` by FlashAttention's backward; ``drawn`` is its random state."""
     heads = equal_head_dims(q, k, v)
-    if not _flash_takes(heads.q):
+    if not takes(FLASH, call_of(BLOCKS, heads.q, heads.v, dropout)):
         return block_backward_reference(grad, q, k, v, block, causal=causal, dropout=dropout)
     grad, out = _padded_outputs(heads, grad, block.out)
     # Without cumulative sequence lengths (for uneven lengths) the kernel takes the lengths from the shapes.
     lengths = (None, None, q.shape[2], k.shape[2])
     merged = (out, block.lse, *lengths, dropout, causal, *block.drawn)
     return _cut_gradients(_cuda_backward(grad, *heads[:3], *merged, scale=heads.scale), q, v)
-
-
-def _flash_takes(q: Tensor) -> bool:
-    return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def _padded_outputs(heads: EqualHeads, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:

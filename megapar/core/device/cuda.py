@@ -1,4 +1,6 @@
-"""NVIDIA (and ROCm) GPUs.
+"""GPUs of NVIDIA, and of AMD, whose build of torch (ROCm) has the same names: its device type is cuda, RCCL is nccl.
+
+What only NVIDIA's GPUs have is asked by ``torch.version.hip``. No AMD GPU has been run on.
 
 Tested in ``tests/core/device/test_base.py``.
 """
@@ -73,16 +75,25 @@ class CudaDevice(Accelerator):
 
     def fp8_lacks(self) -> str:
         """Return a reason unless the GPU is of NVIDIA's Ada or Hopper generation or newer."""
-        if torch.version.hip is None and self.capability >= FP8_CAPABILITY:
+        if (self.capability or (0, 0)) >= FP8_CAPABILITY:
             return ""
         return f"{super().fp8_lacks()}, and {self._own_capability}"
+
+    def fused_lacks(self) -> str:
+        """Return a reason on ROCm, whose fused operators are not tried, and without access to the node's other GPUs."""
+        if torch.version.hip is not None:
+            return super().fused_lacks()
+        others = (index for index in range(torch.cuda.device_count()) if index != self.local_rank)
+        if all(torch.cuda.can_device_access_peer(self.local_rank, other) for other in others):
+            return ""
+        return f"the driver lets {self.name} read no other GPU, as on cards without peer-to-peer access"
 
     def grouped_lacks(self, dtype: torch.dtype, widths: Sequence[int]) -> str:
         """Return the reason why torch has no grouped GEMM kernel here, or "" if it has one.
 
         torch's fallback is a loop for which the host waits for the counts every time.
         """
-        if torch.version.hip is not None or self.capability[0] not in GROUPED_MAJORS:
+        if self.capability is None or self.capability[0] not in GROUPED_MAJORS:
             majors = " and ".join(f"{major}.x" for major in GROUPED_MAJORS)
             return f"the kernel is for NVIDIA GPUs of compute capability {majors}, and {self._own_capability}"
         if dtype != torch.bfloat16:
@@ -92,13 +103,16 @@ class CudaDevice(Accelerator):
     @property
     def _has_bf16(self) -> bool:
         """True from Ampere on. On older GPUs (V100, T4) torch emulates bf16 products, slowly."""
-        return torch.version.hip is not None or self.capability >= BF16_CAPABILITY
+        return self.capability is None or self.capability >= BF16_CAPABILITY
 
     @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU: (major, minor)."""
-        return torch.cuda.get_device_capability(self.local_rank)
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of an NVIDIA GPU: (major, minor); None of an AMD GPU.
+
+        torch reports the number of AMD's architecture instead, which is 9.0, Hopper's, of an MI250.
+        """
+        return torch.cuda.get_device_capability(self.local_rank) if torch.version.hip is None else None
 
     @property
     def _own_capability(self) -> str:
-        return f"{self.name} has {'.'.join(map(str, self.capability))}"
+        return f"{self.name} has {'none' if self.capability is None else '.'.join(map(str, self.capability))}"

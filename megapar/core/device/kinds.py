@@ -5,8 +5,9 @@ The run and the planner read the same rows, with their sources, from ``kinds.yam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -76,7 +77,8 @@ class DeviceKind:
         kernels: Class of the device, whose forms of operators it runs: cuda, npu or cpu.
         capability: Compute capability of an NVIDIA GPU, (major, minor); None for other devices.
         source: Source of the figures.
-        driver_names: Parts of the names that drivers report.
+        driver_names: Regular expressions that match a part of the names that drivers report.
+        replaced: Figures that are not the row's, for people.
     """
 
     name: str
@@ -92,6 +94,46 @@ class DeviceKind:
     capability: tuple[int, int] | None
     source: str
     driver_names: tuple[str, ...]
+    replaced: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Name of the row, with the figures that are not the row's."""
+        return self.name + (f" with {', '.join(self.replaced)}" if self.replaced else "")
+
+    def with_figures(
+        self,
+        dtype: str,
+        *,
+        tflops: float | None = None,
+        memory_gib: float | None = None,
+        link_gb: float | None = None,
+        network_gb: float | None = None,
+    ) -> DeviceKind:
+        """Return the row with other figures, in the units of ``kinds.yaml``; None keeps the row's.
+
+        Args:
+            dtype: Dtype of the products that ``tflops`` is for. Nothing is known of those in other dtypes then.
+            tflops: TFLOP/s of matrix products.
+            memory_gib: GiB of memory.
+            link_gb: GB/s to other devices of the node, in one direction.
+            network_gb: GB/s to other nodes, in one direction.
+        """
+        figures: dict[str, Any] = {}
+        texts = []
+        if tflops is not None:
+            figures["flops"] = MappingProxyType({dtype: tflops * TERA})
+            texts.append(f"{tflops:g} TFLOP/s in {dtype}")
+        if memory_gib is not None:
+            figures["memory_bytes"] = round(memory_gib * GIBIBYTE)
+            texts.append(f"{memory_gib:g} GiB")
+        if link_gb is not None:
+            figures["inside"] = link_gb * GIGA
+            texts.append(f"{link_gb:g} GB/s in a node")
+        if network_gb is not None:
+            figures["between"] = network_gb * GIGA
+            texts.append(f"{network_gb:g} GB/s between nodes")
+        return replace(self, **figures, replaced=tuple(texts)) if figures else self
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of matrix products. Raises ConfigError if the device has none in this dtype."""
@@ -137,8 +179,13 @@ def device_class(device_type: str) -> DeviceClass:
 
 
 def kind_called(device: str) -> DeviceKind | None:
-    """Return the row for the name that a driver reports, by the longest matching part; None if there is none."""
-    fits = {part: kind for kind in kinds().values() for part in kind.driver_names if part.lower() in device.lower()}
+    """Return the row for the name that a driver reports, by the longest match of a part; None if there is none."""
+    fits = {
+        found.group(): kind
+        for kind in kinds().values()
+        for part in kind.driver_names
+        if (found := re.search(part, device, re.IGNORECASE))
+    }
     return fits[max(fits, key=len)] if fits else None
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import kind_called
+from megapar.core.device.kinds import TERA, kind_called
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # products in other dtypes may use narrower ones
 
@@ -15,11 +15,14 @@ _LEAST_SECONDS = 0.02
 _MEASURED: dict[tuple[str, torch.dtype], float] = {}  # by name: a process has one device of a kind
 
 
-def peak_flops(device: Device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the FLOP/s of the device in ``dtype`` and the source of the figure: ``table`` or ``measured``.
+def peak_flops(device: Device, dtype: torch.dtype, tflops: float | None = None) -> tuple[float, str]:
+    """Return the FLOP/s of the device in ``dtype`` and the source of the figure: ``flag``, ``table`` or ``measured``.
 
-    The measured figure is the best of a few square GEMMs on this machine with this process's threads.
+    ``tflops`` is the value of --device-tflops, or None. The measured figure is the best of a few square GEMMs on this
+    machine with this process's threads.
     """
+    if tflops is not None:
+        return tflops * TERA, "flag"
     kind = kind_called(device.name)
     if kind is not None and kind.kernels != "cpu" and _DTYPES.get(dtype) in kind.flops:
         return kind.flops[_DTYPES[dtype]], "table"

@@ -62,6 +62,10 @@ class FakeGpu(CudaDevice):
         """Return "": all kernels are installed."""
         return ""
 
+    def fused_lacks(self) -> str:
+        """Return "": the GPUs of the node read each other."""
+        return ""
+
     def activate_flash3(self) -> None:
         """Do nothing: the operators keep their names."""
 

@@ -130,7 +130,11 @@ def attention_kernels(config: Config, kind: DeviceKind) -> str:
     if dtype == "fp64":
         return "plain products (fp64)"
     if kind.capability is None:
-        return {"npu": "npu_fusion_attention", "cpu": "torch's fused kernel for CPUs"}[kind.kernels]
+        return {
+            "cuda": "torch's choice for ROCm; plain products in ring attention",
+            "npu": "npu_fusion_attention",
+            "cpu": "torch's fused kernel for CPUs",
+        }[kind.kernels]
     return ", ".join(_named(config, kind.capability, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]))
 
 

@@ -15,7 +15,6 @@ from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.kinds import kind_of
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
@@ -29,6 +28,7 @@ from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import spec_of
 from megapar.moe.slicing import Slicing
 from megapar.training.building.attention_backend import skips_padding
+from megapar.training.building.device_figures import kind_of_run
 from megapar.training.building.expert_dispatch import DispatchChoice, dispatch_choice
 from megapar.training.health.control import Control, Limits, StopSignal
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
@@ -63,7 +63,7 @@ def experts_dispatch(config: Config, device: Device) -> DispatchChoice:
     """Return the dispatch of experts that this rank chooses. Raises ConfigError if the requested one does not fit."""
     computed = compute_dtype(config, device)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == computed)
-    return dispatch_choice(config, kind_of(device.type, device.name), dtype)
+    return dispatch_choice(config, kind_of_run(config, device.type, device.name), dtype)
 
 
 def experts_axis(config: Config, world: World) -> Axis:

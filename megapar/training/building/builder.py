@@ -21,7 +21,6 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.compiled import FunctionRunner
-from megapar.core.device.kinds import kind_of
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import RankLayers
 from megapar.core.recompute.adaptive import Adaptive
@@ -55,6 +54,7 @@ from megapar.training.building.build import (
     make_layout,
     make_slicing,
 )
+from megapar.training.building.device_figures import kind_of_run
 from megapar.training.building.function_runner import make_runner, try_triton
 from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.building.tensor_overlap import hiding
@@ -171,7 +171,7 @@ def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
     Raises ConfigError if they are to be fused and the ranks of mp do not share a node.
     """
     device, mp = world.device, world.axis("mp")
-    kind, computed = kind_of(device.type, device.name), compute_dtype(config, device)
+    kind, computed = kind_of_run(config, device.type, device.name), compute_dtype(config, device)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == computed)
     form = hiding(config, kind, dtype, sizes) if mp.size > 1 else OFF
     if form == FUSED:

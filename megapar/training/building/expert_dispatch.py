@@ -72,7 +72,7 @@ def dispatch_choice(config: Config, kind: DeviceKind, dtype: str, node: int | No
     if local == grid.ep:
         return DispatchChoice(0, f"the {grid.ep} ranks of ep are on one node")
     gain = estimated_gain(config, moe, kind, dtype, local)
-    reason = f"{gain:.2f} times the speed of plain by estimate on {kind.name}, {grid.ep // local} nodes"
+    reason = f"{gain:.2f} times the speed of plain by estimate on {kind.title}, {grid.ep // local} nodes"
     return DispatchChoice(local if gain >= LEAST_GAIN else 0, reason)
 
 

@@ -160,8 +160,8 @@ def check_device(config: Config, device: Device) -> None:
     Otherwise prepare the process for the kernels of attention.
     """
     complaints = []
-    if config.parallel.tp_comm_overlap == FUSED and device.type != "cuda":
-        message = f"--tp-comm-overlap fused reads the memory of other GPUs, but the device is {device.name}."
+    if config.parallel.tp_comm_overlap == FUSED and (lacks := device.fused_lacks()):
+        message = f"--tp-comm-overlap fused reads the memory of other GPUs, but {lacks}."
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
     if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
         complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))

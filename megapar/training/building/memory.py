@@ -15,7 +15,7 @@ from megapar.errors import TrainingError
 from megapar.model.decoder.expert_rows import ExpertRows
 from megapar.model.decoder.sizes import MoeSizes
 
-Planned = Callable[[Config, str], str]
+Planned = Callable[[Config, str, str], str]
 
 
 def out_of_memory(
@@ -27,7 +27,8 @@ def out_of_memory(
         config: The configuration of the run.
         device: The device that is out of memory.
         error: torch's error.
-        planned: Returns a sentence with the planned memory from (configuration, device name). None leaves it out.
+        planned: Returns a sentence with the planned memory from (configuration, device type, device name). None leaves
+            it out.
     """
     rank = os.environ.get("RANK", "0")
     lines = [f"rank {rank} is out of device memory: {error}"]
@@ -38,7 +39,7 @@ def out_of_memory(
             f"reserved but unused: {_gib(pressure.held_bytes)}, allocation retries: {pressure.retries}"
         )
     if planned is not None:
-        lines.append(planned(config, device.name))
+        lines.append(planned(config, device.type, device.name))
     snapshot = Path(config.checkpoint.save or ".") / f"out-of-memory-rank{rank}.pickle"
     if device.save_memory_snapshot(snapshot):
         lines.append(f"snapshot for pytorch.org/memory_viz: {snapshot}")

@@ -12,11 +12,11 @@ from pathlib import Path
 from megapar.arguments import Config
 from megapar.config.stored import stored_facts, stored_schedule
 from megapar.core.checkpoint.facts import differences
-from megapar.core.device.kinds import kind_of
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import Complaint, ConfigError
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
+from megapar.training.building.device_figures import kind_of_run
 from megapar.training.building.expert_dispatch import assumed_node, dispatch_choice
 from megapar.training.building.pipeline_split import pipeline_outline
 from megapar.training.building.segments import make_segments
@@ -72,7 +72,7 @@ def _dispatch(config: Config) -> str:
     if config.grid.ep == 1:
         return ""
     device = config.runtime.device
-    kind = kind_of("cuda" if device == "auto" else device, "")
+    kind = kind_of_run(config, "cuda" if device == "auto" else device, "")
     dtype = kind.default_dtype if config.training.dtype == "auto" else config.training.dtype
     chosen = dispatch_choice(config, kind, dtype, assumed_node(kind, config.grid.world_size))
     return f"dispatch of experts: {chosen.describe()}\n"

@@ -54,7 +54,7 @@ def make_monitor(
     world, metrics = job.world, config.logging.metrics_file
     peak, source = math.nan, "unknown"
     if terminal is not None:  # only this rank's records are used, and measuring on all ranks at once would be lower
-        peak, source = peak_flops(world.device, compute_dtype(config, world.device))
+        peak, source = peak_flops(world.device, compute_dtype(config, world.device), config.runtime.device_tflops)
         if metrics:
             folder = Path(metrics).absolute().parent
             try:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 import torch
@@ -19,7 +20,7 @@ from megapar.config.draft import is_given
 from megapar.config.help import written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
-from megapar.core.device.kinds import device_class, kind_of
+from megapar.core.device.kinds import device_class
 from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.mock import MockTokenizer
@@ -27,6 +28,7 @@ from megapar.data.tokenizers.tokenizer import NoTokenizer
 from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels
 from megapar.training.building.build import make_batch_size, make_progressive
+from megapar.training.building.device_figures import kind_of_run, unknown_device
 
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
@@ -52,7 +54,10 @@ def opening(
     yield from _flags(config)
     decision = compilation(config, device_class(world.device.type).compiler)
     yield f"compiled functions: {decision}{', but a rank cannot compile' if decision.on and not compiled else ''}"
-    yield f"attention: {attention_kernels(config, kind_of(world.device.type, world.device.name))}"
+    kind = kind_of_run(config, world.device.type, world.device.name)
+    if unknown := unknown_device(config, world.device.type, world.device.name):
+        yield unknown
+    yield f"attention: {attention_kernels(config, replace(kind, capability=world.device.capability))}"
     yield from _data(config, corpus)
 
 

@@ -41,7 +41,8 @@ class Record:
         tokens_per_second: Tokens without padding, of all ranks.
         model_tflops_per_device: Model TFLOP/s of one device.
         mfu: Share of the peak FLOP/s.
-        mfu_peak: Source of the peak: ``table`` (data sheet of the vendor) or ``measured`` (a GEMM at start-up).
+        mfu_peak: Source of the peak: ``flag`` (--device-tflops), ``table`` (data sheet of the vendor) or ``measured``
+            (a GEMM at start-up).
         peak_memory_bytes: Peak device memory of the reporting rank.
         exposed_communication_seconds: Waits for collectives (of the host on a CPU, of the stream on an accelerator).
         exposed_seconds: "axis/collective" -> the same by kind.

@@ -39,7 +39,7 @@ CONFIRMED = tuple(row._replace(standing="2026-12-01, NVIDIA H200") if row.kernel
 def fitting(row):
     """A call that the row takes, of the largest heads."""
     size = row.largest - row.largest % row.multiple
-    return AttentionCall(row.forms[0], size, size, row.dtypes[0], row.capabilities[1], row.dropout, row.repeats)
+    return AttentionCall(row.forms[0], size, size, row.dtypes[0], row.capabilities[0], row.dropout, row.repeats)
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)))
@@ -49,7 +49,7 @@ def test_a_row_takes_what_it_says_and_nothing_else(number):
     for form in FORMS:
         assert (row.lacks(call._replace(form=form)) == "") == (form in row.forms)
     for capability in row.capabilities:
-        assert row.lacks(call._replace(capability=capability)) == ""
+        assert row.lacks(call._replace(capability=capability, key_dim=64, value_dim=64)) == ""
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         assert (row.lacks(call._replace(dtype=dtype)) == "") == (dtype in row.dtypes)
     larger = row.largest + row.multiple
@@ -125,10 +125,26 @@ def test_a_name_lacks_something_if_it_takes_no_call_of_the_run():
     assert "9.0" in lacks(FLASH3, (HOPPER._replace(capability=(8, 9)),))
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 0), (12, 1)])
+def test_large_heads_on_gpus_with_little_shared_memory(capability):
+    """torch's list of GPUs whose FlashAttention has no backward for them: chips of consumer cards."""
+    little = capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+    for size, dropout, lacking in ((192, True, False), (200, False, True), (224, False, True), (256, False, False)):
+        call = HOPPER._replace(capability=capability, key_dim=size, value_dim=size, dropout=dropout)
+        assert takes(FLASH, call) == (not (little and lacking)), call
+        assert choose(AUTO, call).kernel == (EFFICIENT if little and lacking else FLASH)
+    dropped = HOPPER._replace(form=DOCUMENTS, capability=capability, key_dim=256, value_dim=256, dropout=True)
+    assert takes(VARLEN, dropped) == (not little)
+    assert ("193 to 224" in lacks(FLASH, (dropped._replace(form=CAUSAL),))) == little
+
+
 def test_the_flag_has_the_names_of_the_table():
     assert tuple(FLAGS["attention_backend"].choices) == BACKENDS
 
 
 def test_nvidias_gpus_have_a_capability_and_no_other_device():
-    assert all((kind.capability is not None) == (kind.kernels == "cuda") for kind in kinds().values())
+    assert {name for name, kind in kinds().items() if kind.kernels == "cuda" and kind.capability is None} == {
+        "mi300x-192g"
+    }
+    assert all(kind.capability is None for kind in kinds().values() if kind.kernels != "cuda")
     assert kinds()["h200-141g"].capability == (9, 0)

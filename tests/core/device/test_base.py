@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megapar.core.device.attention import capability_of
 from megapar.core.device.base import Accelerator, Device
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice
@@ -56,3 +58,37 @@ def test_the_dtype_of_auto_is_one_that_the_device_has(kind, name, capability, dt
     monkeypatch.setattr(torch.version, "hip", None)
     assert object.__new__(kind).default_dtype == dtype
     assert Device().default_dtype == torch.float32
+
+
+def _amd(monkeypatch, name="AMD Instinct MI300X"):
+    """A GPU of torch's build for ROCm, which reports the number of its architecture as a capability."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(CudaDevice, "name", name)
+    device = object.__new__(CudaDevice)
+    device.local_rank = 0
+    return device
+
+
+@pytest.mark.parametrize("name", ["AMD Instinct MI300X", "AMD Instinct of another kind"])
+def test_an_amd_gpu_has_nothing_that_a_capability_promises(name, monkeypatch):
+    device = _amd(monkeypatch, name)
+    assert device.capability is None
+    assert device.default_dtype == torch.bfloat16
+    assert (
+        device.fp8_lacks() == f"fp8 products need an NVIDIA GPU of compute capability 8.9 or more, and {name} has none"
+    )
+    assert name in device.fused_lacks()
+    assert name in device.attention_lacks("flash")
+    assert "has none" in device.grouped_lacks(torch.bfloat16, (16,))
+    assert capability_of(SimpleNamespace(is_cuda=True, device="cuda:0")) == (0, 0)
+
+
+@pytest.mark.parametrize(("peers", "reason"), [((), ""), ((True, True), ""), ((True, False), "peer-to-peer")])
+def test_fused_products_need_every_other_gpu_of_the_node(peers, reason, monkeypatch):
+    device = _amd(monkeypatch, "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 + len(peers))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: peers[other - 1])
+    assert reason in device.fused_lacks()
+    assert bool(device.fused_lacks()) == bool(reason)

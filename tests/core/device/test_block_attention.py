@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megapar.core.device import attention, block_attention
 from megapar.core.device.block_attention import (
     AttentionBlock,
     block_backward_cuda,
@@ -90,8 +91,9 @@ def test_dropout_is_repeated_from_what_was_drawn(form):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_gpu_kernel_is_called_as_it_wants(shape):
+def test_the_gpu_kernel_is_called_as_it_wants(shape, monkeypatch):
     """Traced without a GPU: the kernel's own checks of arguments, and the shapes that come back."""
+    monkeypatch.setattr(attention, "capability_of", lambda like: (8, 0))
     with FakeTensorMode():
         heads, groups, queries, keys, value_dim, causal = shape
         q = torch.empty(2, heads, queries, 8, device="cuda", dtype=torch.bfloat16)
@@ -101,3 +103,16 @@ def test_the_gpu_kernel_is_called_as_it_wants(shape):
         assert (block.out.dtype, block.lse.dtype) == (torch.bfloat16, torch.float32)
         dq, dk, dv = block_backward_cuda(torch.empty_like(block.out), q, k, v, block, causal=causal, dropout=0.1)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (0, 0)], ids=["V100", "AMD"])
+def test_a_gpu_without_the_kernel_takes_plain_products(capability, monkeypatch):
+    """FlashAttention has no code for a V100, and what it has for AMD's GPUs is not known to give these outputs."""
+    monkeypatch.setattr(attention, "capability_of", lambda like: capability)
+    monkeypatch.setattr(block_attention, "_cuda_forward", lambda *_: pytest.fail("the kernel was called"))
+    q, k, v = (torch.randn(1, 2, 4, 8, dtype=torch.float16) for _ in range(3))
+    block, want = block_cuda(q, k, v, causal=True), block_reference(q, k, v, causal=True)
+    torch.testing.assert_close((block.out, block.lse), (want.out, want.lse))
+    grads = (form(q, q, k, v, block, causal=True) for form in (block_backward_cuda, block_backward_reference))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)

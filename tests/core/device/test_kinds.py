@@ -26,7 +26,22 @@ DRIVERS = {
     "NVIDIA H100 NVL": "h100-nvl-94g",
     "Ascend910A": "ascend-910",
     "cpu (2 threads)": "cpu",
+    "NVIDIA A10": "a10-24g",
+    "NVIDIA L4": "l4-24g",
+    "NVIDIA L40S": "l40s-48g",
+    "NVIDIA RTX A6000": "rtx-a6000-48g",
+    "NVIDIA GeForce RTX 4090": "rtx-4090-24g",
+    "NVIDIA GeForce RTX 5090": "rtx-5090-32g",
+    "AMD Instinct MI300X": "mi300x-192g",
 }
+# Devices whose names contain that of another one.
+STRANGERS = (
+    "NVIDIA A10G",
+    "NVIDIA L40",
+    "NVIDIA RTX A1000",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 5090 Laptop GPU",
+)
 
 
 @pytest.mark.parametrize("name", DRIVERS)
@@ -34,6 +49,19 @@ def test_drivers_names_find_their_row(name: str) -> None:
     kind = kind_called(name)
     assert kind is not None
     assert kind.name == DRIVERS[name]
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_device_is_not_taken_for_one_whose_name_is_part_of_its_own(name: str) -> None:
+    assert kind_called(name) is None
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in kinds().values() if kind.kernels == "cuda"], ids=lambda kind: kind.name
+)
+def test_fp8_products_are_those_of_capability_8_9_and_of_amd(kind: DeviceKind) -> None:
+    assert ("fp8" in kind.flops) == (kind.capability is None or kind.capability >= (8, 9))
+    assert ("bf16" in kind.flops) == (kind.capability is None or kind.capability >= (8, 0))
 
 
 def test_a_device_that_nobody_knows_has_its_class() -> None:

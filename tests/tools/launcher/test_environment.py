@@ -39,7 +39,13 @@ def test_one_rank_has_no_collective_to_prefer():
 
 
 def test_other_scripts_and_other_devices():
-    plain = environment(2, None, cuda=False, npu=False)
+    plain = environment(2, None, cuda=False, npu=False, rocm=False)
     assert set(plain) == {"OMP_NUM_THREADS"}
     assert environment(2, None, cuda=True, npu=False)["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert environment(2, None, cuda=False, npu=True)["TASK_QUEUE_ENABLE"] == "1"
+
+
+def test_amds_devices_have_no_expandable_segments():
+    config = parse("moe", list(MOE), {"WORLD_SIZE": "4", "RANK": "0"})
+    amd = environment(4, config, cuda=False, npu=False, rocm=True)
+    assert set(amd) == {"OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY"}

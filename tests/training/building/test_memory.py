@@ -74,4 +74,4 @@ def test_out_of_memory_is_explained_with_a_snapshot_and_the_plan(tmp_path, monke
 
 
 def test_a_device_that_the_plan_does_not_know():
-    assert "has no figures for the device" in planned_memory(config_of(), "abacus")
+    assert "has no figures for the device" in planned_memory(config_of(), "cuda", "abacus")

@@ -28,6 +28,9 @@ class Gpu(Device):
     type = "cuda"
     name = "NVIDIA H200"  # type: ignore[assignment]
 
+    def fused_lacks(self) -> str:
+        return ""
+
 
 def config_of(flags: str, ranks: int = 2):
     return parse("moe", f"--num-experts 0 {flags}".split(), {"WORLD_SIZE": str(ranks), "RANK": "0"})

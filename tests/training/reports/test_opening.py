@@ -42,11 +42,30 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text("hidden_size: 32\nseed: 7\n", encoding="utf-8")
 
 
-def said(kind: str, line: str, *, compiled: bool = False) -> list[str]:
+class _Gpu(Device):
+    """A GPU that the device table does not have."""
+
+    type = "cuda"
+    name = "NVIDIA GeForce RTX 3090"  # type: ignore[assignment]
+    capability = (8, 6)  # type: ignore[assignment]
+
+
+def said(kind: str, line: str, *, compiled: bool = False, device: Device | None = None) -> list[str]:
     config = parse(kind, last_wins(SMALL[kind], line.split()), {})
     corpus = make_corpus(config)
-    world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
+    world = World(config.grid, 0, device or Device(), None, torch.distributed.default_pg_timeout)
     return list(opening.opening(config, world, corpus, opening.hosts(world), compiled=compiled))
+
+
+def test_a_gpu_without_a_row_has_another_ones_speed_and_its_own_kernels() -> None:
+    line = "--bf16 --num-attention-heads 2 --hidden-size 400 --link-gb 16 --data-path a.jsonl"
+    lines = said("moe", line, device=_Gpu())
+    assert next(text for text in lines if text.startswith("device: ")).startswith(
+        "device: NVIDIA GeForce RTX 3090 is not in the device table; choices that depend on speed take the figures of "
+        "h100-80g with 16 GB/s in a node"
+    )
+    assert "attention: causal by efficient (today's choice)" in lines  # an H100 would take heads of 200 features
+    assert not [text for text in said("moe", line) if text.startswith("device: ")]
 
 
 @pytest.mark.parametrize(

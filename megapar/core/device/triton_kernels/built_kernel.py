@@ -16,7 +16,8 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: Registers of a thread.
-        spilled: Bytes of a thread's local memory, which registers were spilled to.
+        spilled: Bytes of a thread's local memory, which registers were spilled to; on an AMD GPU with the number of
+            spilled scalar registers.
         shared: Bytes of shared memory of a block.
     """
 
@@ -34,7 +35,7 @@ class BuiltKernel:
         function: The function decorated by ``triton.jit``.
         signature: Argument -> type in Triton's notation, without the constants.
         constants: Compile-time constants; None for an argument that is not given.
-        warps: Warps of a block.
+        warps: Warps of a block. A warp has 32 threads on an NVIDIA GPU, 64 on an AMD Instinct.
     """
 
     name: str
@@ -46,11 +47,8 @@ class BuiltKernel:
     def resources(self, capability: int) -> Resources:
         """Compile for ``capability`` (90 for Hopper) and return what NVIDIA's assembler says of the result."""
         import triton
-        from triton.backends.compiler import GPUTarget
 
-        signature = {**self.signature, **dict.fromkeys(self.constants, "constexpr")}
-        source = triton.compiler.ASTSource(self.function, signature, constexprs=dict(self.constants))
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": self.warps})
+        kernel = self._compiled("cuda", capability, 32)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
             file.flush()
@@ -60,3 +58,20 @@ class BuiltKernel:
             )
         found = {name: int(value) for name, value in re.findall(r"(REG|LOCAL|STACK):(\d+)", said.stdout)}
         return Resources(found["REG"], found["LOCAL"] + found["STACK"], kernel.metadata.shared)
+
+    def resources_on_amd(self, architecture: str) -> Resources:
+        """Compile for an AMD Instinct (gfx942: MI300X) and return what the assembler's notes say of the result."""
+        kernel = self._compiled("hip", architecture, 64)
+        notes = re.findall(r"\.(\w+):\s+(\d+)", kernel.asm["amdgcn"])
+        found = {name: int(value) for name, value in notes}
+        spilled = found["private_segment_fixed_size"] + found["sgpr_spill_count"]
+        return Resources(found["vgpr_count"], spilled, kernel.metadata.shared)
+
+    def _compiled(self, backend: str, architecture: int | str, warp: int) -> Any:
+        import triton
+        from triton.backends.compiler import GPUTarget
+
+        signature = {**self.signature, **dict.fromkeys(self.constants, "constexpr")}
+        source = triton.compiler.ASTSource(self.function, signature, constexprs=dict(self.constants))
+        target = GPUTarget(backend, architecture, warp)
+        return triton.compile(source, target=target, options={"num_warps": self.warps})
