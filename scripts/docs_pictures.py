@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megapar.arguments import Config, parse  # noqa: E402
+from megapar.config.presets import FOLDER  # noqa: E402
 from megapar.core.context_parallel.positions import SequenceLayout  # noqa: E402
 from megapar.core.grid import Grid  # noqa: E402
 from megapar.core.units import GIBIBYTE  # noqa: E402
@@ -23,7 +24,6 @@ from megapar.planning.devices import device_kind  # noqa: E402
 from megapar.planning.layer_timeline import layer_timeline  # noqa: E402
 from megapar.planning.plan import Plan  # noqa: E402
 from megapar.tools.plan import show_schedule  # noqa: E402
-from megapar.tools.preset_table import CONFIGS  # noqa: E402
 from scripts.svg import COLORS, GREY, Drawing, lanes, stacked_bars  # noqa: E402
 
 PLACE = ROOT / "docs" / "pictures"
@@ -34,7 +34,7 @@ LANE_COLORS = {"compute": COLORS[0], "wait": GREY, "inside": COLORS[2], "between
 
 def config(*flags: str, preset: str = "", ranks: int) -> Config:
     """Return the configuration of a preset and flags on this number of ranks."""
-    file = ["--config", str(CONFIGS / preset)] if preset else []
+    file = ["--config", str(FOLDER / preset)] if preset else []
     return parse("moe", [*file, *flags, "--rules-only", "--world-size", str(ranks)], {}, planning=True)
 
 
