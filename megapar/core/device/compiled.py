@@ -106,9 +106,15 @@ class Compiled:
 
         There a failure would end the run. Generated kernels are also built and tried here, so any error of a first
         call may be the compiler's; an error of the function itself is raised again by the uncompiled call.
+
+        Only the marked sizes are dynamic. torch would also make those dynamic that it has seen to differ, even in
+        another model of the process: attention with a dynamic number of heads does not compile.
         """
         _mark(function, arguments)
-        with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        with (
+            torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
+            torch._dynamo.config.patch(automatic_dynamic_shapes=False),
+        ):
             result: T = form(*arguments)
         return result
 
