@@ -3,11 +3,13 @@
 
 scripts/docs_pictures.py            write docs/pictures/
 scripts/docs_pictures.py --check    only report pictures that differ, with exit status 1
+scripts/docs_pictures.py --screenshot runs/quickstart    the page of a run in Chromium, which no check draws again
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -191,13 +193,31 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 }
 
 
+SCREENSHOT = "report.png"
+"""Picture of a measured run: the head of its page, down to where the time of a step went."""
+WIDTH, HEIGHT = 1240, 1215
+
+
+def screenshot(run: Path) -> None:
+    """Write the page of a run (``megapar report``), and a picture of its head. Needs Chromium."""
+    subprocess.run([sys.executable, "-m", "megapar", "report", str(run)], check=True)
+    window = ("--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=5000")
+    page = (run / "report.html").resolve().as_uri()
+    to = (f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={PLACE / SCREENSHOT}")
+    subprocess.run(["chromium", *window, *to, page], check=True)
+
+
 def main() -> int:
     """Write the pictures, or report which differ."""
     parser = argparse.ArgumentParser(description="Draw the pictures of docs/.")
     parser.add_argument("--check", action="store_true", help="write nothing, report pictures that differ")
     parser.add_argument("--only", choices=sorted(PICTURES), help="one picture")
+    parser.add_argument("--screenshot", type=Path, metavar="RUN", help=f"only {SCREENSHOT}, of the page of this run")
     options = parser.parse_args()
     PLACE.mkdir(exist_ok=True)
+    if options.screenshot:
+        screenshot(options.screenshot)
+        return 0
     stale = []
     for name, draw in PICTURES.items():
         path = PLACE / name

@@ -34,6 +34,20 @@ def differences(got: Trace, want: Trace, noise: float = 0.0) -> list[str]:
     return found
 
 
+def farthest(got: Trace, want: Trace) -> tuple[float, float]:
+    """The largest difference of a loss, relative to it, and of a gradient, relative to the largest of its tensor.
+
+    A gradient that is zero but for rounding counts relative to a millionth of the norm, as in ``differences``.
+    """
+    loss = max(abs(a - b) / abs(b) for a, b in zip(got.losses, want.losses, strict=True))
+    gradient = 0.0
+    for step, (mine, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True)):
+        floor = 1e-6 * want.norms[step]
+        for name, b in theirs.items():
+            gradient = max(gradient, float((mine[name] - b).abs().max()) / max(float(b.abs().max()), floor))
+    return loss, gradient
+
+
 def excess(got: Trace, alone: Trace, exact: Trace) -> list[str]:
     """Where a layout's bf16 gradients are worse than those of one bf16 process, both against fp64.
 

@@ -81,7 +81,8 @@ def _legal(row: Row) -> bool:
     return True
 
 
-def _train(row: Row, world_size: int, flags: tuple[str, ...], backend: str) -> Trace:
+def train(row: Row, world_size: int, flags: tuple[str, ...], backend: str) -> Trace:
+    """Train a row's model with these flags in fp64."""
     result = run_ranks(
         world_size, trace, row.kind, (*flags, "--dtype", "fp64"), STEPS, None, backend, group=False, timeout=300
     )[0]
@@ -107,8 +108,8 @@ def main() -> int:
         start = time.perf_counter()
         key = (row.kind, row.reference_flags())
         if key not in references:
-            references[key] = _train(row, 1, row.reference_flags(), "gloo")
-        wrong = differences(_train(row, row.world_size, row.flags(), "gloo"), references[key])
+            references[key] = train(row, 1, row.reference_flags(), "gloo")
+        wrong = differences(train(row, row.world_size, row.flags(), "gloo"), references[key])
         failed += bool(wrong)
         verdict = f"DIFFERS: {wrong[0]}" if wrong else "equal"
         print(f"{number}/{len(rows)} {time.perf_counter() - start:.2f} s {row.name}: {verdict}", flush=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from xml.etree import ElementTree
 
 import pytest
 
-from scripts.docs_pictures import PICTURES, PLACE
+from scripts.docs_pictures import HEIGHT, PICTURES, PLACE, SCREENSHOT, WIDTH
 from scripts.svg import Drawing, round_step, stacked_bars
 
 
@@ -15,6 +16,17 @@ def test_a_picture_is_drawn_from_the_code(name: str) -> None:
     shown = (PLACE / name).read_text(encoding="utf-8")
     assert shown == PICTURES[name](), "run scripts/docs_pictures.py"
     ElementTree.fromstring(shown)
+
+
+def test_all_pictures_but_the_screenshot_are_drawn() -> None:
+    assert {path.name for path in PLACE.iterdir()} == {*PICTURES, SCREENSHOT}
+
+
+def test_the_screenshot_is_a_small_png_of_the_window() -> None:
+    content = (PLACE / SCREENSHOT).read_bytes()
+    assert len(content) < 200_000
+    assert content.startswith(b"\x89PNG\r\n")
+    assert struct.unpack(">II", content[16:24]) == (WIDTH, HEIGHT)
 
 
 def test_texts_are_escaped() -> None:
