@@ -31,10 +31,18 @@ _HF_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
 
+def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yield a complaint if the folder that the model's sizes are read from is missing."""
+    path = values.get("load_hf")
+    if path is not None and not Path(path).exists():
+        yield missing("load_hf", path)
+
+
 def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yield complaints about paths; values that are missing or None are skipped."""
     yield from check_data(values)
-    for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
+    yield from check_model(values)
+    for name in ("tokenizer_model", "load", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
         first_run = name == "load" and _saves_where_it_loads(values)

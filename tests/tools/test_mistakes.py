@@ -133,6 +133,8 @@ TOOLS = [
     (["data", "prepare", "--inputs", "a", "--output", "b", "--tokenizer-model", "c"], "Did you mean --input?"),
     (["data", "prepare", "--output", "b", "--tokenizer-model", "c"], "pass --input or --hf-dataset"),
     (["plan", "--device-kind", "h1000"], "--device-kind h1000 is not in the table", "h100-80g"),
+    (["plan", "--load-hf", "meta-llama/Llama-3-8B"], "does not exist", "megapar downloads nothing"),
+    (["plan", "--search", "--global-batch-size", "8", "--load-hf", "no/model"], "--load-hf no/model does not exist"),
     (["report", "run"], "run contains no metrics", "--metrics-jsonl"),
     (["plan", "--world-size", "-1"], "'-1' is not a whole number >= 1"),
     (["plan", "typo.yaml"], "Did you mean --config typo.yaml?"),
