@@ -19,7 +19,7 @@ from megapar.config.stored import LAYOUT
 from megapar.config.tracker_packages import check_trackers
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
-from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.files.checkpoint_names import folders_below, parse_checkpoint_name
 from megapar.files.metrics_file import METRICS
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.files.suspects import suspects
@@ -111,8 +111,7 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
     if not path.is_dir() or any(path.glob(f"iter_*/{LAYOUT}")):
         return
     fix = "Nothing has been saved there yet."
-    below = sorted(str(file.parent) for file in path.glob("*/latest"))
-    if below:
+    if below := folders_below(path):
         fix = f"Did you mean {either(below[:3])}?"
     elif (path / "layout.json").exists():
         fix = f"It is a single checkpoint: pass the folder that contains it, --load {path.absolute().parent}."
