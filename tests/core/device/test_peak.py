@@ -50,6 +50,11 @@ def test_only_dtypes_that_may_be_slow_are_measured_by_a_small_product(
 ) -> None:
     """On a busy machine, a product of 128 x 128 may take a thousand times its time, in all of its tries."""
     asked: list[int] = []
-    monkeypatch.setattr(peak, "_gemm_flops", lambda device, dtype, size: asked.append(size) or 1e8)
+
+    def slow(device: Device, dtype: torch.dtype, size: int) -> float:
+        asked.append(size)
+        return 1e8
+
+    monkeypatch.setattr(peak, "_gemm_flops", slow)
     assert peak._measure(Device(), dtype) == 1e8
     assert asked == sizes
