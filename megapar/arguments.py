@@ -17,7 +17,7 @@ from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, NOT_BUILT_NOTE, Config, build
 from megapar.config.default_notes import check_defaults
 from megapar.config.draft import Draft, is_given
-from megapar.config.files import check_files
+from megapar.config.files import check_files, check_model
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.read import (
@@ -63,7 +63,8 @@ def parse(
             set; --world-size overrides it with --validate-only and --rules-only.
         starting: This process is a rank of the run, so also check that it has what a rank needs (unless --validate-only
             is set).
-        planning: No run starts. Skip the checks that only a start needs; the planner handles ``assume`` itself.
+        planning: No run starts. Skip the checks that only a start needs; the planner handles ``assume`` itself. The
+            folder of --load-hf must exist, because a plan of the default sizes would be one of another model.
     """
     environ = os.environ if environ is None else environ
     draft, values = _resolved(kind, argv, environ)
@@ -77,7 +78,7 @@ def parse(
         message = "--validate-only checks the files as well, and --rules-only does not."
         draft.complain("contradiction", message, "Keep one of them.")
     with _path_errors_as_complaints(draft):
-        files = [] if rules_only else list(check_files(values))
+        files = list((check_model(values) if planning else ()) if rules_only else check_files(values))
     start = check_start(environ, values) if starting and not validate_only and not rules_only else []
     defaults = check_defaults(values, draft.origins)
     if (starting or validate_only) and not rules_only:

@@ -30,6 +30,7 @@ elif [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 
+echo "installing packages into .venv: the first time it takes minutes, and 1.5 GB with the CPU build of torch"
 # A machine with a GPU needs the default build of its platform, other machines the CPU build. If pip does not find the
 # CPU build, set PyTorch's public CPU wheel index in PIP_EXTRA_INDEX_URL or pip.conf.
 constraint=()

@@ -19,7 +19,7 @@ from megapar.config.stored import LAYOUT
 from megapar.config.tracker_packages import check_trackers
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
-from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.files.checkpoint_names import folders_below, parse_checkpoint_name
 from megapar.files.metrics_file import METRICS
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.files.suspects import suspects
@@ -31,10 +31,18 @@ _HF_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
 
+def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yield a complaint if the folder that the model's sizes are read from is missing."""
+    path = values.get("load_hf")
+    if path is not None and not Path(path).exists():
+        yield missing("load_hf", path)
+
+
 def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yield complaints about paths; values that are missing or None are skipped."""
     yield from check_data(values)
-    for name in ("tokenizer_model", "load", "load_hf", "phrase_file", "entity_file", "triples_file"):
+    yield from check_model(values)
+    for name in ("tokenizer_model", "load", "phrase_file", "entity_file", "triples_file"):
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
         first_run = name == "load" and _saves_where_it_loads(values)
@@ -103,8 +111,7 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
     if not path.is_dir() or any(path.glob(f"iter_*/{LAYOUT}")):
         return
     fix = "Nothing has been saved there yet."
-    below = sorted(str(file.parent) for file in path.glob("*/latest"))
-    if below:
+    if below := folders_below(path):
         fix = f"Did you mean {either(below[:3])}?"
     elif (path / "layout.json").exists():
         fix = f"It is a single checkpoint: pass the folder that contains it, --load {path.absolute().parent}."

@@ -36,6 +36,11 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
+def folders_below(root: Path) -> list[str]:
+    """Return the folders with checkpoints that are one level below ``root``, sorted; it is often named by mistake."""
+    return sorted(str(file.parent) for file in root.glob(f"*/{LATEST}"))
+
+
 def newest_name(root: Path, iteration: int) -> str:
     """Return the name of the newest checkpoint of an iteration; the plain name if there is none."""
     names = (parse_checkpoint_name(path.name) for path in root.glob(f"{iteration_name(iteration)}*"))

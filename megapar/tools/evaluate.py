@@ -25,9 +25,10 @@ from megapar.config.stored import LAYOUT, stored_facts, stored_scalars
 from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
-from megapar.files.checkpoint_names import newest_name, parse_checkpoint_name
+from megapar.files.checkpoint_names import folders_below, newest_name, parse_checkpoint_name
 from megapar.model.spec import STORED
 from megapar.planning.candidate import spelled
+from megapar.schema.rule import either
 from megapar.tools.parser import Parser
 from megapar.tools.pretrain import prepare_process
 from megapar.training.building.outline import outline
@@ -91,10 +92,10 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
     found = stored_facts(root, iteration)
     spec = STORED.get(str(found[1].get("kind"))) if found is not None else None
     if found is None or spec is None:
-        raise CheckpointError(
-            f"{options.checkpoint} contains no readable checkpoint. Pass the folder of --save or a checkpoint in it; "
-            "convert a Hugging Face folder by megapar convert hf-to-megapar first"
-        )
+        below = folders_below(options.checkpoint)
+        fix = f"Did you mean {either(below[:3])}?" if below else "Pass the folder of --save or a checkpoint in it; "
+        fix += "" if below else "convert a Hugging Face folder by megapar convert hf-to-megapar first"
+        raise CheckpointError(f"{options.checkpoint} contains no readable checkpoint. {fix}")
     identity = Identity.from_json(stored_scalars(found[0]).get(RECORD))
     load = ["--load", str(root), *([] if iteration is None else ["--ckpt-step", str(iteration)])]
     recorded = [] if identity is None else _recorded(spec.kind, identity)

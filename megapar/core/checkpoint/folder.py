@@ -31,6 +31,7 @@ from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import (
     LATEST,
     OWNERS,
+    folders_below,
     iteration_name,
     owners_latest,
     parse_checkpoint_name,
@@ -120,6 +121,8 @@ def _choices(root: Path) -> str:
         return "The folder does not exist."
     saved, suspect = list(checkpoints(root)), list(suspects(root))
     text = f"Iterations saved there: {', '.join(map(str, saved[-10:]))}." if saved else "No iteration is saved there."
+    if not saved and not suspect and (below := folders_below(root)):
+        return f"{text} Did you mean {' or '.join(below[:3])}?"
     return f"{text} Set aside as suspect: {', '.join(map(str, suspect[-10:]))}." if suspect else text
 
 

@@ -35,7 +35,9 @@ def peak_flops(device: Device, dtype: torch.dtype, tflops: float | None = None) 
 def _measure(device: Device, dtype: torch.dtype) -> float:
     if device.type != "cpu":
         return _gemm_flops(device, dtype, 8192)
-    # Some dtypes have no fast kernel on a CPU, so a large product would take seconds; a small one must be enough.
+    if dtype in (torch.float32, torch.float64):  # on a busy machine, small ones may take a thousand times longer
+        return _gemm_flops(device, dtype, 512)
+    # Other dtypes may have no fast kernel on a CPU, so a large product would take seconds; a small one must be enough.
     small = _gemm_flops(device, dtype, 128)
     return small if small < 10e9 else _gemm_flops(device, dtype, 512)
 

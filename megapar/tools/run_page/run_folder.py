@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megapar.errors import Complaint, ConfigError
 from megapar.files.regular_file import read_regular
+from megapar.schema.rule import either
 
 _MAX_JSON_BYTES = 1 << 30  # enough for a trace
 
@@ -101,7 +102,9 @@ def _metrics(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
         if records:
             return path, records
     message = f"{folder} contains no metrics: it has no .jsonl file with iterations."
-    raise ConfigError([Complaint("run-folder", message, "Train with --metrics-jsonl FOLDER/metrics.jsonl.")])
+    below = sorted({str(path.parent) for path in folder.glob("*/metrics.jsonl")})
+    fix = f"Did you mean {either(below[:3])}?" if below else "Train with --metrics-jsonl FOLDER/metrics.jsonl."
+    raise ConfigError([Complaint("run-folder", message, fix)])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megapar.core.device import peak
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 
@@ -41,3 +42,19 @@ def test_what_the_table_lacks_is_measured(name: str, dtype: torch.dtype) -> None
     flops, source = peak_flops(Named(name), dtype)
     assert source == "measured"
     assert flops > 1e7
+
+
+@pytest.mark.parametrize(("dtype", "sizes"), [(torch.float32, [512]), (torch.bfloat16, [128])])
+def test_only_dtypes_that_may_be_slow_are_measured_by_a_small_product(
+    dtype: torch.dtype, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, a product of 128 x 128 may take a thousand times its time, in all of its tries."""
+    asked: list[int] = []
+
+    def slow(device: Device, dtype: torch.dtype, size: int) -> float:
+        asked.append(size)
+        return 1e8
+
+    monkeypatch.setattr(peak, "_gemm_flops", slow)
+    assert peak._measure(Device(), dtype) == 1e8
+    assert asked == sizes
