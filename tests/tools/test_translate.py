@@ -389,6 +389,7 @@ def test_a_slurm_script_says_its_nodes(tmp_path: Path) -> None:
 
 def test_what_is_left_is_named_by_the_flag_that_takes_it_here(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["torchrun", "--nproc_per_node", "8", "--nnodes", "2", "--node_rank", "0", "pretrain_gpt.py", *PLAIN]
+    words += ["--vocab-file", "v.json", "--merge-file", "m.txt"]
     main(["translate", "--", *words, "--tokenizer-name-or-path", "your path", "--kv-channels", "your number"])
     said = capsys.readouterr().out
     assert "# LEFT TO YOU: --head-dim\n" in said

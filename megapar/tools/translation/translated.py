@@ -39,6 +39,7 @@ _NOTHING = ("null", "none", "~")
 _NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a regular choice
 _FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatron-LM's YAML
 _SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # 0 may also be a number
+_OF_THE_LAUNCHER = {"@node_rank": "--node-rank", "@rendezvous": "--rdzv-endpoint", "@ranks_here": "--nproc-per-node"}
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
 
@@ -272,10 +273,10 @@ def _decides(key: str, row: Foreign | None) -> bool:
 
 def _here(key: str, row: Foreign | None) -> str:
     """Return the megapar flag, without "megapar launch", that takes an argument's value; "" if there is none."""
-    if row is not None and row.ours == "@node_rank":
-        return "--node-rank"
-    if row is not None and not row.ours.startswith("@"):
-        return next(iter(_flags(row.ours.replace("{name}", key))), "")
+    if row is not None and row.ours in _OF_THE_LAUNCHER:
+        return _OF_THE_LAUNCHER[row.ours]
+    if row is not None and not row.ours.startswith("@"):  # a row without a flag names it in its reason
+        return next(iter(_flags(row.ours.replace("{name}", key) or row.reason)), "")
     spelling = spellings().get(key) or spellings().get(key.rpartition(".")[2])
     return spelling.flag.spelling if spelling is not None else ""
 
