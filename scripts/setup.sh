@@ -36,8 +36,10 @@ echo "installing packages into .venv: the first time it takes minutes, and 1.5 G
 constraint=()
 if [ "${MEGAPAR_TORCH:-}" != skip ] && ! command -v nvidia-smi >/dev/null 2>&1; then
     constraint=(--constraint constraints.txt)
+    echo "installing torch's CPU build into .venv"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "${constraint[@]}" torch
 fi
+echo "installing megapar${extra:+[$extra]} and the packages that it needs"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check "${constraint[@]}" --editable ".${extra:+[$extra]}"
 echo "$wanted" > "$stamp"
 echo "environment ready: .venv ($(.venv/bin/python --version), torch $(.venv/bin/python -c 'import torch; print(torch.__version__)'))"

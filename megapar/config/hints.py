@@ -89,6 +89,30 @@ sharding | --sharding-degree with --sharding-stage
 assume device-kind | Pass it to `megapar plan`, or set it as a key of a configuration file.
 gpus num-gpus nproc nproc-per-node nnodes node-rank rdzv-endpoint max-restarts | \
 Pass it to the launcher, before the script: megapar launch --nproc-per-node N SCRIPT FLAGS.
+vocab-file merge-file | Put these files into a folder in Hugging Face's layout, and pass it with --tokenizer-model.
+tokenizer-type | Leave it out: the kind of a tokenizer is detected from --tokenizer-model.
+tokenizer-name-or-path | --tokenizer-model
+train-samples | --train-iters: lengths are in steps, not in samples
+lr-decay-samples | --lr-decay-iters: lengths are in steps, not in samples
+lr-wsd-decay-samples | --lr-wsd-decay-iters: lengths are in steps, not in samples
+lr-warmup-samples | --lr-warmup-iters: lengths are in steps, not in samples
+lr-warmup-fraction | --lr-warmup-iters: lengths are in steps, not shares of the decay
+num-layers-per-virtual-pipeline-stage | --vpp-degree with --pp-schedule interleaved: \
+the chunks of a stage, not the layers of a chunk
+exit-duration-in-mins | --exit-duration-minutes
+grad-reduce-in-bf16 | --grad-reduce-dtype bf16
+optimizer-cpu-offload | --optimizer-offload
+use-torch-fsdp2 use-megatron-fsdp | --sharding-stage 3
+cp-comm-type | --context-parallel-algo
+moe-router-load-balancing-type | --moe-aux-loss-coeff or --moe-seq-aux-loss-coeff
+moe-grouped-gemm | Leave it out: experts always run as a grouped GEMM.
+moe-token-dispatcher-type moe-enable-deepep moe-flex-dispatcher-backend | Leave it out: --moe-dispatch auto \
+chooses how tokens travel.
+group-query-attention | Leave it out: --num-query-groups alone sets it.
+use-mcore-models transformer-impl | Leave it out: there is one implementation of the model.
+ckpt-format auto-detect-ckpt-format | Leave it out: there is one format, which loads on any layout.
+log-throughput | Leave it out: the throughput is always logged.
+exit-signal-handler | Leave it out: any signal saves and stops.
 """)
 )
 
@@ -118,8 +142,12 @@ def near_flag(name: str, known: Iterable[str]) -> str:
         return f"Did you mean {hint}?" if hint.startswith("--") else hint
     known = list(known)
     longer = sorted((other for other in known if other.startswith(f"{name}-")), key=len)[:3]
-    near = longer or get_close_matches(name, known, 3, 0.85) or get_close_matches(name, known, 3, 0.65)
-    return f"Did you mean {either([f'--{other}' for other in near])}?" if near else TRANSLATE
+    close = longer or get_close_matches(name, known, 3, 0.85)
+    near = close or get_close_matches(name, known, 3, 0.65)
+    if not near:
+        return TRANSLATE
+    asked = f"Did you mean {either([f'--{other}' for other in near])}?"
+    return asked if close else f"{asked} {TRANSLATE}"  # as likely another program's flag as a mistyped one
 
 
 def of_block(name: str) -> str:

@@ -37,12 +37,15 @@ def _factors(f: Facts) -> bool:
 
 
 def _near_layouts(f: Facts) -> str:
-    """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1."""
+    """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1.
+
+    A degree of mp that does not divide the heads is left out: the next start would refuse it.
+    """
     free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_requested"]
     layouts = []
     for values in product(*(_near(f.world_size, getattr(f, name)) for name in free)):
         used = math.prod(values)
-        if f.world_size % used:
+        if f.world_size % used or f.num_attention_heads % dict(zip(free, values, strict=True)).get("mp_degree", 1):
             continue
         hybrid = f.world_size > used and f.sharding_requested != -1
         distance = sum(_distance(value, getattr(f, name)) for name, value in zip(free, values, strict=True))
@@ -104,7 +107,9 @@ def _ep_choices(f: Facts) -> str:
     room = _expert_room(f)
     legal = sorted({*divisors(room), *(room * value for value in divisors(f.dp_degree))})
     near = sorted(sorted(legal, key=lambda value: abs(value - f.ep_degree))[:5])
-    return f"Choose --ep-degree {either(near)}."
+    folded = f.expert_mp_degree > 1 and f.sharding_degree * f.cp_degree * f.mp_degree % f.ep_degree == 0
+    other = ", or --expert-mp-degree 1, with which the ranks of mp hold other experts" if folded else ""
+    return f"Choose --ep-degree {either(near)}{other}."
 
 
 def _vocabulary_ranks(f: Facts) -> int:
@@ -140,7 +145,7 @@ def _divides(
 RULES: tuple[Rule, ...] = (
     Rule(
         id="world-size",
-        reads=("world_size", *_NAMES, "hybrid_dp"),
+        reads=("world_size", *_NAMES, "hybrid_dp", "num_attention_heads"),
         requires=_factors,
         message="the number of ranks must be [N x] sharding x mp x pp x cp exactly, with N > 1 only for --hybrid-dp",
         fix=_near_layouts,

@@ -173,7 +173,7 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
         lines.append("The same training, except for random numbers (docs/translate.md)")
     else:
         lines += _differences(translation)
-    open_ones = [item.flag for item in translation.found if item.verdict == LEFT and not item.decides]
+    open_ones = [item.here or item.flag for item in translation.found if item.verdict == LEFT and not item.decides]
     lines += [f"Left to you: {' '.join(dict.fromkeys(open_ones))}"] if open_ones and translation.kind else []
     if translation.kind and translation.answer is None:
         lines.append("Not checked against the rules of the trainers, because sizes are left to you")
@@ -200,7 +200,7 @@ def _differences(translation: Translation) -> list[str]:
 
 
 def _named(item: Translated) -> str:
-    return f"{item.flag} (not set)" if item.default else item.flag or item.value
+    return f"{item.flag} (not set)" if item.default else item.here or item.flag or item.value
 
 
 def _command(translation: Translation) -> list[str]:
@@ -214,6 +214,7 @@ def _command(translation: Translation) -> list[str]:
 def _row(item: Translated) -> str:
     written = f"{item.flag} {item.value}".strip()
     arrow = f" -> {item.ours}" if item.ours and item.ours != written else ""
+    arrow = f" -> {item.here}" if item.here not in ("", item.flag) else arrow
     return f"  {written}{arrow}" + (f": {item.reason}" if item.reason else "")
 
 

@@ -387,6 +387,16 @@ def test_a_slurm_script_says_its_nodes(tmp_path: Path) -> None:
         assert {item.flag: item for item in items}["--rdzv_endpoint"].verdict == LEFT
 
 
+def test_what_is_left_is_named_by_the_flag_that_takes_it_here(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["torchrun", "--nproc_per_node", "8", "--nnodes", "2", "--node_rank", "0", "pretrain_gpt.py", *PLAIN]
+    words += ["--vocab-file", "v.json", "--merge-file", "m.txt"]
+    main(["translate", "--", *words, "--tokenizer-name-or-path", "your path", "--kv-channels", "your number"])
+    said = capsys.readouterr().out
+    assert "# LEFT TO YOU: --head-dim\n" in said
+    assert "# Left to you: --node-rank --tokenizer-model\n" in said
+    assert "  --tokenizer-name-or-path 'your path' -> --tokenizer-model: the script contains only a placeholder" in said
+
+
 @pytest.mark.parametrize("name", ["arrays.sh", "strings.sh"])
 def test_nothing_is_pasted_that_has_to_be_filled_in(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["translate", str(FOLDER / name)])
@@ -420,7 +430,7 @@ def test_all_rows_write_flags_that_exist() -> None:
             "--num-attention-heads 3",
             "# REFUSED here for 1 rank (the minimum for its layout): see the last section\n",
         ),
-        ("--kv-channels <size>", "# LEFT TO YOU: --kv-channels\n"),
+        ("--kv-channels <size>", "# LEFT TO YOU: --head-dim\n"),
         ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not set)\n"),
     ],
 )
@@ -501,7 +511,7 @@ def test_arguments_of_a_file_are_those_of_a_line(tmp_path: Path) -> None:
 def test_json_has_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
     main(["translate", "--json", "--", "--num-layers", "2", "--num-key-value-heads", "4", "--warp-speed", "9"])
     items = json.loads(capsys.readouterr().out)
-    assert set(items[0]) == {"flag", "value", "verdict", "ours", "reason", "default", "decides"}
+    assert set(items[0]) == {"flag", "value", "verdict", "ours", "reason", "default", "decides", "here"}
     assert [item["verdict"] for item in items if not item["default"]] == ["same", "renamed", "unknown"]
 
 

@@ -459,7 +459,7 @@ def _loading(value: str, given: Mapping[str, str]) -> Decided:
 def _node_rank(value: str, given: Mapping[str, str]) -> Decided:
     if _one_node(given):
         return UNNECESSARY, "", "there is one node"
-    return LEFT, "", "--node-rank is different on every node"
+    return LEFT, "", "every node has another"
 
 
 def _ranks_here(value: str, given: Mapping[str, str]) -> Decided:

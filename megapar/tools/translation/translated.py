@@ -39,6 +39,7 @@ _NOTHING = ("null", "none", "~")
 _NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a regular choice
 _FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatron-LM's YAML
 _SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # 0 may also be a number
+_OF_THE_LAUNCHER = {"@node_rank": "--node-rank", "@rendezvous": "--rdzv-endpoint", "@ranks_here": "--nproc-per-node"}
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
 
@@ -54,6 +55,7 @@ class Translated:
         reason: Explanation for the user.
         default: The script does not set it; the framework's default differs from megapar's.
         decides: The script leaves the value open, and it affects the training.
+        here: The megapar flag of a value that is left open; empty if there is none.
     """
 
     flag: str
@@ -63,6 +65,7 @@ class Translated:
     reason: str
     default: bool = False
     decides: bool = False
+    here: str = ""
 
 
 def translate(
@@ -173,7 +176,7 @@ def equivalent(found: Sequence[Translated]) -> tuple[list[str], list[str]]:
 
 def left_paths(found: Sequence[Translated]) -> list[str]:
     """Return the megapar flags of paths that the script leaves open."""
-    keys = [normal(item.flag.lstrip("-")) for item in found if item.verdict == LEFT and not item.decides]
+    keys = [normal(item.here.lstrip("-")) for item in found if item.verdict == LEFT and not item.decides]
     flags = [spellings()[key].flag for key in keys if key in spellings()]
     return [flag.spelling for flag in flags if flag.group in _HARMLESS and flag.type in ("str", "strings")]
 
@@ -236,12 +239,14 @@ def _translate_argument(name: str, value: str, given: Mapping[str, str], table: 
         return Translated(written, value, UNNECESSARY, "", _OFF)
     reason = _missing_reason(value)
     if reason and not (row is not None and "@" not in table[row].ours and "{value}" not in table[row].ours):
-        decides = _decides(key, table[row] if row is not None else None)
-        return Translated(written, open_values.as_written(value), LEFT, "", reason, decides=decides)
+        foreign = table[row] if row is not None else None
+        decides, here = _decides(key, foreign), _here(key, foreign)
+        return Translated(written, open_values.as_written(value), LEFT, "", reason, decides=decides, here=here)
     if row is not None:
         verdict, ours, why = _apply(table[row], value, given, key)
         decides = verdict == LEFT and table[row].ours[1:] in DECIDING
-        return Translated(written, value, verdict, ours, why, decides=decides)
+        here = _here(key, table[row]) if verdict == LEFT else ""
+        return Translated(written, value, verdict, ours, why, decides=decides, here=here)
     found = spellings().get(key) or spellings().get(key.rpartition(".")[2])
     if found is not None:
         return _translate_flag(written, value, found)
@@ -264,6 +269,16 @@ def _decides(key: str, row: Foreign | None) -> bool:
     name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
     spelling = spellings().get(normal(name.lstrip("-")))
     return spelling is not None and spelling.flag.group not in _HARMLESS
+
+
+def _here(key: str, row: Foreign | None) -> str:
+    """Return the megapar flag, without "megapar launch", that takes an argument's value; "" if there is none."""
+    if row is not None and row.ours in _OF_THE_LAUNCHER:
+        return _OF_THE_LAUNCHER[row.ours]
+    if row is not None and not row.ours.startswith("@"):  # a row without a flag names it in its reason
+        return next(iter(_flags(row.ours.replace("{name}", key) or row.reason)), "")
+    spelling = spellings().get(key) or spellings().get(key.rpartition(".")[2])
+    return spelling.flag.spelling if spelling is not None else ""
 
 
 def _apply(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
