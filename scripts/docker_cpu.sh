@@ -42,6 +42,7 @@ cp /etc/resolv.conf /etc/hosts "$root/etc/"
 # Not in its own place, where the package ca-certificates, which is installed in the chroot, replaces it.
 bundle=${PIP_CERT:-/etc/ssl/certs/ca-certificates.crt}
 [ ! -f "$bundle" ] || { cp "$bundle" "$root/run/machine.crt" && export PIP_CERT=/run/machine.crt; }
+bound=()
 for path in ${BIND:-/etc/pip.conf /etc/xdg/pip $(
     # Folders of wheels and of package indexes, and constraints, that pip's configuration names.
     { python3 -m pip config list 2>/dev/null || true; } | grep -o "[ '/]/[a-zA-Z][^ ']*" | tr -d " '" | sed 's#^//#/#'
@@ -51,6 +52,7 @@ for path in ${BIND:-/etc/pip.conf /etc/xdg/pip $(
     [ -e "$path" ] || continue
     if [ -d "$path" ]; then mkdir -p "$root$path"; else mkdir -p "$(dirname "$root$path")" && touch "$root$path"; fi
     mount --bind "$path" "$root$path"
+    bound=("$root$path" "${bound[@]}") # a folder after what is mounted in it
 done
 
 args=()
@@ -61,4 +63,5 @@ done
 python3 scripts/dockerfile.py "$file" --root "$root" "${args[@]}" \
     --then "id && python -c 'import megapar; print(megapar.__file__)'" \
     --then "megapar launch --nproc-per-node 2 pretrain_moe.py --config configs/tiny.yaml --train-iters 3 --save /runs/first"
-echo "done: $(($(date +%s) - started)) s, $(du -smx "$root" | cut -f1) MB; megapar in the chroot made $(ls "$root/runs/first")"
+[ "${#bound[@]}" = 0 ] || umount "${bound[@]}" # their size is not the image's
+echo "done: $(($(date +%s) - started)) s, $(du -smx "$root" | cut -f1) MB; megapar in the chroot made $(ls -m "$root/runs/first")"

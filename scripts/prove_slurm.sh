@@ -74,10 +74,11 @@ assert seen == list(range(1, int(sys.argv[2]) + 1)), seen
 print(f"iterations 1 to {seen[-1]}, each once")
 PY
 grep -q "start 1" "$work/job.log"
-# Each start has the logs of both ranks, by the job's name and the ranks' numbers in the job.
+# Each start has the logs of both ranks, by the job's name and the ranks' numbers in the job. Rank 1 has nothing to say.
 for log in "megapar-$job-"{0,1}/attempt-0/rank-{0,1}.log; do
-    [ -s "$work/logs/$log" ] || { echo "$log is missing" >&2; exit 1; }
+    [ -f "$work/logs/$log" ] || { echo "$log is missing" >&2; exit 1; }
 done
+grep -q iteration "$work/logs/megapar-$job-0/attempt-0/rank-0.log" && grep -q iteration "$work/logs/megapar-$job-1/attempt-0/rank-0.log"
 resumed=$(sed -n 's/.*resumed at iteration \([0-9]*\).*/\1/p' "$work/job.log")
 # Checkpoints are due every 10 iterations: one at or after the 15th was saved because the job was stopped.
 [ "$resumed" -ge 15 ] || { echo "resumed at iteration $resumed: nothing was saved when the job was stopped" >&2; exit 1; }

@@ -114,6 +114,31 @@ def test_slurm_starts_ascend_nodes(tree: Path) -> None:
     assert "--device npu --lr 1" in slurm(tree, **place)
 
 
+def test_slurm_says_where_to_submit_from(tree: Path) -> None:
+    done = start(tree, "slurm.sbatch", SLURM_SUBMIT_DIR=str(tree / "toolkit"))
+    assert done.returncode == 2
+    assert f"scripts/multi_node.sh does not exist in {tree}/toolkit" in done.stderr
+
+
+def test_slurm_requeues_before_the_limit_where_a_save_takes_too_long(tree: Path) -> None:
+    """The stand-in of srun asks the job to stop, and ends only when the job was requeued."""
+    os.mkfifo(tree / "requeued")
+    commands = {
+        "srun": f'kill -TERM $PPID; read -r line < "{tree}/requeued"',
+        "scontrol": f'[ "$1" = requeue ] || exec echo node0; mkdir "{tree}/once" && echo > "{tree}/requeued"; true',
+        "scancel": "echo scancel $*",
+        "squeue": "date -d 'now + 20 seconds' +%Y-%m-%dT%H:%M:%S",
+    }
+    for name, line in commands.items():
+        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tree / name).chmod(0o755)
+    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0"}
+    done = start(tree, "slurm.sbatch", **place, SLURM_JOB_NUM_NODES="1", SLURM_SUBMIT_DIR=str(tree))
+    assert done.returncode == 0, done.stderr
+    assert "scancel --signal=TERM 7" in done.stdout
+    assert "the save is not done" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [

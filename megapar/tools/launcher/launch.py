@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     except MegaparError as error:
         write_stderr(f"megapar launch: {error}")
         return error.exit_status
-    config = _validate(launch, options.node_rank)
+    config = _validate(launch)
     defaults = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in defaults.items() if name not in os.environ})
     make_patient()
@@ -152,10 +153,11 @@ def _named(launch: Launch, place: MeetingPlace | None) -> Launch:
     return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
 
 
-def _validate(launch: Launch, node_rank: int | None) -> Config | None:
+def _validate(launch: Launch) -> Config | None:
     """Validate the configuration once for all ranks of this node; return None for scripts that are not megapar's.
 
-    Exits after a refusal, ``--help`` or ``--validate-only``.
+    Exits after a refusal, ``--help`` or ``--validate-only``. Every node prints its own refusal: a disk may be missing
+    on one of them only.
     """
     program = Program.of(launch.command)
     if not program.kind:
@@ -163,16 +165,23 @@ def _validate(launch: Launch, node_rank: int | None) -> Config | None:
     from megapar.arguments import parse_or_exit
     from megapar.training.building.outline import outline
 
-    # The environment that the ranks will have. The address of their store is not known yet, but it will be set.
+    # The environment that the ranks will have. The address of their store is not known yet, but it will be set, and so
+    # will the ranks' numbers: rank 0 stands for them, because the other ranks print nothing.
     environ = {
         "WORLD_SIZE": str(launch.world_size),
-        "RANK": str(node_rank or 0),
+        "RANK": "0",
         "MASTER_ADDR": "?",
         "MASTER_PORT": "?",
         "TORCHELASTIC_RUN_ID": launch.rdzv_id,
     }
-    # warn=False: rank 0 prints the warnings.
-    return parse_or_exit(program.kind, program.flags, environ, outline=outline, warn=False, starting=True)
+    try:
+        # warn=False: rank 0 prints the warnings.
+        return parse_or_exit(program.kind, program.flags, environ, outline=outline, warn=False, starting=True)
+    except SystemExit as end:
+        if end.code == REFUSED and launch.nnodes > 1:
+            number = "" if launch.node_rank is None else f"node {launch.node_rank}, "
+            write_stderr(f"megapar launch: refused on {number}{socket.gethostname()}")
+        raise
 
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:

@@ -181,6 +181,18 @@ def test_validate_only_knows_the_ranks_of_all_nodes() -> None:
     assert "accepted for 8 ranks" in done.stdout
 
 
+def test_every_node_says_why_it_refuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be missing on one node, whose log is the only place that can name it."""
+    monkeypatch.chdir(ROOT)
+    place = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "host:1"]
+    with pytest.raises(SystemExit) as left:
+        main([*place, "pretrain_moe.py", "--data-path", "/no/such/disk"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "--data-path /no/such/disk does not exist" in said
+    assert f"megapar launch: refused on node 1, {socket.gethostname()}" in said
+
+
 @pytest.mark.parametrize(
     "argv",
     [
