@@ -106,7 +106,10 @@ def assert_state(one: Run, other: Run) -> None:
     assert [name for name, value in one.state.items() if not torch.equal(value, other.state[name])] == []
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, TWO), (4, CUT)], ids=["two", "cut"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [pytest.param(2, TWO, id="two"), pytest.param(4, CUT, id="cut", marks=pytest.mark.table)],
+)
 def test_moving_experts_changes_no_bit(ranks: int, layout: tuple[str, ...]) -> None:
     stays, moves = train(ranks, *layout, *STAYS), train(ranks, *layout, *MOVES)
     assert not moved(stays)
@@ -115,6 +118,7 @@ def test_moving_experts_changes_no_bit(ranks: int, layout: tuple[str, ...]) -> N
     assert (moves.busiest[-1] or 0) < (stays.busiest[-1] or 0)
 
 
+@pytest.mark.table
 def test_without_clipping_it_is_the_run_without_the_flag() -> None:
     """The flag changes how the norm is added, by which gradients are clipped."""
     free = (*TWO, "--clip-grad", "0")
@@ -124,6 +128,7 @@ def test_without_clipping_it_is_the_run_without_the_flag() -> None:
     assert_state(moves, stays)
 
 
+@pytest.mark.table
 def test_by_node_it_changes_rounding_only() -> None:
     stays, moves = train(4, *NODES, *STAYS), train(4, *NODES, *MOVES)
     assert moved(moves)
@@ -144,6 +149,7 @@ def test_a_run_goes_on_after_a_move_and_on_another_layout(tmp_path: Path) -> Non
     assert_state(train(4, "--ep-degree", "4", *alone), stops)
 
 
+@pytest.mark.table
 def test_a_restart_takes_experts_where_they_were(tmp_path: Path) -> None:
     local = ("--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(tmp_path))
     stops = train(2, *TWO, *MOVES, *local, "--exit-interval", "5")
