@@ -105,6 +105,20 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_would_help(capsys: 
     assert not plan(capsys, *line, *flags, "--device-kind", "v100", "--world-size", str(ranks // 2))["fits"]
 
 
+def test_more_ranks_are_proposed_with_a_degree_that_the_rules_accept(capsys: pytest.CaptureFixture[str]) -> None:
+    """A node of 72 devices: 72 divides neither the heads nor the widths, and nothing was proposed."""
+    line = ["--num-layers", "100", "--hidden-size", "8192", "--num-attention-heads", "64", "--num-experts", "0"]
+    line += ["--seq-length", "262144", "--micro-batch-size", "1"]
+    kind = ("--device-kind", "gb200-186g")
+    advice = plan(capsys, *line, *kind, "--world-size", "9")["advice"]
+    wider = re.search(r"it would fit on (\d+) ranks with (--[^,]+),", advice)
+    assert wider is not None, advice
+    flags = [*wider[2].split(), "--world-size", wider[1]]
+    assert "--mp-degree 64 " in wider[2]
+    assert plan(capsys, *line, *kind, *flags)["fits"]
+    parse("moe", [*line, *flags, "--validate-only", "--data-path", "mock"], {})
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
