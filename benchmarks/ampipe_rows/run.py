@@ -9,16 +9,16 @@ At each rate, in one run: every row in turn, then the base without limits.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 
-from benchmarks.ampipe_rows.rank import RANKS
 from benchmarks.ampipe_rows.rows import PUBLISHED, ROWS
 from benchmarks.support.contest import Contest, Figures, median, paired, paired_interval
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.support.table import machine, print_json, print_table
+from benchmarks.support.trainer_rank import command
 
+RANKS, NODE = 4, 2
 FREE = "100gbit"
 AGREE = 1e-3  # fp32; slices add up in another order
 
@@ -42,8 +42,9 @@ def _one(link: SlowLink, rate: str, inside: str, rounds: int) -> dict[str, objec
     link.set_rate(rate)
     link.set_rate_inside(inside)
     with tempfile.TemporaryDirectory() as name:
-        argv = [sys.executable, "-m", "benchmarks.ampipe_rows.rank", "--rendezvous", f"file://{name}/meet", "--rank"]
-        ranks = [link.rank(rank // 2, [*argv, str(rank)]) for rank in range(RANKS)]
+        meet, rows = f"file://{name}/meet", "benchmarks.ampipe_rows.rows:ROWS"
+        argv = command(rows, RANKS, meet, node=NODE, axes=("ep", "mp"))
+        ranks = [link.rank(rank // NODE, [*argv, str(rank)]) for rank in range(RANKS)]
         with Contest({"ranks": ranks}) as contest:
             found = contest.rounds(rounds, {row: ("ranks", row) for row in ROWS})
             link.set_rate(FREE)

@@ -9,16 +9,16 @@ then every way without a limit.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 
-from benchmarks.step_hiding.rank import RANKS
 from benchmarks.step_hiding.ways import SERIAL, WAYS
 from benchmarks.support.contest import Contest, Figures, median, paired
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.support.table import machine, print_json, print_table
+from benchmarks.support.trainer_rank import command
 
+RANKS = 2
 FREE = "100gbit"
 AGREE = 1e-3  # fp32; slices add up in another order
 Rounds = dict[str, list[Figures]]
@@ -43,7 +43,7 @@ def _one(link: SlowLink, rate: str, ways: Sequence[str], rounds: int) -> dict[st
     slow: Rounds = {way: [] for way in ways}
     free: Rounds = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as name:
-        argv = [sys.executable, "-m", "benchmarks.step_hiding.rank", "--rendezvous", f"file://{name}/meet", "--rank"]
+        argv = command("benchmarks.step_hiding.ways:WAYS", RANKS, f"file://{name}/meet")
         link.set_rate(FREE)
         with Contest({"ranks": [link.rank(rank, [*argv, str(rank)]) for rank in range(RANKS)]}) as contest:
             entries = {way: ("ranks", way) for way in ways}

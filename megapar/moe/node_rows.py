@@ -23,7 +23,6 @@ from megapar.model.decoder.dispatch_bytes import NO_EXPERT, slot_row_bytes
 from megapar.moe.expert_order import ExpertOrder, gather_sum
 
 EMPTY = NO_EXPERT - 2**16  # as int16
-MOST_EXPERTS = 2**15  # with numbers that are not negative as int16
 
 
 @dataclass(frozen=True)

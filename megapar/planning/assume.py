@@ -3,6 +3,7 @@
     fp8                       matrix products of all linear layers in fp8
     fp8-mlp                   matrix products of feed-forward layers and experts in fp8
     fp8-activations           inputs that matrix products keep are stored in one byte per element
+    fp8-swiglu                so are the inputs of the activations of experts, shared ones included (DeepSeek-V3)
     operator-recompute:A+B    recompute the outputs of these operators instead of keeping them: norm, qkv, up,
                               activation, core; or combine (rows are weighted before the all-to-all back, so that none
                               are kept). A@4-8,10 applies to these layers only
@@ -27,7 +28,7 @@ from typing import Any
 from megapar.errors import Complaint, ConfigError
 
 # Techniques without a value.
-SWITCHES = ("fp8-activations", "cuda-graphs", "fused-experts", "hybrid-ep", "expert-overlap", "dualpipe")
+SWITCHES = ("fp8-activations", "fp8-swiglu", "cuda-graphs", "fused-experts", "hybrid-ep", "expert-overlap", "dualpipe")
 NAMES = ("fp8", "fp8-mlp", "operator-recompute", *SWITCHES)
 OPERATORS = ("norm", "qkv", "up", "activation", "core", "combine")
 
@@ -39,6 +40,7 @@ class Assumed:
     Attributes:
         fp8: Matrix products in fp8: ``all``, ``mlp``, or "" for none.
         fp8_activations: Inputs that matrix products keep are stored in one byte per element.
+        fp8_swiglu: Inputs of experts' activations are stored in one byte per element.
         operators: Operators that are recomputed, each with its layers; None for all layers.
         dualpipe: Micro-batches pass the pipeline in both directions.
         fused_experts: One kernel for an expert layer's products, its activation and its casts.
@@ -52,6 +54,7 @@ class Assumed:
 
     fp8: str = ""
     fp8_activations: bool = False
+    fp8_swiglu: bool = False
     operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
     dualpipe: bool = False
     fused_experts: bool = False

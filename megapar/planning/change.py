@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megapar.arguments import Config, parse
-from megapar.config.config import FLAGS
+from megapar.config.config import FLAGS, NOT_BUILT_NOTE
 from megapar.config.draft import is_given
 from megapar.errors import Complaint, ConfigError
 
@@ -50,7 +50,7 @@ def line_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def attempt(config: Config, values: Mapping[str, Any], world_size: int | None = None) -> Config | list[Complaint]:
-    """Resolve ``values``. Return the configuration, or the complaints if the rules refuse it.
+    """Resolve ``values``. Return the configuration, or the complaints if the rules refuse it or it is not built.
 
     Args:
         config: The configuration to vary.
@@ -60,9 +60,12 @@ def attempt(config: Config, values: Mapping[str, Any], world_size: int | None = 
     world = world_size or config.grid.world_size
     line = [*line_of(values), "--rules-only", "--world-size", str(world)]
     try:
-        return parse(config.kind, line, {})
+        result = parse(config.kind, line, {})
     except ConfigError as error:
         return list(error.complaints)
+    # With --rules-only they are notes; --validate-only and a plan refuse them.
+    missing = [note for note in result.notes if note.startswith(NOT_BUILT_NOTE)]
+    return [Complaint("not-built", note) for note in missing] or result
 
 
 def changed(config: Config, flags: Mapping[str, Any]) -> Config | None:

@@ -10,6 +10,7 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
+from megapar.errors import ConfigError
 from megapar.model.spec import ParameterCounts
 from megapar.planning.assume import Assumed, check_assumed
 from megapar.planning.kept_inputs import host_traffic
@@ -19,6 +20,7 @@ from megapar.planning.shared import Shared
 from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
 from megapar.planning.unpriced import check_priced
+from megapar.schema.rule import divisors
 from megapar.training.building.device_figures import with_figures
 
 SECONDS_PER_DAY = 86400
@@ -151,25 +153,37 @@ class Plan:
         options = []
         saving = {"recompute_interval": 1, "recompute_granularity": "full"}
         whole = {**saving, "sharding_stage": 3, "gradient_merge_mode": "micro_batch"}
-        for text, flags in (
-            ("--recompute-interval 1", saving),
-            ("--recompute-interval 1 --sharding-stage 3", whole),
-            (
-                f"--recompute-interval 1 --sharding-stage 3 --mp-degree {self.kind.node} --sequence-parallel",
-                {**whole, "mp_degree": self.kind.node, "sequence_parallel": True},
-            ),
-        ):
-            worlds = [self.config.grid.world_size << doubled for doubled in range(1, MOST_DOUBLED + 1)]
+        worlds = [self.config.grid.world_size << doubled for doubled in range(1, MOST_DOUBLED + 1)]
+        ways = [("--recompute-interval 1", saving), ("--recompute-interval 1 --sharding-stage 3", whole)]
+        if mp := self._most_mp(whole, worlds[-1]):
+            text = f"--recompute-interval 1 --sharding-stage 3 --mp-degree {mp} --sequence-parallel"
+            ways.append((text, {**whole, "mp_degree": mp, "sequence_parallel": True}))
+        for text, flags in ways:
             held = bisect_left(worlds, True, key=partial(self._held_by, flags))
             if held < len(worlds):
                 options.append((worlds[held], text))
         return "{} ranks with {}".format(*min(options)) if options else ""
 
+    def _most_mp(self, flags: dict[str, Any], ranks: int) -> int:
+        """Return the largest degree of mp inside a node that the rules accept; 0 if there is none.
+
+        A node may have any number of devices, 72 in an NVL72, which rarely divides heads, widths and positions.
+        """
+        from megapar.planning.change import widened
+
+        for mp in reversed([degree for degree in divisors(ranks) if 1 < degree <= self.kind.node]):
+            if widened(self.config, {**flags, "mp_degree": mp, "sequence_parallel": True}, ranks) is not None:
+                return mp
+        return 0
+
     def _held_by(self, flags: dict[str, Any], ranks: int) -> bool:
         from megapar.planning.change import widened
 
         config = widened(self.config, flags, ranks)
-        return config is not None and Plan(config, self.kind, self.run.assumed, self._token_budget).fits
+        try:
+            return config is not None and Plan(config, self.kind, self.run.assumed, self._token_budget).fits
+        except ConfigError:  # nodes that do not fit a requested dispatch
+            return False
 
     def _ways(self) -> list[tuple[str, Plan]]:
         """Return legal variations of the run that need less memory."""

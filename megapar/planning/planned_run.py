@@ -73,6 +73,7 @@ class PlannedRun:
             samples=config.training.micro_batch_size,
             item_bytes=item,
             stored_item_bytes=1 if self.assumed.fp8_activations else item,
+            expert_item_bytes=1 if self.assumed.fp8_swiglu else item,
             kernels=self.kind.kernels,
             logits_bytes=self.kind.device_class.logits_bytes,
             mp=grid.mp,

@@ -6,6 +6,7 @@ Tested in ``tests/test_compatibility.py``.
 from __future__ import annotations
 
 from megapar.core.grid import Grid
+from megapar.model.decoder.dispatch_bytes import MOST_EXPERTS
 from megapar.schema.rule import NO_EFFECT, Facts, Rule
 
 MOE = ("moe",)
@@ -34,6 +35,18 @@ RULES: tuple[Rule, ...] = (
         source="experts",
         passing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node",
         failing="--world-size 8 --ep-degree 4 --ranks-per-node 4 --moe-dispatch node",
+        models=MOE,
+    ),
+    Rule(
+        id="moe-dispatch-experts",
+        reads=("moe_dispatch", "ep_degree", "num_experts"),
+        when=lambda f: f.moe_dispatch == "node" and f.ep_degree > 1,
+        requires=lambda f: f.num_experts <= MOST_EXPERTS,
+        message=f"--moe-dispatch node takes {MOST_EXPERTS:,} experts at most: their numbers travel as 16 bits",
+        fix=lambda f: f"Use --moe-dispatch plain, or --num-experts {MOST_EXPERTS // f.ep_degree * f.ep_degree}.",
+        source="experts",
+        passing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node --num-experts 32768",
+        failing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node --num-experts 32772",
         models=MOE,
     ),
     Rule(

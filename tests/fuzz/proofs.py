@@ -53,6 +53,9 @@ PROOFS: dict[str, Proof] = {
     "dp-degree-hybrid": Proof(argument="there would be replicas although --hybrid-dp is switched off"),
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),
     "moe-dispatch-nodes": Proof("--ep-degree 4 --ranks-per-node 4 --moe-dispatch node", 4),
+    "moe-dispatch-experts": Proof(
+        "--ep-degree 2 --ranks-per-node 1 --moe-dispatch node --num-layers 1 --num-experts 32770", 2
+    ),
     "moe-dispatch-unused": Proof(idle=("moe_dispatch",)),
     "ranks-per-node-unused": Proof(idle=("ranks_per_node",)),
     "moe-rebalance-experts": Proof(argument="there is one place for an expert, or ranks with one expert to exchange"),

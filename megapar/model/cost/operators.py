@@ -108,7 +108,7 @@ class Operators:
         """Return the bytes that one norm over the hidden dim keeps, without its output."""
         return norm_kept(self.view, self.view.local_tokens, self.hidden_size, self.normalization)
 
-    def mlp(self, width: int, *, gated: bool, dropped: float = 0.0, stored: bool = True) -> list[OpCost]:
+    def mlp(self, width: int, *, gated: bool, dropped: float = 0.0, stored: bool = True, item: int = 0) -> list[OpCost]:
         """Return the operators of an MLP.
 
         Args:
@@ -116,6 +116,7 @@ class Operators:
             gated: The MLP has a gate.
             dropped: Bytes of the dropout mask on its output.
             stored: The MLP keeps its input; False if another operator keeps the same tensor.
+            item: Bytes of an element of the inputs that its activation keeps; 0 for those of the compute dtype.
         """
         view, H = self.view, self.hidden_size
         t, s, e, F = view.tokens, view.local_tokens, view.item_bytes, width / view.mp
@@ -127,7 +128,7 @@ class Operators:
         return [
             OpCost(
                 "up",
-                (view.stored_bytes(s * H) if stored else 0.0) + e * t * columns,
+                (view.stored_bytes(s * H) if stored else 0.0) + (item or e) * t * columns,
                 (Product(t, H, round(columns), mlp=True),),
                 moved=x + e * t * columns,
                 sent=self.communication.column_parallel(e * t * H),

@@ -23,6 +23,7 @@ class RankView:
         samples: Sequences of a micro-batch; a mean if only some of them pass a part of the model.
         item_bytes: Bytes of an element in the compute dtype.
         stored_item_bytes: Bytes of an element of the inputs that matrix products keep.
+        expert_item_bytes: Bytes of an element of the inputs that experts' activations keep.
         kernels: Kernels of the device: ``cuda``, ``npu`` or ``cpu``.
         logits_bytes: Most bytes of logits that the head computes at a time.
         mp: Tensor parallel degree.
@@ -50,6 +51,7 @@ class RankView:
     samples: float
     item_bytes: int
     stored_item_bytes: int
+    expert_item_bytes: int
     kernels: str
     logits_bytes: int
     mp: int = 1
@@ -74,7 +76,7 @@ class RankView:
     @classmethod
     def alone(cls, seq_length: int) -> RankView:
         """Return the view of one sequence on a single rank, which runs all matrix products of the model."""
-        return cls(seq_length, 1, item_bytes=4, stored_item_bytes=4, kernels="cpu", logits_bytes=1)
+        return cls(seq_length, 1, item_bytes=4, stored_item_bytes=4, expert_item_bytes=4, kernels="cpu", logits_bytes=1)
 
     @property
     def wide_bytes(self) -> int:

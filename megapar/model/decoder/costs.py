@@ -104,7 +104,7 @@ class DecoderCost(ModelCost):
             parts += expert_costs(self.view, moe)
             if moe.shared_width:
                 stored = self.view.item_bytes < self.view.wide_bytes  # otherwise the router keeps the same tensor
-                parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored)
+                parts += ops.mlp(moe.shared_width, gated=moe.gated, stored=stored, item=self.view.expert_item_bytes)
             if moe.shared_gate:
                 parts.append(self._shared_gate())
             arriving = in_flight(self.view, moe)

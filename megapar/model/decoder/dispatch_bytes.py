@@ -25,6 +25,7 @@ from megapar.model.decoder.sizes import MoeSizes
 BETWEEN, WITHIN = "ep_between", "ep_within"  # the axes of the two hops
 EXPERT_BYTES = 2  # of an expert's number in a slot
 NO_EXPERT = 0xFFFF  # the number in an empty slot
+MOST_EXPERTS = 2**15  # whose numbers are not negative as int16
 PASSES = (("dispatch", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
 
 

@@ -150,7 +150,7 @@ class _ExpertLayer:
         return [
             OpCost(
                 "up",
-                view.stored_bytes(inside * H) + e * inside * columns,
+                view.stored_bytes(inside * H) + view.expert_item_bytes * inside * columns,
                 (Product(inside, H, round(columns), local, mlp=True),),
                 moved=e * inside * (H + columns),
                 sent=tuple(self._sent_over_emp()),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.errors import Complaint, ConfigError
-from megapar.model.decoder.dispatch_bytes import DispatchBytes
+from megapar.model.decoder.dispatch_bytes import MOST_EXPERTS, DispatchBytes
 from megapar.model.decoder.expert_rows import dispatched_rows
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
 from megapar.training.building.segments import ITEM_BYTES
@@ -71,6 +71,8 @@ def dispatch_choice(config: Config, kind: DeviceKind, dtype: str, node: int | No
         return DispatchChoice(0, f"the {grid.ep} ranks of ep are not whole nodes of {ranks} ranks")
     if local == grid.ep:
         return DispatchChoice(0, f"the {grid.ep} ranks of ep are on one node")
+    if moe.num_experts > MOST_EXPERTS:
+        return DispatchChoice(0, f"by node takes {MOST_EXPERTS:,} experts at most")
     gain = estimated_gain(config, moe, kind, dtype, local)
     reason = f"{gain:.2f} times the speed of plain by estimate on {kind.title}, {grid.ep // local} nodes"
     return DispatchChoice(local if gain >= LEAST_GAIN else 0, reason)

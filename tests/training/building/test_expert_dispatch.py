@@ -61,6 +61,14 @@ def test_auto_stays_plain_where_ep_is_not_whole_nodes() -> None:
     )
 
 
+def test_more_experts_than_a_slot_can_name_travel_plainly() -> None:
+    nodes = ("--ranks-per-node", "8")
+    assert chosen(*nodes, "--num-experts", "32768").node_ranks == 8
+    assert chosen(*nodes, "--num-experts", "32784") == DispatchChoice(0, "by node takes 32,768 experts at most")
+    with pytest.raises(ConfigError, match=r"moe-dispatch-experts.*takes 32,768 experts at most.*--num-experts 32768"):
+        config("--moe-dispatch", "node", "--num-experts", "32784")
+
+
 def test_a_request_is_followed_or_refused() -> None:
     assert chosen("--moe-dispatch", "plain", node=8) == DispatchChoice(0, "by --moe-dispatch")
     assert chosen("--moe-dispatch", "node", "--moe-router-topk", "1", node=4) == DispatchChoice(4, "by --moe-dispatch")

@@ -1,0 +1,94 @@
+"""One rank of a contest between layouts: steps of the real trainer, one trainer for each row, on one set of groups.
+
+``command`` is its command line. The module of the rows also has ``flags(row)``, the flags of one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.contest import Figures, serve
+from megapar.arguments import parse
+from megapar.core.comm.world import World
+from megapar.core.device.pick import pick
+from megapar.trainer import Trainer
+from megapar.training.building import build
+
+
+class Steps:
+    """A request is the name of a row. axes: Sum the waits of these axes; without them each kind has its own."""
+
+    def __init__(self, configured: Mapping[str, Sequence[str]], rendezvous: str, axes: Sequence[str]) -> None:
+        configs = {row: parse("moe", flags, dict(os.environ)) for row, flags in configured.items()}
+        first = next(iter(configs.values()))
+        self._axes = axes
+        self._world = World.start(first.grid, pick("cpu"), timedelta(minutes=10), rendezvous)
+        corpus = build.make_corpus(first)
+        self._trainers = {row: Trainer(config, self._world, corpus) for row, config in configs.items()}
+        for trainer in self._trainers.values():
+            trainer.start()
+
+    def __call__(self, request: str) -> Figures:
+        """Seconds of a step, of them those that the rank waited, and the norm of the gradient."""
+        trainer = self._trainers[request]
+        dist.barrier()
+        start = time.perf_counter()
+        step = trainer.step()
+        seconds = time.perf_counter() - start
+        waits = {} if step.exposed is None else step.exposed.seconds()
+        return {"seconds": seconds, "norm": float(step.norm), **summed(waits, self._axes)}
+
+
+def summed(waits: Mapping[str, float], axes: Sequence[str]) -> Figures:
+    """The waits by "axis/kind", or their sums on some axes."""
+    if not axes:
+        return dict(waits)
+    return {axis: sum(size for kind, size in waits.items() if kind.startswith(f"{axis}/")) for axis in axes}
+
+
+def command(rows: str, ranks: int, rendezvous: str, *, node: int = 1, axes: Sequence[str] = ()) -> list[str]:
+    """The command line of a rank, whose number comes last.
+
+    Args:
+        rows: Module of the rows, and their name in it, as in ``benchmarks.step_hiding.ways:WAYS``.
+        ranks: Ranks of the run.
+        rendezvous: Where they meet.
+        node: Ranks of a node.
+        axes: Axes whose waits are summed; without them the waits of each kind are figures of their own.
+    """
+    line = [sys.executable, "-m", "benchmarks.support.trainer_rank", "--rows", rows, "--ranks", str(ranks)]
+    line += ["--node", str(node), "--rendezvous", rendezvous]
+    return [*line, *(["--axes", *axes] if axes else []), "--rank"]
+
+
+def main() -> None:
+    """Join the other ranks and serve turns."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", help="MODULE:NAME")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--node", type=int)
+    parser.add_argument("--axes", nargs="*", default=[])
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--rendezvous")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    place = {"RANK": options.rank, "LOCAL_RANK": options.rank % options.node, "WORLD_SIZE": options.ranks}
+    os.environ.update({name: str(number) for name, number in place.items()})
+    module, _, name = options.rows.partition(":")
+    rows = importlib.import_module(module)
+    serve(Steps({row: rows.flags(row) for row in getattr(rows, name)}, options.rendezvous, options.axes))
+
+
+if __name__ == "__main__":
+    main()
