@@ -71,6 +71,7 @@ RUNS = (
     Run("dense, mp 8, sequence parallel", "moe", 8, f"{MP8} --sequence-parallel"),
     Run("experts, one rank", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
     Run("experts, dropless", "moe", 2, UNEVEN, counts=2),
+    Run("experts that move", "moe", 2, f"{UNEVEN} --moe-rebalance-interval 100", counts=2),
     Run("experts, by node", "moe", 4, f"{UNEVEN} --ep-degree 4 {BY_NODE} 2", counts=2),
     Run("experts, by node, mp 2", "moe", 4, f"{UNEVEN} --mp-degree 2 --sequence-parallel {BY_NODE} 2", counts=2),
     Run("slices 2, by node", "moe", 4, f"{SLICES} 2 --ep-degree 4 {BY_NODE} 2", counts=4),
@@ -476,6 +477,8 @@ FP64: Mapping[str, str] = MappingProxyType(
     {
         "global_norm": "sum of squares, independent of the order of ranks; a few numbers",
         "all_reduce": "for the gradient norm",
+        "parts": "the same sum, independent of the places of experts",
+        "total": "the same",
         "Accelerator.host_copy": "for the log sums",
     }
 )

@@ -28,7 +28,7 @@ from megapar.training.building import build
 from megapar.training.building.builder import Builder
 from megapar.training.checkpoints.collect import collect_buffers
 from megapar.training.step.observer import StepObserver
-from tests.support import late
+from tests.support import away, late
 from tests.support.lazy import LazyDevice
 
 # (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
@@ -72,7 +72,7 @@ def trace(
     backend: str = "gloo",
     builder: Builder | None = None,
 ) -> Trace | None:
-    """Train ``steps`` steps; the Trace on rank 0, None elsewhere.
+    """Train ``steps`` steps; the Trace on rank 0, None elsewhere. With ``--moe-rebalance-interval`` experts move.
 
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
     or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device.
@@ -92,14 +92,17 @@ def trace(
         recorder = Recorder(replay)
         trainer = Trainer(config, world, corpus, observer=recorder, builder=builder)
         trainer.start()
-        recorder.trainer = trainer
+        recorder.trainer, records = trainer, []
+        away.begin(trainer)
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
             trainer.adapt()
+            records += away.choose(trainer)
             if isinstance(device, LazyDevice):
                 device.settle()
         trainer.stepper.resolve_pending()
-        records = trainer.monitor.flush()
+        records += trainer.monitor.flush()
+        away.end(trainer, records)
         parameters = _parameters(trainer)
         trainer.loader.close()
         trainer.job.sharding.wait()
@@ -186,7 +189,9 @@ def _parameters(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Whole parameters on rank 0, as ``collect_all`` has them; here each rank sends all of its pieces at once.
+    """Whole parameters on rank 0, as ``collect_all`` has them, experts by number wherever they are.
+
+    Here each rank sends all of its pieces at once.
 
     tensors: beside the master shards, masters or gradients.
     """
@@ -212,7 +217,7 @@ def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
             pieces = [piece.view(box.sizes) for piece, box in zip(cut, boxes.values(), strict=True)]
         for (name, box), piece in zip(boxes.items(), pieces, strict=True):
             found[name][box.slices] = piece
-    return found
+    return away.by_number(trainer, found)
 
 
 def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:

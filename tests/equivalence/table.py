@@ -766,6 +766,44 @@ NODE_ROWS: tuple[Row, ...] = (
     Row("moe", 8, (*EP4, *MP2, *SP, *BY_NODE[:3], "4", "--ampipe-degree", "2"), (*EIGHT_EXPERTS, *TOP4, *DROPS)),
 )
 
+# Experts that move in the first update (``tests/support/away.py``).
+MOVES = ("--moe-rebalance-interval", "1")
+
+
+def moved_row(ranks: int, layout: tuple[str, ...], options: tuple[str, ...] = (), *rest: int) -> Row:
+    """Eight experts, of which no rank has in the second step what it had in the first."""
+    return Row("moe", ranks, (*layout, *MOVES), (*EIGHT_EXPERTS, *options), *rest)
+
+
+# Beside ROWS, as LATENT_SUITE: the suite runs the first of these rows.
+MOVED_SUITE: tuple[Row, ...] = (
+    moved_row(2, (*EP2, *_stages(2)[1], "--ampipe-degree", "2", *CROSS), (*DROPS, *TOP4, *BIASED, *CLIPPED)),
+)
+MOVED_ROWS: tuple[Row, ...] = (
+    *MOVED_SUITE,
+    moved_row(4, (*EP2, *_stages(4)[1], "--ampipe-degree", "2", *CROSS), (*DROPS, *TOP4, *BIASED, *CLIPPED)),
+    moved_row(2, EP2, CLIPPED),
+    moved_row(2, (*EP2, *NO_OVERLAP), ("--add-bias-linear", "--activation", "gelu")),
+    *(moved_row(4, (*EP2, *layout), TOP4) for layout in _stages(4)[:2]),
+    *(moved_row(4, (*EP4, *layout), DROPS) for layout in _stages(4)[:2]),
+    *(moved_row(4, (*EP2, *layout, *MANY), CLIPPED) for layout in _stages(2, "--hybrid-dp")[:2]),
+    *(moved_row(2, EP2, (*DROPS, "--moe-drop-policy", policy), 2) for policy in ("token", "choice", "probs")),
+    moved_row(2, (*EP2, *MP2, *SP, *EMP1), (*BIASED, *UNTIED)),
+    moved_row(4, (*EP2, *MP2, *_every(1)), DROPS, 2),
+    moved_row(8, (*EP4, *MP2, *SP, *_stages(2, "--hybrid-dp")[1]), (*DROPS, *TOP4, *CLIPPED)),
+    moved_row(2, (*EP2, "--ampipe-degree", "2"), TOP4),
+    moved_row(4, (*EP2, *MP2, *SP, "--ampipe-degree", "2", *HIDDEN_MP, *CROSS, *_every(1)), DROPS, 2),
+    moved_row(2, (*EP2, *_pipe(2)), DROPS),
+    moved_row(2, (*EP2, *_pipe(4), "--ampipe-degree", "2", *CROSS, *SELECTIVE), (*DROPS, *TOP4)),
+    moved_row(4, (*EP4, *BY_NODE), TOP4),
+    moved_row(4, (*EP4, *_stages(4)[1], *BY_NODE, "--ampipe-degree", "2", *CROSS), (*DROPS, *TOP4)),
+    moved_row(4, (*EP4, *BY_NODE, *_pipe(2)), DROPS),
+    moved_row(4, (*TWO_STAGES, *_stages(2)[1]), FOUR_LAYERS, 1, 4),
+    moved_row(4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS), FOUR_LAYERS, 1, 4),
+    moved_row(2, (*_cp(2, "ring"), *EP2), BOUNDARIES),
+    Row("mla", 2, (*EP2, *MOVES), (*NOAUX_TC, *AHEAD)),
+)
+
 ROWS: tuple[Row, ...] = (
     *ROPE_ROWS,
     *SHARDING_ROWS,

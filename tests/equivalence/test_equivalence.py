@@ -16,6 +16,8 @@ from tests.equivalence.table import (
     LATENT_CONTEXT_ROWS,
     LATENT_ROWS,
     LATENT_SUITE,
+    MOVED_ROWS,
+    MOVED_SUITE,
     NODE_ROWS,
     NODE_SUITE,
     ROWS,
@@ -76,6 +78,11 @@ def _by_node(rows: Sequence[Row] = NODE_ROWS, suite: Sequence[Row] = NODE_SUITE)
     return _latent(rows, suite)
 
 
+def _moved(suite: Sequence[Row] = MOVED_SUITE) -> list[ParameterSet]:
+    """Rows whose experts move, of which the suite runs those that are named for it."""
+    return _latent(MOVED_ROWS, suite)
+
+
 FP64_ROWS = _covered(ROWS, 2)
 
 
@@ -88,7 +95,7 @@ def test_the_suite_has_every_pair_of_the_table() -> None:
     assert suite == table
 
 
-@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent(), *_by_node()])
+@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent(), *_by_node(), *_moved()])
 def test_fp64(row: Row) -> None:
     """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
 
@@ -111,8 +118,8 @@ STREAMED_ROWS = _covered([row for row in ROWS if row.on_streams], 1)
 STREAMED_LATENT_ROWS = _latent([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4])
 
 
-# Relays run on the stream of ep at every layout.
-@pytest.mark.parametrize("row", [*STREAMED_ROWS, *STREAMED_LATENT_ROWS, *_by_node(suite=NODE_SUITE[:1])])
+# Relays run on the stream of ep at every layout, and experts move behind the optimizer.
+@pytest.mark.parametrize("row", [*STREAMED_ROWS, *STREAMED_LATENT_ROWS, *_by_node(suite=NODE_SUITE[:1]), *_moved()])
 def test_on_streams(row: Row) -> None:
     """The same in fp64 where the host runs ahead of a device with streams: what waits for too little shows.
 
@@ -143,7 +150,7 @@ def _steady(row: Row) -> Row:
 BF16_ROWS = _covered([_steady(row) for row in ROWS], 1)
 
 
-@pytest.mark.parametrize("row", [*BF16_ROWS, *_latent(suite=LATENT_SUITE[:1]), *_by_node(suite=())])
+@pytest.mark.parametrize("row", [*BF16_ROWS, *_latent(suite=LATENT_SUITE[:1]), *_by_node(suite=()), *_moved(suite=())])
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see: in the suite every trait once."""
     flags = still(row.reference_flags())

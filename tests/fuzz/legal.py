@@ -43,6 +43,11 @@ def experts(d: Drawn) -> bool:
     return bool(d.num_experts)
 
 
+def can_move_experts(d: Drawn) -> bool:
+    """Several ranks have several experts each, and update them on the device, in pieces of ours."""
+    return 1 < d.ep_degree < d.num_experts and d.sharding_stage < 3 and not d.optimizer_offload
+
+
 def drops(d: Drawn) -> bool:
     return experts(d) and d.moe_model_type == "deepspeed_moe"
 

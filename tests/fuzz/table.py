@@ -719,6 +719,16 @@ OTHERS = (
         layout=True,
         kinds=MOE,
     ),
+    # All experts move in the first update, and with 1 by load in the next one (tests/support/away.py).
+    Option(
+        name="moe_rebalance_interval",
+        values=(None, 1, 1, 2),
+        when=legal.can_move_experts,
+        wild=(1,),
+        group=some,
+        layout=True,
+        kinds=MOE,
+    ),
 )
 
 OPTIONS: tuple[Option, ...] = (

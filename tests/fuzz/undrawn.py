@@ -36,7 +36,6 @@ UNDRAWN: dict[str, str] = {
     **dict.fromkeys(("swanlab_project", "swanlab_exp_name", "swanlab_save_dir"), _WATCHING),
     **dict.fromkeys(("bad_step_limit", "spike_sigmas", "spike_skip"), _ORDINARY),
     "eval_iters": _EVALUATION,
-    "moe_rebalance_interval": "moves experts and changes no bit; tests/training/step/test_expert_places.py",
     **dict.fromkeys(("manual_gc", "manual_gc_interval"), _COLLECTOR),
     **dict.fromkeys(
         ("device_tflops", "device_memory_gib", "link_gb", "network_gb"),

@@ -22,17 +22,13 @@ def parts(terms_N: Tensor) -> Tensor:
 
     terms_N: fp64, not negative, below 2^128.
     """
-    rest_N, sums = terms_N, []
-    for unit in UNITS:
-        whole_N = torch.floor(rest_N * (1 / unit))
-        rest_N = rest_N - whole_N * unit
-        sums.append(whole_N.sum())
-    return torch.stack(sums)
+    whole = list(torch._foreach_mul([terms_N] * len(UNITS), [1 / unit for unit in UNITS]))
+    torch._foreach_floor_(whole)  # of each unit, with those that larger units have; powers of two do not round
+    cut = torch._foreach_add(whole[1:], whole[:-1], alpha=-UNITS[0] / UNITS[1])
+    return torch.stack([whole[0], *cut]).sum(1)
 
 
 def total(parts_U: Tensor) -> Tensor:
     """Return the sum of the terms from that of their parts, a scalar; small units first."""
-    result = parts_U.new_zeros(())
-    for number in reversed(range(len(UNITS))):
-        result = result + parts_U[number] * UNITS[number]
-    return result
+    terms = torch._foreach_mul(parts_U.unbind()[::-1], UNITS[::-1])
+    return torch.stack(list(terms)).cumsum(0)[-1]

@@ -1,0 +1,61 @@
+"""Runs in which experts are on other ranks than their numbers say, for comparisons with one process.
+
+    update 1      all experts of a rank move to the next rank, and change places there
+    later ones    what their load asks for, as in any run
+    end           back into the order of their numbers
+
+A few steps of a small model need not move anything by load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megapar.moe.placement import PlacementRoom, slots_of
+from megapar.trainer import Trainer
+from megapar.training.reports.record import Record
+
+
+def turned(room: PlacementRoom) -> list[int]:
+    """A placement on the ranks after their own, each block of slots backwards: no expert of several ranks stays."""
+    found: list[int] = []
+    for first in range(0, room.local, room.block):
+        found += reversed(range(first, min(first + room.block, room.local)))
+    return [(rank * room.local + slot - room.local) % room.experts for rank in range(room.ranks) for slot in found]
+
+
+def begin(trainer: Trainer) -> None:
+    """Have the first update move all experts, if the run moves any."""
+    if trainer.places.interval:
+        layers = trainer.job.sizes.routed_layers
+        trainer.places.restore({"next": [turned(trainer.places.room(layer)) for layer in layers]})
+
+
+def choose(trainer: Trainer) -> list[Record]:
+    """What follows a step if a placement is due: the records that it is chosen from."""
+    if not trainer.places.due(trainer.progress.iteration):
+        return []
+    trainer.stepper.resolve_pending()
+    records = trainer.monitor.flush()
+    trainer.places.choose()
+    return records
+
+
+def end(trainer: Trainer, records: Sequence[Record]) -> None:
+    """Put experts in order, as before a save. They were away, unless no step of the run changed anything."""
+    updated = any(not record.skipped for record in records)
+    assert bool(trainer.places._moved_at) == (updated and trainer.places.interval > 0)
+    if trainer.places.away:
+        trainer.places.put_in_order()
+
+
+def by_number(trainer: Trainer, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole parameters or gradients whose rows are slots, with experts in order."""
+    places = trainer.places
+    for layer, row in zip(trainer.job.sizes.routed_layers, places.rows, strict=True):
+        for spec in trainer.job.table:
+            if spec.expert and spec.name.startswith(places._prefix(layer)):
+                whole[spec.name] = whole[spec.name][slots_of(row)]
+    return whole
