@@ -45,20 +45,20 @@ def global_norm(
     grads = [shard.grad for shard in shards if shard.counted and shard.grad is not None and shard.grad.numel()]
     made = next((shard.grad for shard in shards if shard.grad is not None), shards[0].master)
     device, dtype = made.device, shards[0].master.dtype
-    total = torch.zeros(1 + len(besides), dtype=widest(device), device=device)
+    exact = exact and widest(device) == torch.float64
+    numbers = 1 + len(besides)
+    total = torch.zeros(numbers + len(exact_sum.UNITS) * exact, dtype=widest(device), device=device)
     for i, number in enumerate(besides, start=1):
         if isinstance(number, Tensor):
             total[i].copy_(number)
         elif number:
             total[i].fill_(number)  # a copy from the host would wait for the device
-    exact = exact and total.dtype == torch.float64
     if exact:
         grads = [part for shard in shards if shard.counted for part in _parts(shard)]
-        total = torch.cat([total, total.new_zeros(len(exact_sum.UNITS))])
     if grads:
         squares = torch.stack(_norms(grads)).to(total.dtype).square_()
         if exact:
-            total[1 + len(besides) :] = exact_sum.parts(squares)
+            total[numbers:] = exact_sum.parts(squares)
         else:
             torch.sum(squares, 0, out=total[0])
     if not valid:
@@ -66,7 +66,7 @@ def global_norm(
     if world.group is not None:
         collectives.all_reduce(total, world)
     if exact:
-        total, units = total.split([1 + len(besides), len(exact_sum.UNITS)])
+        total, units = total.split([numbers, len(exact_sum.UNITS)])
         total[0] += exact_sum.total(units)
     norm = torch.sqrt(total[0], out=torch.empty((), dtype=dtype, device=device))
     total[0].copy_(norm)

@@ -104,8 +104,8 @@ KERNELS: Mapping[str, Kernels] = MappingProxyType(
             for name in (
                 *("_foreach_add_", "_foreach_sub_", "_foreach_mul_", "_foreach_div_", "_foreach_copy_"),
                 *("_foreach_zero_", "_foreach_lerp_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_sqrt"),
-                *("_foreach_add", "_foreach_div", "_foreach_mul", "_foreach_floor_", "_fused_adamw_", "_fused_adam_", "_fused_sgd_"),
-                *("_amp_foreach_non_finite_check_and_unscale_",),
+                *("_foreach_add", "_foreach_div", "_foreach_mul", "_fused_adamw_", "_fused_adam_", "_fused_sgd_"),
+                *("_foreach_floor_", "_amp_foreach_non_finite_check_and_unscale_"),
             )
         },
     }

@@ -1,0 +1,70 @@
+"""What a GPU is asked for in steps that move no experts, with ``--moe-rebalance-interval`` and without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from megapar.arguments import parse
+from megapar.core.optimizer.exact_sum import UNITS
+from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
+from megapar.tools.tracing.pretend import pretend
+from megapar.tools.tracing.tally import Sums, Tally, WaitTally
+from tests.support import away
+from tests.support.ranks import run_ranks
+
+LAYERS = 2
+MODEL = f"--num-layers {LAYERS} --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --bf16"
+MODEL += " --data-path mock --device cpu --micro-batch-size 2 --first-k-dense 0 --num-experts 8 --moe-router-topk 2"
+MODEL += " --moe-ffn-hidden-size 64 --ep-degree 2"
+NORM = 11  # kernels that add squares regardless of places
+NORM_BYTES = 8 * len(UNITS)  # in the all-reduce of the norm
+
+
+class Step(NamedTuple):
+    sums: Sums
+    sent: dict[str, int]
+
+
+def step(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], moved: bool) -> Step:
+    """The third step of the last rank. moved: after one that moved all experts."""
+    config = parse("moe", [*MODEL.split(), *flags], {"WORLD_SIZE": "2", "RANK": "0"})
+    device = FakeGpu(torch.device("meta"))
+    tally = Tally("meta", device.locked)
+    with ExitStack() as stack:
+        stack.enter_context(as_on_a_gpu(device))
+        trainer = stack.enter_context(pretend(config, 1, tally, device, WaitTally(tally), padded=False))
+        if moved:
+            away.begin(trainer)
+        trainer.step()
+        trainer.step()
+        assert trainer.places.away is moved
+        tally.sums = Sums()
+        return Step(tally.sums, trainer.step().sent_bytes)
+
+
+def of(*flags: str, moved: bool = False) -> Step:
+    found = run_ranks(1, step, flags, moved, group=False, timeout=120)[0]
+    assert isinstance(found, Step)
+    return found
+
+
+def test_a_step_that_moves_nothing_waits_copies_and_sends_as_without_the_flag() -> None:
+    """More is the norm's alone, for the whole model; where experts are away, a layer looks up slots and counts."""
+    off, on = of(), of("--moe-rebalance-interval", "100")
+    away = of("--moe-rebalance-interval", "100", moved=True)
+    for found in (on, away):
+        assert found.sums.waits == off.sums.waits
+        assert found.sums.copies == off.sums.copies
+        assert found.sums.products == off.sums.products
+        assert found.sent == {**off.sent, "world/all_reduce": off.sent["world/all_reduce"] + NORM_BYTES}
+    more = on.sums.without(off.sums)
+    assert {label for _, label in more.kernels} == {"global_norm", "parts", "total"}
+    assert on.sums.launches - off.sums.launches <= NORM
+    assert away.sums.without(on.sums).kernels == {
+        ("index", "MoeLayer.in_slots"): LAYERS,
+        ("index_select", "MoeLayer.in_slots"): LAYERS,
+    }
