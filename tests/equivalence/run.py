@@ -97,7 +97,7 @@ def trace(
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
             trainer.adapt()
-            records += away.choose(trainer)
+            records += away.stepped(trainer)
             if isinstance(device, LazyDevice):
                 device.settle()
         trainer.stepper.resolve_pending()

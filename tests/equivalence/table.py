@@ -771,7 +771,7 @@ MOVES = ("--moe-rebalance-interval", "1")
 
 
 def moved_row(ranks: int, layout: tuple[str, ...], options: tuple[str, ...] = (), *rest: int) -> Row:
-    """Eight experts, of which no rank has in the second step what it had in the first."""
+    """Eight experts; in the second step each is on another rank than in the first and in the third one."""
     return Row("moe", ranks, (*layout, *MOVES), (*EIGHT_EXPERTS, *options), *rest)
 
 
@@ -783,7 +783,7 @@ MOVED_ROWS: tuple[Row, ...] = (
     *MOVED_SUITE,
     moved_row(4, (*EP2, *_stages(4)[1], "--ampipe-degree", "2", *CROSS), (*DROPS, *TOP4, *BIASED, *CLIPPED)),
     moved_row(2, EP2, CLIPPED),
-    moved_row(2, (*EP2, *NO_OVERLAP), ("--add-bias-linear", "--activation", "gelu")),
+    moved_row(4, (*EP2, *_stages(4)[1], *NO_OVERLAP), ("--add-bias-linear", "--activation", "gelu")),
     *(moved_row(4, (*EP2, *layout), TOP4) for layout in _stages(4)[:2]),
     *(moved_row(4, (*EP4, *layout), DROPS) for layout in _stages(4)[:2]),
     *(moved_row(4, (*EP2, *layout, *MANY), CLIPPED) for layout in _stages(2, "--hybrid-dp")[:2]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -14,8 +15,9 @@ from typing import Any
 from megapar.core.checkpoint import folder, shard_file, storage
 from megapar.tools.launcher.stopper import children
 from megapar.trainer import Trainer
+from megapar.training.step import expert_places
 from megapar.training.step.gradients import Gradients
-from tests.faults.striking import ATTEMPT, RANK, SPEC, before, note, strike
+from tests.faults.striking import ATTEMPT, RANK, SPEC, STEPS, before, note, strike
 
 
 def strike_node() -> None:
@@ -58,6 +60,12 @@ def in_latest() -> None:
         kept(root, iteration, *owner)
 
     folder.publish = publish
+
+
+def in_move() -> None:
+    """Strike when experts move in the step or in the save before it, after ``seed`` and one more parameters."""
+    calls = itertools.count(-SPEC["seed"])
+    before(expert_places, "move_rows", lambda *_: STEPS[0] + 1 == SPEC["iteration"] and next(calls) == 1)
 
 
 def at_random() -> None:

@@ -1,8 +1,9 @@
 """Runs in which experts are on other ranks than their numbers say, for comparisons with one process.
 
-    update 1      all experts of a rank move to the next rank, and change places there
-    later ones    what their load asks for, as in any run
-    end           back into the order of their numbers
+    update 1        all experts of a rank move to the next rank, and change places there
+    later ones      what their load asks for, as in any run
+    after step 2    into the order of their numbers, as before a save; the next update moves them back
+    end             into their order
 
 A few steps of a small model need not move anything by load.
 """
@@ -16,6 +17,8 @@ from torch import Tensor
 from megapar.moe.placement import PlacementRoom, slots_of
 from megapar.trainer import Trainer
 from megapar.training.reports.record import Record
+
+RETURN = 2  # the step
 
 
 def turned(room: PlacementRoom) -> list[int]:
@@ -33,22 +36,24 @@ def begin(trainer: Trainer) -> None:
         trainer.places.restore({"next": [turned(trainer.places.room(layer)) for layer in layers]})
 
 
-def choose(trainer: Trainer) -> list[Record]:
-    """What follows a step if a placement is due: the records that it is chosen from."""
-    if not trainer.places.due(trainer.progress.iteration):
-        return []
-    trainer.stepper.resolve_pending()
-    records = trainer.monitor.flush()
-    trainer.places.choose()
+def stepped(trainer: Trainer) -> list[Record]:
+    """What follows a step: a choice if it is due, and after the second one a return; the records that a choice read."""
+    records: list[Record] = []
+    if trainer.places.due(trainer.progress.iteration):
+        trainer.stepper.resolve_pending()
+        records = trainer.monitor.flush()
+        trainer.places.choose()
+    if trainer.progress.iteration == RETURN:
+        trainer.stepper.resolve_pending()
+        trainer._order_experts()
     return records
 
 
 def end(trainer: Trainer, records: Sequence[Record]) -> None:
-    """Put experts in order, as before a save. They were away, unless no step of the run changed anything."""
+    """Put experts in order. They were away, unless no step of the run changed anything."""
     updated = any(not record.skipped for record in records)
     assert bool(trainer.places._moved_at) == (updated and trainer.places.interval > 0)
-    if trainer.places.away:
-        trainer.places.put_in_order()
+    trainer._order_experts()
 
 
 def by_number(trainer: Trainer, whole: dict[str, Tensor]) -> dict[str, Tensor]:
