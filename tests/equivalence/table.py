@@ -70,8 +70,16 @@ class Row:
     @property
     def traits(self) -> list[str]:
         """What rows are chosen by: the model, flags with choices but without numbers and lists, large or small."""
+        return self._traits(*self.layout, *self.options)
+
+    @property
+    def layout_traits(self) -> list[str]:
+        """Those without the options of the model and of the training."""
+        return self._traits(*self.layout)
+
+    def _traits(self, *tokens: str) -> list[str]:
         found = [f"model {self.model}"]
-        for token in (*self.layout, *self.options):
+        for token in tokens:
             if token.startswith("--"):
                 found.append(token)
             elif found[-1] == "--sharding-stage" or not _is_number_or_list(token):

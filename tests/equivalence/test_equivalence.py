@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -65,10 +65,22 @@ def _cost(row: Row) -> float:
     return 2 + row.world_size * (3 if row.model == "ernie3" else 1)
 
 
-def _covered(rows: Sequence[Row], together: int) -> list[ParameterSet]:
-    """Rows; the suite runs a covering set of so many traits at once, ``-m table`` the others, as .ci/run does too."""
-    chosen = set(covering(rows, lambda row: row.traits, together, _cost))
-    return [pytest.param(row, id=row.name, marks=[] if row in chosen else [pytest.mark.table]) for row in rows]
+def _marked(rows: Sequence[Row], suite: Collection[Row]) -> list[ParameterSet]:
+    """Rows, of which the suite runs some, and ``-m table`` the others, as .ci/run does too."""
+    return [pytest.param(row, id=row.name, marks=[] if row in suite else [pytest.mark.table]) for row in rows]
+
+
+def _covered_pairs(rows: Sequence[Row]) -> list[ParameterSet]:
+    """Rows, of which the suite runs a covering set of pairs of traits."""
+    return _marked(rows, set(covering(rows, lambda row: row.traits, 2, _cost)))
+
+
+def _covered_layouts(rows: Sequence[Row]) -> list[ParameterSet]:
+    """Rows, of which the suite runs a covering set of models and of what a layout consists of.
+
+    What options of a model do to a layout is a matter of its mathematics, and in the rows of fp64.
+    """
+    return _marked(rows, set(covering(rows, lambda row: row.layout_traits, 1, _cost)))
 
 
 ALL_LATENT_ROWS = (*LATENT_ROWS, *LATENT_CONTEXT_ROWS)
@@ -76,20 +88,20 @@ ALL_LATENT_ROWS = (*LATENT_ROWS, *LATENT_CONTEXT_ROWS)
 
 def _latent(rows: Sequence[Row] = ALL_LATENT_ROWS, suite: Sequence[Row] = LATENT_SUITE) -> list[ParameterSet]:
     """Rows of latent attention, of which the suite runs those that are named for it."""
-    return [pytest.param(row, id=row.name, marks=[] if row in suite else [pytest.mark.table]) for row in rows]
+    return _marked(rows, suite)
 
 
 def _by_node(rows: Sequence[Row] = NODE_ROWS, suite: Sequence[Row] = NODE_SUITE) -> list[ParameterSet]:
     """Rows of the dispatch by node, of which the suite runs those that are named for it."""
-    return _latent(rows, suite)
+    return _marked(rows, suite)
 
 
 def _moved(suite: Sequence[Row] = MOVED_SUITE) -> list[ParameterSet]:
     """Rows whose experts move, of which the suite runs those that are named for it."""
-    return _latent(MOVED_ROWS, suite)
+    return _marked(MOVED_ROWS, suite)
 
 
-FP64_ROWS = _covered(ROWS, 2)
+FP64_ROWS = _covered_pairs(ROWS)
 
 
 def test_the_suite_has_every_pair_of_the_table() -> None:
@@ -118,9 +130,7 @@ def test_fp64(row: Row) -> None:
     assert differences(got, want) == []
 
 
-STREAMED_ROWS = _covered([row for row in ROWS if row.on_streams], 1)
-
-
+STREAMED_ROWS = _covered_layouts([row for row in ROWS if row.on_streams])
 STREAMED_LATENT_ROWS = _latent([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4])
 
 
@@ -153,7 +163,7 @@ def _steady(row: Row) -> Row:
     return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
 
 
-BF16_ROWS = _covered([_steady(row) for row in ROWS], 1)
+BF16_ROWS = _covered_layouts([_steady(row) for row in ROWS])
 
 
 @pytest.mark.parametrize("row", [*BF16_ROWS, *_latent(suite=LATENT_SUITE[:1]), *_by_node(suite=()), *_moved(suite=())])
