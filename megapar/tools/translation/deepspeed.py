@@ -75,7 +75,7 @@ other numbers | the run length is --train-iters; epochs do not end a run
     train-data-exact-num-epochs
 other numbers | a checkpoint resumes at its step; --finetune starts at step 0
     reset-iteration no-load-lr-state
-unsupported | megapar does not generate: export with --save-hf and use an inference engine
+unsupported | megapar has no inference engine: export with --save-hf and use one, or try megapar generate
     ds-inference inference
 unsupported | bucket sizes are set by --sharding-segment-strategy and --segment-broadcast-MB
     zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size
@@ -87,7 +87,7 @@ unsupported | long sequences are sharded over cp ranks, not streamed from the ho
     ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading
 unsupported | recomputed units save their inputs separately, and the host never waits for a layer
     contigious-checkpointing synchronize-each-layer profile-backward
-unsupported | a thread writes checkpoints during the following steps (docs/checkpoints.md)
+unsupported | a thread writes checkpoints during the following steps (docs/reliability.md)
     checkpoint-io-buffer-size checkpoint-data-parallel aio-intra-op-parallelism checkpoint-writer-decoupled
 unsupported | DeepSpeed checkpoints cannot be read; megapar's load on any layout (megapar convert)
     universal-checkpoint

@@ -177,7 +177,7 @@ other numbers | the flags set the schedule; a checkpoint with a different schedu
     use-checkpoint-opt-param-scheduler
 other numbers | a checkpoint resumes at its step; --finetune starts at step 0
     override-ckpt-iteration
-other numbers | evaluation without training is not supported
+other numbers | a training command trains; megapar evaluate prints the held-out loss of a checkpoint
     skip-train
 other numbers | every sample has --seq-length tokens; packs of different lengths are not balanced over ranks
     hybrid-context-parallel dynamic-context-parallel max-seqlen-per-dp-cp-rank sequence-packing-scheduler
@@ -185,7 +185,7 @@ other numbers | every sample has --seq-length tokens; packs of different lengths
 """
 
 _INFERENCE = """
-unsupported | megapar does not generate: export with --save-hf and use an inference engine
+unsupported | megapar has no inference engine: export with --save-hf and use one, or try megapar generate
     inference-batch-times-seqlen-threshold max-tokens-to-oom output-bert-embeddings bert-embedder-type
     use-legacy-static-engine inference-max-requests inference-max-seq-length inference-dynamic-batching
     inference-dynamic-batching-buffer-size-gb inference-dynamic-batching-paused-buffer-size-gb
@@ -330,7 +330,7 @@ unsupported | torch caches compiled code (TORCHINDUCTOR_CACHE_DIR)
     persistent-cache-writeback-every-n-saves persistent-cache-skip-validation disable-jit-fuser
 unsupported | files are read and written by path; mount object stores
     enable-msc disable-msc object-storage-cache-path s3-cache-path
-unsupported | checkpoints are sharded, written and verified in one way (docs/checkpoints.md)
+unsupported | checkpoints are sharded, written and verified in one way (docs/reliability.md)
     ckpt-fully-parallel-save no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
     ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-save-process-group
     ckpt-fully-parallel-load-process-group
