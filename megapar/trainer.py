@@ -100,8 +100,8 @@ def main(
     """Train, then exit the process: status 0 after a complete or stopped run, 2 for a refused configuration, else 1.
 
     Skips the interpreter's shutdown, in which gloo's threads sometimes abort a finished run of several ranks. A signal
-    saves and stops the run. ``after`` is called with the
-    outcome, on every rank; the other arguments are as in ``train``.
+    saves and stops the run. ``after`` is called with the outcome, on every rank; the other arguments are as in
+    ``train``.
     """
     make_patient()
     status = 0

@@ -1,9 +1,10 @@
 """Load of the busiest expert rank: a factor, or what a run recorded of its experts.
 
-A run writes percentiles of its experts' loads per layer (``metrics.experts.jsonl``). Experts are placed without regard
-to their load, so the loads of ranks with L experts each spread by 1 / sqrt(L) of the experts' spread, and the busiest
-of r ranks is about sqrt(2 ln r) of that above the mean, as the maximum of r normal variables grows. It is no more than
-the mean of the L most loaded experts, which with one expert per rank is the load of the busiest one itself.
+A run writes percentiles of its experts' loads per layer (``metrics.experts.jsonl``). Experts are taken to be placed
+without regard to their load, as they are without ``--moe-rebalance-interval``. So the loads of ranks with L experts
+each spread by 1 / sqrt(L) of the experts' spread, and the busiest of r ranks is about sqrt(2 ln r) of that above the
+mean, as the maximum of r normal variables grows. It is no more than the mean of the L most loaded experts, which with
+one expert per rank is the load of the busiest one itself.
 
 Standard library only. Tested in ``tests/planning/test_expert_load.py``.
 """
