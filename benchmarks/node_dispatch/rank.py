@@ -21,7 +21,7 @@ from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.model.decoder.dispatch_bytes import counted, counted_plain, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import counted, counted_plain, node_row_bytes
 from megapar.model.decoder.expert_rows import row_columns
 from megapar.trainer import Trainer
 from megapar.training.building import build
@@ -82,7 +82,7 @@ class Steps:
         between, within = (
             sum(getattr(rank, where) for message in messages for rank in message) for where in ("between", "within")
         )
-        rows = slot_row_bytes(HIDDEN, self._shape.topk, 4, 4) if way == "node" else 4 * row_columns(HIDDEN, 4, 4)
+        rows = node_row_bytes(HIDDEN, self._shape.topk, 4, 4) if way == "node" else 4 * row_columns(HIDDEN, 4, 4)
         four = 2 * (rows + 4 * HIDDEN)
         found = {"needed": four * (between + within), "between": four * between, "tokens": float(self._tokens(every))}
         total = {

@@ -16,7 +16,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.errors import DistributedError
-from megapar.model.decoder.dispatch_bytes import counted, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import counted, node_row_bytes
 from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.slicing import Slicing
 from tests.moe import test_passage
@@ -132,7 +132,7 @@ def beside_plain(rank, world_size, rendezvous):
         dist.all_gather(everyone, chosen[0])
         routing = [[[e for e in token if e >= 0] for token in own.tolist()] for own in everyone]
         rows = counted(routing, EXPERTS, 2)[rank]
-        both = 2 * (slot_row_bytes(HIDDEN, case.moe().topk, 8, 8) + HIDDEN * 8)
+        both = 2 * (node_row_bytes(HIDDEN, case.moe().topk, 8, 8) + HIDDEN * 8)
         found.append((sent.get("ep_between/all_to_all", 0), both * rows.between))
         found.append((sent.get("ep_within/all_to_all", 0), both * rows.within))
     world.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.model.decoder.dispatch_bytes import Sent, counted, counted_plain, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import Sent, counted, counted_plain, node_row_bytes
 from megapar.model.decoder.expert_rows import row_columns
 from megapar.trainer import Trainer
 from megapar.training.building import build
@@ -77,7 +77,7 @@ def needed(ranks: Sequence[StepTraffic], count: Callable[..., tuple[Sent, ...]])
 
 def test_by_node_ranks_send_the_rows_that_the_routing_needs() -> None:
     ranks = run_ranks(RANKS, step, ("--moe-dispatch", "node", "--ranks-per-node", str(NODE)), group=False)
-    four_passes = 2 * (slot_row_bytes(HIDDEN, TOPK, 4, 4) + 4 * HIDDEN)
+    four_passes = 2 * (node_row_bytes(HIDDEN, TOPK, 4, 4) + 4 * HIDDEN)
     rows = needed(ranks, counted)
     assert sum(rank.sent["ep_between/all_to_all"] for rank in ranks) == four_passes * rows.between
     assert sum(rank.sent["ep_within/all_to_all"] for rank in ranks) == four_passes * rows.within

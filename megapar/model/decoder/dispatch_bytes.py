@@ -5,7 +5,7 @@
                a row per (token, rank): from there to the ranks of the node                        ``ep_within``
 
 Experts' outputs return, and gradients move, the same way. A row of the dispatch is the token and its weight, or by node
-k slots with an expert's number (2 bytes) and its weight each, padded to 16 bytes; a row of the combine is an output.
+k fields with an expert's number (2 bytes) and its weight each, padded to 16 bytes; a row of the combine is an output.
 
 Expected numbers are those of balanced routing: all sets of k of the E experts are equally likely, so the number of a
 token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them; ``counted`` counts instead.
@@ -23,14 +23,14 @@ from megapar.model.decoder.expert_rows import ALIGNED_BYTES, row_columns
 from megapar.model.decoder.sizes import MoeSizes
 
 BETWEEN, WITHIN = "ep_between", "ep_within"  # the axes of the two hops
-EXPERT_BYTES = 2  # of an expert's number in a slot
-NO_EXPERT = 0xFFFF  # the number in an empty slot
+EXPERT_BYTES = 2  # of an expert's number in a field
+NO_EXPERT = 0xFFFF  # the number in an empty field
 MOST_EXPERTS = 2**15  # whose numbers are not negative as int16
 PASSES = (("dispatch", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
 
 
-def slot_row_bytes(hidden: int, topk: int, weight_bytes: int, item_bytes: int) -> int:
-    """Return the bytes of a row of the dispatch by node: ``hidden`` elements, ``topk`` slots, padding to 16 bytes."""
+def node_row_bytes(hidden: int, topk: int, weight_bytes: int, item_bytes: int) -> int:
+    """Return the bytes of a row of the dispatch by node: ``hidden`` elements, ``topk`` fields, padding to 16 bytes."""
     size = hidden * item_bytes + topk * (EXPERT_BYTES + weight_bytes)
     return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
 
@@ -149,7 +149,7 @@ class DispatchBytes:
     def by_node(self, tokens: float) -> dict[tuple[str, str], Sent]:
         """Return the bytes of each of the four passes of the dispatch by node, as ``plain``."""
         sizes = {
-            "dispatch": slot_row_bytes(self.hidden, self.topk, self.weight_bytes, self.item_bytes),
+            "dispatch": node_row_bytes(self.hidden, self.topk, self.weight_bytes, self.item_bytes),
             "combine": self.hidden * self.item_bytes,
         }
         return {(name, phase): self.node_rows().times(tokens * sizes[name]) for name, phase in PASSES}

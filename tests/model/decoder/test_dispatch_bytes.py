@@ -14,7 +14,7 @@ from megapar.model.decoder.dispatch_bytes import (
     Sent,
     counted,
     counted_plain,
-    slot_row_bytes,
+    node_row_bytes,
 )
 
 
@@ -24,7 +24,7 @@ def layer(topk: int, experts: int, ep: int, node_ranks: int, **more: float | int
 
 @pytest.mark.parametrize(("hidden", "topk", "item", "size"), [(2048, 8, 2, 4144), (5, 1, 2, 16), (5, 2, 4, 32)])
 def test_a_row_has_a_slot_for_each_choice_and_whole_vectors(hidden: int, topk: int, item: int, size: int) -> None:
-    assert slot_row_bytes(hidden, topk, 4, item) == size
+    assert node_row_bytes(hidden, topk, 4, item) == size
 
 
 def test_a_step_of_qwen3_30b_on_two_nodes() -> None:
