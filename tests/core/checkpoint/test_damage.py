@@ -18,6 +18,7 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.facts import differences
 from megapar.core.checkpoint.shard import Shard
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.model.sizes import ModelSizes
 from tests.core.checkpoint.states import MODEL, load_on, make_state, save_on, untouched
 from tests.model.small import DENSE, ERNIE, MOE
@@ -51,7 +52,7 @@ def refused(folder: Path, verify: Any = "full", targets: dict[str, Shard] | None
 
 def edit_layout(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change layout.json and make its own checksum right again."""
-    path = folder / layout_file.FILE_NAME
+    path = folder / LAYOUT_FILE
     root = json.loads(path.read_bytes())
     change(root)
     del root["sha256"]
@@ -99,7 +100,7 @@ def test_verification_can_be_reduced(folder: Path) -> None:
 
 
 def test_every_bit_of_the_layout_counts(folder: Path) -> None:
-    path = folder / layout_file.FILE_NAME
+    path = folder / LAYOUT_FILE
     whole = path.read_bytes()
     for position in range(0, len(whole), 37):
         flip_bit(path, position)
