@@ -30,6 +30,7 @@ from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 
 SHARD_BYTES = 2 << 30
+MOST_NAMES = 5  # in a message
 
 
 def save_hf(
@@ -156,7 +157,8 @@ class _Shards:
         self.held, self.held_bytes = {}, 0
 
 
-def some(names: Iterable[Any], most: int = 5) -> str:
-    """Format the first ``most`` names and the number of the others."""
+def some(names: Iterable[Any]) -> str:
+    """Format the first names, ``MOST_NAMES`` of them, and the number of the others."""
     ordered = sorted(map(str, names))
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+    more = len(ordered) - MOST_NAMES
+    return ", ".join(ordered[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
