@@ -8,14 +8,13 @@ Experts' outputs return, and gradients move, the same way. A row of the dispatch
 k fields with an expert's number (2 bytes) and its weight each, padded to 16 bytes; a row of the combine is an output.
 
 Expected numbers are those of balanced routing: all sets of k of the E experts are equally likely, so the number of a
-token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them; ``counted`` counts instead.
+token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them.
 
 E experts, k choices, N nodes of L ranks of ep. Tested in ``tests/model/decoder/test_dispatch_bytes.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -180,38 +179,3 @@ class DispatchBytes:
             for n in range(min(experts, self.topk) + 1)
             if lost or n == 0
         )
-
-
-def counted(routing: Sequence[Sequence[Sequence[int]]], num_experts: int, node_ranks: int) -> tuple[Sent, ...]:
-    """Count the rows that each rank sends in a pass of the dispatch by node.
-
-    Args:
-        routing: For each rank of ep the experts of the kept pairs of each of its tokens.
-        num_experts: E.
-        node_ranks: Ranks of ep on each node, L.
-
-    Returns:
-        The rows of each rank's first hop to other nodes, and of its second hop to other ranks of its node.
-    """
-    local = num_experts // len(routing)
-    between, within = [0] * len(routing), [0] * len(routing)
-    for source, tokens in enumerate(routing):
-        node, place = divmod(source, node_ranks)
-        for experts in tokens:
-            ranks = {expert // local for expert in experts}
-            between[source] += len({rank // node_ranks for rank in ranks} - {node})
-            for rank in ranks:
-                entry = rank // node_ranks * node_ranks + place
-                within[entry] += rank != entry
-    return tuple(Sent(*rows) for rows in zip(between, within, strict=True))
-
-
-def counted_plain(routing: Sequence[Sequence[Sequence[int]]], num_experts: int, node_ranks: int) -> tuple[Sent, ...]:
-    """Count the rows that each rank sends in a pass of the plain dispatch, as ``counted``."""
-    local = num_experts // len(routing)
-    sent = []
-    for source, tokens in enumerate(routing):
-        ranks = [expert // local for experts in tokens for expert in experts]
-        within = sum(rank != source and rank // node_ranks == source // node_ranks for rank in ranks)
-        sent.append(Sent(sum(rank // node_ranks != source // node_ranks for rank in ranks), within))
-    return tuple(sent)
