@@ -22,6 +22,7 @@ from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.model.sizes import ModelSizes
 from tests.core.checkpoint.states import MODEL, load_on, make_state, save_on, untouched
 from tests.model.small import DENSE, ERNIE, MOE
+from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 
 SHARD = "shard-00001.safetensors"
@@ -57,12 +58,6 @@ def edit_layout(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     change(root)
     del root["sha256"]
     path.write_bytes(layout_file.seal(json.dumps(root)[1:].encode()))
-
-
-def flip_bit(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("verify", ["full", "size", "off"])
