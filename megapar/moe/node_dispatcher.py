@@ -136,9 +136,14 @@ class NodeDispatcher(Dispatcher):
         counts_SPL = shape.arriving(tables.tables, self.ep.rank)
         return tuple(
             self._plan(
-                order, leaving.choices, row_experts_Rk, split, counts_SPL[:, piece], piece // pieces if pieces else None
+                order,
+                leaving.choices,
+                row_experts_Rk,
+                split,
+                counts_SPL[:, number],
+                number // pieces if pieces else None,
             )
-            for piece, split in enumerate(splits)
+            for number, split in enumerate(splits)
         )
 
     def _plan(
@@ -224,5 +229,5 @@ class NodeDispatcher(Dispatcher):
         return self.ep.nodes
 
     def shape(self, pieces: int) -> NodeShape:
-        """Return the sizes of a message of ``pieces`` pieces for each local expert, or of one for all (0)."""
+        """Return the sizes of ``pieces`` messages for each local expert, or of one for all (0)."""
         return NodeShape(self.num_experts, self.nodes.between.size, self.nodes.within.size, pieces)

@@ -31,21 +31,21 @@ def test_both_ends_of_every_message_agree(data):
     shape, routing = drawn(data)
     numbers = torch.stack([shape.leave(*pairs).table for pairs in routing])[:, None]
     splits = [shape.split(numbers, rank, 0) for rank in range(shape.group)]
-    for piece in range(shape.pieces):
+    for message in range(shape.messages):
         for rank, own in enumerate(splits):
             node, place = divmod(rank, shape.ranks)
             for other in range(shape.nodes):
-                there = splits[other * shape.ranks + place][piece]
-                assert own[piece].to_nodes[other] == there.from_nodes[node]
+                there = splits[other * shape.ranks + place][message]
+                assert own[message].to_nodes[other] == there.from_nodes[node]
             for other in range(shape.ranks):
-                there = splits[node * shape.ranks + other][piece]
-                assert own[piece].to_ranks[other] == there.from_ranks[place]
+                there = splits[node * shape.ranks + other][message]
+                assert own[message].to_ranks[other] == there.from_ranks[place]
     for rank in range(shape.group):
         first, arrived = rank * shape.local, torch.zeros(shape.local, dtype=torch.int64)
         for experts, kept in routing:
             arrived += torch.bincount(experts[kept], minlength=shape.experts)[first : first + shape.local]
         assert sum(sum(split.pairs[0]) for split in splits[rank]) == int(arrived.sum())
-        if not shape.parts:
+        if not shape.pieces:
             assert list(splits[rank][0].pairs[0]) == arrived.tolist()
 
 
