@@ -177,18 +177,18 @@ class NodeDispatcher(Dispatcher):
             counts_L = counts_SL[0]
         sizes = tuple(map(sum, zip(*split.pairs, strict=True)))
         return DispatchPlan(
-            order,
-            exchange,
-            received,
-            max(totals),
-            receive_order,
-            counts_L if expert is None else None,
-            expert or 0,
-            sizes if expert is None else None,
-            ends_L if expert is None else None,
-            row_experts_Rk,
-            choices_Tk,
-            route,
+            send_order=order,
+            exchange=exchange,
+            received=received,
+            room=max(totals),
+            receive_order=receive_order,
+            counts=counts_L if expert is None else None,
+            expert=expert or 0,
+            sizes=sizes if expert is None else None,
+            ends=ends_L if expert is None else None,
+            row_experts=row_experts_Rk,
+            choices=choices_Tk,
+            route=route,
         )
 
     def message(self, order: ExpertOrder, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype) -> MessageBuilder:

@@ -95,7 +95,20 @@ def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketPa
         piece = (*sizes[:dim], -(-sizes[dim] // num_pieces), *sizes[dim + 1 :])
         padded = piece[dim] * num_pieces != sizes[dim]
         split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
-        members.append(BucketParameter(spec, parameter, counted, num_pieces, dim, split, piece, offset, box, padded))
+        members.append(
+            BucketParameter(
+                spec=spec,
+                parameter=parameter,
+                counted=counted,
+                num_pieces=num_pieces,
+                dim=dim,
+                split=split,
+                piece=piece,
+                offset=offset,
+                box=box,
+                padded=padded,
+            )
+        )
         offset += prod(piece)
     return tuple(members)
 

@@ -165,7 +165,8 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     elif view.cp > 1:
         kept += e * t * heads.out  # the core's output before and after the all-to-all
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
-    return OpCost("core", kept, (), 2.0 * t * heads.scored * seen, core + heads.kept, sent, transient)
+    scores, moved = 2.0 * t * heads.scored * seen, core + heads.kept
+    return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
 
 
 def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float) -> float:

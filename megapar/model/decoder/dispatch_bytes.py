@@ -96,17 +96,17 @@ class DispatchBytes:
     ) -> DispatchBytes:
         """Return the messages of a layer of these sizes; the other arguments are the attributes."""
         return cls(
-            moe.hidden_size,
-            moe.topk,
-            moe.num_experts,
-            ep,
-            node_ranks,
-            item_bytes,
-            weight_bytes,
-            kept,
-            moe.groups,
-            moe.group_topk,
-            by_expert,
+            hidden=moe.hidden_size,
+            topk=moe.topk,
+            num_experts=moe.num_experts,
+            ep=ep,
+            node_ranks=node_ranks,
+            item_bytes=item_bytes,
+            weight_bytes=weight_bytes,
+            kept=kept,
+            groups=moe.groups,
+            chosen_groups=moe.group_topk,
+            by_expert=by_expert,
         )
 
     @property
