@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megapar.core.box import Box
 from megapar.core.checkpoint import store
-from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import TensorPlan, file_order, write_bytes, write_shards
-from megapar.core.checkpoint.storage import SCALARS_NAME, WrittenPiece, make_layout, shard_name
+from megapar.core.checkpoint.storage import WrittenPiece, make_layout
+from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
 
 MP = 8
 # name -> (rows per file, columns per file, dim sharded by mp); sharding splits dim 0 of the local part
@@ -69,9 +69,9 @@ def write(folder: Path, files: int) -> None:
     metadata = Metadata(
         {name: TensorStorageMetadata(properties, torch.Size(shape), []) for name, shape in shapes.items()}
     )
-    scalars = write_bytes(folder / SCALARS_NAME, b'{"iteration": 1}')
+    scalars = write_bytes(folder / SCALARS_FILE, b'{"iteration": 1}')
     layout = make_layout(metadata, results, scalars, {"model": {}, "grid": {"sharding": files // MP, "mp": MP}})
-    write_bytes(folder / FILE_NAME, layout.to_bytes())
+    write_bytes(folder / LAYOUT_FILE, layout.to_bytes())
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def main() -> None:
         start = time.monotonic()
         store.read_layout(folder)
         parsed = time.monotonic() - start
-        layout_bytes = (folder / FILE_NAME).stat().st_size
+        layout_bytes = (folder / LAYOUT_FILE).stat().st_size
         print(f"{files} files written in {written:.1f} s; layout.json: {layout_bytes} bytes, read in {parsed:.3f} s")
         loads = [
             load(folder, files, rank, sharding, mp)

@@ -322,7 +322,7 @@ BUDGETS: tuple[Row, ...] = (
     Row("experts, dropless", "*", "_ChosenShares*", "kernels", 4, "gate weights, sum of scores, one gradient buffer"),
     Row("experts, dropless", "*", "*aux*", "kernels", 0, "losses are computed once for all layers"),
     Row("experts, dropless", "add", "*", "kernels", 5, "sums around norms, and the gradient of the router's input"),
-    Row("experts, by node", "*", "*", "kernels", 190, "187: 81 more than plain, for orders, slots and relays"),
+    Row("experts, by node", "*", "*", "kernels", 190, "187: 81 more than plain, for orders, fields of rows and relays"),
     Row("experts, by node", "*", "*", "waits", 1, "the counts, once per layer"),
     Row(
         "experts, by node",

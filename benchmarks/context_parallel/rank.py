@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the backend "fake" known)
 
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.synchronize import synchronize
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import Exchange
 from megapar.core.comm.in_flight import CommContext, InFlight
@@ -70,16 +71,12 @@ class Attention:
             own = [x[:, places].requires_grad_() for x in self.qkv]
         if self.ranks > 1:
             dist.barrier()
-        self._synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         y = _whole(*own) if algorithm == "whole" else _shared(method, *own)
         y.backward(torch.ones_like(y))
-        self._synchronize()
+        synchronize(self.device)
         return {"seconds": time.perf_counter() - start, "waited": sum(comm.meter.take().seconds().values())}
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,11 +21,12 @@ from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.model.decoder.dispatch_bytes import counted, counted_plain, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import node_row_bytes
 from megapar.model.decoder.expert_rows import row_columns
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.step.observer import StepObserver
+from tests.support.sent_rows import plain_rows, rows_by_node
 
 
 class Routing(StepObserver):
@@ -77,12 +78,12 @@ class Steps:
         every: list[tuple[dict[str, int], list[list[list[int]]]]] = [({}, [])] * RANKS
         dist.all_gather_object(every, (sent, self._routing.messages))
         self._routing.messages = None
-        count = counted if way == "node" else counted_plain
+        count = rows_by_node if way == "node" else plain_rows
         messages = [count(one, self._shape.experts, NODE) for one in zip(*(kept for _, kept in every), strict=True)]
         between, within = (
             sum(getattr(rank, where) for message in messages for rank in message) for where in ("between", "within")
         )
-        rows = slot_row_bytes(HIDDEN, self._shape.topk, 4, 4) if way == "node" else 4 * row_columns(HIDDEN, 4, 4)
+        rows = node_row_bytes(HIDDEN, self._shape.topk, 4, 4) if way == "node" else 4 * row_columns(HIDDEN, 4, 4)
         four = 2 * (rows + 4 * HIDDEN)
         found = {"needed": four * (between + within), "between": four * between, "tokens": float(self._tokens(every))}
         total = {

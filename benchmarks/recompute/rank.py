@@ -54,8 +54,8 @@ def main() -> None:
             trainer.step()
             device.synchronize()
             return {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
-        keeper = None if job.model.recompute is None else job.model.recompute.keeper
-        return {"device": _peak(trainer, device), "host": 0 if keeper is None else keeper.host_bytes}
+        saved_inputs = None if job.model.recompute is None else job.model.recompute.saved_inputs
+        return {"device": _peak(trainer, device), "host": 0 if saved_inputs is None else saved_inputs.host_bytes}
 
     serve(turn)
 

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the
 
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.pair import join
+from benchmarks.support.synchronize import synchronize
 from benchmarks.tensor_parallel.shape import SHAPES
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
@@ -55,15 +56,11 @@ class Steps:
                 module.overlap, module.comm = WAYS[way], comm
         model.zero_grad()
         dist.barrier()
-        self._synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         sum(model(self.batch).sums.values()).backward()
-        self._synchronize()
+        synchronize(self.device)
         return {"seconds": time.perf_counter() - start, "waited": sum(comm.meter.take().seconds().values())}
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def main() -> None:

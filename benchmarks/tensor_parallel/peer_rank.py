@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import Ernie4_5Config, Ernie4_5ForCausalLM
 
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.synchronize import synchronize
 from benchmarks.tensor_parallel.shape import SHAPES, Shape
 
 
@@ -93,14 +94,14 @@ class Steps:
 
     def __call__(self, request: str) -> Figures:
         """Seconds of one step."""
-        self._synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         with loss_parallel():
             logits = self._logits()
             F.cross_entropy(logits.flatten(0, 1).float(), self.tokens.flatten()).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._synchronize()
+        synchronize(self.device)
         return {"seconds": time.perf_counter() - start}
 
     def _logits(self) -> Tensor:
@@ -111,10 +112,6 @@ class Steps:
             x = layer(x, attention_mask=None, position_embeddings=angles)
         logits: Tensor = self.model.lm_head(inner.norm(x))
         return logits
-
-    def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
 
 def main() -> None:

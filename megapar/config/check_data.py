@@ -23,6 +23,7 @@ from megapar.files.data_files import (
     PARQUET,
     TEXT,
     ZSTANDARD,
+    bare_name,
     first_line,
     kind_of,
     listing,
@@ -271,10 +272,5 @@ def _is_cached(name: str) -> bool:
     kept = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     cached = [entry.name for folder in (kept, hub) if folder.is_dir() for entry in folder.iterdir()]
-    wanted = (_letters(name), _letters(f"datasets{name}"))
-    return any(_letters(one) in wanted for one in cached)
-
-
-def _letters(name: str) -> str:
-    """Return only the letters and digits of a name, because the two caches write case, dots and slashes differently."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    wanted = (bare_name(name), bare_name(f"datasets{name}"))
+    return any(bare_name(one) in wanted for one in cached)

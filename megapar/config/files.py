@@ -15,18 +15,17 @@ from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.run import METRICS_OFF
-from megapar.config.stored import LAYOUT
 from megapar.config.tracker_packages import check_trackers
 from megapar.config.vocab_size import check_vocabulary
 from megapar.errors import Complaint
-from megapar.files.checkpoint_names import folders_below, parse_checkpoint_name
+from megapar.files.checkpoint_names import LAYOUT_FILE, folders_below, holds_checkpoints, parse_checkpoint_name
 from megapar.files.metrics_file import METRICS
+from megapar.files.published_names import CONFIG_FILE, INDEX_FILE
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.files.suspects import suspects
 from megapar.schema.rule import either
 
 MOST_STEPS = 8  # listed in a message
-_HF_INDEX = "model.safetensors.index.json"
 # Every folder with a tokenizer contains one of these; a sentencepiece model may have any name before ``.model``.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
@@ -108,20 +107,20 @@ def _tokenizer(path: Path) -> Iterator[Complaint]:
 
 def _checkpoint(path: Path) -> Iterator[Complaint]:
     """Complain about a folder without checkpoints: usually one level too high or too low, or another format."""
-    if not path.is_dir() or any(path.glob(f"iter_*/{LAYOUT}")):
+    if not path.is_dir() or holds_checkpoints(path):
         return
     fix = "Nothing has been saved there yet."
     if below := folders_below(path):
         fix = f"Did you mean {either(below[:3])}?"
-    elif (path / "layout.json").exists():
+    elif (path / LAYOUT_FILE).exists():
         fix = f"It is a single checkpoint: pass the folder that contains it, --load {path.absolute().parent}."
-    elif (path / "config.json").exists():
+    elif (path / CONFIG_FILE).exists():
         fix = f"It contains a Hugging Face model: did you mean --load-hf {path}?"
     elif any(".tmp-" not in one.name for one in path.glob("iter_*")):
         fix = "It is another program's checkpoint: convert it to Hugging Face format there, and pass it with --load-hf."
     elif any(path.glob("iter_*")):
         fix = "It contains only an unfinished save: start without --load."
-    yield Complaint("checkpoint-missing", f"--load {path} contains no checkpoint (no iter_*/{LAYOUT}).", fix)
+    yield Complaint("checkpoint-missing", f"--load {path} contains no checkpoint (no iter_*/{LAYOUT_FILE}).", fix)
 
 
 def saved_steps(path: Path) -> list[int]:
@@ -153,7 +152,7 @@ def _step(path: Path, step: int) -> Iterator[Complaint]:
 
 def _published(path: Path) -> Iterator[Complaint]:
     """Complain about missing weights in a published folder; ``from_hf`` checks its config.json."""
-    if (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+    if (path / CONFIG_FILE).is_file() and not any(path.glob("*.safetensors")):
         yield Complaint(
             "file",
             f"--load-hf {path} has a config.json but no weights (*.safetensors).",
@@ -161,13 +160,13 @@ def _published(path: Path) -> Iterator[Complaint]:
         )
         return
     try:
-        index = json.loads(read_regular(path / _HF_INDEX, INDEX_BYTES))
+        index = json.loads(read_regular(path / INDEX_FILE, INDEX_BYTES))
         lacking = sorted(name for name in set(index["weight_map"].values()) if not (path / name).exists())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or refused by the run
         return
     if lacking:
         more = f" and {len(lacking) - MOST_STEPS} more" if len(lacking) > MOST_STEPS else ""
-        message = f"--load-hf {path} lacks {', '.join(lacking[:MOST_STEPS])}{more}, listed in its {_HF_INDEX}."
+        message = f"--load-hf {path} lacks {', '.join(lacking[:MOST_STEPS])}{more}, listed in its {INDEX_FILE}."
         yield Complaint("file", message, "Download the complete folder.")
 
 

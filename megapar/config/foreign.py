@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megapar.files.checkpoint_names import LAYOUT_FILE, holds_checkpoints
+
 FIX = (
     "Convert it to Hugging Face format with Megatron Bridge or the framework's own converter, and pass that folder "
     "with --load-hf."
@@ -28,6 +30,6 @@ _FORMS = (
 
 def foreign_checkpoint(folder: Path) -> str | None:
     """Describe the checkpoint of another framework in a folder, one iteration or several; None for anything else."""
-    if (folder / "layout.json").is_file() or any(folder.glob("iter_*/layout.json")):
+    if (folder / LAYOUT_FILE).is_file() or holds_checkpoints(folder):
         return None
     return next((form for form, patterns in _FORMS if any(any(folder.glob(one)) for one in patterns)), None)

@@ -11,6 +11,7 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.published import Unsupported, architecture_of, flags_of, read_config, remarks
+from megapar.files.published_names import CONFIG_FILE
 from megapar.schema.flag import SCRIPTS
 
 BESIDE = "hf"
@@ -24,7 +25,7 @@ def published_folder(load_hf: str | None, load: str | None) -> str | None:
     if load_hf or not load:
         return load_hf
     beside = Path(load) / BESIDE
-    return str(beside) if (beside / "config.json").is_file() else None
+    return str(beside) if (beside / CONFIG_FILE).is_file() else None
 
 
 def take_published(draft: Draft) -> str | None:

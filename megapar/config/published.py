@@ -12,6 +12,7 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
+from megapar.files.published_names import CONFIG_FILE
 from megapar.files.regular_file import read_regular
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.published import Json, PublishedArchitecture
@@ -35,7 +36,7 @@ class Unsupported(ValueError):
 
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json of a model folder. Raises Unsupported if it is missing or not JSON."""
-    path = Path(folder) / "config.json"
+    path = Path(folder) / CONFIG_FILE
     if not path.exists():
         raise Unsupported(f"{folder} contains no config.json, which every published model has")
     try:

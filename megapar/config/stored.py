@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megapar.files.checkpoint_names import newest_name, parse_checkpoint_name, read_latest
+from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, newest_name, parse_checkpoint_name, read_latest
 from megapar.files.regular_file import open_regular, read_regular
 from megapar.files.suspects import suspects
 
 MAX_BYTES = 1 << 20
 MAX_SCALARS_BYTES = 1 << 24  # they list the data: some 180 bytes per source, for every phase with different data
-LAYOUT, SCALARS = "layout.json", "scalars.json"
 
 
 def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[str, Any]] | None:
@@ -27,7 +26,7 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
         folder = root / named
         if iteration is not None and not folder.exists():
             folder = suspects(root).get(iteration, folder)
-        with open_regular(folder / LAYOUT) as file:
+        with open_regular(folder / LAYOUT_FILE) as file:
             head = file.read(MAX_BYTES).split(b"\n", 4)
         text = next(line for line in head if line.startswith(b'"model": '))
         facts = json.loads(text.partition(b": ")[2].rstrip(b","))
@@ -51,7 +50,7 @@ def stored_schedule(folder: Path) -> dict[str, Any] | None:
 def stored_scalars(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's ``scalars.json``, unverified; {} if it cannot be read."""
     try:
-        scalars = json.loads(read_regular(folder / SCALARS, MAX_SCALARS_BYTES))
+        scalars = json.loads(read_regular(folder / SCALARS_FILE, MAX_SCALARS_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return scalars if isinstance(scalars, dict) else {}

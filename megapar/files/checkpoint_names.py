@@ -1,9 +1,12 @@
-"""Names of checkpoints, and the latest checkpoint of a folder. Standard library only.
+"""Names of checkpoints and of their files, and the latest checkpoint of a folder. Standard library only.
 
     iter_0000100        the checkpoint of iteration 100
     iter_0000100.e3     a second one: the name was taken when the third owner of the folder saved it
     latest              "iter_0000100 3": the name, and the epoch of the owner that published it
     owner/3.latest      the same, written only by that owner
+
+Each checkpoint contains layout.json (``core.checkpoint.layout``), scalars.json (the state of the run except tensors),
+and a file of tensors for each rank that wrote any.
 
 The checkpoint published by the owner with the highest epoch is the latest, regardless of which owner wrote ``latest``
 last: an owner that was suspended and has lost the folder may still write it. A ``latest`` without an epoch was written
@@ -17,12 +20,30 @@ import re
 import stat
 from pathlib import Path
 
+LAYOUT_FILE = "layout.json"
+SCALARS_FILE = "scalars.json"
 LATEST = "latest"
 OWNERS = "owner"
 EPOCH = "[1-9][0-9]{0,15}"
 _NAME = re.compile(rf"iter_([0-9]{{7,18}})(?:\.e({EPOCH}))?")
 _LINE = re.compile(rf"({_NAME.pattern})(?: ({EPOCH}))?")
+_PART = re.compile(rf"{re.escape(SCALARS_FILE)}|shard-[0-9]+\.safetensors")
 _MOST_BYTES = 100
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of the file of tensors that a rank writes."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+def is_part(name: str) -> bool:
+    """Return True if a file of this name is part of a checkpoint, next to its layout."""
+    return _PART.fullmatch(name) is not None
+
+
+def holds_checkpoints(root: Path) -> bool:
+    """Return True if a complete checkpoint is directly below ``root``, of whatever iteration."""
+    return any(root.glob(f"iter_*/{LAYOUT_FILE}"))
 
 
 def iteration_name(iteration: int, epoch: int = 0) -> str:

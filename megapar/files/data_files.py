@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,11 @@ def _others() -> Mapping[str, str]:
 
 NO_TEXT = _others()
 """Content of the files that are not read as text, by suffix, and the alternative."""
+
+
+def bare_name(name: str) -> str:
+    """Return only the letters and digits of a data set's name: caches write case, dots and slashes differently."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def is_compressed(path: Path) -> bool:

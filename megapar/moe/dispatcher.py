@@ -61,7 +61,7 @@ class DispatchPlan(NamedTuple):
         expert: The only expert of this message, if ``counts`` is None.
         sizes: ``counts`` on the host, if the host has them anyway.
         ends: [L] int32, the row after the last one of each local expert, if the device computed it with the order.
-        slots: [R_out, k] int16, the experts of each row sent; by node only.
+        row_experts: [R_out, k] int16, the experts of each row sent; by node only.
         choices: [T, k] int64, each token's choices, sorted by expert, as ``send_order`` has them; by node only.
         route: How rows are relayed, and their order here; by node only.
     """
@@ -75,7 +75,7 @@ class DispatchPlan(NamedTuple):
     expert: int = 0
     sizes: tuple[int, ...] | None = None
     ends: Tensor | None = None
-    slots: Tensor | None = None
+    row_experts: Tensor | None = None
     choices: Tensor | None = None
     route: NodeRoute | None = None
 

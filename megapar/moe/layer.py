@@ -223,8 +223,7 @@ class MoeLayer(nn.Module):
         """
         self._slot_E = self._expert_E = None
         if list(experts) != sorted(experts):
-            both = torch.tensor([slots_of(experts), list(experts)], device=self.router.weight.device)
-            self._slot_E, self._expert_E = both.unbind(0)
+            self._slot_E, self._expert_E = self.comm.device.integers((slots_of(experts), experts)).unbind(0)
 
     def in_slots(self, experts_Tk: Tensor, counts_kE: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the slots of these experts, and the counts by slot, for the dispatch.

@@ -2,9 +2,9 @@
 
     table of a rank   rows to each node | rows to each rank | pairs of each expert        one all-gather of it over ep
 
-With pieces each part has an entry for each piece, and a piece has the pairs of one expert of each rank.
+With pieces, each of the three has an entry for each message, and a message has pairs of one expert of each rank.
 
-Shape letters: T tokens, k choices per token, E experts, L experts on a rank, P pieces of a message, N nodes, D ranks of
+Shape letters: T tokens, k choices per token, E experts, L experts on a rank, P messages, N nodes, D ranks of
 ep on each node, G = N D ranks of ep, S ranks of emp that gather rows (or 1), W width of a table.
 Tested in ``tests/moe/test_node_dispatcher.py``.
 """
@@ -28,7 +28,7 @@ class Leaving(NamedTuple):
         order: Choices, sorted by expert, to rows, those that are sent first.
         choices: [T, k] int64, the choices of each token in this order.
         experts: [T, k] int64, their experts; of dropped ones, any number.
-        nodes: [T, k] int64, their (piece and) node, p N + n; P N for dropped ones.
+        nodes: [T, k] int64, their (message and) node, p N + n; P N for dropped ones.
         table: [W] int64, this rank's counts.
     """
 
@@ -47,13 +47,13 @@ class NodeShape:
         experts: E.
         nodes: N.
         ranks: D.
-        parts: Messages for the pairs of each local expert; 0: one message for all of them.
+        pieces: Messages for the pairs of each local expert; 0: one message for all of them.
     """
 
     experts: int
     nodes: int
     ranks: int
-    parts: int
+    pieces: int
 
     @property
     def group(self) -> int:
@@ -66,47 +66,47 @@ class NodeShape:
         return self.experts // self.group
 
     @property
-    def pieces(self) -> int:
+    def messages(self) -> int:
         """Messages, P."""
-        return self.local * self.parts or 1
+        return self.local * self.pieces or 1
 
     @property
     def widths(self) -> tuple[int, int, int]:
         """Entries of a table for nodes, ranks and experts."""
-        experts = self.pieces * self.group if self.parts else self.experts
-        return self.pieces * self.nodes, self.pieces * self.group, experts
+        experts = self.messages * self.group if self.pieces else self.experts
+        return self.messages * self.nodes, self.messages * self.group, experts
 
     def leave(self, experts_Tk: Tensor, kept_Tk: Tensor | None) -> Leaving:
         """Order the rows of these pairs by node, and count them."""
-        keys_Tk, end = experts_Tk, self.pieces * self.experts
-        if self.parts:
-            keys_Tk = keys_Tk + self.experts * self._piece_of(experts_Tk, kept_Tk)
+        keys_Tk, end = experts_Tk, self.messages * self.experts
+        if self.pieces:
+            keys_Tk = keys_Tk + self.experts * self._message_of(experts_Tk, kept_Tk)
         if kept_Tk is not None:
             keys_Tk = torch.where(kept_Tk, keys_Tk, end)
         sorted_Tk, choices_Tk = keys_Tk.sort(1)
         per_node = self.experts // self.nodes
         node_Tk, rank_Tk = (sorted_Tk.div(size, rounding_mode="floor") for size in (per_node, self.local))
-        rows = leave_by_node(node_Tk, self.pieces * self.nodes)
+        rows = leave_by_node(node_Tk, self.messages * self.nodes)
         _, ranks, pairs = self.widths
         # The last place counts what is not sent.
         place_Tk = torch.where(first_of_each(rank_Tk, rank_Tk < ranks), rank_Tk, ranks + pairs)
-        pair_Tk = (rank_Tk if self.parts else sorted_Tk) + ranks
+        pair_Tk = (rank_Tk if self.pieces else sorted_Tk) + ranks
         # A number is added, not a tensor, as in ``core.device.row_order``.
         counted = place_Tk.new_zeros(ranks + pairs + 1)
         counted = counted.scatter_(0, torch.cat([place_Tk, pair_Tk]).flatten(), 1, reduce="add")[:-1]
-        experts_Tk = sorted_Tk % self.experts if self.parts else sorted_Tk
+        experts_Tk = sorted_Tk % self.experts if self.pieces else sorted_Tk
         return Leaving(rows.order, choices_Tk, experts_Tk, node_Tk, torch.cat([rows.counts, counted]))
 
-    def _piece_of(self, experts_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
-        """Return the piece of each pair: of m pairs of an expert, each of its pieces has ceil(m / parts)."""
+    def _message_of(self, experts_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
+        """Return the message of each pair: of m pairs of an expert, each of its pieces has ceil(m / pieces)."""
         pairs = sort_by_expert(experts_Tk, kept_Tk, self.experts, experts_Tk.numel())
-        share_E = -torch.div(-pairs.counts, self.parts, rounding_mode="floor")
+        share_E = -torch.div(-pairs.counts, self.pieces, rounding_mode="floor")
         place_Tk = pairs.order.row - (pairs.counts.cumsum(0) - pairs.counts)[experts_Tk]
-        part_Tk = place_Tk.div(share_E.clamp(min=1)[experts_Tk], rounding_mode="floor").clamp(0, self.parts - 1)
-        return experts_Tk % self.local * self.parts + part_Tk
+        piece_Tk = place_Tk.div(share_E.clamp(min=1)[experts_Tk], rounding_mode="floor").clamp(0, self.pieces - 1)
+        return experts_Tk % self.local * self.pieces + piece_Tk
 
     def split(self, numbers: Tensor, rank: int, sharer: int) -> list[Splits]:
-        """Return the splits of each piece on one rank.
+        """Return the splits of each message on one rank.
 
         Args:
             numbers: [G, S, W] tables of all ranks, on the host.
@@ -116,24 +116,24 @@ class NodeShape:
         nodes, ranks, _ = self.widths
         node, place = divmod(rank, self.ranks)
         own = numbers[:, sharer]
-        to_node = own[:, :nodes].reshape(self.nodes, self.ranks, self.pieces, self.nodes)
-        to_rank = own[:, nodes : nodes + ranks].reshape(self.nodes, self.ranks, self.pieces, self.nodes, self.ranks)
+        to_node = own[:, :nodes].reshape(self.nodes, self.ranks, self.messages, self.nodes)
+        to_rank = own[:, nodes : nodes + ranks].reshape(self.nodes, self.ranks, self.messages, self.nodes, self.ranks)
         pairs = self.arriving(numbers, rank)
         return [
             Splits(
-                tuple(to_node[node, place, piece].tolist()),
-                tuple(to_node[:, place, piece, node].tolist()),
-                tuple(to_rank[:, place, piece, node].sum(0).tolist()),
-                tuple(to_rank[:, :, piece, node, place].sum(0).tolist()),
-                tuple(map(tuple, pairs[:, piece].tolist())),
+                tuple(to_node[node, place, message].tolist()),
+                tuple(to_node[:, place, message, node].tolist()),
+                tuple(to_rank[:, place, message, node].sum(0).tolist()),
+                tuple(to_rank[:, :, message, node, place].sum(0).tolist()),
+                tuple(map(tuple, pairs[:, message].tolist())),
             )
-            for piece in range(self.pieces)
+            for message in range(self.messages)
         ]
 
     def arriving(self, tables: Tensor, rank: int) -> Tensor:
         """Return the pairs that arrive at the experts of a rank of ep, for each sharer: [S, P, L], or [S, P, 1]."""
         ranks, sharers, _ = tables.shape
-        pairs = tables[:, :, sum(self.widths[:2]) :].reshape(ranks, sharers, self.pieces, self.group, -1)
+        pairs = tables[:, :, sum(self.widths[:2]) :].reshape(ranks, sharers, self.messages, self.group, -1)
         return pairs[:, :, :, rank].sum(0)
 
 

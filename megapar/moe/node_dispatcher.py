@@ -1,6 +1,6 @@
 """Dispatch by node: a token crosses the network once for each node that has experts of it, not once for each expert.
 
-    tokens [T, H] --build--> rows [R, C], one for each (token, node), by node: the token and k slots (``node_rows``)
+    tokens [T, H] --build--> rows [R, C], one for each (token, node), by node: the token and k fields (``node_rows``)
         dispatch   all-to-all between nodes, to the rank at this place of the node; there one row for each rank;
                    all-to-all within the node; on the rank, a copy of the token for each of its experts here
         enter, experts, leave as in the plain dispatch, times the gate weights
@@ -8,7 +8,7 @@
     y [T, H] = the sum of each token's rows, in the order of nodes
 
 Sums are taken in max(fp32, dtype) and sent in the compute dtype. The backward moves gradients by the same hops: of the
-combine the first way, of the dispatch the way back, where the gradients of the gate weights return in the slots. The
+combine the first way, of the dispatch the way back, where the gradients of the gate weights return in the fields. The
 two hops are one exchange (``core.comm.two_hops``), so slices and pieces hide them as they do one all-to-all.
 
 Splits are always uneven: one all-gather of counts (``node_counts``) and one host wait.
@@ -39,7 +39,7 @@ from megapar.moe.dispatcher import READ, Dispatcher, DispatchPlan, PendingRows, 
 from megapar.moe.expert_order import ExpertOrder, kept_rows, order_by_expert, unpermute
 from megapar.moe.node_counts import Leaving, NodeShape, Splits
 from megapar.moe.node_route import NodeRoute
-from megapar.moe.node_rows import EMPTY, SlottedRows, arrive, build
+from megapar.moe.node_rows import EMPTY, NodeRows, arrive, build
 
 
 class NodeTables(NamedTuple):
@@ -60,7 +60,7 @@ class NodeTables(NamedTuple):
 class NodeDispatcher(Dispatcher):
     """Dispatch of a row for each (token, node), and within the node for each (token, rank).
 
-    Raises DistributedError if an expert's number does not fit in a slot.
+    Raises DistributedError if an expert's number does not fit in a field.
     """
 
     def __post_init__(self) -> None:
@@ -132,20 +132,25 @@ class NodeDispatcher(Dispatcher):
         token_R = order.pair.div(topk, rounding_mode="floor")
         node_R = leaving.nodes.flatten().index_select(0, order.pair)
         elsewhere_Rk = leaving.nodes.index_select(0, token_R) != node_R[:, None]
-        slots_Rk = leaving.experts.index_select(0, token_R).masked_fill_(elsewhere_Rk, EMPTY).to(torch.int16)
+        row_experts_Rk = leaving.experts.index_select(0, token_R).masked_fill_(elsewhere_Rk, EMPTY).to(torch.int16)
         counts_SPL = shape.arriving(tables.tables, self.ep.rank)
         return tuple(
             self._plan(
-                order, leaving.choices, slots_Rk, split, counts_SPL[:, piece], piece // pieces if pieces else None
+                order,
+                leaving.choices,
+                row_experts_Rk,
+                split,
+                counts_SPL[:, number],
+                number // pieces if pieces else None,
             )
-            for piece, split in enumerate(splits)
+            for number, split in enumerate(splits)
         )
 
     def _plan(
         self,
         order: ExpertOrder,
         choices_Tk: Tensor,
-        slots_Rk: Tensor,
+        row_experts_Rk: Tensor,
         split: Splits,
         counts_SL: Tensor,
         expert: int | None,
@@ -153,7 +158,7 @@ class NodeDispatcher(Dispatcher):
         """Plan one message. expert: its only expert, or None."""
         nodes, local = self.nodes, self.num_experts // self.ep.size
         first = nodes.between.rank * nodes.within.size * local
-        route = NodeRoute(first, local, nodes.within.size, slots_Rk.shape[1], sum(split.to_ranks))
+        route = NodeRoute(first, local, nodes.within.size, row_experts_Rk.shape[1], sum(split.to_ranks))
         exchange = TwoHops(
             self.ep,
             AllToAll(nodes.between, split.to_nodes, split.from_nodes),
@@ -172,18 +177,18 @@ class NodeDispatcher(Dispatcher):
             counts_L = counts_SL[0]
         sizes = tuple(map(sum, zip(*split.pairs, strict=True)))
         return DispatchPlan(
-            order,
-            exchange,
-            received,
-            max(totals),
-            receive_order,
-            counts_L if expert is None else None,
-            expert or 0,
-            sizes if expert is None else None,
-            ends_L if expert is None else None,
-            slots_Rk,
-            choices_Tk,
-            route,
+            send_order=order,
+            exchange=exchange,
+            received=received,
+            room=max(totals),
+            receive_order=receive_order,
+            counts=counts_L if expert is None else None,
+            expert=expert or 0,
+            sizes=sizes if expert is None else None,
+            ends=ends_L if expert is None else None,
+            row_experts=row_experts_Rk,
+            choices=choices_Tk,
+            route=route,
         )
 
     def message(self, order: ExpertOrder, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype) -> MessageBuilder:
@@ -212,10 +217,10 @@ class NodeDispatcher(Dispatcher):
         assert isinstance(way, TwoHops)
         return start(unsent_if_unused(route.way_back(way), ends_unit), unpermute(rows_RH, route.arrival), self.comm)
 
-    def _rows(self, order: ExpertOrder, plan: DispatchPlan, hidden: int) -> SlottedRows:
-        assert plan.slots is not None
+    def _rows(self, order: ExpertOrder, plan: DispatchPlan, hidden: int) -> NodeRows:
+        assert plan.row_experts is not None
         assert plan.choices is not None
-        return SlottedRows(order, plan.slots, plan.choices, hidden)
+        return NodeRows(order, plan.row_experts, plan.choices, hidden)
 
     @property
     def nodes(self) -> AxisNodes:
@@ -224,5 +229,5 @@ class NodeDispatcher(Dispatcher):
         return self.ep.nodes
 
     def shape(self, pieces: int) -> NodeShape:
-        """Return the sizes of a message of ``pieces`` pieces for each local expert, or of one for all (0)."""
+        """Return the sizes of ``pieces`` messages for each local expert, or of one for all (0)."""
         return NodeShape(self.num_experts, self.nodes.between.size, self.nodes.within.size, pieces)

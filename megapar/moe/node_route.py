@@ -33,10 +33,10 @@ class NodeRoute:
         first_expert: The first expert of this node.
         local: Experts of each rank.
         ranks: Ranks of each node.
-        topk: Slots of a row, k.
+        topk: Fields of a row, k.
         relayed: Rows that this rank relays to the ranks of its node.
-        hop: Slots of the rows that entered here to the rows that are relayed.
-        arrival: Slots of the rows that arrived at this rank to pairs, sorted by expert.
+        hop: Fields of the rows that entered here to the rows that are relayed.
+        arrival: Fields of the rows that arrived at this rank to pairs, sorted by expert.
     """
 
     first_expert: int
@@ -48,8 +48,8 @@ class NodeRoute:
     arrival: ExpertOrder | None = None
 
     def relay(self, rows_RC: Tensor) -> Tensor:
-        """Return a row for each rank of the node that has an expert of a row's slots."""
-        # Slots with an expert are all on this node; those without one give a negative rank.
+        """Return a row for each rank of the node that has an expert of a row's fields."""
+        # Fields with an expert are all on this node; those without one give a negative rank.
         rank_Rk = (experts_of(rows_RC, self.topk) - self.first_expert).div(self.local, rounding_mode="floor")
         leads_Rk = first_of_each(rank_Rk, rank_Rk >= 0)
         self.hop = sort_by_expert(rank_Rk, leads_Rk, self.ranks, self.relayed).order
@@ -64,7 +64,7 @@ class NodeRoute:
         return gather_sum(rows_RH, self._hop())
 
     def collect_gradients(self, rows_RC: Tensor) -> Tensor:
-        """Sum the ranks' gradients of rows with slots."""
+        """Sum the ranks' gradients of rows with fields."""
         return sum_rows(rows_RC, self._hop())
 
     def arrive(self, rows_RC: Tensor, first_expert: int, pairs: int) -> ExpertOrder:
@@ -73,7 +73,7 @@ class NodeRoute:
         Args:
             rows_RC: The rows.
             first_expert: The first expert of this rank.
-            pairs: Slots with an expert of this rank.
+            pairs: Fields with an expert of this rank.
         """
         experts_Rk = experts_of(rows_RC.detach(), self.topk) - first_expert
         here = (experts_Rk >= 0) & (experts_Rk < self.local)

@@ -1,9 +1,9 @@
-"""Rows of the dispatch by node: a token and k slots, one for each of its choices.
+"""Rows of the dispatch by node: a token and k fields, one for each of its choices.
 
     row    x x x x x ... | - | g0 g1 g2 | 4 _ 7    token, padding, the k weights, the k experts (int16, _: empty)
 
-A slot is empty if its pair is dropped or its expert is on another node. Weights are max(fp32, dtype) and keep all their
-bits. A row is a multiple of 16 bytes. In a row of the gradient, a slot has the gradient of its weight.
+A field is empty if its pair is dropped or its expert is on another node. Weights are max(fp32, dtype) and keep all
+their bits. A row is a multiple of 16 bytes. In a row of the gradient, a field has the gradient of its weight.
 
 Shape letters: T tokens, k choices per token, H hidden, R rows, C columns of a row, w columns after the token, P pairs.
 Tested in ``tests/moe/test_node_rows.py``.
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.expert_rows import token_of
-from megapar.model.decoder.dispatch_bytes import NO_EXPERT, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import NO_EXPERT, node_row_bytes
 from megapar.moe.expert_order import ExpertOrder, gather_sum
 
 EMPTY = NO_EXPERT - 2**16  # as int16
 
 
 @dataclass(frozen=True)
-class SlottedRows:
+class NodeRows:
     """A message for ``async_pairs.defer``, by node: a row for each token and node that has a kept expert of it.
 
     Attributes:
         order: Choices, sorted by expert, to rows: the first choice of each node stands for the node.
-        experts: [R, k] int16, the experts of each row's slots.
+        experts: [R, k] int16, the experts of each row's fields.
         choices: [T, k] int64, the choices of each token, sorted by expert.
         hidden: H.
     """
@@ -53,7 +53,7 @@ class SlottedRows:
         return _gradients(grad, self.order, self.choices, self.hidden)
 
 
-def build(x_TH: Tensor, weights_Tk: Tensor, rows: SlottedRows) -> Tensor:
+def build(x_TH: Tensor, weights_Tk: Tensor, rows: NodeRows) -> Tensor:
     """Build the message of ``rows``, with its gradient: [R, C]."""
     message: Tensor = _Build.apply(x_TH, weights_Tk, rows.experts, rows.choices, *rows.order)
     return message
@@ -65,11 +65,11 @@ def write(x_NH: Tensor, row_R: Tensor | None, weights_Rk: Tensor, experts_Rk: Te
     Args:
         x_NH: Tokens.
         row_R: Token of each row; None: the tokens in their order.
-        weights_Rk: Weights of the slots, max(fp32, dtype).
-        experts_Rk: int16, experts of the slots; None: zeros, for a gradient.
+        weights_Rk: Weights of the fields, max(fp32, dtype).
+        experts_Rk: int16, experts of the fields; None: zeros, for a gradient.
     """
     (rows, topk), hidden = weights_Rk.shape, x_NH.shape[1]
-    columns = slot_row_bytes(hidden, topk, weights_Rk.itemsize, x_NH.itemsize) // x_NH.itemsize
+    columns = node_row_bytes(hidden, topk, weights_Rk.itemsize, x_NH.itemsize) // x_NH.itemsize
     message = x_NH.new_empty(rows, columns)
     if row_R is None:
         message[:, :hidden] = x_NH
@@ -87,23 +87,23 @@ def write(x_NH: Tensor, row_R: Tensor | None, weights_Rk: Tensor, experts_Rk: Te
 
 
 def experts_of(message: Tensor, topk: int) -> Tensor:
-    """Read the experts of the slots of rows [R, C]: [R, k] int64, ``EMPTY`` for empty slots."""
+    """Read the experts of the fields of rows [R, C]: [R, k] int64, ``EMPTY`` for empty fields."""
     start = message.shape[1] * message.itemsize // 2 - _words(message, topk)
     start += topk * at_least_fp32(message.dtype).itemsize // 2
     return message.view(torch.int16)[:, start : start + topk].long()
 
 
 def weights_of(message: Tensor, topk: int) -> Tensor:
-    """Read the weights of the slots of rows [R, C]: [R, k]."""
+    """Read the weights of the fields of rows [R, C]: [R, k]."""
     dtype = at_least_fp32(message.dtype)
     start = message.shape[1] * message.itemsize // 2 - _words(message, topk)
     return _bits(message.view(torch.int16)[:, start : start + topk * dtype.itemsize // 2], dtype)
 
 
 def sum_rows(message: Tensor, order: ExpertOrder) -> Tensor:
-    """Sum rows [.., C] of gradients, tokens and slots alike: [R, C]."""
+    """Sum rows [.., C] of gradients, tokens and fields alike: [R, C]."""
     topk = order.row.shape[1]
-    if at_least_fp32(message.dtype) == message.dtype:  # Slots are then columns like any other.
+    if at_least_fp32(message.dtype) == message.dtype:  # Fields are then columns like any other.
         return gather_sum(message, order)
     weights_Rk = gather_sum(weights_of(message, topk), order)
     before = message.shape[1] - _words(message, topk)
@@ -116,7 +116,7 @@ def arrive(message: Tensor, order: ExpertOrder, hidden: int, room: int) -> tuple
 
     Args:
         message: Rows [R, C] as received.
-        order: Its slots to pairs, sorted by expert.
+        order: Its fields to pairs, sorted by expert.
         hidden: H.
         room: Rows of the result, at least P.
     """
@@ -131,7 +131,7 @@ def _gradients(grad: Tensor, order: ExpertOrder, choices_Tk: Tensor, hidden: int
 
 
 def _words(rows: Tensor, topk: int) -> int:
-    """Return the words of 2 bytes from the first slot to the end of a row, whole elements."""
+    """Return the words of 2 bytes from the first field to the end of a row, whole elements."""
     words = rows.itemsize // 2
     return -(-topk * (at_least_fp32(rows.dtype).itemsize // 2 + 1) // words) * words
 
@@ -151,7 +151,7 @@ class _Build(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, experts: Tensor, choices: Tensor, *order: Any) -> Tensor:
         ctx.save_for_backward(choices, *order)
         ctx.hidden = x_TH.shape[1]
-        return SlottedRows(ExpertOrder(*order), experts, choices, ctx.hidden).build(x_TH, weights_Tk)
+        return NodeRows(ExpertOrder(*order), experts, choices, ctx.hidden).build(x_TH, weights_Tk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,7 +177,7 @@ class _Arrive(torch.autograd.Function):
         order, (grad_PH, grad_P) = ExpertOrder(*ctx.saved_tensors), grads
         count = order.pair.shape[0]
         sums_RH = gather_sum(grad_PH[:count], order)
-        slots_Rk = grad_P[order.row] if count else grad_P.new_zeros(order.row.shape)
+        grad_Rk = grad_P[order.row] if count else grad_P.new_zeros(order.row.shape)
         if order.pair_kept is not None:
-            slots_Rk = torch.where(order.pair_kept, slots_Rk, 0)
-        return write(sums_RH, None, slots_Rk, None), None, None, *(None,) * len(order)
+            grad_Rk = torch.where(order.pair_kept, grad_Rk, 0)
+        return write(sums_RH, None, grad_Rk, None), None, None, *(None,) * len(order)

@@ -83,4 +83,12 @@ def _plan(
         known = part[2:, :, expert]
         room = int(known.sum(1).max())
         receive_order = order_by_expert(gathered[:, :, expert].unsqueeze(2), room, int(known.sum())).order
-    return DispatchPlan(order, AllToAll(dispatcher.ep, send, receive), received, room, receive_order, None, expert)
+    return DispatchPlan(
+        send_order=order,
+        exchange=AllToAll(dispatcher.ep, send, receive),
+        received=received,
+        room=room,
+        receive_order=receive_order,
+        counts=None,
+        expert=expert,
+    )

@@ -70,7 +70,17 @@ class MoeStats(NamedTuple):
             counted_E = sums.best
         scale = len(load_E) / (1 if first_choices_only else topk) / tokens**2
         sequence = sequence_loss(sums, topk) if len(sums.by_sample) else None
-        return cls(sums.probs, counted_E, scale, sums.squares, tokens, sequence, orthogonal, load_E, None)
+        return cls(
+            probs=sums.probs,
+            counted=counted_E,
+            aux_scale=scale,
+            squares=sums.squares,
+            tokens=tokens,
+            sequence=sequence,
+            orthogonal=orthogonal,
+            load=load_E,
+            over=None,
+        )
 
     @property
     def aux(self) -> Tensor:

@@ -21,11 +21,11 @@ from typing import Any, NoReturn, Protocol
 
 from megapar.arguments import FLAGS, Config, parse_or_exit, resolved_values
 from megapar.config.report import refusal
-from megapar.config.stored import LAYOUT, stored_facts, stored_scalars
+from megapar.config.stored import stored_facts, stored_scalars
 from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
-from megapar.files.checkpoint_names import folders_below, newest_name, parse_checkpoint_name
+from megapar.files.checkpoint_names import LAYOUT_FILE, folders_below, newest_name, parse_checkpoint_name
 from megapar.model.spec import STORED
 from megapar.planning.candidate import spelled
 from megapar.schema.rule import either
@@ -106,7 +106,7 @@ def trainer_line(argv: Sequence[str]) -> tuple[str, ...]:
 def _place(path: Path) -> tuple[Path, int | None]:
     """Return the folder of checkpoints, and the iteration if ``path`` is one of them. Raises CheckpointError."""
     name = parse_checkpoint_name(path.name)
-    if name is None or not (path / LAYOUT).exists():
+    if name is None or not (path / LAYOUT_FILE).exists():
         return path, None
     if newest_name(path.parent, name[0]) != path.name:
         newest = path.parent / newest_name(path.parent, name[0])

@@ -15,12 +15,11 @@ from unittest.mock import patch
 from megapar.core.device.pick import pick
 from scripts.gpu_day.day import Answer, Day
 from tests.equivalence import run as runs
-from tests.equivalence.compare import excess
+from tests.equivalence.compare import excess, still
 from tests.equivalence.run import Routing, Trace
 from tests.equivalence.table import ROWS, Row
 
 STEPS = 4  # without updates, so that all of them measure the rounding of the same model
-STILL = ("--lr", "1e-30", "--weight-decay", "0")
 
 
 def run(day: Day) -> None:
@@ -64,9 +63,3 @@ def traced(device: str, kind: str, flags: tuple[str, ...], steps: int, replay: R
     if replay is None:
         found.routing = {key: experts.cpu() for key, experts in found.routing.items()}
     return found
-
-
-def still(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the flags of the same run without a learning rate."""
-    start = flags.index("--lr")
-    return (*flags[:start], *flags[start + 2 :], *STILL)

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from tests.equivalence.run import Trace, relative
 
+STILL = ("--lr", "1e-30", "--weight-decay", "0")
+
+
+def still(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """The flags of the same run with next to no learning rate, so that each step is of the same model."""
+    start = flags.index("--lr")
+    return (*flags[:start], *flags[start + 2 :], *STILL)
+
 
 def differences(got: Trace, want: Trace, noise: float = 0.0) -> list[str]:
     """Everything in fp64 that is further from one process than rounding explains; empty where nothing is.

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from _pytest.mark import ParameterSet
 
-from tests.equivalence.compare import differences, excess
+from tests.equivalence.compare import differences, excess, still
 from tests.equivalence.run import Routing, Trace, trace
 from tests.equivalence.table import (
     LATENT_CONTEXT_ROWS,
@@ -30,7 +30,7 @@ from tests.support.ranks import run_ranks, side_by_side
 # The second step starts from parameters that the first one changed; what it does to moments is in those it leaves.
 STEPS, MORE_STEPS = 2, 3
 # bf16 is compared over steps that change nothing, so that all of them measure the rounding of one model.
-STILL, STILL_STEPS = ("--lr", "1e-30", "--weight-decay", "0"), 8
+STILL_STEPS = 8
 
 
 @functools.cache
@@ -178,9 +178,3 @@ def test_bf16(row: Row) -> None:
         lambda: reference(row.kind, flags, "bf16", STILL_STEPS),
     )
     assert excess(got, alone, exact) == []
-
-
-def still(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """The same run without a learning rate."""
-    start = flags.index("--lr")
-    return (*flags[:start], *flags[start + 2 :], *STILL)

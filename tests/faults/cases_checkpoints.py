@@ -14,6 +14,7 @@ from pathlib import Path
 from megapar.core.checkpoint import folder as folders
 from tests.faults.job import ROOT, Fault, run_job, run_nodes
 from tests.faults.outcome import DP, FOUR, MP, NONE, SHARDING, Outcome, compared, uninterrupted
+from tests.support.damage import flip_bit
 
 
 def died(kind: str, rank: int, world_size: int, *flags: str, iteration: int = 4) -> Callable[[Path], Outcome]:
@@ -170,9 +171,8 @@ def damaged(harm: Callable[[Path, Path], None]) -> Callable[[Path], Outcome]:
 
 def flip(path: Path) -> None:
     """One bit at a random place of the file."""
-    content = bytearray(path.read_bytes())
-    content[random.Random(path.name).randrange(len(content))] ^= 1 << random.Random(path.name).randrange(8)
-    path.write_bytes(content)
+    position, bit = (random.Random(path.name).randrange(most) for most in (path.stat().st_size, 8))
+    flip_bit(path, position, bit)
 
 
 def cut(path: Path) -> None:

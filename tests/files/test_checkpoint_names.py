@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from megapar.files.checkpoint_names import iteration_name, newest_name, parse_checkpoint_name, read_latest
+from megapar.files.checkpoint_names import (
+    LAYOUT_FILE,
+    SCALARS_FILE,
+    holds_checkpoints,
+    is_part,
+    iteration_name,
+    newest_name,
+    parse_checkpoint_name,
+    read_latest,
+    shard_name,
+)
 
 
 def test_names_of_checkpoints_and_of_nothing_else() -> None:
@@ -15,6 +25,15 @@ def test_names_of_checkpoints_and_of_nothing_else() -> None:
     assert parse_checkpoint_name(iteration_name(20, 3)) == (20, 3) == parse_checkpoint_name("iter_0000020.e3")
     for name in ("iter_20", "iter_0000020.e", "iter_0000020.e0", "iter_0000020.tmp-0123456789ab", "iter_0000020\n"):
         assert parse_checkpoint_name(name) is None
+
+
+def test_names_of_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    assert all(is_part(name) for name in (SCALARS_FILE, shard_name(0), shard_name(123456)))
+    assert not any(is_part(name) for name in (LAYOUT_FILE, "scalars_json", "shard-.safetensors", "model.safetensors"))
+    (tmp_path / "iter_0000020").mkdir()
+    assert not holds_checkpoints(tmp_path)
+    (tmp_path / "iter_0000020" / LAYOUT_FILE).touch()
+    assert holds_checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,14 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.errors import DistributedError
-from megapar.model.decoder.dispatch_bytes import counted, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import node_row_bytes
 from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.slicing import Slicing
 from tests.moe import test_passage
 from tests.moe.test_token_dispatcher import CASES, EXPERTS, HIDDEN, Case, LateDevice, check, drops, make, whole_layer
 from tests.support import late
 from tests.support.ranks import run_ranks
+from tests.support.sent_rows import rows_by_node
 
 # degrees, sequence parallelism, ranks of ep on each node
 LAYOUTS = {
@@ -131,8 +132,8 @@ def beside_plain(rank, world_size, rendezvous):
         everyone = [torch.empty_like(chosen[0]) for _ in range(world_size)]
         dist.all_gather(everyone, chosen[0])
         routing = [[[e for e in token if e >= 0] for token in own.tolist()] for own in everyone]
-        rows = counted(routing, EXPERTS, 2)[rank]
-        both = 2 * (slot_row_bytes(HIDDEN, case.moe().topk, 8, 8) + HIDDEN * 8)
+        rows = rows_by_node(routing, EXPERTS, 2)[rank]
+        both = 2 * (node_row_bytes(HIDDEN, case.moe().topk, 8, 8) + HIDDEN * 8)
         found.append((sent.get("ep_between/all_to_all", 0), both * rows.between))
         found.append((sent.get("ep_within/all_to_all", 0), both * rows.within))
     world.close()

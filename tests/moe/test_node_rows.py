@@ -1,15 +1,15 @@
-"""Rows of a token and slots: what they hold in each dtype, their gradients, and that they are whole 16 bytes."""
+"""Rows of a token and fields: what they hold in each dtype, their gradients, and that they are whole 16 bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megapar.model.decoder.dispatch_bytes import slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import node_row_bytes
 from megapar.moe.expert_order import kept_rows
 from megapar.moe.node_counts import NodeShape
 from megapar.moe.node_route import NodeRoute
-from megapar.moe.node_rows import EMPTY, SlottedRows, arrive, build, experts_of, sum_rows, weights_of, write
+from megapar.moe.node_rows import EMPTY, NodeRows, arrive, build, experts_of, sum_rows, weights_of, write
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -20,12 +20,12 @@ def wide(dtype):
 
 @pytest.mark.parametrize("topk", [1, 3, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_holds_the_bits_of_its_token_and_its_slots(dtype, topk):
+def test_a_row_holds_the_bits_of_its_token_and_its_fields(dtype, topk):
     x, weights = torch.randn(5, 6).to(dtype), torch.randn(5, topk, dtype=wide(dtype))
     experts = torch.randint(0, 30000, (5, topk)).to(torch.int16)
     experts[2] = EMPTY
     message = write(x, torch.tensor([4, 0, 1, 2, 2]), weights, experts)
-    assert message.shape[1] * message.itemsize == slot_row_bytes(6, topk, weights.itemsize, x.itemsize)
+    assert message.shape[1] * message.itemsize == node_row_bytes(6, topk, weights.itemsize, x.itemsize)
     assert message.shape[1] * message.itemsize % 16 == 0
     assert torch.equal(message[:, :6], x[[4, 0, 1, 2, 2]])
     assert torch.equal(weights_of(message, topk), weights)
@@ -34,7 +34,7 @@ def test_a_row_holds_the_bits_of_its_token_and_its_slots(dtype, topk):
 
 @pytest.mark.parametrize("topk", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_are_summed_with_their_slots(dtype, topk):
+def test_gradients_are_summed_with_their_fields(dtype, topk):
     """Over rows of one token, in fp32: as if each part were summed alone."""
     shape = NodeShape(8, 2, 1, 0)
     experts = torch.randint(0, 8, (7, 8)).argsort(1)[:, :topk]
@@ -54,10 +54,10 @@ def test_from_tokens_to_pairs_and_back():
     leaving = NodeShape(4, 1, 1, 0).leave(experts, kept)
     assert leaving.table.tolist() == [3, 3, 1, 2, 2, 0]  # tokens to the node and the rank, pairs of each expert
     order = kept_rows(leaving.order, 3)
-    slots = torch.tensor([[0, 2], [1, EMPTY], [1, 2]]).to(torch.int16)
+    fields = torch.tensor([[0, 2], [1, EMPTY], [1, 2]]).to(torch.int16)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    message = build(x, weights, SlottedRows(order, slots, leaving.choices, 6))
+    message = build(x, weights, NodeRows(order, fields, leaving.choices, 6))
     route = NodeRoute(0, 4, 1, 2, 3)
     rows, gates = arrive(message, route.arrive(message, 0, 5), 6, 7)
     token, choice = torch.tensor([0, 1, 3, 0, 3]), torch.tensor([1, 0, 0, 0, 1])

@@ -15,7 +15,14 @@ from pathlib import Path
 from tests.support.process import SIGNALS
 from tests.support.ranks import forked
 
+ROOT = Path(__file__).parents[2]
 STREAMS = ("stdout", "stderr")
+
+
+def clean_environ(**extra: str) -> dict[str, str]:
+    """The environment of a launcher: this process's, with this package, and without a rank."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": str(ROOT), **extra}
 
 
 class Command:

@@ -12,12 +12,13 @@ from torch import Tensor
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.model.decoder.dispatch_bytes import Sent, counted, counted_plain, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import Sent, node_row_bytes
 from megapar.model.decoder.expert_rows import row_columns
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.step.observer import StepObserver
 from tests.support.ranks import run_ranks
+from tests.support.sent_rows import plain_rows, rows_by_node
 from tests.support.training import COMMON, SMALL, last_wins
 
 HIDDEN, TOPK, EXPERTS, RANKS, NODE = 32, 3, 8, 4, 2
@@ -77,8 +78,8 @@ def needed(ranks: Sequence[StepTraffic], count: Callable[..., tuple[Sent, ...]])
 
 def test_by_node_ranks_send_the_rows_that_the_routing_needs() -> None:
     ranks = run_ranks(RANKS, step, ("--moe-dispatch", "node", "--ranks-per-node", str(NODE)), group=False)
-    four_passes = 2 * (slot_row_bytes(HIDDEN, TOPK, 4, 4) + 4 * HIDDEN)
-    rows = needed(ranks, counted)
+    four_passes = 2 * (node_row_bytes(HIDDEN, TOPK, 4, 4) + 4 * HIDDEN)
+    rows = needed(ranks, rows_by_node)
     assert sum(rank.sent["ep_between/all_to_all"] for rank in ranks) == four_passes * rows.between
     assert sum(rank.sent["ep_within/all_to_all"] for rank in ranks) == four_passes * rows.within
     assert not any("ep/all_to_all" in rank.sent for rank in ranks)
@@ -87,7 +88,7 @@ def test_by_node_ranks_send_the_rows_that_the_routing_needs() -> None:
 def test_plain_ranks_send_a_row_for_each_pair() -> None:
     ranks = run_ranks(RANKS, step, ("--moe-dispatch", "plain"), group=False)
     four_passes = 2 * 4 * (row_columns(HIDDEN, 4, 4) + HIDDEN)
-    rows = needed(ranks, counted_plain)
+    rows = needed(ranks, plain_rows)
     counts = len(ranks[0].routing) * 8 * EXPERTS * (RANKS - 1)
     sent = sum(rank.sent["ep/all_to_all"] for rank in ranks)
     assert sent == four_passes * (rows.between + rows.within) + counts

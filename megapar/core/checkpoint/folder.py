@@ -25,13 +25,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megapar.core.checkpoint.durable import sync_folder
-from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import (
     LATEST,
+    LAYOUT_FILE,
     OWNERS,
     folders_below,
+    is_part,
     iteration_name,
     owners_latest,
     parse_checkpoint_name,
@@ -71,7 +72,7 @@ def every_checkpoint(root: Path) -> dict[int, list[Path]]:
 def _is_finished(folder: Path) -> bool:
     """Return True for a finished checkpoint, and for a folder without read permission: reading it reports that."""
     try:
-        return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
+        return stat.S_ISREG((folder / LAYOUT_FILE).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
@@ -140,7 +141,7 @@ def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
 
 def publish_folder(root: Path, folder: Path, owner: Owner | None) -> None:
     """Make a checkpoint folder of this root the latest, as ``publish`` does."""
-    if not (folder / FILE_NAME).is_file():
+    if not (folder / LAYOUT_FILE).is_file():
         raise CheckpointError(f"{folder} is not a finished checkpoint and cannot become the latest")
     if owner is None:
         _replace(root / LATEST, folder.name, "")
@@ -232,9 +233,8 @@ def keep_newest(
 
 def is_ours(folder: Path) -> bool:
     """Return True if a folder in the place of a checkpoint is a checkpoint, is one without its layout, or is empty."""
-    known = re.compile(r"scalars\.json|shard-[0-9]+\.safetensors")
-    return (folder / FILE_NAME).is_file() or (
-        folder.is_dir() and all(known.fullmatch(path.name) for path in folder.iterdir())
+    return (folder / LAYOUT_FILE).is_file() or (
+        folder.is_dir() and all(is_part(path.name) for path in folder.iterdir())
     )
 
 

@@ -29,9 +29,9 @@ from megapar.core.checkpoint import tiling
 from megapar.core.checkpoint.tiling import Tiling
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.files.regular_file import read_regular
 
-FILE_NAME = "layout.json"
 FORMAT = "megapar checkpoint"
 VERSION = 1
 MAX_BYTES = 1 << 28
@@ -137,11 +137,11 @@ def seal(body: bytes) -> bytes:
 
 def read(folder: Path) -> CheckpointLayout:
     """Return the layout of a checkpoint folder. Raises CheckpointError if it is missing or damaged."""
-    path = folder / FILE_NAME
+    path = folder / LAYOUT_FILE
     try:
         content = read_regular(path, MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {FILE_NAME}") from error
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {LAYOUT_FILE}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
@@ -186,7 +186,7 @@ def _file(value: Json) -> FileEntry:
     _expect(
         isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name), f"bad file {name!r:.100}"
     )
-    _expect(name != FILE_NAME, f"the layout names itself as a file, {name}")
+    _expect(name != LAYOUT_FILE, f"the layout names itself as a file, {name}")
     _expect(tiling.is_number(size), f"{name} has the size {size!r:.100}")
     _expect(isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256), f"{name} has a bad SHA-256")
     return FileEntry(name, size, sha256)

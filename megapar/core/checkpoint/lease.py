@@ -72,7 +72,17 @@ class Lease:
             raise ValueError("a field is not a number")
         name, launch, user, since = texts
         process = Process.from_json(found["process"])
-        return cls(epoch, process, name, launch, found["round"], (job, times), user, since, found["locks"])
+        return cls(
+            epoch=epoch,
+            process=process,
+            name=name,
+            launch=launch,
+            round=found["round"],
+            slurm=(job, times),
+            user=user,
+            since=since,
+            locks=found["locks"],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of its file."""

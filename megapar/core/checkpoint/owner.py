@@ -201,4 +201,13 @@ def claim(name: str, launch: str, round_: int, slurm: tuple[str, int], user: str
         user: The user's name.
         since: The present time, for messages.
     """
-    return Lease(0, Process.here(), name, launch, round_, slurm, user, since)
+    return Lease(
+        epoch=0,
+        process=Process.here(),
+        name=name,
+        launch=launch,
+        round=round_,
+        slurm=slurm,
+        user=user,
+        since=since,
+    )

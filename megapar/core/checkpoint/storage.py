@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megapar.core.box import Box
-from megapar.core.checkpoint import layout as layout_file
 from megapar.core.checkpoint.folder import is_ours, move_into_place, name_aside, remove_left_over
 from megapar.core.checkpoint.layout import CheckpointLayout, FileEntry, TensorEntry
 from megapar.core.checkpoint.owner import Owner
@@ -39,9 +38,9 @@ from megapar.core.checkpoint.shard_file import (
 from megapar.core.checkpoint.tiling import tile
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
 from megapar.files.regular_file import read_regular
 
-SCALARS_NAME = "scalars.json"
 MAX_SCALAR_BYTES = 1 << 26
 # Space in addition to the tensors: headers, scalars, layout.json and the file system's own data.
 SPARE_BYTES = 1 << 20
@@ -73,11 +72,6 @@ class WrittenPiece:
 
     file: FileEntry
     box: Box
-
-
-def shard_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"shard-{rank:05d}.safetensors"
 
 
 class ShardWriter(StorageWriter):
@@ -147,9 +141,9 @@ class ShardWriter(StorageWriter):
         aside = self._aside
         assert aside is not None, "prepare_global_plan is called first"
         text = json.dumps(metadata.planner_data, indent=1, sort_keys=True)
-        scalars = write_bytes(aside / SCALARS_NAME, text.encode())
+        scalars = write_bytes(aside / SCALARS_FILE, text.encode())
         layout = make_layout(metadata, [result for rank in results for result in rank], scalars, self._description)
-        write_bytes(aside / layout_file.FILE_NAME, layout.to_bytes())
+        write_bytes(aside / LAYOUT_FILE, layout.to_bytes())
         folder = move_into_place(aside, self.folder, self._owner)
         if self._then is not None:
             self._then(folder)

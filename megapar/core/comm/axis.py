@@ -64,9 +64,9 @@ class Axis:
         return self.meter.around(f"{self.name}/{kind}")
 
     @classmethod
-    def single(cls, name: str, rank: int = 0) -> Axis:
-        """Create an axis of size 1; ``rank`` is its global rank."""
-        return cls(name, 1, 0, None, (rank,))
+    def single(cls, name: str) -> Axis:
+        """Create an axis of one rank, global rank 0."""
+        return cls(name, 1, 0, None, (0,))
 
 
 @dataclass(frozen=True)

@@ -348,19 +348,18 @@ class World:
         self.device.synchronize()
 
 
-def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int, grace: timedelta = GRACE) -> list[int]:
-    """Return the ranks that do not report within ``grace`` a failure that all of ``ranks`` should see.
+def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int) -> list[int]:
+    """Return the ranks that do not report within ``GRACE`` a failure that all of ``ranks`` should see.
 
     Args:
         store: The store of the ranks.
         ranks: All ranks that take part.
         rank: This rank, whose failure is reported first.
-        grace: Time to wait for the reports.
     """
     store.set(f"failed/{rank}", "1")
     keys = {other: f"failed/{other}" for other in ranks}
     try:
-        store.wait(list(keys.values()), grace)
+        store.wait(list(keys.values()), GRACE)
     except (RuntimeError, dist.DistStoreError):
         return [other for other, key in keys.items() if not store.check([key])]
     return []

@@ -246,6 +246,10 @@ class Device:
         """Copy ``x`` to the host. Returns (the copy, the event after which it is complete)."""
         return x, NoEvent()
 
+    def integers(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Return an int64 tensor of these numbers on the device. The host does not wait for the copy."""
+        return self.pin(torch.tensor(numbers, dtype=torch.int64)).to(self.torch_device, non_blocking=True)
+
     def values(self, x: Tensor) -> list[float]:
         """Return the values of a vector. The host waits for them."""
         values: list[float] = x.tolist()

@@ -152,14 +152,15 @@ class DeviceKind:
         """Class of the device."""
         return _tables()[1][self.kernels]
 
-    def product_seconds(self, rows: int, inner: int, columns: int, dtype: str, batches: int = 1) -> float:
-        """Return the seconds of one product [rows, inner] @ [inner, columns], or of ``batches`` of them in one kernel.
+    def product_seconds(self, rows: int, inner: int, columns: int, dtype: str) -> float:
+        """Return the seconds of one product [rows, inner] @ [inner, columns].
 
         The units compute tiles in waves. A partial wave takes as long as a full one.
         """
         tile_rows, tile_columns = self.device_class.tile
-        waves = -(-batches * -(-rows // tile_rows) * -(-columns // tile_columns) // self.units)
+        tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         tile_seconds = 2 * tile_rows * tile_columns * inner / (self.peak(dtype) * _TILE_SHARE / self.units)
+        waves = -(-tiles // self.units)
         return max(waves * tile_seconds + _START_SECONDS, self.device_class.launch_seconds)
 
     def send_seconds(self, size: float) -> float:

@@ -1,14 +1,14 @@
 """Heads of latent attention: queries and keys whose last features alone are rotated, one rotary key for all heads.
 
-    queries  [B, S, N, D]       plain | rotated                  rotated in the product's own memory
-    product  [B, S, N, P + V]   plain key | value    \\
-    rotary   [B, S, R]          shared by all heads  /  ->  k  plain | rotary | zeros,  v  value | zeros
+    queries  [B, S, N, D]        plain | rotated                  rotated in the product's own memory
+    product  [B, S, N, Dn + V]   plain key | value    \\
+    rotary   [B, S, Dr]          shared by all heads  /  ->  k  plain | rotary | zeros,  v  value | zeros
 
 Keys are written once. Values stay a view of the product unless the kernel of attention wants other head sizes
 (``kernel_head_dims``).
 
-Shape letters: B batch, S sequence, N heads, D head size of queries and keys, P its plain and R its rotated features,
-V head size of values.
+Shape letters: B batch, S sequence, N heads, D features of a query or key head, Dn plain and Dr rotated ones, V features
+of a value head.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Tested in ``tests/core/device/test_latent_heads.py``.
 """
@@ -28,12 +28,12 @@ from megapar.core.device.rotary import rotary_reference, turn_
 
 
 def rotate_last_reference(q: Tensor, cos: Tensor, sin: Tensor, factor: float, width: int) -> Tensor:
-    """Rotate the last R features of q [B, S, N, D], multiply all by a factor and pad them to [B, S, N, width].
+    """Rotate the last Dr features of q [B, S, N, D], multiply all by a factor and pad them to [B, S, N, width].
 
     Args:
         q: [B, S, N, D].
-        cos: [B, S, R / 2].
-        sin: [B, S, R / 2].
+        cos: [B, S, Dr / 2].
+        sin: [B, S, Dr / 2].
         factor: Factor on the scores, in addition to that of the kernels.
         width: Features of the result, at least D.
     """
@@ -66,9 +66,9 @@ def join_heads_reference(product: Tensor, rotary: Tensor, plain: int, widths: He
     """Make keys [B, S, N, key width] and values [B, S, N, value width].
 
     Args:
-        product: Plain features of the keys and the values, [B, S, N, P + V].
-        rotary: The rotary key of all heads, rotated, [B, S, R], in a dtype at least as wide as the product's.
-        plain: P.
+        product: Plain features of the keys and the values, [B, S, N, Dn + V].
+        rotary: The rotary key of all heads, rotated, [B, S, Dr], in a dtype at least as wide as the product's.
+        plain: Dn.
         widths: Features of the results.
     """
     value_dim = product.shape[-1] - plain

@@ -134,7 +134,7 @@ def _sort_pairs(
 ) -> Made:
     from megapar.core.device.triton_kernels import expert_rows
 
-    return tuple(expert_rows.sort_pairs(experts, kept, num_experts, rows, capacity, fill))  # type: ignore[return-value]
+    return expert_rows.sort_pairs(experts, kept, num_experts, rows, capacity, fill)[:]  # a plain tuple, for torch
 
 
 def _order_runs(like: Tensor, shape: Sequence[int], room: int, rows: int, length: int) -> Made:
@@ -142,7 +142,7 @@ def _order_runs(like: Tensor, shape: Sequence[int], room: int, rows: int, length
 
     blocks, sources, experts = shape
     counts = None if length else like
-    return tuple(expert_rows.order_runs(like, counts, (blocks, sources, experts), room, rows, length))  # type: ignore[return-value]
+    return expert_rows.order_runs(like, counts, (blocks, sources, experts), room, rows, length)[:]
 
 
 def _copy_rows(rows: Tensor, index: Tensor, kept: Tensor | None, choices: int) -> Tensor:

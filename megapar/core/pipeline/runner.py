@@ -165,8 +165,8 @@ class Runner:
             self._meter.wait(self._sent.popleft()[1], "pp/send")
 
 
-def run_forward(stages: Stages, queues: Queues, work: StageComputation, micro_batch: int = 0) -> None:
-    """Run one micro-batch forward through this rank's chunks, without a backward; returns after its sends complete.
+def run_forward(stages: Stages, queues: Queues, work: StageComputation) -> None:
+    """Run micro-batch 0 forward through this rank's chunks, without a backward; returns after its sends complete.
 
     Both ends of a queue visit their chunks in forward order, so messages have the same order on both.
     """
@@ -174,9 +174,9 @@ def run_forward(stages: Stages, queues: Queues, work: StageComputation, micro_ba
     x: Tensor | None = None
     for chunk in stages.on(queues.rank):
         if not chunk.first and x is None:
-            room = partial(work.empty, micro_batch, chunk.index)
+            room = partial(work.empty, 0, chunk.index)
             x = queues.finish_receive(*queues.receive(room, stages.chunks[chunk.index - 1].rank))
-        y, _ = work.forward(chunk.index, micro_batch, x)
+        y, _ = work.forward(chunk.index, 0, x)
         x = y
         if y is not None and (to := stages.chunks[chunk.index + 1].rank) != queues.rank:
             y, x = y.contiguous(), None

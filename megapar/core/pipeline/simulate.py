@@ -81,8 +81,6 @@ class Wiring:
 
 
 FREE = Wiring(lambda sender, receiver: None, separate_receives=True)
-ONE_QUEUE = Wiring(lambda sender, receiver: "pp", separate_receives=False)
-PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), separate_receives=False)
 PER_DIRECTION = Wiring(lambda sender, receiver: (sender, receiver), separate_receives=True)
 # The wiring of the runner (``queues``).
 RUNNERS = PER_DIRECTION

@@ -50,7 +50,7 @@ class Recompute:
         choice: The layers to recompute, and their units.
         comm: Tracks the collectives that the layers launch.
         sent_bytes: The world's byte counts; bytes sent by a recomputation are not counted.
-        keeper: Shards or offloads the inputs that units keep; None: keep them unchanged.
+        saved_inputs: Shards or offloads the inputs that units keep; None: keep them unchanged.
         measure: While measuring, receives the bytes that each unit would keep without recompute.
         around: Called in the forward of every unit; returns the context in which the unit will run again.
     """
@@ -60,12 +60,12 @@ class Recompute:
         choice: RecomputeChoice,
         comm: CommContext,
         sent_bytes: CommBytes,
-        keeper: SavedInputs | None = None,
+        saved_inputs: SavedInputs | None = None,
         measure: Measure | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.choice = choice
-        self.keeper = keeper
+        self.saved_inputs = saved_inputs
         self.measure = measure
         self._comm, self._sent_bytes, self._around = comm, sent_bytes, around
 
@@ -115,9 +115,9 @@ class Forward:
 
     def _keeping(self, replay: Replay) -> AbstractContextManager[object]:
         """Return the context in which a unit's inputs are saved; the checkpoint handles its other tensors."""
-        if self._recompute.keeper is None:
+        if self._recompute.saved_inputs is None:
             return nullcontext()
-        self._before = self._recompute.keeper.enter(self._before)
+        self._before = self._recompute.saved_inputs.enter(self._before)
         replay.keep_by(self._before.keep, self._before.whole)
         return self._before.hooks()
 

@@ -69,8 +69,8 @@ class SavedInputs:
 class SavedUnit:
     """The kept tensors of one unit, which live as long as its graph."""
 
-    def __init__(self, keeper: SavedInputs, before: SavedUnit | None) -> None:
-        self._keeper = keeper
+    def __init__(self, saved: SavedInputs, before: SavedUnit | None) -> None:
+        self._saved = saved
         self._before = before
         self._tensors: list[weakref.ref[SavedTensor]] = []
 
@@ -95,7 +95,7 @@ class SavedUnit:
         """Return the stored form of a tensor."""
         if not tensor.numel():
             return tensor
-        kept = SavedTensor(self._keeper, tensor)
+        kept = SavedTensor(self._saved, tensor)
         self._tensors.append(weakref.ref(kept))
         return kept
 
@@ -112,20 +112,20 @@ class SavedUnit:
 class SavedTensor:
     """One kept tensor: whole, stored, or being fetched."""
 
-    def __init__(self, keeper: SavedInputs, tensor: Tensor) -> None:
-        self._keeper = keeper
+    def __init__(self, saved: SavedInputs, tensor: Tensor) -> None:
+        self._saved = saved
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
         flat, self._stride = _flatten(tensor.detach())
         self._numel = flat.numel()
-        self._length = -(-self._numel // keeper.mp.size)
+        self._length = -(-self._numel // saved.mp.size)
         self._flat: Tensor | None = flat
         self._piece: Tensor | None = None  # on the device
         self._host: Tensor | None = None
         self._sent: Any = None  # event: the copy to host memory is complete
         self._back: Any = None  # event: the copy back to the device is complete
         self._flight: InFlight | None = None
-        if keeper.host is not None:
-            self._send(keeper.host, flat)
+        if saved.host is not None:
+            self._send(saved.host, flat)
 
     def store(self) -> None:
         """Release the whole tensor; keep a shard or the host copy."""
@@ -133,7 +133,7 @@ class SavedTensor:
             return
         if self._host is not None:
             # Its memory may be reused only after the copy.
-            self._keeper.device.current_stream().wait_event(self._sent)
+            self._saved.device.current_stream().wait_event(self._sent)
         else:
             self._piece = self._own(self._flat).clone()
         self._flat = None
@@ -142,56 +142,56 @@ class SavedTensor:
         """Launch the fetch, unless the tensor is whole or being fetched."""
         if self._flat is not None or (self._piece is None and self._host is None):
             return
-        keeper, size = self._keeper, self._keeper.mp.size
+        saved, size = self._saved, self._saved.mp.size
         # Allocated on the current stream, which will use and free it.
         buffer = torch.empty(size * self._length, dtype=self._dtype, device=self._device)
-        own = buffer.narrow(0, keeper.mp.rank * self._length, self._length)
+        own = buffer.narrow(0, saved.mp.rank * self._length, self._length)
         self._flat = buffer.narrow(0, 0, self._numel)
         if self._host is None:
             assert self._piece is not None
             own[: self._piece.numel()].copy_(self._piece)
-            self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
+            self._flight = saved.comm.launch(AllGather(saved.mp, buffer), own, owned=True)
             return
-        keeper.to_device.wait_stream(keeper.device.current_stream())
-        with keeper.to_device:
-            keeper.to_device.wait_event(self._sent)
+        saved.to_device.wait_stream(saved.device.current_stream())
+        with saved.to_device:
+            saved.to_device.wait_event(self._sent)
             own[: self._host.numel()].copy_(self._host, non_blocking=True)
-            self._back = keeper.to_device.record_event()
+            self._back = saved.to_device.record_event()
             if size > 1:
-                self._flight = keeper.comm.launch(AllGather(keeper.mp, buffer), own, owned=True)
+                self._flight = saved.comm.launch(AllGather(saved.mp, buffer), own, owned=True)
 
     def whole(self) -> Tensor:
         """Return the original tensor, after making the current stream wait for it."""
         self.fetch()
         if self._back is not None:
-            self._keeper.device.current_stream().wait_event(self._back)
+            self._saved.device.current_stream().wait_event(self._back)
         if self._flight is not None:
             flight, self._flight = self._flight, None
-            self._keeper.comm.wait(flight)
+            self._saved.comm.wait(flight)
         assert self._flat is not None
         return self._flat.as_strided(self._shape, self._stride, self._flat.storage_offset())
 
     def _own(self, flat: Tensor) -> Tensor:
         """Return this rank's shard; those of the last ranks may be shorter, or empty."""
-        start = min(self._keeper.mp.rank * self._length, self._numel)
+        start = min(self._saved.mp.rank * self._length, self._numel)
         return flat[start : start + self._length]
 
     def _send(self, pool: BufferPool, flat: Tensor) -> None:
-        to_host, own = self._keeper.to_host, self._own(flat)
+        to_host, own = self._saved.to_host, self._own(flat)
         self._host = pool.take((own.numel(),), self._dtype, to_host)
-        to_host.wait_stream(self._keeper.device.current_stream())
+        to_host.wait_stream(self._saved.device.current_stream())
         with to_host:
             self._host.copy_(own, non_blocking=True)
             self._sent = to_host.record_event()
 
     def __del__(self) -> None:
         host = getattr(self, "_host", None)
-        if host is None or self._keeper.host is None:
+        if host is None or self._saved.host is None:
             return
         if self._flat is not None:
             # As in ``store``. For the newest units this is the only wait for the copy.
-            self._keeper.device.current_stream().wait_event(self._back or self._sent)
-        self._keeper.host.give(host, self._back)
+            self._saved.device.current_stream().wait_event(self._back or self._sent)
+        self._saved.host.give(host, self._back)
 
 
 def _flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -14,146 +14,21 @@ copies byte by byte otherwise. The padding is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
-from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megapar.core.box import Box
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.device.accumulate import WeightProduct
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
-from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, keeps_aligned, shard_dim
+from megapar.core.sharding.bucket_row import BucketParameter, Entry, make_members, make_ranges, row_length
+from megapar.core.sharding.cut import keeps_aligned
 
-LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
 SMALL_ELEMENTS = 1 << 13  # of a gradient, such as a bias: below this, a launch takes longer than the copy
-
-# (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
-Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
-
-
-@dataclass(frozen=True)
-class BucketParameter:
-    """One parameter of a bucket.
-
-    Attributes:
-        spec: Its row of the parameter table.
-        parameter: The local parameter (cut by mp, ep and emp).
-        counted: True if this rank counts it in the global norm.
-        num_pieces: Number of pieces into which sharding cuts it.
-        dim: The dim along which sharding cuts it.
-        split: Number of its dims that other axes cut.
-        piece: Shape of one rank's piece, including padding.
-        offset: First element of the piece in a row.
-        box: This rank's piece of the global tensor, without padding.
-        padded: True if ``num_pieces`` does not divide the dim.
-    """
-
-    spec: ParameterInfo
-    parameter: nn.Parameter
-    counted: bool
-    num_pieces: int
-    dim: int
-    split: int
-    piece: tuple[int, ...]
-    offset: int
-    box: Box
-    padded: bool
-
-    @cached_property
-    def numel(self) -> int:
-        """The number of elements of one piece, including padding."""
-        return prod(self.piece)
-
-    def parts(self, *, by_row: bool) -> tuple[int, ...]:
-        """Return the lengths of a piece's rows of dim 0 and of the padding after them; ``numel`` if not ``by_row``."""
-        if not by_row or not self.numel:
-            return (self.numel,)
-        row, rows = self.numel // self.piece[0], self.box.sizes[0]
-        return *(row,) * rows, *((self.numel - row * rows,) if rows < self.piece[0] else ())
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return a whole local tensor as [n, *piece]; a view unless it needs padding."""
-        if self.padded:
-            tensor = _pad(tensor, self.dim, self.piece[self.dim] * self.num_pieces)
-        cut: Tensor = tensor.unflatten(self.dim, (-1, self.piece[self.dim]))
-        return cut.movedim(self.dim, 0)
-
-
-def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
-    padded = tensor.new_zeros(*tensor.shape[:dim], length, *tensor.shape[dim + 1 :])
-    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    return padded
-
-
-def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
-    """Return a sort key that groups parameters which the optimizer and the norm treat alike."""
-    spec = entry[0]
-    return not spec.decay, spec.router, spec.axes
-
-
-def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketParameter, ...]:
-    """Lay parameters out in a row, in the same order on every rank; parameters treated alike are adjacent."""
-    members: list[BucketParameter] = []
-    offset = 0
-    for spec, parameter, box, counted in sorted(parameters, key=_alike):
-        sizes = tuple(parameter.shape)
-        dim = shard_dim(sizes, num_pieces)
-        piece = (*sizes[:dim], -(-sizes[dim] // num_pieces), *sizes[dim + 1 :])
-        padded = piece[dim] * num_pieces != sizes[dim]
-        split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
-        members.append(BucketParameter(spec, parameter, counted, num_pieces, dim, split, piece, offset, box, padded))
-        offset += prod(piece)
-    return tuple(members)
-
-
-def row_length(elements: int, item_bytes: int) -> int:
-    """Return the padded length of a row of ``elements``. item_bytes: the smallest element size of its messages."""
-    if elements * item_bytes <= LARGE_BYTES or item_bytes >= ALIGNED_BYTES:
-        return elements
-    unit = ALIGNED_BYTES // item_bytes
-    return -(-elements // unit) * unit
-
-
-@dataclass(frozen=True)
-class OptimizerRange:
-    """Elements [start, end) of a row that the optimizer treats alike.
-
-    Attributes:
-        start: First element.
-        end: One past the last element.
-        decay: True if weight decay applies.
-        counted: True if this rank counts the range in the global norm.
-        router: True if it belongs to a router.
-    """
-
-    start: int
-    end: int
-    decay: bool
-    counted: bool
-    router: bool
-
-
-def _ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...]:
-    """Cut a row where decay, learning rate, counting or the number of split dims changes.
-
-    Parameters that other axes split are separate from those that they replicate: a kernel may round the last
-    elements of a range differently, so ranks with the same parameter must update it in ranges of equal length.
-    """
-    ranges: list[OptimizerRange] = []
-    kinds = groupby(members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
-    for (decay, counted, router, _), group in kinds:
-        first, *others = group
-        last = others[-1] if others else first
-        ranges.append(OptimizerRange(first.offset, last.offset + last.numel, decay, counted, router))
-    return tuple(ranges)
 
 
 class Bucket:
@@ -227,7 +102,7 @@ class Bucket:
         self.parameter_row: Tensor | None = None
         self._is_even = not any(member.padded for member in self.members)
         self._dims = [member.dim for member in self.members]
-        self.ranges = _ranges(self.members)
+        self.ranges = make_ranges(self.members)
         self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
         self._may_wait = False
         self._waiting: list[int] = []  # members whose gradients are copied together, once the bucket is complete

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
+from megapar.core.device.base import Device
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,16 @@ class RowMoves:
 
 
 @torch.no_grad()
-def move_rows(tensors: Sequence[Tensor], moves: RowMoves, axis: Axis) -> None:
+def move_rows(tensors: Sequence[Tensor], moves: RowMoves, axis: Axis, device: Device) -> None:
     """Move rows [slots of the piece, ..] of all tensors over the axis, in place. Collective over the axis.
 
     Args:
         tensors: This rank's pieces, of one dtype.
         moves: Their moves; ranks with none take part.
         axis: The axis, of more than one rank.
+        device: The device of the tensors.
     """
-    device = tensors[0].device
-    leaving, arriving = (
-        torch.tensor(slots, dtype=torch.int64, device=device) for slots in (moves.leaving, moves.arriving)
-    )
+    leaving, arriving = device.integers((moves.leaving, moves.arriving)).unbind(0)  # as many of each
     sent = torch.cat([tensor.index_select(0, leaving).flatten(1) for tensor in tensors], dim=1)
     received = sent.new_empty(len(moves.arriving), sent.shape[1])
     with axis.waiting("all_to_all"):

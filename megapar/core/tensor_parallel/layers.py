@@ -71,12 +71,12 @@ def local(weight: Tensor) -> Tensor:
     return with_fp32_grad_sum(weight, weight.to_local() if isinstance(weight, DTensor) else weight)
 
 
-def piece_shape(shape: Sequence[int], dim: int, axis: Axis, even: bool = True) -> tuple[int, ...]:
+def piece_shape(shape: Sequence[int], dim: int, axis: Axis) -> tuple[int, ...]:
     """Return the shape of this rank's piece of a tensor that is cut along ``dim``.
 
-    Raises ValueError if ``even`` is set and the axis does not divide the dim.
+    Raises ValueError if the axis does not divide the dim.
     """
-    if even and shape[dim] % axis.size:
+    if shape[dim] % axis.size:
         raise ValueError(f"dim {dim} of {tuple(shape)} is not divisible by the {axis.size} ranks of {axis.name}")
     return Box.whole(shape).cut(dim, axis.size, axis.rank).sizes
 

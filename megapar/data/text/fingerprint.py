@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,6 +23,7 @@ from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
+from megapar.files.data_files import bare_name
 from megapar.files.record import FIELD
 
 BLOCKS = 64  # blocks of a file of tokens that are hashed
@@ -188,14 +188,10 @@ def _cached(name: str) -> Iterator[str]:
         revision = (hub / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
-        wanted = _letters(name)
+        wanted = bare_name(name)
         folders = sorted(cache.iterdir()) if cache.is_dir() else []
-        yield from (line for folder in folders if _letters(folder.name) == wanted for line in _listed(folder))
+        yield from (line for folder in folders if bare_name(folder.name) == wanted for line in _listed(folder))
         return
     yield revision
     if (hub / "snapshots" / revision).is_dir():
         yield from _listed(hub / "snapshots" / revision)
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -8,7 +8,6 @@ Tested in ``tests/model/cost/test_model_cost.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.model.attention_sizes import AttentionSizes
@@ -59,16 +58,13 @@ class _Heads:
     products: tuple[Product, ...]
 
 
-def attention_cost(
-    operators: Operators, shape: AttentionShape, widths: tuple[int, int], between: Sequence[OpCost] = ()
-) -> list[OpCost]:
+def attention_cost(operators: Operators, shape: AttentionShape, widths: tuple[int, int]) -> list[OpCost]:
     """Return the operators of attention: norm, queries, keys and values, core, output projection.
 
     Args:
         operators: Costs of operators that all layers share.
         shape: The attention.
         widths: Features that the product before the core makes and that the output projection takes.
-        between: Operators between the core and the output projection.
     """
     view, H = operators.view, operators.hidden_size
     e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
@@ -85,7 +81,6 @@ def attention_cost(
             transient=e * t * heads.qkv + 2 * x + operators.column_gathers,
         ),
         _core(operators, shape, heads),
-        *between,
         OpCost(
             "proj",
             operators.dropped(),
@@ -170,7 +165,8 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     elif view.cp > 1:
         kept += e * t * heads.out  # the core's output before and after the all-to-all
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
-    return OpCost("core", kept, (), 2.0 * t * heads.scored * seen, core + heads.kept, sent, transient)
+    scores, moved = 2.0 * t * heads.scored * seen, core + heads.kept
+    return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
 
 
 def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float) -> float:

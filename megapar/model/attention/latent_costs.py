@@ -112,11 +112,8 @@ class LatentCosts:
     def _keys_and_values(self) -> OpCost:
         """Return the cost of making keys and values, in the forward and again in the backward."""
         view = self._view
-        e, t, made = (
-            view.item_bytes,
-            view.tokens,
-            self._N * (self.sizes.key_dim - self.sizes.rotary_dim + self.sizes.value_dim),
-        )
+        e, t = view.item_bytes, view.tokens
+        made = self._N * (self.sizes.key_dim - self.sizes.rotary_dim + self.sizes.value_dim)
 
         def times(rows: float) -> Product:
             return Product(rows, self.latent_rank, round(made))
@@ -143,16 +140,14 @@ class LatentCosts:
         view, N, V = self._view, self._N, self.sizes.value_dim
         t, e, w = view.tokens, view.item_bytes, view.wide_bytes
         out, joined = N * V, N * (self.sizes.key_dim + V)
-        padded = (
-            N * self._widths[1] if self._widths[1] > V else 0.0
-        )  # the kernel's output, of which features are copied
+        # The kernel's output, of which features are copied.
+        padded = N * self._widths[1] if self._widths[1] > V else 0.0
         whole = e * t * (out + padded) + 4 * t * N
         kept = e * t * out if view.selective_recompute and not view.attends_blockwise else whole
         # Keys and values made again, the product that they are made of, and their gradients and those of queries.
         transient = e * t * (2 * joined + N * self.sizes.key_dim + out) + (whole - kept)
-        if (
-            view.attends_blockwise
-        ):  # the output head by head, too; sums in fp32; columns and their gradients of two ranks (ring) or all ranks
+        if view.attends_blockwise:
+            # The output head by head, too; sums in fp32; columns and their gradients of two ranks (ring) or all ranks.
             kept += e * t * out
             transient += w * t * out + t * self._columns * (e + w) * (2 if view.ring else view.cp + 1)
             if view.sends_latents:  # a block's keys and values are made here, and their gradients summed in fp32
@@ -165,7 +160,7 @@ class LatentCosts:
                 kept += e * (view.cp - 1) * t * self._columns  # of the other ranks
         scores = 2.0 * t * joined * view.seq_length * 0.5
         moved = whole + e * t * (N * self.sizes.key_dim + joined)
-        return OpCost("core", kept, (), scores, moved, self._sent(), transient)
+        return OpCost("core", kept, scores=scores, moved=moved, sent=self._sent(), transient=transient)
 
     def _sent(self) -> tuple[CommCost, ...]:
         """Return the communication over cp."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megapar.model.decoder.keys import MTP, NORM_TOPK_PROB, moe_layers, shared_width
+from megapar.model.decoder.keys import ATTENTION_DROPOUT, MTP, NORM_TOPK_PROB, moe_layers, shared_width
 from megapar.model.decoder.rope_keys import rope_settings
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
-    OPTIONAL_PROBABILITY,
     OPTIONAL_SIZE,
     POSITIVE,
     SIZE,
@@ -99,13 +98,7 @@ LATENT_ATTENTION = (
     Setting("initializer_range", anything, from_flags=lambda settings: settings["init_std"]),
     Setting("rms_norm_eps", EPSILON, "layernorm_epsilon"),
     *rope_settings(),
-    Setting(
-        "attention_dropout",
-        OPTIONAL_PROBABILITY,
-        "attention_dropout",
-        written=False,
-        to_flag=lambda config: config.get("attention_dropout") or 0.0,
-    ),
+    ATTENTION_DROPOUT,
 )
 INTERLEAVED = Setting("rope_interleave", true_or_false, only=True)
 EXPERTS = (

@@ -5,17 +5,16 @@
                a row per (token, rank): from there to the ranks of the node                        ``ep_within``
 
 Experts' outputs return, and gradients move, the same way. A row of the dispatch is the token and its weight, or by node
-k slots with an expert's number (2 bytes) and its weight each, padded to 16 bytes; a row of the combine is an output.
+k fields with an expert's number (2 bytes) and its weight each, padded to 16 bytes; a row of the combine is an output.
 
 Expected numbers are those of balanced routing: all sets of k of the E experts are equally likely, so the number of a
-token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them; ``counted`` counts instead.
+token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them.
 
 E experts, k choices, N nodes of L ranks of ep. Tested in ``tests/model/decoder/test_dispatch_bytes.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
@@ -23,14 +22,14 @@ from megapar.model.decoder.expert_rows import ALIGNED_BYTES, row_columns
 from megapar.model.decoder.sizes import MoeSizes
 
 BETWEEN, WITHIN = "ep_between", "ep_within"  # the axes of the two hops
-EXPERT_BYTES = 2  # of an expert's number in a slot
-NO_EXPERT = 0xFFFF  # the number in an empty slot
+EXPERT_BYTES = 2  # of an expert's number in a field
+NO_EXPERT = 0xFFFF  # the number in an empty field
 MOST_EXPERTS = 2**15  # whose numbers are not negative as int16
 PASSES = (("dispatch", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
 
 
-def slot_row_bytes(hidden: int, topk: int, weight_bytes: int, item_bytes: int) -> int:
-    """Return the bytes of a row of the dispatch by node: ``hidden`` elements, ``topk`` slots, padding to 16 bytes."""
+def node_row_bytes(hidden: int, topk: int, weight_bytes: int, item_bytes: int) -> int:
+    """Return the bytes of a row of the dispatch by node: ``hidden`` elements, ``topk`` fields, padding to 16 bytes."""
     size = hidden * item_bytes + topk * (EXPERT_BYTES + weight_bytes)
     return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
 
@@ -97,17 +96,17 @@ class DispatchBytes:
     ) -> DispatchBytes:
         """Return the messages of a layer of these sizes; the other arguments are the attributes."""
         return cls(
-            moe.hidden_size,
-            moe.topk,
-            moe.num_experts,
-            ep,
-            node_ranks,
-            item_bytes,
-            weight_bytes,
-            kept,
-            moe.groups,
-            moe.group_topk,
-            by_expert,
+            hidden=moe.hidden_size,
+            topk=moe.topk,
+            num_experts=moe.num_experts,
+            ep=ep,
+            node_ranks=node_ranks,
+            item_bytes=item_bytes,
+            weight_bytes=weight_bytes,
+            kept=kept,
+            groups=moe.groups,
+            chosen_groups=moe.group_topk,
+            by_expert=by_expert,
         )
 
     @property
@@ -149,7 +148,7 @@ class DispatchBytes:
     def by_node(self, tokens: float) -> dict[tuple[str, str], Sent]:
         """Return the bytes of each of the four passes of the dispatch by node, as ``plain``."""
         sizes = {
-            "dispatch": slot_row_bytes(self.hidden, self.topk, self.weight_bytes, self.item_bytes),
+            "dispatch": node_row_bytes(self.hidden, self.topk, self.weight_bytes, self.item_bytes),
             "combine": self.hidden * self.item_bytes,
         }
         return {(name, phase): self.node_rows().times(tokens * sizes[name]) for name, phase in PASSES}
@@ -180,38 +179,3 @@ class DispatchBytes:
             for n in range(min(experts, self.topk) + 1)
             if lost or n == 0
         )
-
-
-def counted(routing: Sequence[Sequence[Sequence[int]]], num_experts: int, node_ranks: int) -> tuple[Sent, ...]:
-    """Count the rows that each rank sends in a pass of the dispatch by node.
-
-    Args:
-        routing: For each rank of ep the experts of the kept pairs of each of its tokens.
-        num_experts: E.
-        node_ranks: Ranks of ep on each node, L.
-
-    Returns:
-        The rows of each rank's first hop to other nodes, and of its second hop to other ranks of its node.
-    """
-    local = num_experts // len(routing)
-    between, within = [0] * len(routing), [0] * len(routing)
-    for source, tokens in enumerate(routing):
-        node, place = divmod(source, node_ranks)
-        for experts in tokens:
-            ranks = {expert // local for expert in experts}
-            between[source] += len({rank // node_ranks for rank in ranks} - {node})
-            for rank in ranks:
-                entry = rank // node_ranks * node_ranks + place
-                within[entry] += rank != entry
-    return tuple(Sent(*rows) for rows in zip(between, within, strict=True))
-
-
-def counted_plain(routing: Sequence[Sequence[Sequence[int]]], num_experts: int, node_ranks: int) -> tuple[Sent, ...]:
-    """Count the rows that each rank sends in a pass of the plain dispatch, as ``counted``."""
-    local = num_experts // len(routing)
-    sent = []
-    for source, tokens in enumerate(routing):
-        ranks = [expert // local for experts in tokens for expert in experts]
-        within = sum(rank != source and rank // node_ranks == source // node_ranks for rank in ranks)
-        sent.append(Sent(sum(rank // node_ranks != source // node_ranks for rank in ranks), within))
-    return tuple(sent)

@@ -12,7 +12,7 @@ from functools import cached_property
 from megapar.model.cost.communication import Communication
 from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product
 from megapar.model.cost.rank_view import RankView
-from megapar.model.decoder.dispatch_bytes import BETWEEN, EXPERT_BYTES, WITHIN, DispatchBytes, slot_row_bytes
+from megapar.model.decoder.dispatch_bytes import BETWEEN, EXPERT_BYTES, WITHIN, DispatchBytes, node_row_bytes
 from megapar.model.decoder.expert_rows import ExpertRows, row_columns
 from megapar.model.decoder.sizes import MoeSizes
 
@@ -122,11 +122,11 @@ class _ExpertLayer:
         s, k, inside = view.local_tokens, moe.topk, self.rows.multiplied
         entered = s * layer.nodes * layer.rows_to_node()
         arrived = s * view.ep * layer.rows_to_rank()
-        # Each order has an index both ways and a bit for each slot; a slot of a row that leaves has an expert.
-        slots = (2 * INDEX_BYTES + 1) * k * (s + entered + arrived)
-        row = slot_row_bytes(moe.hidden_size, k, view.wide_bytes, view.item_bytes)
+        # Each order has an index both ways and a bit for each field; a field of a row that leaves has an expert.
+        fields = (2 * INDEX_BYTES + 1) * k * (s + entered + arrived)
+        row = node_row_bytes(moe.hidden_size, k, view.wide_bytes, view.item_bytes)
         token = view.item_bytes * moe.hidden_size
-        kept = slots + EXPERT_BYTES * k * entered + view.wide_bytes * inside
+        kept = fields + EXPERT_BYTES * k * entered + view.wide_bytes * inside
         # Rows that leave are written from tokens, rows that are relayed from them, and copies for experts from those.
         return kept, 2 * token * (entered + arrived + inside), token * (inside + arrived) + row * arrived
 

@@ -58,6 +58,15 @@ VOCABULARY = (Setting("vocab_size", SIZE, "vocab_size"), Setting("hidden_size", 
 DENSE_WIDTH = Setting("intermediate_size", SIZE, "ffn_hidden_size")
 
 
+ATTENTION_DROPOUT = Setting(
+    "attention_dropout",
+    OPTIONAL_PROBABILITY,
+    "attention_dropout",
+    written=False,
+    to_flag=lambda config: config.get("attention_dropout") or 0.0,
+)
+
+
 def attention_settings(partial: float | None = None) -> tuple[Setting, ...]:
     """Return the settings of attention. partial: See ``rope_settings``."""
     return (
@@ -78,13 +87,7 @@ def attention_settings(partial: float | None = None) -> tuple[Setting, ...]:
         Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_window),
         Setting("use_sliding_window", true_or_false, written=False),
         Setting("layer_types", anything, written=False, refused=_layer_types),
-        Setting(
-            "attention_dropout",
-            OPTIONAL_PROBABILITY,
-            "attention_dropout",
-            written=False,
-            to_flag=lambda config: config.get("attention_dropout") or 0.0,
-        ),
+        ATTENTION_DROPOUT,
         Setting(
             "router_jitter_noise", OPTIONAL_PROBABILITY, written=False, ignored="the router's inputs have no noise here"
         ),

@@ -16,9 +16,10 @@ from torch import Tensor
 from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, DTYPES, ShardFile
 from megapar.errors import CheckpointError
+from megapar.files.published_names import INDEX_FILE, WEIGHTS_FILE
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.model.hugging_face.block_fp8 import BLOCK, SUFFIX, dequantized, scale_shape, stored_rows
-from megapar.model.hugging_face.save import INDEX, some
+from megapar.model.hugging_face.save import some
 from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, stored_pieces, to_pairs
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
@@ -59,10 +60,10 @@ class HfFolder:
         single: Name of the file that contains all tensors if the folder has no index.
     """
 
-    def __init__(self, folder: str | Path, single: str = "model.safetensors") -> None:
+    def __init__(self, folder: str | Path, single: str = WEIGHTS_FILE) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, FolderTensor] = {}
-        index = self.folder / INDEX
+        index = self.folder / INDEX_FILE
         if index.exists():
             places = _weight_map(index)
             for file in sorted(set(places.values())):
@@ -70,7 +71,7 @@ class HfFolder:
         elif (self.folder / single).exists():
             self._add(self.folder / single, None)
         else:
-            raise CheckpointError(f"{folder} has neither {INDEX} nor {single}")
+            raise CheckpointError(f"{folder} has neither {INDEX_FILE} nor {single}")
         for name in [name for name, stored in self.tensors.items() if stored.dtype == torch.float8_e4m3fn]:
             self._pair(name)
 
@@ -97,7 +98,7 @@ class HfFolder:
             names = set(file.names()) if wanted is None else wanted
             missing = names - set(file.names())
             if missing:
-                raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX} lists as part of it")
+                raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX_FILE} lists as part of it")
             for name in names:
                 code, shape = file.describe(name)
                 if code not in DTYPES:

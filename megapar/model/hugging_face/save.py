@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError
+from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.model.architectures import own_architecture
 from megapar.model.hugging_face.tensors import export_piece, stored_pieces
 from megapar.model.hugging_face.whole_folder import written_aside
@@ -29,8 +30,7 @@ from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 
 SHARD_BYTES = 2 << 30
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+MOST_NAMES = 5  # in a message
 
 
 def save_hf(
@@ -68,7 +68,7 @@ def save_hf(
     architecture = architecture or own_architecture(sizes)
     assert architecture is not None, "a model that can be exported has a class"
     folder = Path(folder)
-    with written_aside(folder, _is_weights, CONFIG) as aside:
+    with written_aside(folder, _is_weights, CONFIG_FILE) as aside:
         shards = _Shards(aside, shard_bytes)
         config = {**config_of(architecture, sizes, dtype, published), **(token_ids or {})}
         shared = architecture.of_folder(config).shared
@@ -77,7 +77,7 @@ def save_hf(
             for copy in (copy for copy, original in shared.items() if original == name):
                 shards.add(copy, tensor.clone())
         shards.close()
-        (aside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if beside is not None:
             beside(aside)
 
@@ -95,7 +95,7 @@ def config_of(
 
 def _is_weights(name: str) -> bool:
     """Return True if a file of this name is part of an export, so that a new export removes it."""
-    return name == INDEX or fnmatch(name, "model*.safetensors")
+    return name == INDEX_FILE or fnmatch(name, "model*.safetensors")
 
 
 def _hf_tensors(
@@ -141,16 +141,15 @@ class _Shards:
 
     def close(self) -> None:
         self._write()
-        if len(self.files) == 1:
-            os.replace(self.folder / "part-0", self.folder / "model.safetensors")
-            return
         places: dict[str, str] = {}
         for i, names in enumerate(self.files):
-            file = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
+            file = weights_name(i + 1, len(self.files))
             os.replace(self.folder / f"part-{i}", self.folder / file)
             places |= dict.fromkeys(names, file)
+        if len(self.files) == 1:
+            return
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(places.items()))}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
         save_file(self.held, self.folder / f"part-{len(self.files)}", metadata={"format": "pt"})
@@ -158,7 +157,8 @@ class _Shards:
         self.held, self.held_bytes = {}, 0
 
 
-def some(names: Iterable[Any], most: int = 5) -> str:
-    """Format the first ``most`` names and the number of the others."""
+def some(names: Iterable[Any]) -> str:
+    """Format the first names, ``MOST_NAMES`` of them, and the number of the others."""
     ordered = sorted(map(str, names))
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+    more = len(ordered) - MOST_NAMES
+    return ", ".join(ordered[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

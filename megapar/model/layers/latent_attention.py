@@ -6,9 +6,9 @@
 
 The core's backward makes keys and values again from the latent, by kv_up, so that the latent is kept in their place.
 
-Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N heads, D = P + R
-head size of queries and keys (P plain features, R rotated ones after them), V head size of values, Q query rank,
-L latent rank; /mp marks dims that are split over the tensor parallel axis.
+Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N heads, D = Dn + Dr
+features of a query or key head (Dn plain ones, Dr rotated ones after them), V features of a value head, Rq and R ranks
+of the latents of queries and of keys and values; /mp marks dims that are split over the tensor parallel axis.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Tested in ``tests/model/layers/test_latent_attention.py``.
 """
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class LatentAttention(SelfAttention):
     """Multi-latent attention, whose heads are split over mp; latents and rotary key are whole on every rank.
 
-    x [B, S(/mp), H] -> down [Q + L + R, H] (whole weight) -> norms of both latents -> all-gather over mp (sequence
-      parallel) -> q_up: [B, S, N/mp, D], kv_up: [B, S, N/mp, P + V] -> (rope) -> softmax(q k^T) v -> [B, S, N V/mp]
+    x [B, S(/mp), H] -> down [Rq + R + Dr, H] (whole weight) -> norms of both latents -> all-gather over mp (sequence
+      parallel) -> q_up: [B, S, N/mp, D], kv_up: [B, S, N/mp, Dn + V] -> (rope) -> softmax(q k^T) v -> [B, S, N V/mp]
       -> proj: row linear -> y [B, S(/mp), H]
     The gradients of latents and rotary key are sums over heads: partial over mp, and summed once before the norms
     (``core.tensor_parallel.shared_input``). The gradients of down and the norms are then whole, and partial over mp
@@ -68,22 +68,22 @@ class LatentAttention(SelfAttention):
         super().__init__(sizes, layer, cp=cp, **options)
         execution, dtype, device = options.get("execution", DEFAULT), options["dtype"], options["device"]
         H, N, D, V = sizes.hidden_size, sizes.num_heads, sizes.key_dim, sizes.value_dim
-        Q, L, R = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
-        self.parts, self.plain_dim, self.value_dim = (Q, L, R), sizes.plain_dim, V
+        Rq, R, Dr = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
+        self.parts, self.plain_dim, self.value_dim = (Rq, R, Dr), sizes.plain_dim, V
         self.sequence_parallel = options["sequence_parallel"]
         self.comm, self.weight_gradients = execution.comm or CommContext(), execution.weight_gradients
         self.fp8 = execution.fp8
-        self.down = ReplicatedLinear(H, Q + L + R, dtype=dtype, device=device, execution=execution)
-        self.q_norm = RmsNorm(Q, sizes.epsilon, dtype=dtype, device=device, run=self.run) if Q else None
-        self.kv_norm = RmsNorm(L, sizes.epsilon, dtype=dtype, device=device, run=self.run)
-        self.q_up = ColumnLinear(Q or H, (N, D), split=0, bias=False, **options)
-        self.kv_up = ColumnLinear(L, (N, self.plain_dim + V), split=0, bias=False, **options)
+        self.down = ReplicatedLinear(H, Rq + R + Dr, dtype=dtype, device=device, execution=execution)
+        self.q_norm = RmsNorm(Rq, sizes.epsilon, dtype=dtype, device=device, run=self.run) if Rq else None
+        self.kv_norm = RmsNorm(R, sizes.epsilon, dtype=dtype, device=device, run=self.run)
+        self.q_up = ColumnLinear(Rq or H, (N, D), split=0, bias=False, **options)
+        self.kv_up = ColumnLinear(R, (N, self.plain_dim + V), split=0, bias=False, **options)
         self.proj = RowLinear(N * V, H, bias=sizes.output_bias, **options)
 
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
         """See ``SelfAttention.project``. Heads have the sizes that the core's kernels want, with zeros at their ends.
 
-        After v it returns what makes k and v again: the latent [B, S, L] and the rotated key [B, S, R].
+        After v it returns what makes k and v again: the latent [B, S, R] and the rotated key [B, S, Dr].
         """
         latents = self._latents(x)
         if self.mp.size > 1:
@@ -159,7 +159,7 @@ class LatentAttention(SelfAttention):
         return make
 
     def _latents(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the query latent [B, S(/mp), Q] if any, the latent [.., L] and the rotary key [.., R] of x."""
+        """Return the query latent [B, S(/mp), Rq] if any, the latent [.., R] and the rotary key [.., Dr] of x."""
         queries, latent, key = self.down(x).split(self.parts, dim=-1)
         latent = self.kv_norm(latent)
         return (latent, key) if self.q_norm is None else (self.q_norm(queries), latent, key)
@@ -188,7 +188,7 @@ class LatentAttention(SelfAttention):
     def _finished_columns(
         self, q: Tensor, latent: Tensor, key: Tensor, angles: Angles | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotate q [B, S, N, D] and the rotary key [B, S, R]; return q, latents [B, S, 1, L], keys [B, S, 1, R]."""
+        """Rotate q [B, S, N, D] and the rotary key [B, S, Dr]; return q, latents [B, S, 1, R], keys [B, S, 1, Dr]."""
         factor = self._score_factor(self._widths(q).key) if self.cp.deals_heads else self.sizes.query_factor
         q, key = self._rotated(q, key, angles, factor, self.sizes.key_dim)
         return q, latent.unsqueeze(2), key.unsqueeze(2)
@@ -208,7 +208,7 @@ class LatentAttention(SelfAttention):
     def _finished_heads(
         self, q: Tensor, product: Tensor, key: Tensor, latent: Tensor, angles: Angles | None
     ) -> tuple[Tensor, ...]:
-        """Rotate q [B, S, N, D] and the rotary key [B, S, R], and join k and v from the product [B, S, N, P + V]."""
+        """Rotate q [B, S, N, D] and the rotary key [B, S, Dr], and join k and v from the product [B, S, N, Dn + V]."""
         width = self._widths(q).key
         q, key = self._rotated(q, key, angles, self._score_factor(width), width)
         return q, *self._joined(product, key), latent.detach(), key.detach()
@@ -226,14 +226,14 @@ class LatentAttention(SelfAttention):
 
 @counted(2, 2, 2, 2)
 def rotated(q: Tensor, key: Tensor, cos: Tensor, sin: Tensor, factor: float, width: int) -> tuple[Tensor, Tensor]:
-    """Rotate the last features of q [B, S, N, D] and the rotary key [B, S, R], both in their memory if uncompiled."""
+    """Rotate the last features of q [B, S, N, D] and the rotary key [B, S, Dr], both in their memory if uncompiled."""
     turn: Callable[..., Tensor] = op("rotate_last", q)
     return turn(q, cos, sin, factor, width), turn(key.unsqueeze(2), cos, sin, 1.0, key.shape[-1]).squeeze(2)
 
 
 @counted(2, 2)
 def joined(product: Tensor, key: Tensor, plain_dim: int, widths: HeadWidths) -> tuple[Tensor, Tensor]:
-    """Join k [B, S, N, D] and v [B, S, N, V] from the product [B, S, N, P + V] and the rotated key [B, S, R]."""
+    """Join k [B, S, N, D] and v [B, S, N, V] from the product [B, S, N, Dn + V] and the rotated key [B, S, Dr]."""
     join: Callable[..., Any] = op("join_heads", product)
     heads: tuple[Tensor, Tensor] = join(product, key, plain_dim, widths)
     return heads

@@ -16,16 +16,16 @@ from megapar.model.rope_scaling import LINEAR, LLAMA3, RopeScaling
 
 
 class RotaryEmbedding:
-    """The angles of positions: position * theta^(-2i / R), or of scaled frequencies.
+    """The angles of positions: position * theta^(-2i / Dr), or of scaled frequencies.
 
     The frequencies are computed at the first use and kept as a plain attribute: no buffer has to be stored or loaded.
 
     Args:
-        rotary_dim: Leading features of a head that are rotated (R).
+        rotary_dim: Leading features of a head that are rotated (Dr).
         theta: Base of the angles.
         dtype: Compute dtype.
-        scaling: Scaling of the frequencies; None for theta^(-2i / R).
-        head_dim: Features that the angles cover (D >= R); those after R have angle 0. None for R.
+        scaling: Scaling of the frequencies; None for theta^(-2i / Dr).
+        head_dim: Features that the angles cover (D >= Dr); those after Dr have angle 0. None for Dr.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class RotaryEmbedding:
 
 
 def scaled_frequencies(wavelengths: Tensor, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return the frequencies [R / 2] of pairs of features in the order of operations of transformers.
+    """Return the frequencies [Dr / 2] of pairs of features in the order of operations of transformers.
 
     Args:
-        wavelengths: Positions in one radian without scaling, theta^(2i / R), [R / 2].
+        wavelengths: Positions in one radian without scaling, theta^(2i / Dr), [Dr / 2].
         theta: Base of the angles.
         scaling: Scaling of the frequencies, see ``RopeScaling`` for its sources; None for none.
     """

@@ -58,7 +58,8 @@ def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats], like: Tensor | N
     if not stats:
         aux, z, sequence, orthogonal = like.new_zeros(4).unbind()
         dropped = torch.zeros((), dtype=torch.int64, device=like.device)
-        return Terms(sums, aux, z, sequence, orthogonal, dropped.new_empty((0, 0)), dropped)
+        load = dropped.new_empty((0, 0))
+        return Terms(sums, aux=aux, z=z, sequence=sequence, orthogonal=orthogonal, load=load, dropped=dropped)
     zero = like.new_zeros(())
     load = torch.stack([s.load for s in stats])
     counted = load if all(s.counted is s.load for s in stats) else torch.stack([s.counted for s in stats])

@@ -156,11 +156,11 @@ class BalancedNodeDispatcher(NodeDispatcher):
             # The experts of a piece on one destination; each of its pairs has a row if that is a single one.
             experts = self.num_experts // destinations if not pieces else shape.group // destinations
             reached = round(tokens * load.reached(experts) / (pieces or 1))
-            return [min(pairs, reached)] * (shape.pieces * destinations)
+            return [min(pairs, reached)] * (shape.messages * destinations)
 
         pairs = _even(tokens * topk, shape.widths[2])
-        to_nodes = rows(shape.nodes, sum(pairs) // (shape.pieces * shape.nodes))
-        to_ranks = rows(shape.group, sum(pairs) // (shape.pieces * shape.group))
+        to_nodes = rows(shape.nodes, sum(pairs) // (shape.messages * shape.nodes))
+        to_ranks = rows(shape.group, sum(pairs) // (shape.messages * shape.group))
         table = np.array([*to_nodes, *to_ranks, *pairs])
         balanced = np.broadcast_to(table, (*tables.tables.shape[:2], len(table)))
         return super().plan_pieces(leaving, tables, balanced, pieces)  # type: ignore[arg-type]

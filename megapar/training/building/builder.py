@@ -199,8 +199,8 @@ def make_recompute(
     choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
     if choice is None:
         return None
-    keeper = None
+    saved_inputs = None
     if recompute.recompute_offload or recompute.recompute_partition:
         mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
-        keeper = SavedInputs(world.device, mp, comm, offload=recompute.recompute_offload)
-    return Recompute(choice, comm, world.sent_bytes, keeper, around=around)
+        saved_inputs = SavedInputs(world.device, mp, comm, offload=recompute.recompute_offload)
+    return Recompute(choice, comm, world.sent_bytes, saved_inputs, around=around)

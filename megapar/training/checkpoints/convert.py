@@ -22,7 +22,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
 from megapar.core.checkpoint.durable import put_new
-from megapar.core.checkpoint.layout import FILE_NAME, CheckpointLayout, TensorEntry
+from megapar.core.checkpoint.layout import CheckpointLayout, TensorEntry
 from megapar.core.checkpoint.shard_file import (
     DTYPES,
     TensorPlan,
@@ -30,15 +30,16 @@ from megapar.core.checkpoint.shard_file import (
     write_bytes,
     write_shards,
 )
-from megapar.core.checkpoint.storage import SCALARS_NAME, shard_name
 from megapar.core.checkpoint.tiling import tile
 from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
+from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.model.architectures import ARCHITECTURES, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
-from megapar.model.hugging_face.save import INDEX, SHARD_BYTES, config_of
+from megapar.model.hugging_face.save import SHARD_BYTES, config_of
 from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_halves
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
@@ -112,7 +113,7 @@ def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -
     """
     source, out = Path(source), Path(out)
     _refuse_foreign(source)
-    beside = files_beside(source, lambda name: Path(name).suffix in _LEFT or name == INDEX)
+    beside = files_beside(source, lambda name: Path(name).suffix in _LEFT or name == INDEX_FILE)
     architecture, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)
@@ -154,8 +155,8 @@ def _write_checkpoint(
         tensors[name] = TensorEntry(name, spec.shape, wide, cut)
     scalars = {**asdict(Progress()), "optimizer_steps": 0, "schedule": {}}
     text = json.dumps(scalars, indent=1, sort_keys=True).encode()
-    layout = CheckpointLayout(sizes.facts(), {}, write_bytes(folder / SCALARS_NAME, text), tensors, [file])
-    write_bytes(folder / FILE_NAME, layout.to_bytes())
+    layout = CheckpointLayout(sizes.facts(), {}, write_bytes(folder / SCALARS_FILE, text), tensors, [file])
+    write_bytes(folder / LAYOUT_FILE, layout.to_bytes())
     folders.publish(aside, 0)
     has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)
     carried = tuple(foreign)
@@ -204,7 +205,7 @@ def megapar_to_hf(
     """
     source, out = Path(source), Path(out)
     _refuse_foreign(source)
-    folder = source if (source / FILE_NAME).exists() else folders.find(source)
+    folder = source if (source / LAYOUT_FILE).exists() else folders.find(source)
     saved = Saved(folder)
     beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
     facts = {} if beside is None else _facts(beside / FACTS)
@@ -291,7 +292,7 @@ def _write_hf(
     if beside is not None:
         for path in files_beside(beside, lambda name: name in (CARRIED, FACTS)):
             shutil.copyfile(path, aside / path.name)
-    _write_config(aside / "config.json", saved, architecture, tokenizer, dtype)
+    _write_config(aside / CONFIG_FILE, saved, architecture, tokenizer, dtype)
     if tokenizer is not None:
         tokenizer.save_hf(aside)
     dropped = saved.scalars.get("drops_tokens") is True
@@ -349,14 +350,13 @@ def _write_files(
         held += plan.num_bytes
     places: dict[str, str] = {}
     for number, group in enumerate(groups, start=1):
-        single = len(groups) == 1
-        name = "model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        name = weights_name(number, len(groups))
         write_shards(folder / name, file_order(group), fetch, metadata={"format": "pt"})
         places |= {plan.name: name for plan in group}
     total = sum(plan.num_bytes for plan in plans)
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        write_bytes(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
     return total
 
 

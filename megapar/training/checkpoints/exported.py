@@ -16,11 +16,11 @@ import torch
 
 from megapar.config.from_hf import BESIDE, TOKENIZER_FILES
 from megapar.core.checkpoint import folder as folders
-from megapar.core.checkpoint.layout import FILE_NAME
 from megapar.core.units import GIBIBYTE
 from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.files.regular_file import INDEX_BYTES, read_regular
 from megapar.model.spec import spec_of, table_of
 from megapar.training.checkpoints.convert import CARRIED, megapar_to_hf
@@ -45,7 +45,7 @@ def exported(
         dtype: See ``megapar_to_hf``.
         tokenizer: See ``megapar_to_hf``.
     """
-    checkpoint = source if (source / FILE_NAME).exists() else folders.find(source)
+    checkpoint = source if (source / LAYOUT_FILE).exists() else folders.find(source)
     saved = Saved(checkpoint)
     if spec_of(saved.sizes).kind != "moe":
         raise CheckpointError(
@@ -62,7 +62,7 @@ def exported(
 
 def _name(checkpoint: Path, dtype: torch.dtype | None, tokenizer: Tokenizer | None) -> str:
     """Return the folder's name, which differs for other weights (``layout.json`` has their hashes), dtype and ids."""
-    state = hashlib.sha256(read_regular(checkpoint / FILE_NAME, INDEX_BYTES))
+    state = hashlib.sha256(read_regular(checkpoint / LAYOUT_FILE, INDEX_BYTES))
     state.update(f"{dtype}\0{'' if tokenizer is None else tokenizer.fingerprint()}".encode())
     return f"{checkpoint.absolute().parent.name}-{checkpoint.name}-{state.hexdigest()[:_DIGITS]}"
 

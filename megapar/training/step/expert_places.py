@@ -163,7 +163,7 @@ class ExpertPlaces:
                 if view.spec.expert and view.spec.name.startswith(self._prefix(number)):
                     piece = range(view.box.offsets[0], view.box.offsets[0] + view.box.sizes[0])
                     moves = RowMoves.between(self.rows[place], rows[place], piece, axis.size)
-                    move_rows([view.tensor for view in same], moves, axis)
+                    move_rows([view.tensor for view in same], moves, axis, job.world.device)
         self.rows = rows
 
     # Checkpoints

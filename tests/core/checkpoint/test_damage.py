@@ -18,9 +18,11 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.facts import differences
 from megapar.core.checkpoint.shard import Shard
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.model.sizes import ModelSizes
 from tests.core.checkpoint.states import MODEL, load_on, make_state, save_on, untouched
 from tests.model.small import DENSE, ERNIE, MOE
+from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 
 SHARD = "shard-00001.safetensors"
@@ -51,17 +53,11 @@ def refused(folder: Path, verify: Any = "full", targets: dict[str, Shard] | None
 
 def edit_layout(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change layout.json and make its own checksum right again."""
-    path = folder / layout_file.FILE_NAME
+    path = folder / LAYOUT_FILE
     root = json.loads(path.read_bytes())
     change(root)
     del root["sha256"]
     path.write_bytes(layout_file.seal(json.dumps(root)[1:].encode()))
-
-
-def flip_bit(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("verify", ["full", "size", "off"])
@@ -99,7 +95,7 @@ def test_verification_can_be_reduced(folder: Path) -> None:
 
 
 def test_every_bit_of_the_layout_counts(folder: Path) -> None:
-    path = folder / layout_file.FILE_NAME
+    path = folder / LAYOUT_FILE
     whole = path.read_bytes()
     for position in range(0, len(whole), 37):
         flip_bit(path, position)

@@ -21,6 +21,7 @@ from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import ShardFile
 from megapar.core.checkpoint.tiling import from_json, from_runs, tile, to_runs
 from megapar.errors import CheckpointError
+from megapar.files.checkpoint_names import LAYOUT_FILE
 
 NUMBERS = st.integers(-3, 12) | st.sampled_from([1 << 31, 1 << 60, 1 << 64, -(1 << 70)])
 JSON = st.recursive(
@@ -191,6 +192,6 @@ def test_a_written_layout_is_read_as_it_was(tmp_path: Path) -> None:
     state = {"a": Shard.whole("a", torch.zeros(3)), 'näme "\\': Shard.whole('näme "\\', torch.zeros(()))}
     store.save(tmp_path / "c", state, {}, layout={"model": {"ä": "\n"}, "grid": {}}, group=None)
     layout = store.read_layout(tmp_path / "c")
-    assert layout.to_bytes() == (tmp_path / "c" / layout_file.FILE_NAME).read_bytes()
+    assert layout.to_bytes() == (tmp_path / "c" / LAYOUT_FILE).read_bytes()
     assert set(layout.tensors) == set(state)
     assert layout.model == {"ä": "\n"}

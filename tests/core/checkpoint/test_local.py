@@ -18,6 +18,7 @@ from megapar.core.checkpoint import local as local_module
 from megapar.core.checkpoint.local import LocalCheckpoints
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.health.process import Process
+from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 
 FACTS = {"model": {"hidden_size": 8}, "grid": {"mp": 2}}
@@ -67,9 +68,7 @@ def test_what_is_damaged_is_passed_over(tmp_path: Path) -> None:
     for iteration in (5, 10):
         local.save(iteration, state(0, float(iteration)), {})
     newest = tmp_path / "node0" / "job" / "iter_0000010" / "rank-00000.safetensors"
-    content = bytearray(newest.read_bytes())
-    content[-1] ^= 1
-    newest.write_bytes(content)
+    flip_bit(newest, -1)
     found = local.find()
     assert found is not None
     assert found.iteration == 5

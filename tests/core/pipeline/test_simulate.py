@@ -10,9 +10,7 @@ from megapar.core.pipeline.draw import as_svg, as_text
 from megapar.core.pipeline.schedule import Schedule, make_schedule, min_micro_batches
 from megapar.core.pipeline.simulate import (
     FREE,
-    ONE_QUEUE,
     PER_DIRECTION,
-    PER_PAIR,
     RUNNERS,
     Costs,
     DeadlockError,
@@ -68,6 +66,8 @@ def slower(schedule: Schedule, message: float, wiring: Wiring) -> float:
     return 100 * (simulate(schedule, costs, wiring).end / simulate(schedule, costs, FREE).end - 1)
 
 
+ONE_QUEUE = Wiring(lambda sender, receiver: "pp", separate_receives=False)
+PER_PAIR = Wiring(lambda sender, receiver: frozenset((sender, receiver)), separate_receives=False)
 QUEUED = {
     # one communicator for all ranks; one for each two neighbours; percent at messages of 2 and 10 % of a forward
     ("1f1b", 8, 1, 32): ((0.1, 0.5), (0.1, 0.5)),

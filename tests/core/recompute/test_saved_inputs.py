@@ -60,8 +60,8 @@ def kept(device: Device, rank: int, world_size: int, partition: bool, offload: b
     """On a device."""
     comm = CommContext(device=device)
     mp = make_axis(rank, world_size) if partition else Axis.single("mp")
-    keeper = SavedInputs(device, mp, comm, offload=offload, newest=newest)
-    recompute = Recompute(Interval(1), comm, CommBytes(), keeper)
+    saved_inputs = SavedInputs(device, mp, comm, offload=offload, newest=newest)
+    recompute = Recompute(Interval(1), comm, CommBytes(), saved_inputs)
     generator = torch.Generator().manual_seed(3)
     xs = [torch.randn(5, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2)]
     keep = torch.rand(4, 5, generator=generator) > 0.2
@@ -70,7 +70,7 @@ def kept(device: Device, rank: int, world_size: int, partition: bool, offload: b
         outputs = [chain(recompute, x, keep)[0] for x in xs]
         for output in outputs:
             output.sum().backward()
-        host.append(keeper.host_bytes)
+        host.append(saved_inputs.host_bytes)
     got = [x.grad for x in xs]
     for x in xs:
         x.grad = None
@@ -108,7 +108,7 @@ def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[i
     """(bytes after the forward, peak of the backward, host bytes), in units of one kept tensor."""
     size = 12_000
     comm = CommContext()
-    keeper = None
+    saved_inputs = None
     device = Device()
     with MemoryTracker() as tracker:
 
@@ -120,8 +120,8 @@ def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[i
         device.pinned_zeros = on_host  # type: ignore[method-assign]
         if partition or offload:
             mp = make_axis(rank, world_size) if partition else Axis.single("mp")
-            keeper = SavedInputs(device, mp, comm, offload=offload)
-        forward = Recompute(Interval(1), comm, CommBytes(), keeper).begin()
+            saved_inputs = SavedInputs(device, mp, comm, offload=offload)
+        forward = Recompute(Interval(1), comm, CommBytes(), saved_inputs).begin()
         x: Tensor = torch.ones(size, dtype=torch.uint8).to(torch.float32).requires_grad_()
         start = x
         for _ in range(12):
@@ -130,7 +130,7 @@ def holds(rank: int, world_size: int, partition: bool, offload: bool) -> tuple[i
         x.sum().backward()
         peak = tracker.peak_bytes
         del x, start
-    return after // (4 * size), peak // (4 * size), 0 if keeper is None else keeper.host_bytes // (4 * size)
+    return after // (4 * size), peak // (4 * size), 0 if saved_inputs is None else saved_inputs.host_bytes // (4 * size)
 
 
 def test_what_is_held() -> None:

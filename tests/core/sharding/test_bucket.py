@@ -1,4 +1,4 @@
-"""The rows of segments: their lengths, and that nobody reads what fills them up."""
+"""The rows of buckets: their lengths, and that nobody reads what fills them up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 from megapar.core.box import Box
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
-from megapar.core.sharding import bucket as segment
-from megapar.core.sharding.bucket import LARGE_BYTES, Bucket, row_length
+from megapar.core.sharding import bucket as bucket_module
+from megapar.core.sharding import bucket_row
+from megapar.core.sharding.bucket import Bucket
+from megapar.core.sharding.bucket_row import LARGE_BYTES, make_members, row_length
 from megapar.core.sharding.cut import ALIGNED_BYTES
 from megapar.model.parameter import ParameterSpec
 from tests.equivalence.run import trace
@@ -35,7 +37,7 @@ def test_a_piece_is_cut_into_its_rows_and_the_padding(rows: int, rank: int, part
     """Two pieces of rows of 3; the last of five rows and its padding are the second piece's."""
     spec = ParameterSpec("experts", (rows, 3), (), "layer", "normal", True)
     entry = (spec, nn.Parameter(torch.zeros(rows, 3)), Box.whole((rows, 3)).cut(0, 2, rank), True)
-    member = segment.make_members([entry], 2)[0]
+    member = make_members([entry], 2)[0]
     assert (member.parts(by_row=True), member.parts(by_row=False)) == (parts, (sum(parts),))
 
 
@@ -70,7 +72,7 @@ def test_one_rank_casts_its_masters_where_its_parameters_lie(odd: tuple[int, ...
 def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...], filled: bool):
     """(whether a row was filled up, parameters after two steps), with NaN wherever a buffer is taken."""
     lengths = []
-    take, length = BufferPool.take, segment.row_length
+    take, length = BufferPool.take, row_length
 
     def taken(self: BufferPool, *arguments: object) -> torch.Tensor:
         buffer = take(self, *arguments)
@@ -83,8 +85,8 @@ def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[s
         return lengths[-1][1]
 
     with (
-        patch.object(segment, "LARGE_BYTES", 0),
-        patch.object(segment, "row_length", made),
+        patch.object(bucket_row, "LARGE_BYTES", 0),
+        patch.object(bucket_module, "row_length", made),
         patch.object(BufferPool, "take", taken),
     ):
         found = trace(rank, world_size, rendezvous, kind, flags, 2)

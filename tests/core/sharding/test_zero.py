@@ -14,7 +14,7 @@ import torch
 from megapar.core.device import kinds
 from megapar.core.device.accumulate import WeightProduct
 from megapar.core.device.ops import OPS
-from megapar.core.sharding import bucket as segment
+from megapar.core.sharding import bucket as bucket_module
 from megapar.core.sharding import zero
 from megapar.core.sharding.zero import ZeroSharding
 from tests.equivalence.run import Trace, trace
@@ -40,22 +40,22 @@ def train(
     """(most reductions in flight at once, the parameters after two steps)."""
     flying: set[int] = set()
     most = 0
-    start, finish = segment.Bucket.start_grad_reduce, segment.Bucket.finish_grad_reduce
+    start, finish = bucket_module.Bucket.start_grad_reduce, bucket_module.Bucket.finish_grad_reduce
 
-    def started(self: segment.Bucket, **options: bool) -> None:
+    def started(self: bucket_module.Bucket, **options: bool) -> None:
         nonlocal most
         start(self, **options)
         flying.add(id(self))
         most = max(most, len(flying))
 
-    def finished(self: segment.Bucket, **options: bool) -> None:
+    def finished(self: bucket_module.Bucket, **options: bool) -> None:
         finish(self, **options)
         flying.discard(id(self))
 
     with (
         patch.object(zero, "IN_FLIGHT_BYTES", most_bytes),
-        patch.object(segment.Bucket, "start_grad_reduce", started),
-        patch.object(segment.Bucket, "finish_grad_reduce", finished),
+        patch.object(bucket_module.Bucket, "start_grad_reduce", started),
+        patch.object(bucket_module.Bucket, "finish_grad_reduce", finished),
     ):
         found = trace(rank, world_size, rendezvous, *row, 2, backend="late")
     return most, None if found is None else found.parameters
@@ -63,7 +63,7 @@ def train(
 
 @pytest.mark.parametrize("stage", ["1", "2"])
 def test_few_reductions_in_flight_change_nothing(stage: str) -> None:
-    """Buffers of what has landed serve the segments that come, in every micro-batch."""
+    """Buffers of what has landed serve the buckets that come, in every micro-batch."""
     row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
     flags = (*row.flags(), "--sharding-stage", stage, "--num-layers", "6")
     (all_at_once, free), _ = run_ranks(2, train, (row.kind, flags), 1 << 30, group=False)
@@ -81,19 +81,19 @@ def train_alone(
     """(the trace, how often buckets took each of the members that got products)."""
     made: Counter[tuple[int, int]] = Counter()
     taken: Counter[tuple[int, int]] = Counter()
-    add, add_product = segment.Bucket.add, segment.Bucket.add_product
+    add, add_product = bucket_module.Bucket.add, bucket_module.Bucket.add_product
 
-    def added(self: segment.Bucket, index: int) -> bool:
+    def added(self: bucket_module.Bucket, index: int) -> bool:
         taken[id(self), index] += 1
         return add(self, index)
 
-    def multiplied(self: segment.Bucket, index: int, product: WeightProduct) -> None:
+    def multiplied(self: bucket_module.Bucket, index: int, product: WeightProduct) -> None:
         made[id(self), index] += 1
         add_product(self, index, product)
 
     with (
-        patch.object(segment.Bucket, "add", added),
-        patch.object(segment.Bucket, "add_product", multiplied),
+        patch.object(bucket_module.Bucket, "add", added),
+        patch.object(bucket_module.Bucket, "add_product", multiplied),
         patch.object(zero, "set_gradient_sink", zero.set_gradient_sink if products else lambda *_: None),
     ):
         found = trace(rank, world_size, rendezvous, "moe", flags, 2)
@@ -122,14 +122,14 @@ def train_packed(
 ) -> tuple[Counter[str], dict[str, torch.Tensor] | None]:
     """(calls of each operator, parameters after two steps), with the GPU's forms if ``packs``."""
     calls: Counter[str] = Counter()
-    tables, op = kinds._tables(), segment.op
+    tables, op = kinds._tables(), bucket_module.op
 
     def form(name: str, like: torch.Tensor) -> Callable[..., torch.Tensor]:
         calls[name] += 1
         return OPS[name]["cuda"] if packs and name.endswith("pack_bucket") else op(name, like)
 
     classes = {name: replace(one, packs_rows=packs) for name, one in tables[1].items()}
-    with patch.object(kinds, "_tables", lambda: (tables[0], classes)), patch.object(segment, "op", form):
+    with patch.object(kinds, "_tables", lambda: (tables[0], classes)), patch.object(bucket_module, "op", form):
         found = trace(rank, world_size, rendezvous, *row, 2, backend="late")
     return calls, None if found is None else found.parameters
 

@@ -12,10 +12,9 @@ from megapar.core.units import GIBIBYTE
 from megapar.model.decoder.dispatch_bytes import (
     DispatchBytes,
     Sent,
-    counted,
-    counted_plain,
-    slot_row_bytes,
+    node_row_bytes,
 )
+from tests.support.sent_rows import plain_rows, rows_by_node
 
 
 def layer(topk: int, experts: int, ep: int, node_ranks: int, **more: float | int) -> DispatchBytes:
@@ -24,7 +23,7 @@ def layer(topk: int, experts: int, ep: int, node_ranks: int, **more: float | int
 
 @pytest.mark.parametrize(("hidden", "topk", "item", "size"), [(2048, 8, 2, 4144), (5, 1, 2, 16), (5, 2, 4, 32)])
 def test_a_row_has_a_slot_for_each_choice_and_whole_vectors(hidden: int, topk: int, item: int, size: int) -> None:
-    assert slot_row_bytes(hidden, topk, 4, item) == size
+    assert node_row_bytes(hidden, topk, 4, item) == size
 
 
 def test_a_step_of_qwen3_30b_on_two_nodes() -> None:
@@ -65,8 +64,8 @@ def test_expected_rows_are_the_mean_over_all_choices(
     routing = [list(ways)] * ep
     moe = layer(topk, experts, ep, node_ranks, groups=groups, chosen_groups=chosen_groups)
     for expected, sent in (
-        (moe.node_rows(), counted(routing, experts, node_ranks)),
-        (moe.plain_rows(), counted_plain(routing, experts, node_ranks)),
+        (moe.node_rows(), rows_by_node(routing, experts, node_ranks)),
+        (moe.plain_rows(), plain_rows(routing, experts, node_ranks)),
     ):
         assert sum(rank.between for rank in sent) / ep / len(ways) == pytest.approx(expected.between)
         assert sum(rank.within for rank in sent) / ep / len(ways) == pytest.approx(expected.within)
@@ -77,7 +76,7 @@ def test_a_dropped_pair_may_leave_a_node_without_the_token() -> None:
     moe = layer(2, 4, 4, 2, kept=0.5)
     ways = list(product(combinations(range(4), 2), product((0, 1), repeat=2)))
     kept = [[expert for expert, keep in zip(pair, keeps, strict=True) if keep] for pair, keeps in ways]
-    sent = counted([kept] * 4, 4, 2)
+    sent = rows_by_node([kept] * 4, 4, 2)
     assert sum(rank.between for rank in sent) / 4 / len(kept) == pytest.approx(moe.node_rows().between)
     assert sum(rank.within for rank in sent) / 4 / len(kept) == pytest.approx(moe.node_rows().within)
 
@@ -87,19 +86,19 @@ def test_rows_of_one_token_by_hand() -> None:
 
     It reaches rank 0 inside its node, and node 1 at rank 3, which passes it to rank 2.
     """
-    assert counted([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(1, 1), Sent(0, 0), Sent(0, 1))
-    assert counted_plain([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(3, 2), Sent(0, 0), Sent(0, 0))
+    assert rows_by_node([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(1, 1), Sent(0, 0), Sent(0, 1))
+    assert plain_rows([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(3, 2), Sent(0, 0), Sent(0, 0))
 
 
 def test_a_token_without_a_kept_pair_does_not_travel() -> None:
-    assert counted([[[]], [[]]], 2, 1) == (Sent(0, 0), Sent(0, 0))
+    assert rows_by_node([[[]], [[]]], 2, 1) == (Sent(0, 0), Sent(0, 0))
 
 
 def test_a_drawn_routing_has_nearly_the_expected_rows() -> None:
     draw = random.Random(1)
     routing = [[draw.sample(range(16), 4) for _ in range(2000)] for _ in range(8)]
     moe = layer(4, 16, 8, 4)
-    sent = counted(routing, 16, 4)
+    sent = rows_by_node(routing, 16, 4)
     assert isclose(sum(rank.between for rank in sent) / 16000, moe.node_rows().between, rel_tol=0.01)
     assert isclose(sum(rank.within for rank in sent) / 16000, moe.node_rows().within, rel_tol=0.01)
 

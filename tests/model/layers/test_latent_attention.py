@@ -54,15 +54,15 @@ def latent_sizes(**changes) -> LatentAttentionSizes:
 
 def whole_weights(sizes: LatentAttentionSizes, dtype=torch.float64) -> dict[str, Tensor]:
     """Weights of the whole layer, by the names of its parameters."""
-    Q, L, R = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
+    Rq, R, Dr = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
     N, V, H = sizes.num_heads, sizes.value_dim, sizes.hidden_size
     shapes = {
-        "down.weight": (Q + L + R, H),
-        "kv_norm.weight": (L,),
-        "q_up.weight": (N, sizes.key_dim, Q or H),
-        "kv_up.weight": (N, sizes.plain_dim + V, L),
+        "down.weight": (Rq + R + Dr, H),
+        "kv_norm.weight": (R,),
+        "q_up.weight": (N, sizes.key_dim, Rq or H),
+        "kv_up.weight": (N, sizes.plain_dim + V, R),
         "proj.weight": (H, N * V),
-    } | ({"q_norm.weight": (Q,)} if Q else {})
+    } | ({"q_norm.weight": (Rq,)} if Rq else {})
     generator = torch.Generator().manual_seed(5)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64).mul(0.4).add(len(shape) == 1).to(dtype)
@@ -284,10 +284,10 @@ def kept_bytes(run: Callable[[], Tensor], known: tuple[Tensor, ...]) -> int:
 
 def bytes_of_a_position(sizes: LatentAttentionSizes) -> int:
     """What a position keeps in fp32 on a CPU: latents, queries, what attention made; neither keys nor values."""
-    Q, L, R = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
+    Rq, R, Dr = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
     N, V = sizes.num_heads, sizes.value_dim
     width = max(sizes.key_dim, V)
-    down, norms = Q + L + R, 2 * (Q + L) + 2  # its product; per norm the normalized latent, the result and a scale
+    down, norms = Rq + R + Dr, 2 * (Rq + R) + 2  # its product; per norm the normalized latent, the result and a scale
     return 4 * (down + norms + N * width + (N * width + N) + N * V)
 
 

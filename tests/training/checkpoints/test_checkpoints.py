@@ -23,6 +23,7 @@ from megapar.trainer import train
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.health.control import Control, Limits, StopSignal
 from megapar.training.reports.terminal import PlainTerminal
+from tests.support.damage import flip_bit
 from tests.support.here import BASE, losses, run_here
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
@@ -54,12 +55,6 @@ def shard_of(root: Path, iteration: int) -> Path:
     return next(folders.iteration_folder(root, iteration).glob("shard-*.safetensors"))
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_run_saves_in_the_background_and_at_the_end(saved: tuple[Path, dict[int, float]]) -> None:
     root, _ = saved
     assert list(folders.checkpoints(root)) == [2, 4, 6]
@@ -73,11 +68,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     newest = root / "iter_0000006"
     shutil.rmtree(newest) if damage == "no folder" else None
     if damage == "bit":
-        flip(shard_of(root, 6))
+        flip_bit(shard_of(root, 6))
     elif damage == "truncated":
         os.truncate(shard_of(root, 6), 1000)
     elif damage == "layout":
-        flip(newest / "layout.json")
+        flip_bit(newest / "layout.json")
     elif damage == "no layout":
         (newest / "layout.json").unlink()
     elif damage == "latest":
@@ -93,7 +88,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
 
 
 def test_a_damaged_checkpoint_stops_the_run_where_that_is_wanted(root: Path) -> None:
-    flip(shard_of(root, 6))
+    flip_bit(shard_of(root, 6))
     with pytest.raises(CheckpointError, match="iter_0000006 is damaged"):
         run_here(root, "--load", str(root), "--on-bad-checkpoint", "stop")
     (root / "latest").write_text("")
@@ -103,7 +98,7 @@ def test_a_damaged_checkpoint_stops_the_run_where_that_is_wanted(root: Path) -> 
 
 def test_where_none_is_sound_all_are_named(root: Path) -> None:
     for iteration in (2, 4, 6):
-        flip(shard_of(root, iteration))
+        flip_bit(shard_of(root, iteration))
     with pytest.raises(CheckpointError, match=r"no sound checkpoint(.*damaged){3}"):
         run_here(root, "--load", str(root))
 
@@ -123,7 +118,7 @@ def test_a_run_that_has_no_step_left_tells_what_its_model_is_worth(root: Path, t
 
 
 def test_verification_can_be_left_out(root: Path) -> None:
-    flip(shard_of(root, 6))
+    flip_bit(shard_of(root, 6))
     line = ("--load", str(root), "--checkpoint-verify", "size", "--train-iters", "7", "--save-interval", "0")
     assert run_here(root, *line, "--override-opt-param-scheduler").iteration == 7
 

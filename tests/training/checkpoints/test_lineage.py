@@ -14,6 +14,7 @@ from megapar.files.suspects import RECORD
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.reports.terminal import PlainTerminal
+from tests.support.damage import flip_bit
 from tests.support.here import losses, run_here
 
 JOB_A, JOB_B = ({"TORCHELASTIC_RUN_ID": f"job-{name}"} for name in "ab")
@@ -39,12 +40,6 @@ def root(tmp_path: Path) -> Path:
 
 def names(root: Path) -> list[str]:
     return sorted(path.name.removeprefix("iter_000000") for path in root.glob("iter_*"))
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def record(root: Path, iteration: int, began: int, limit: int, others: list[str]) -> None:
@@ -78,14 +73,14 @@ def test_after_a_restart_it_does_neither(root: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way_to_one_of_its_own_line(root: Path, told: list[str]) -> None:
-    damage(next((root / "iter_0000005").glob("shard-*")))
+    flip_bit(next((root / "iter_0000005").glob("shard-*")))
     assert min(losses(run_here(root, "--load", str(root), **RESTART))) == 4
     assert "taking iter_0000003 instead" in told
 
 
 def test_one_of_another_line_is_better_than_none_and_told(root: Path, told: list[str]) -> None:
     for step in (2, 3, 5):
-        damage(next((root / f"iter_000000{step}").glob("shard-*")))
+        flip_bit(next((root / f"iter_000000{step}").glob("shard-*")))
     assert min(losses(run_here(root, "--load", str(root), **RESTART))) == 5
     assert "taking iter_0000004 instead, which is from a lineage that the run had gone back from" in told
 
@@ -104,7 +99,7 @@ def test_a_restart_before_the_first_save_asks_for_what_its_launch_did(tmp_path: 
 def test_a_run_whose_checkpoints_cannot_be_read_does_not_start_over(tmp_path: Path) -> None:
     run_here(tmp_path, "--keep", "1", **JOB_A)
     for folder in tmp_path.glob("iter_*"):
-        damage(folder / "layout.json")
+        flip_bit(folder / "layout.json")
     with pytest.raises(CheckpointError, match="none of them can be read: without --load the run would begin at itera"):
         run_here(tmp_path, "--keep", "1", **RESTART)
     with pytest.raises(CheckpointError, match="without --load"):

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
-
 BLOCK = 4096
 WARPS = 8
 
@@ -65,11 +63,3 @@ def gradient_of(logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype)
         sizes = {"V": logits.shape[1], "BLOCK": BLOCK}
         _gradient[grid](logits, labels, lse, gradient, logits.stride(0), **sizes, num_warps=WARPS)
     return gradient
-
-
-_TYPES = {"logits": "*fp32", "labels": "*i64", "lse": "*fp32"}
-_SIZES = {"V": 103_424, "BLOCK": BLOCK}
-KERNELS = (
-    BuiltKernel("log-probabilities", _log_probability, {**_TYPES, "log_p": "*fp32", "stride": "i32"}, _SIZES, WARPS),
-    BuiltKernel("gradient of logits", _gradient, {**_TYPES, "gradient": "*bf16", "stride": "i32"}, _SIZES, WARPS),
-)

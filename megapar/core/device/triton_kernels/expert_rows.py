@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
-
 ELEMENTS = 4096  # pairs x experts that a program compares at once, at most
 MOST_PAIRS = 32
 BLOCKS = 128  # programs of the sort: each adds up the counts of all
@@ -46,6 +44,15 @@ class Sorted(NamedTuple):
     ends: Tensor
 
 
+@triton.jit
+def _is_kept(pair, kept, N, K, by_token, by_choice):  # type: ignore[no-untyped-def]
+    is_kept = pair < N
+    if kept is not None:
+        place = kept + pair // K * by_token + pair % K * by_choice
+        is_kept = is_kept & (tl.load(place, mask=is_kept, other=0) != 0)
+    return is_kept
+
+
 @triton.jit(do_not_specialize=["N", "steps"])
 def _count(experts, kept, counts, N, steps, K, by_token, by_choice, PAIRS: tl.constexpr, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
@@ -53,13 +60,25 @@ def _count(experts, kept, counts, N, steps, K, by_token, by_choice, PAIRS: tl.co
     total = tl.zeros((BINS,), tl.int32)
     for step in range(steps):
         pair = (block * steps + step) * PAIRS + tl.arange(0, PAIRS)
-        chosen = pair < N
-        if kept is not None:
-            place = kept + pair // K * by_token + pair % K * by_choice
-            chosen = chosen & (tl.load(place, mask=chosen, other=0) != 0)
-        expert = tl.load(experts + pair, mask=chosen, other=-1).to(tl.int32)
+        is_kept = _is_kept(pair, kept, N, K, by_token, by_choice)
+        expert = tl.load(experts + pair, mask=is_kept, other=-1).to(tl.int32)
         total += tl.sum((expert[:, None] == bins[None, :]).to(tl.int32), 0)
     tl.store(counts + block * BINS + bins, total)
+
+
+@triton.jit
+def _mark_rows(  # type: ignore[no-untyped-def]
+    pair_of, row_kept, first, steps, total, bins, num_kept, R, capacity, PAIRS: tl.constexpr, SPREAD: tl.constexpr
+):
+    for step in range(steps):
+        row = first + step * PAIRS
+        real = row < num_kept
+        if SPREAD:
+            owner = row // capacity
+            own = tl.sum(tl.where(owner[:, None] == bins[None, :], total[None, :], 0), 1)
+            real = row - owner * capacity < own
+            tl.store(pair_of + row, 0 * row, mask=(row < R) & (real == 0))
+        tl.store(row_kept + row, real, mask=row < R)
 
 
 @triton.jit(do_not_specialize=["N", "R", "steps", "row_steps", "capacity"])
@@ -104,30 +123,19 @@ def _place(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         tl.store(ends + bins, end + more, mask=bins < E)
     for step in range(steps):
         pair = (block * steps + step) * PAIRS + lane
-        inside = pair < N
-        chosen = inside
-        if kept is not None:
-            at = kept + pair // K * by_token + pair % K * by_choice
-            chosen = chosen & (tl.load(at, mask=inside, other=0) != 0)
-        expert = tl.load(experts + pair, mask=chosen, other=-1).to(tl.int32)
+        inside, is_kept = pair < N, _is_kept(pair, kept, N, K, by_token, by_choice)
+        expert = tl.load(experts + pair, mask=is_kept, other=-1).to(tl.int32)
         hot = (expert[:, None] == bins[None, :]).to(tl.int32)
         row = tl.sum(hot * (place[None, :] + tl.cumsum(hot, 0) - 1), 1)
         place += tl.sum(hot, 0)
-        left = (inside & (chosen == 0)).to(tl.int32)
-        row = tl.where(chosen, row, R if SPREAD else rest + tl.cumsum(left, 0) - 1)
+        left = (inside & (is_kept == 0)).to(tl.int32)
+        row = tl.where(is_kept, row, R if SPREAD else rest + tl.cumsum(left, 0) - 1)
         rest += tl.sum(left, 0)
         tl.store(pair_of + row, pair, mask=inside & (row < R))
         tl.store(row_of + pair, tl.minimum(row, tl.maximum(R - 1, 0)), mask=inside)
     if SPREAD or FILL:
-        for step in range(row_steps):
-            row = (block * row_steps + step) * PAIRS + lane
-            real = row < num_kept
-            if SPREAD:
-                owner = row // capacity
-                own = tl.sum(tl.where(owner[:, None] == bins[None, :], total[None, :], 0), 1)
-                real = row - owner * capacity < own
-                tl.store(pair_of + row, 0 * row, mask=(row < R) & (real == 0))
-            tl.store(row_kept + row, real, mask=row < R)
+        first = block * row_steps * PAIRS + lane
+        _mark_rows(pair_of, row_kept, first, row_steps, total, bins, num_kept, R, capacity, PAIRS, SPREAD)
 
 
 @triton.jit(do_not_specialize=["room", "length"])
@@ -406,45 +414,3 @@ def _mask(kept: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:
 
 def _stride(x: Tensor | None) -> int:
     return 0 if x is None else x.stride(0)
-
-
-def _built(name: str, function: object, types: dict[str, str], **constants: int | None) -> BuiltKernel:
-    """Describe a kernel; ``types`` has the arguments of each type as one string."""
-    signature = {argument: kind for kind, arguments in types.items() for argument in arguments.split()}
-    return BuiltKernel(name, function, signature, constants, WARPS)
-
-
-_COUNTED = {"*i64": "experts", "*u8": "kept", "*i32": "counts", "i32": "N steps K by_token by_choice"}
-_PLACED = {
-    "*i64": "experts pair_of row_of counts",
-    "*u8": "kept row_kept",
-    "*i32": "counts_by_block ends",
-    "i32": "N R steps row_steps capacity K by_token by_choice",
-}
-_RUNS = {"*i64": "counts pair_of row_of totals", "*u8": "real", "*i32": "ends", "i32": "room length"}
-_COPIED = {"*i16": "rows weights out out_weights", "*i64": "index", "i32": "given"}
-_SUMMED = {"*bf16": "rows out", "*i64": "row_of", "*i16": "weights out_weights", "i32": "by_token by_choice"}
-_ROW = {"H": 2560, "W": 2, "WIDTH": WIDEST}
-KERNELS = (
-    _built("pairs of experts", _count, _COUNTED, PAIRS=32, BINS=64),
-    _built("pairs of 512 experts", _count, _COUNTED, PAIRS=8, BINS=512),
-    _built("rows of pairs", _place, _PLACED, E=64, PAIRS=32, BINS=64, SPREAD=0, FILL=0),
-    _built("rows of pairs of 512 experts", _place, _PLACED, E=512, PAIRS=8, BINS=512, SPREAD=1, FILL=0),
-    _built("received rows", _order_runs, _RUNS, BLOCKS=1, SOURCES=8, EXPERTS=8, RUNS=64, SIZE=ROWS_AT_ONCE),
-    _built("gathered rows", _order_runs, _RUNS, BLOCKS=8, SOURCES=64, EXPERTS=8, RUNS=4096, SIZE=ROWS_AT_ONCE),
-    _built(
-        "message",
-        _copy,
-        _COPIED,
-        kept=None,
-        **{**_ROW, "K": 6, "STRIDE": 2560, "OUT_STRIDE": 2568, "W_STRIDE": 2, "OUT_W_STRIDE": 2568},
-        BY_INDEX=1,
-    ),
-    _built(
-        "sums of rows",
-        _sum,
-        _SUMMED,
-        kept=None,
-        **{**_ROW, "K": 6, "STRIDE": 2568, "W_STRIDE": 2568, "CHOICES": 8, "WIDTH": WIDEST // 2},
-    ),
-)

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
-
 ELEMENTS_OF_A_WARP = 512  # 16 of a thread
 
 
@@ -109,17 +107,3 @@ def _launch(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, *, split: bool)
     blocks = {"ROWS": triton.next_power_of_2(together), "WIDTH": triton.next_power_of_2(D)}
     warps = max(1, min(16, blocks["ROWS"] * blocks["WIDTH"] // ELEMENTS_OF_A_WARP))
     _heads[(B * S, G)](qkv, *heads, cos, sin, S, cos.stride(0), **sizes, **blocks, SPLIT=split, num_warps=warps)
-
-
-_TYPES = {
-    **dict.fromkeys(("fused", "q", "k", "v"), "*bf16"),
-    "cos": "*fp32",
-    "sin": "*fp32",
-    "S": "i32",
-    "stride": "i32",
-}
-_SIZES = {"G": 8, "Q": 4, "D": 128, "ROWS": 8, "WIDTH": 128}
-KERNELS = (
-    BuiltKernel("rotary heads, split", _heads, _TYPES, {**_SIZES, "SPLIT": 1}, 2),
-    BuiltKernel("rotary heads, merged", _heads, _TYPES, {**_SIZES, "SPLIT": 0}, 2),
-)

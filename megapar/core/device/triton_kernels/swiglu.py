@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapar.core.device.triton_kernels.built_kernel import BuiltKernel
-
 LARGEST_BLOCK = 1024
 ELEMENTS_OF_A_WARP = 256  # eight of a thread: 16 bytes of a 16-bit dtype
 
@@ -106,18 +104,3 @@ def swiglu_backward(gradient: Tensor, rows: Tensor, weights: Tensor | None) -> t
 def _sizes(F: int) -> dict[str, int]:
     block = min(LARGEST_BLOCK, triton.next_power_of_2(F))
     return {"F": F, "BLOCK": block, "num_warps": max(1, block // ELEMENTS_OF_A_WARP)}
-
-
-_CONSTANTS = {"F": 1536, "BLOCK": LARGEST_BLOCK, "WEIGHED": 1}
-_WARPS = LARGEST_BLOCK // ELEMENTS_OF_A_WARP
-_TYPES = {"rows": "*bf16", "weights": "*fp32"}
-KERNELS = (
-    BuiltKernel("swiglu", _forward, {**_TYPES, "result": "*bf16"}, _CONSTANTS, _WARPS),
-    BuiltKernel(
-        "swiglu, backward",
-        _backward,
-        {"gradient": "*bf16", **_TYPES, "d_rows": "*bf16", "d_weights": "*fp32"},
-        _CONSTANTS,
-        _WARPS,
-    ),
-)

@@ -31,14 +31,12 @@ class BuiltKernel:
     """A kernel with the types that it is compiled for.
 
     Attributes:
-        name: Name for messages.
         function: The function decorated by ``triton.jit``.
         signature: Argument -> type in Triton's notation, without the constants.
         constants: Compile-time constants; None for an argument that is not given.
         warps: Warps of a block. A warp has 32 threads on an NVIDIA GPU, 64 on an AMD Instinct.
     """
 
-    name: str
     function: Any
     signature: Mapping[str, str]
     constants: Mapping[str, int | None]

@@ -1,0 +1,80 @@
+"""The package's Triton kernels as models launch them: the types of their arguments, and constants of real sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megapar.core.device.triton_kernels import cross_entropy, expert_rows, rotary_heads, swiglu
+from tests.support.built_kernel import BuiltKernel
+
+
+def _built(function: object, types: Mapping[str, str], warps: int, **constants: int | None) -> BuiltKernel:
+    """A kernel; ``types`` has the arguments of each type as one string."""
+    signature = {argument: kind for kind, arguments in types.items() for argument in arguments.split()}
+    return BuiltKernel(function, signature, constants, warps)
+
+
+_LOGITS = {"*fp32": "logits lse", "*i64": "labels", "i32": "stride"}
+_VOCABULARY = {"V": 103_424, "BLOCK": cross_entropy.BLOCK}
+
+_HEADS = {"*bf16": "fused q k v", "*fp32": "cos sin", "i32": "S stride"}
+_GROUPS = {"G": 8, "Q": 4, "D": 128, "ROWS": 8, "WIDTH": 128}
+
+_MLP = {"F": 1536, "BLOCK": swiglu.LARGEST_BLOCK, "WEIGHED": 1}
+_MLP_WARPS = swiglu.LARGEST_BLOCK // swiglu.ELEMENTS_OF_A_WARP
+
+_WARPS = expert_rows.WARPS
+_COUNTED = {"*i64": "experts", "*u8": "kept", "*i32": "counts", "i32": "N steps K by_token by_choice"}
+_PLACED = {
+    "*i64": "experts pair_of row_of counts",
+    "*u8": "kept row_kept",
+    "*i32": "counts_by_block ends",
+    "i32": "N R steps row_steps capacity K by_token by_choice",
+}
+_RUNS = {"*i64": "counts pair_of row_of totals", "*u8": "real", "*i32": "ends", "i32": "room length"}
+_COPIED = {"*i16": "rows weights out out_weights", "*i64": "index", "i32": "given"}
+_SUMMED = {"*bf16": "rows out", "*i64": "row_of", "*i16": "weights out_weights", "i32": "by_token by_choice"}
+_ROW = {"H": 2560, "K": 6, "W": 2, "kept": None}
+_COPIED_ROW = {**_ROW, "STRIDE": 2560, "OUT_STRIDE": 2568, "W_STRIDE": 2, "OUT_W_STRIDE": 2568, "BY_INDEX": 1}
+_SUMMED_ROW = {**_ROW, "STRIDE": 2568, "W_STRIDE": 2568, "CHOICES": 8}
+_RUN_ROWS = expert_rows.ROWS_AT_ONCE
+
+KERNELS: dict[str, dict[str, BuiltKernel]] = {
+    "cross_entropy": {
+        "log-probabilities": _built(
+            cross_entropy._log_probability, {**_LOGITS, "*fp32": "logits lse log_p"}, cross_entropy.WARPS, **_VOCABULARY
+        ),
+        "gradient of logits": _built(
+            cross_entropy._gradient, {**_LOGITS, "*bf16": "gradient"}, cross_entropy.WARPS, **_VOCABULARY
+        ),
+    },
+    "expert_rows": {
+        "pairs of experts": _built(expert_rows._count, _COUNTED, _WARPS, PAIRS=32, BINS=64),
+        "pairs of 512 experts": _built(expert_rows._count, _COUNTED, _WARPS, PAIRS=8, BINS=512),
+        "rows of pairs": _built(expert_rows._place, _PLACED, _WARPS, E=64, PAIRS=32, BINS=64, SPREAD=0, FILL=0),
+        "rows of pairs of 512 experts": _built(
+            expert_rows._place, _PLACED, _WARPS, E=512, PAIRS=8, BINS=512, SPREAD=1, FILL=0
+        ),
+        "received rows": _built(
+            expert_rows._order_runs, _RUNS, _WARPS, BLOCKS=1, SOURCES=8, EXPERTS=8, RUNS=64, SIZE=_RUN_ROWS
+        ),
+        "gathered rows": _built(
+            expert_rows._order_runs, _RUNS, _WARPS, BLOCKS=8, SOURCES=64, EXPERTS=8, RUNS=4096, SIZE=_RUN_ROWS
+        ),
+        "message": _built(expert_rows._copy, _COPIED, _WARPS, WIDTH=expert_rows.WIDEST, **_COPIED_ROW),
+        "sums of rows": _built(expert_rows._sum, _SUMMED, _WARPS, WIDTH=expert_rows.WIDEST // 2, **_SUMMED_ROW),
+    },
+    "rotary_heads": {
+        "split": _built(rotary_heads._heads, _HEADS, 2, **_GROUPS, SPLIT=1),
+        "merged": _built(rotary_heads._heads, _HEADS, 2, **_GROUPS, SPLIT=0),
+    },
+    "swiglu": {
+        "forward": _built(swiglu._forward, {"*bf16": "rows result", "*fp32": "weights"}, _MLP_WARPS, **_MLP),
+        "backward": _built(
+            swiglu._backward,
+            {"*bf16": "gradient rows d_rows", "*fp32": "weights d_weights"},
+            _MLP_WARPS,
+            **_MLP,
+        ),
+    },
+}
