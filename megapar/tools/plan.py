@@ -79,6 +79,13 @@ def make_parser() -> argparse.ArgumentParser:
         "which they are estimated (default: 1, balanced)",
     )
     add("--token-budget", type=float, metavar="TOKENS", help="tokens of the whole run (default: from --train-iters)")
+    _add_outputs(parser)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose what is computed beyond the plan, and how it is printed."""
+    add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
     add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: the rank to run (default: 0)")
@@ -100,7 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --show-schedule: derive the time of each chunk from its FLOPs, instead of equal times",
     )
-    return parser
 
 
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
