@@ -1,4 +1,4 @@
-"""How long it takes a thousand nodes to find out that they run the same, or where they differ.
+"""Time in which a thousand nodes find out that they run the same, or where they differ.
 
     python -m benchmarks.agreement.run
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megapar.arguments import parse
 from megapar.core.device.base import Device
 from megapar.training.building import build
-from megapar.training.health.declared import Declared, verdict
+from megapar.training.health.declared import Declaring, verdict
 
 FLAGS = ("--data-path", "mock", "--num-experts", "0", "--seq-length", "128", "--vocab-size", "4096")
 CASES: dict[str, Callable[[int, int], bool]] = {
@@ -35,9 +35,12 @@ CASES: dict[str, Callable[[int, int], bool]] = {
 
 
 def seconds(store: dist.Store, nodes: int, ranks: int, changed: Callable[[int, int], bool]) -> tuple[float, float, int]:
-    """Of one start, of the first rank's comparison in it, and how many differences it finds. ranks: of a node."""
+    """Return (seconds of a start, seconds of the first rank's comparison in it, number of differences that it finds).
+
+    ``ranks``: of a node.
+    """
     config = parse("moe", FLAGS, {"WORLD_SIZE": "2"})
-    whole = Declared.of(config, build.make_corpus(config), Device(), {"GROUP_RANK": "0", "LOCAL_RANK": "0"})
+    whole = Declaring.of(config, build.make_corpus(config), Device(), {"GROUP_RANK": "0", "LOCAL_RANK": "0"})
     start = time.perf_counter()
     for node in range(nodes):
         flags = {**whole.flags, "--lr": str(node)} if changed(node, nodes) else whole.flags
