@@ -1,4 +1,4 @@
-"""What the planner's timeline exposes of this benchmark's messages, beside what the committed results measured.
+"""Exposed messages of this benchmark by the planner's timeline, next to the committed results.
 
     python -m benchmarks.communication_hiding.predicted
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.communication_hiding.shape import WAYS, make_sizes
+from benchmarks.support.device import scaled
 from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.device.kinds import DeviceKind, kinds
@@ -72,12 +73,7 @@ def _kind(length: int, computation: float, waiting: float) -> DeviceKind:
     link = LINKS.index(BETWEEN)
     messages = serial.forward.busy[link] + serial.backward.busy[link]
     faster = (serial.both - serial.forward.waited - serial.backward.waited) / computation
-    return replace(
-        kind,
-        flops={dtype: rate * faster for dtype, rate in kind.flops.items()},
-        memory_bandwidth=kind.memory_bandwidth * faster,
-        between=kind.between * messages / waiting,
-    )
+    return scaled(kind, faster, messages / waiting)
 
 
 def _time(way: Slicing, length: int, kind: DeviceKind) -> StageTime:

@@ -1,4 +1,4 @@
-"""What the planner's timeline exposes of this benchmark's messages, beside what was measured (the table of README.md).
+"""Exposed messages of this benchmark by the planner's timeline, next to the measured ones in README.md.
 
     python -m benchmarks.context_parallel.predicted
 
@@ -9,9 +9,10 @@ that its messages add if each is waited for where it is launched.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.support.device import scaled
 from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.device.kinds import kinds
@@ -72,14 +73,7 @@ def _core(algorithm: str, faster: float, wider: float) -> ProgramPart:
     flags = ["--rules-only", "--dtype", "fp32", "--world-size", "2", "--cp-degree", "2", "--num-experts", "0"]
     flags += ["--num-layers", "1", "--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"]
     flags += ["--seq-length", str(LENGTH), "--context-parallel-algo", algorithm]
-    kind = kinds()["cpu"]
-    kind = replace(
-        kind,
-        between=kind.between * wider,
-        flops={dtype: rate * faster for dtype, rate in kind.flops.items()},
-        memory_bandwidth=kind.memory_bandwidth * faster,
-    )
-    run = PlannedRun(parse("moe", flags, {}, planning=True), kind)
+    run = PlannedRun(parse("moe", flags, {}, planning=True), scaled(kinds()["cpu"], faster, wider))
     programs = OperatorPrograms(run, OperatorTime(run), defers=False)
     operator = next(operator for operator in run.costs.attention if operator.name == "core")
     return programs.communicating("core", operator, WHOLE)
