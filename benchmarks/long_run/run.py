@@ -50,7 +50,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Held:
-    """By one process at one time. iteration: the last one in the metrics then."""
+    """Resources that one process holds at one time. ``iteration``: the last one in the metrics at that time."""
 
     iteration: int
     rank: int
@@ -62,10 +62,14 @@ class Held:
 
 @dataclass
 class Run:
-    """status: of the launcher. records: of the metrics, the last of an iteration. kills: the iterations before each.
+    """One run.
 
-    work: (iteration, seconds of a core that the fixed work took then). objects: (iteration, bytes of Python objects on
-    rank 0), of the last start.
+    Attributes:
+        status: Exit status of the launcher.
+        records: Records of the metrics, the last one of each iteration.
+        kills: Iterations before each kill.
+        work: (iteration, seconds of a core that the fixed work took at that time).
+        objects: (iteration, bytes of Python objects on rank 0), of the last start.
     """
 
     status: int
@@ -77,7 +81,7 @@ class Run:
 
 
 def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
-    """Train to the end; a process is killed when the metrics say that so many steps are done."""
+    """Train to the end. A process is killed each time that the metrics reach one of these iterations."""
     metrics = folder / "metrics.jsonl"
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2"]
     line += [
@@ -117,20 +121,20 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
 
 
 def _fixed_work() -> float:
-    """Seconds of a core, without those in which the ranks had it."""
+    """Return the processor seconds of a fixed amount of work, which do not include the ranks' use of the core."""
     start = time.thread_time()
     hashlib.sha256(WORK).digest()
     return time.thread_time() - start
 
 
 def _records(metrics: Path) -> dict[int, dict[str, float]]:
-    """By iteration; what was done again stands last. A line that is being written is left for the next look."""
+    """Return the metrics by iteration, the last ones of a repeated iteration. Skips a line that is being written."""
     lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
     return {record["iteration"]: record for record in map(json.loads, lines)}
 
 
 def _ranks(launcher: int) -> Iterator[tuple[int, int]]:
-    """Process number and rank of the launcher's children that have one."""
+    """Yield (process number, rank) of the launcher's children that are ranks."""
     for task in Path(f"/proc/{launcher}/task").glob("*/children"):
         try:
             for pid in map(int, task.read_text().split()):
@@ -143,7 +147,7 @@ def _ranks(launcher: int) -> Iterator[tuple[int, int]]:
 
 
 def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
-    """What a process holds now; None where it has just ended."""
+    """Return what a process holds now; None if it has just ended."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -155,7 +159,7 @@ def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
 
 
 def growth(done: Run, steps: int) -> dict[str, float]:
-    """Late over early, medians: of steps, of the fixed work, and of what rank 0 held since the last start."""
+    """Return late over early medians: of steps, of the fixed work, of what rank 0 held since the last start."""
     seconds = [(i, record["iteration_seconds"]) for i, record in done.records.items()]
     found = {"step_seconds": _late_over_early(seconds, 0, steps), "work_seconds": _late_over_early(done.work, 0, steps)}
     found["steps_over_work"] = found["step_seconds"] / found["work_seconds"]
@@ -170,7 +174,7 @@ def growth(done: Run, steps: int) -> dict[str, float]:
 
 
 def _late_over_early(values: list[tuple[int, float]], start: int, end: int) -> float:
-    """Of medians; values: (iteration, value), of the steps behind start until end."""
+    """Return the ratio of medians of (iteration, value) pairs, of iterations after ``start`` up to ``end``."""
     late, early = (
         statistics.median(
             value for i, value in values if part[0] * (end - start) < i - start <= part[1] * (end - start)
@@ -181,12 +185,12 @@ def _late_over_early(values: list[tuple[int, float]], start: int, end: int) -> f
 
 
 def _smooth(values: list[float], window: int = 25) -> tuple[float, ...]:
-    """Medians of neighbours that do not overlap, for a picture of many steps."""
+    """Return medians of windows that do not overlap, for a picture of many steps."""
     return tuple(statistics.median(values[i : i + window]) for i in range(0, len(values), window))
 
 
 def draw(runs: dict[str, Run], steps: int, path: Path) -> None:
-    """Losses, resident memory of rank 0 and seconds of a step, over the steps."""
+    """Draw losses, resident memory of rank 0 and seconds of a step, over the steps."""
     panels: dict[str, list[Curve]] = {"loss": [], "seconds of a step": [], "GB held by rank 0": []}
     for name, done in runs.items():
         ordered = [done.records[i] for i in sorted(done.records)]

@@ -38,15 +38,15 @@ FLAGS = (
 
 
 def seconds_to_next_step(kills: int, seed: int, *launcher: str) -> list[float]:
-    """Of each kill."""
+    """Return, for each kill, the seconds to the next step."""
     draw = random.Random(seed)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2", "--stop-timeout", "5"]
     line += ["--max-restarts", str(kills), *launcher, "pretrain_moe.py", *FLAGS]
     with tempfile.TemporaryDirectory() as folder:
         line += ["--save", folder, "--load", folder]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(line, cwd=ROOT, env=environ, **pipes) as job:  # type: ignore[call-overload]
+        pipe, merged = subprocess.PIPE, subprocess.STDOUT
+        with subprocess.Popen(line, cwd=ROOT, env=environ, stdout=pipe, stderr=merged, text=True) as job:
             try:
                 return list(_kills(job, kills, draw))
             finally:

@@ -1,4 +1,4 @@
-"""What watching for bad numbers, diverged replicas, hangs and slow ranks costs of a step, at the default rates.
+"""Cost of watching for bad numbers, diverged replicas, hangs and slow ranks, at the default rates.
 
     python -m benchmarks.reliability.run
 
@@ -38,7 +38,7 @@ FLAGS = (
 
 
 def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
-    """Seconds of so many steps with their log."""
+    """Return the seconds of this many steps with their log."""
     start = time.perf_counter()
     for _ in range(count):
         if watchdog is not None:
@@ -54,7 +54,7 @@ def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
 
 
 def without(trainer: Trainer, count: int) -> float:
-    """The same with no check of the norm, no flight recorder and no percentiles."""
+    """Return the same without the check of the norm, the flight recorder and the percentiles."""
     with (
         patch.object(math, "isfinite", lambda value: True),
         patch.object(StepGuard, "_is_bad", lambda *_: False),
@@ -66,7 +66,7 @@ def without(trainer: Trainer, count: int) -> float:
 
 
 def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
-    """Seconds spent in the calls that watch, over so many steps; what timing them costs is counted as theirs."""
+    """Return the seconds spent in the calls that watch, over this many steps, including the cost of timing them."""
     watching = (
         *((StepGuard, "_is_bad"), (FlightRecorder, "note"), (Axis, "note")),
         *((Watchdog, "before_step"), (Watchdog, "after_step")),

@@ -15,8 +15,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Message:
-    """What a segment sends. needed, complete: seconds after the step's start when it runs alone. gather, reduction:
-    seconds on an idle link."""
+    """Messages of a segment.
+
+    Attributes:
+        needed: Seconds after the step's start at which its parameters are needed, if the computation runs alone.
+        complete: The same for its gradients, when they are complete.
+        gather: Seconds of its gather on an idle link.
+        reduction: Seconds of its reduction on an idle link.
+    """
 
     needed: float
     complete: float
@@ -25,7 +31,13 @@ class Message:
 
 
 def shortest(alone: float, backward_end: float, messages: Sequence[Message]) -> float:
-    """Seconds. alone: of the step without communication; backward_end: of it, when the backward is through."""
+    """Return the seconds of the shortest step.
+
+    Args:
+        alone: Seconds of the step without communication.
+        backward_end: Seconds of it up to the end of the backward.
+        messages: Messages of its segments.
+    """
     stalled = link = 0.0
     for message in sorted(messages, key=lambda m: m.needed):
         link += message.gather

@@ -27,7 +27,7 @@ _TCP = (
 
 @dataclass(frozen=True)
 class SlowLink:
-    """The two ends: namespace and interface names by rank."""
+    """The two ends of a link: names of namespaces and interfaces by rank."""
 
     namespaces: tuple[str, str]
     interfaces: tuple[str, str]
@@ -38,12 +38,12 @@ class SlowLink:
         return Rank(command, {"GLOO_SOCKET_IFNAME": self.interfaces[number], "OMP_NUM_THREADS": "1"}, core=number)
 
     def set_rate(self, rate: str) -> None:
-        """Limit both directions, in the words of tc (``400mbit``)."""
+        """Limit both directions to a rate as tc writes it (``400mbit``)."""
         for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
             _limit(namespace, interface, rate)
 
     def set_rate_inside(self, rate: str) -> None:
-        """Limit what ranks of one end send each other."""
+        """Limit what the ranks of one end send to each other."""
         for namespace in self.namespaces:
             _limit(namespace, "lo", rate)
 
