@@ -2,9 +2,10 @@
 
     python -m benchmarks.agreement.run
 
-One process stands for all ranks, over torch's TCP store on loopback: entries of a real configuration, one for each
-node, are declared one after the other, the first rank compares them, and every rank reads the verdict. So what the
-store and the first rank have to do is all in it, and what ranks of a cluster do at once is done in turn.
+One process stands for all ranks, over torch's TCP store on loopback. It declares the entries of a real configuration,
+one for each node, one after the other; the first rank compares them, and every rank reads the verdict. The time
+includes all work of the store and of the first rank. What the ranks of a cluster do in parallel is done one after the
+other.
 """
 
 from __future__ import annotations

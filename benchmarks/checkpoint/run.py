@@ -2,10 +2,9 @@
 
     python -m benchmarks.checkpoint.run --megabytes 512 --rounds 5 --device cpu
 
-Each round saves and loads in turns: torch.save (written, fsynced), ours at once, ours in the background under compute.
-The background save is given the compute of a step, as training has it: the copy runs under it, and what is left of the
-copy when the step's update is due is the stall. Its step is as long as the state's forward and backward would be at
---step-seconds.
+Each round saves and loads in turns: by torch.save (written, fsynced), by megapar in the foreground, and by megapar in
+the background under compute. As in training, the copy of a background save runs under the compute of a step, which
+takes --step-seconds. The stall is the part of the copy that is left when the step's update is due.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m benchmarks.communication_hiding.predicted
 
-The plan of the same run gets two rates from the serial step: its computation alone, and its messages alone. How much
-slower short products are comes from one measurement: at 512 positions, four slices take 1.13 of the serial computation.
+The plan of the same run gets two rates from the serial step: its computation alone, and its messages alone. The cost of
+short products is from one measurement: at 512 positions, four slices take 1.13 times the serial computation.
 """
 
 from __future__ import annotations

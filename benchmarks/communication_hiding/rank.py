@@ -2,8 +2,8 @@
 
 Requests: a name of ``shape.WAYS``; ``auto`` (the degree that ``--ampipe-degree auto`` chooses, at its first turn);
 ``alone WAY`` (the same computation, messages stay where they are); ``talk`` (the serial step's all-to-alls, one after
-the other, and nothing else); ``memory WAY`` (the most bytes that a step holds beside the weights); ``draw WAY FILE``
-(a step whose events are written; behind ``mp`` one whose ranks share attention, too).
+the other, and nothing else); ``memory WAY`` (the most bytes that a step holds in addition to the weights); ``draw WAY
+FILE`` (a step whose events are written to the file; ``draw mp WAY FILE``: one whose ranks also share attention).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.context_parallel.predicted
 
-The plan's attention core gets two rates from what was measured apart: an algorithm's computation alone, and the time
+The plan's attention core gets two rates that were measured separately: an algorithm's computation alone, and the time
 that its messages add if each is waited for where it is launched.
 """
 

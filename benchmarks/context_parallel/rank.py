@@ -1,8 +1,8 @@
 """One of the ranks that share a sequence, or the one process that has it whole: attention forward and backward.
 
-Requests: an algorithm of ``--context-parallel-algo``, or "in_order" (the ring without its zig-zag); behind a space
-``alone`` (the same computation, and messages that arrive at once without their data) or ``waiting`` (every message
-waited for where it is launched). "whole": torch's attention of the whole sequence.
+Requests: an algorithm of ``--context-parallel-algo``, or "in_order" (the ring without its zig-zag), by itself or
+followed by a space and ``alone`` (the same computation, with messages that arrive immediately without their data) or
+``waiting`` (every message is waited for where it is launched). "whole": torch's attention of the whole sequence.
 """
 
 from __future__ import annotations

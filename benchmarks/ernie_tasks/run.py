@@ -2,7 +2,7 @@
 
 python -m benchmarks.ernie_tasks.run [--steps 500] [--folder runs/ernie_tasks]
 
-A run that was interrupted goes on where it saved. The documents are the paragraphs of the built-in text that are
+An interrupted run continues from its last save. The documents are the paragraphs of the built-in text that are
 sentences and fit into one sample: the paper's tasks permute and pair parts of paragraphs. Lexicons and triples are made
 from that text too: phrases are its frequent pairs of words, entities its frequent dotted and capitalized names, triples
 its sentences with a plain verb.

@@ -4,10 +4,10 @@
 
 One process builds a trainer for each row of ``GUARDS`` and one without guards. In each round all of them run --steps
 steps, in a new random order, so that other work of the machine affects all equally. A row is the median over the
-rounds of its time over that without guards, with the quartiles, and beside it the share of its steps that the guards'
-own calls took, which shows on a machine whose steps differ by more than a guard costs (where the host runs ahead of its
-device, that is the host's share). One process has no replicas: what ``replicas`` costs is a look at all parameters and
-masters, timed by itself and divided by its interval.
+rounds of its time relative to that without guards, with the quartiles, and the share of its steps that the guards'
+own calls took. The share is visible even if steps differ by more than a guard costs; if the host runs ahead of its
+device, it is the host's share. One process has no replicas: the cost of ``replicas`` is a look at all parameters and
+master weights, timed separately and divided by its interval.
 """
 
 from __future__ import annotations

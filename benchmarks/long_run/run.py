@@ -2,11 +2,11 @@
 
     python -m benchmarks.long_run.run [--steps 2000] [--restarts 3] [--only NAME ..] [--results FOLDER]
 
-Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with
-a process killed in its first part, after which the launcher starts all again from the last checkpoint. A look every two
-seconds at what each process holds, and at how long a fixed piece of work takes: a machine that others use as well gets
-faster and slower, and steps are held against it. Status 1 where a run did not end, the killed run's losses differ in a
-bit, or what was late in a run is more than early by LIMITS.
+Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with a
+process killed in its first part, after which the launcher restarts all from the last checkpoint. Every two seconds it
+records what each process holds, and the time of a fixed amount of work, to which steps are compared, because the speed
+of a shared machine changes. Status 1 if a run did not end, if the losses of the killed run differ in a bit, or if a
+late figure exceeds an early one by more than LIMITS allows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 2.0
 SHORTEST = 100  # steps of a start, below which there is nothing to compare
 EARLY, LATE = (0.1, 0.3), (0.8, 1.0)  # parts of a run, or of its last start, that are compared
-# Kills lie in the first part of a run, so that what the last start holds is seen over most of the steps.
+# Kills are in the first part of a run, so that the last start has most of the steps, over which its memory is compared.
 KILLS_UNTIL = 0.375
 COUNTED = (0.5, 0.99)  # of the steps, at which Python's objects are counted
-# Late over early. steps_over_work: seconds of a step, over those of the fixed work. Memory has in it what an allocator
-# keeps; files may not grow.
-# object_bytes_per_step: no ratio, but of two floats; a kept record has thousands.
+# Late over early. steps_over_work: seconds of a step relative to those of the fixed work. Memory includes what an
+# allocator keeps; files may not grow. object_bytes_per_step is not a ratio: two floats; a kept record has thousands.
 LIMITS = {"steps_over_work": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0, "object_bytes_per_step": 48}
 WORK = bytes(8 << 20)
 EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"

@@ -4,8 +4,8 @@ python -m benchmarks.prediction.fit            print the constants and the error
 python -m benchmarks.prediction.fit --write    also write them, and the residuals to results/fit.jsonl
 
 Least squares of log(predicted / published), by Gauss-Newton steps with damping over the logarithms of the constants.
-Errors beyond 15 % weigh less (Huber), so that rows that the model does not describe do not bend it, and the rows of one
-model on one device in one dtype weigh as much as one row. Unfitted rows are not read.
+Errors beyond 15 % have less weight (Huber), so that rows that the model does not describe affect it little, and rows of
+one model on one device in one dtype have the weight of one row. Unfitted rows are not read.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks.recompute.curves [--dtypes fp64 bf16 fp16] [--steps 100] [--device cpu|cuda] [--out FOLDER]
 
-Equal curves are one line: the figure draws the run without recompute as a broad band and the other thin above it.
-Beside the losses: how much memory is held after the last step for what is in use (an accelerator), or how much the
-process grew since its tenth step (a CPU). A call adds its layouts and dtypes to what ``--out`` holds.
+Equal curves are one line: the figure draws the run without recompute as a broad band, and the other as a thin line on
+it. The table also has the memory that is held after the last step relative to what is in use (on an accelerator), or
+the growth of the process since its tenth step (on a CPU). A call adds its layouts and dtypes to those in ``--out``.
 """
 
 from __future__ import annotations

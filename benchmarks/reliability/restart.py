@@ -2,10 +2,9 @@
 
     python -m benchmarks.reliability.restart
 
-A job of two ranks on one node trains a small decoder with a checkpoint every second step. --kills times a rank that a
-seed decides is killed, some moments after a step; the time ends when the first step after it stands in the log. All is
-in it: the launcher's look at its ranks, the end of the other rank, the meeting, the groups, the load of the checkpoint
-and the step itself.
+A job of two ranks on one node trains a small decoder with a checkpoint every second step. --kills times, a random rank
+is killed at a random time after a step. The time ends when the log has the next step. It includes the launcher's
+detection, the end of the other rank, the rendezvous, the process groups, the load of the checkpoint and the step.
 """
 
 from __future__ import annotations

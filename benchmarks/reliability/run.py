@@ -2,11 +2,10 @@
 
     python -m benchmarks.reliability.run
 
-One process trains a small decoder. In each round it runs --steps steps with everything at its default and --steps steps
-with all of it off, in turns, by switching the same trainer over. A machine whose steps differ by several percent shows
-little that way, so the calls that watch are also timed one by one and added up, which tells their own time to the
-microsecond. The comparison of replicas, which one process does not need, is timed by itself on all parameters and
-divided by its interval.
+One process trains a small decoder. In each round the same trainer runs --steps steps with all checks at their defaults
+and --steps steps without any. That shows little on a machine whose steps differ by several percent, so the calls of the
+checks are also timed one by one and added up, which gives their time to the microsecond. The comparison of replicas,
+which one process does not need, is timed separately on all parameters and divided by its interval.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The shortest step: computation as it runs alone, and messages one after the other under it as soon as they can.
 
     forward    a segment's parameters are needed when its first unit begins; gathers start with the step
-    backward   a segment's gradients travel when the last of its units has them; the step goes on when all arrived
+    backward   a segment's gradients are sent when its last unit has them; the step continues when all have arrived
 
-What no schedule can cover is in it: the first gather, the last reduction, and whatever a phase has more messages for
-than computation.
+It includes what no schedule can hide: the first gather, the last reduction, and the excess of messages over computation
+in a phase.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks.support.contest import Rank
 
 # Room for whole messages: with less, the core that computes must wake gloo's thread for every chunk. And a window that
-# is not forgotten between messages: an end that starts slowly gets its answers from behind the other end's full queue.
+# is kept between messages: the answers to an end in slow start would wait behind the other end's full queue.
 _TCP = (
     "net.ipv4.tcp_rmem=4096 8388608 16777216",
     "net.ipv4.tcp_wmem=4096 8388608 16777216",
@@ -81,8 +81,8 @@ def slow_link() -> Iterator[SlowLink]:
 
 
 def _limit(namespace: str, interface: str, rate: str) -> None:
-    # A larger burst would be free credit after idle time; with a smaller one than the 64 KB that TCP sends at once, tbf
-    # cuts everything into packets, which takes a third of two cores.
+    # A larger burst would let messages pass unlimited after idle time. With one below the 64 KB that TCP sends at once,
+    # tbf cuts everything into packets, which takes a third of two cores.
     shape = ["rate", rate, "burst", "192kb", "latency", "300ms"]
     _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
 

@@ -1,7 +1,7 @@
 """The limit: every kernel that a step's mathematics asks for, by itself, at its shape; a turn sums their best times.
 
-A product counts three times: forward, and both gradients. Copies, sorts and whatever else a framework adds are not in
-it. The masked-word head runs where a word is asked for, as ours does.
+A product counts three times: forward, and both gradients. Copies, sorts and other additions of a framework are not
+included. The masked-word head runs only for masked words, as megapar's does.
 """
 
 from __future__ import annotations

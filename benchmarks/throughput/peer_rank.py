@@ -37,11 +37,11 @@ def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Modu
     kind = getattr(transformers, shape.architecture)
     chosen = {} if not experts else {"experts_implementation": experts}
     model: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **chosen)
-    # What is read straight from the file would stand in memory beside the process's own; copies are like training's.
+    # Weights that are mapped from the file would count as memory in addition to the process's own; copies do not.
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.clone()
         if name.endswith("e_score_correction_bias"):
-            parameter.requires_grad_(False)  # as its class says, and loading forgets: DDP would wait for its gradient
+            parameter.requires_grad_(False)  # as in its class, but not after loading: DDP would wait for its gradient
     return model.train().to(device)
 
 
@@ -101,7 +101,7 @@ def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
             types = torch.from_numpy(np.stack([sample["token_types"] for sample in mine])).to(device)
             inputs |= {"token_type_ids": types, "task_type_ids": torch.zeros_like(types)}
         else:
-            inputs |= {"shift_labels": stacked["labels"]}  # the samples bring the token behind the last one
+            inputs |= {"shift_labels": stacked["labels"]}  # samples contain the token after the last one
         found.append(inputs)
     return found
 

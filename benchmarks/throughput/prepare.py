@@ -14,7 +14,7 @@ import transformers
 
 from benchmarks.throughput.shape import SHAPES, Shape, find
 
-STEPS = 4  # different batches; contestants go round
+STEPS = 4  # different batches, which contestants repeat
 IGNORED = -100
 MASKED = 0.15
 

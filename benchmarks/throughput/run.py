@@ -8,7 +8,7 @@ take turns; on a GPU, whose memory would not hold them all, one runs after the o
 
     python -m benchmarks.throughput.run --ranks 2 --model moe --peer deepspeed [--deepspeed-python VENV/bin/python]
 
-races DeepSpeed-MoE: there megapar, too, shares its experts out over the ranks.
+compares with DeepSpeed-MoE; megapar also distributes its experts over the ranks then.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ SHAPES: Mapping[str, Mapping[str, Shape]] = {
         "moe": _moe(_decoder(16, 2048, 16, 4, 4096, 32000), 16, 4, 1536, 4),
     },
 }
-# For trying the benchmark itself on any device; their times say nothing.
+# To test the benchmark itself on any device; their times have no meaning.
 TINY: Mapping[str, Shape] = {
     "tiny-dense": _dense(_decoder(2, 64, 4, 2, 64, 512), 96, 2),
     "tiny-ernie": replace(_ernie(2, 64, 4, 64, 2), config={**_ernie(2, 64, 4, 64, 2).config, "vocab_size": 512}),
