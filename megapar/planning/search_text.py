@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 from megapar.config.config import FLAGS
-from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.planning.candidate import Candidate, spelled
 from megapar.planning.knobs import Scope
@@ -31,7 +30,7 @@ _ALWAYS = (
 )
 
 
-def describe(search: Search, near: Sequence[Result], kind: DeviceKind, command: str) -> str:
+def describe(search: Search, near: Sequence[Result], command: str) -> str:
     """Format the best layouts, the command of the first, and its neighbours."""
     results, best = search.results.values(), search.best
     legal = [result.plan for result in results if result.plan is not None]

@@ -186,9 +186,7 @@ def _search(
         first = search.best[0].candidate
         near = list(search.neighbours(first))
         command = launch_command(first, variations, line[:-1], world, device.node)
-    sys.stdout.write(
-        json.dumps(to_dict(search, near, command)) + "\n" if as_json else describe(search, near, device, command)
-    )
+    sys.stdout.write(json.dumps(to_dict(search, near, command)) + "\n" if as_json else describe(search, near, command))
     if search.best:
         return 0
     return DOES_NOT_FIT if any(result.plan is not None for result in search.results.values()) else REFUSED
