@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.tools.launcher.agent import meet_at
+from tests.support.command import launcher_environment
 from tests.support.process import started
 from tests.support.training import COMMON, SMALL, last_wins
 
@@ -106,9 +106,8 @@ def run_line(folder: Path, line: Sequence[str], fault: Fault, *flags: str, secon
 
 
 def _environ(folder: Path, fault: Fault) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     spec = {**fault.__dict__, "notes": str(folder / "strikes.jsonl")}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGAPAR_TEST_FAULT": json.dumps(spec)}
+    return launcher_environment(ROOT, OMP_NUM_THREADS="1", MEGAPAR_TEST_FAULT=json.dumps(spec))
 
 
 def _ended(folder: Path, status: int, output: str) -> Ended:

@@ -18,6 +18,12 @@ from tests.support.ranks import forked
 STREAMS = ("stdout", "stderr")
 
 
+def launcher_environment(root: Path, **more: str) -> dict[str, str]:
+    """Return this process's environment without the variables of a rank, for a launcher of the checkout ``root``."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**kept, "PYTHONPATH": str(root), **more}
+
+
 class Command:
     """``megapar ARGV`` that has been started. folder: takes what it and its children write. ignored: signals, as by
     nohup; the others are not, whatever this process was started with.

@@ -5,7 +5,6 @@ The launcher is forked with torch imported, but where its own start is looked at
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from megapar.tools.launcher.launch import main, run
 from megapar.tools.launcher.launch_options import read
 from megapar.tools.launcher.preflight import describe
 from megapar.tools.launcher.stopper import Stopper
-from tests.support.command import Command
+from tests.support.command import Command, launcher_environment
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]
@@ -45,18 +44,18 @@ def script(folder: Path, body: str) -> str:
     return str(path)
 
 
-def environ(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "PYTHONPATH": str(ROOT), **extra}
-
-
 def launch(tmp_path: Path, *argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    return Command(["launch", *argv], tmp_path, environ(**extra), ROOT).wait(PATIENCE_SECONDS)
+    return Command(["launch", *argv], tmp_path, launcher_environment(ROOT, **extra), ROOT).wait(PATIENCE_SECONDS)
 
 
 def launch_anew(*argv: str, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*LAUNCH, *argv], capture_output=True, text=True, env=environ(**extra), cwd=ROOT, timeout=PATIENCE_SECONDS
+        [*LAUNCH, *argv],
+        capture_output=True,
+        text=True,
+        env=launcher_environment(ROOT, **extra),
+        cwd=ROOT,
+        timeout=PATIENCE_SECONDS,
     )
 
 
@@ -74,7 +73,7 @@ def test_a_failure_is_seen_where_the_launcher_was_started_to_ignore_the_ends_of_
 ) -> None:
     """Job wrappers do so, and it outlives exec: the kernel keeps no status then, which is taken for 0."""
     line = ["launch", start, "--max-restarts", "1", script(tmp_path, "print('job', flush=True); sys.exit(3)")]
-    done = Command(line, tmp_path, environ(), ROOT, [signal.SIGCHLD]).wait(PATIENCE_SECONDS)
+    done = Command(line, tmp_path, launcher_environment(ROOT), ROOT, [signal.SIGCHLD]).wait(PATIENCE_SECONDS)
     assert done.returncode == 1
     assert done.stdout.splitlines() == ["job", "job"]
     assert "started one by one" not in done.stderr
@@ -115,7 +114,9 @@ def wait_for(path: Path) -> None:
 
 
 def start(tmp_path: Path, body: str, *options: str) -> Command:
-    job = Command(["launch", *options, script(tmp_path, body), str(tmp_path)], tmp_path, environ(), ROOT)
+    job = Command(
+        ["launch", *options, script(tmp_path, body), str(tmp_path)], tmp_path, launcher_environment(ROOT), ROOT
+    )
     for rank in range(2):
         wait_for(tmp_path / f"ready{rank}")
     return job
@@ -270,7 +271,7 @@ def test_nothing_is_run_from_the_working_directory(tmp_path: Path, start: str, n
     place = ["--nnodes", nodes, "--rdzv-endpoint", str(tmp_path / "nodes"), "--local-addr", "127.0.0.1"]
     place += ["--rdzv-conf", "store_type=file,last_call_timeout=1"]
     line = ["launch", start, *place, script(tmp_path, "import json\nprint('job', sys.path[0])")]
-    done = Command(line, tmp_path, environ(), shared).wait(PATIENCE_SECONDS)
+    done = Command(line, tmp_path, launcher_environment(ROOT), shared).wait(PATIENCE_SECONDS)
     assert not (shared / "ran").exists()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"job {tmp_path}"
@@ -279,7 +280,7 @@ def test_nothing_is_run_from_the_working_directory(tmp_path: Path, start: str, n
 def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> None:
     """``python -m megapar.tools.main`` in it, with nothing installed and no PYTHONPATH."""
     line = [*LAUNCH, "--warm-start", script(tmp_path, "import megapar; print(megapar.__file__)")]
-    variables = {**environ(), "PYTHONPATH": ""}
+    variables = {**launcher_environment(ROOT), "PYTHONPATH": ""}
     done = subprocess.run(
         line, capture_output=True, text=True, env=variables, cwd=ROOT, timeout=PATIENCE_SECONDS, check=True
     )
@@ -316,7 +317,9 @@ def test_rank_0_is_on_the_node_with_number_0(tmp_path: Path) -> None:
     for number in ("1", "0"):
         (tmp_path / number).mkdir()
         line = ["launch", "--node-rank", number, *place, job, number]
-        nodes[number] = Command(line, tmp_path / number, environ(MEGAPAR_SECRET="of sixteen bytes or more"), ROOT)
+        nodes[number] = Command(
+            line, tmp_path / number, launcher_environment(ROOT, MEGAPAR_SECRET="of sixteen bytes or more"), ROOT
+        )
     for number, node in nodes.items():
         done = node.wait(PATIENCE_SECONDS)
         assert done.returncode == 0, done.stderr

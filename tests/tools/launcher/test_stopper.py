@@ -15,7 +15,7 @@ import pytest
 from megapar.core.health.parent import started
 from megapar.tools.launcher.stopper import Stopped, Stopper, children
 from megapar.tools.launcher.waiting import Waiting
-from tests.support.command import Command
+from tests.support.command import Command, launcher_environment
 from tests.support.process import finish, read_until
 from tests.support.process import start as run
 
@@ -40,11 +40,6 @@ os._exit(0)
 """
 
 
-def environ(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return {**kept, "PYTHONPATH": str(ROOT), **extra}
-
-
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not path.exists():
@@ -56,7 +51,7 @@ def start(folder: Path, *options: str, ignored: Sequence[signal.Signals] = (), b
     script = folder / "job.py"
     script.write_text(body)
     line = ["launch", "--nproc-per-node", "2", *options, str(script), str(folder)]
-    job = Command(line, folder, environ(), ROOT, ignored)
+    job = Command(line, folder, launcher_environment(ROOT), ROOT, ignored)
     for rank in range(2):
         wait_for(folder / f"ready{rank}")
     return job
@@ -157,7 +152,9 @@ def test_waiting_for_nodes_ends_at_once(tmp_path: Path, number: signal.Signals, 
     script = tmp_path / "job.py"
     script.write_text("raise SystemExit('nobody starts this')")
     line = ["launch", "--nnodes", nodes, "--rdzv-endpoint", "localhost:0", "--rdzv-id", "job"]
-    job = Command([*line, "--rdzv-conf", "last_call_timeout=600", str(script)], tmp_path, environ(), ROOT)
+    job = Command(
+        [*line, "--rdzv-conf", "last_call_timeout=600", str(script)], tmp_path, launcher_environment(ROOT), ROOT
+    )
     wait_for(tmp_path / "stderr")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while "nodes meet at" not in (tmp_path / "stderr").read_text():
