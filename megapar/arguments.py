@@ -250,7 +250,8 @@ def _launched(draft: Draft, environ: Mapping[str, str]) -> int | None:
     try:
         return int(convert(FLAGS["world_size"], environ.get("WORLD_SIZE", "1")))
     except BadValue:
-        draft.complain("environment", f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, not a number of ranks.")
+        fix = "Start the ranks with megapar launch or torchrun, which set it; for a single process, unset it."
+        draft.complain("environment", f"WORLD_SIZE is {environ['WORLD_SIZE']!r}, not a number of ranks.", fix)
         return None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megapar.arguments import Config
 from megapar.core.comm.world import World
+from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.health.parent import end_with_launcher
 from megapar.core.health.watchdog import Watchdog
@@ -158,11 +159,7 @@ def train(
     """
     config = config if data is None else with_own_data(config, data)
     watch = make_watch(config)
-    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
-    device.prepare_process()
-    check_device(config, device)
-    if config.training.deterministic:
-        device.repeat_results()
+    device = _prepare_device(config)
     watch.start()
     try:
         corpus = build.make_corpus(config) if data is None else make_own_corpus(config, data)
@@ -190,6 +187,16 @@ def train(
         raise
     world.close()
     return outcome
+
+
+def _prepare_device(config: Config) -> Device:
+    """Return this process's device, prepared for the run. Raises ConfigError if the device cannot do what it asks."""
+    device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device.prepare_process()
+    check_device(config, device)
+    if config.training.deterministic:
+        device.repeat_results()
+    return device
 
 
 @dataclass(frozen=True)

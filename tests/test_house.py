@@ -18,6 +18,7 @@ from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, WAITS
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megapar"
 MODULES = tuple(sorted(PACKAGE.rglob("*.py")))
+WRITTEN = (*MODULES, *sorted((ROOT / "benchmarks").rglob("*.py")), *sorted((ROOT / "scripts").rglob("*.py")))
 FOLDERS = {path.name for path in PACKAGE.rglob("*") if path.is_dir()} | {"megapar", "lint"}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef
 
@@ -105,7 +106,7 @@ OPENINGS = re.compile(r"(What|How|Whether|Where|Which|Who|Whose|Whom|Why|That|Of
 
 def test_a_docstring_begins_with_a_verb_or_a_noun() -> None:
     wrong = []
-    for path in MODULES:
+    for path in WRITTEN:
         for node in documented(path):
             text = ast.get_docstring(node)
             if text is not None and OPENINGS.match(text):
@@ -118,7 +119,7 @@ FOREIGN = re.compile(r"(?<!here )\b(is|are) no (?!longer|more)\w+|\b(anew|nobody
 
 def test_the_english_is_plain() -> None:
     wrong = []
-    for path in MODULES:
+    for path in WRITTEN:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if found := FOREIGN.search(line):
                 wrong.append(f"{path.relative_to(ROOT)}:{number}: {found.group()}")

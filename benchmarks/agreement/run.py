@@ -1,10 +1,11 @@
-"""How long it takes a thousand nodes to find out that they run the same, or where they differ.
+"""Time in which a thousand nodes find out that they run the same, or where they differ.
 
     python -m benchmarks.agreement.run
 
-One process stands for all ranks, over torch's TCP store on loopback: entries of a real configuration, one for each
-node, are declared one after the other, the first rank compares them, and every rank reads the verdict. So what the
-store and the first rank have to do is all in it, and what ranks of a cluster do at once is done in turn.
+One process stands for all ranks, over torch's TCP store on loopback. It declares the entries of a real configuration,
+one for each node, one after the other; the first rank compares them, and every rank reads the verdict. The time
+includes all work of the store and of the first rank. What the ranks of a cluster do in parallel is done one after the
+other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from megapar.arguments import parse
 from megapar.core.device.base import Device
 from megapar.training.building import build
-from megapar.training.health.declared import Declared, verdict
+from megapar.training.health.declared import Declaring, verdict
 
 FLAGS = ("--data-path", "mock", "--num-experts", "0", "--seq-length", "128", "--vocab-size", "4096")
 CASES: dict[str, Callable[[int, int], bool]] = {
@@ -35,9 +36,12 @@ CASES: dict[str, Callable[[int, int], bool]] = {
 
 
 def seconds(store: dist.Store, nodes: int, ranks: int, changed: Callable[[int, int], bool]) -> tuple[float, float, int]:
-    """Of one start, of the first rank's comparison in it, and how many differences it finds. ranks: of a node."""
+    """Return (seconds of a start, seconds of the first rank's comparison in it, number of differences that it finds).
+
+    ``ranks``: of a node.
+    """
     config = parse("moe", FLAGS, {"WORLD_SIZE": "2"})
-    whole = Declared.of(config, build.make_corpus(config), Device(), {"GROUP_RANK": "0", "LOCAL_RANK": "0"})
+    whole = Declaring.of(config, build.make_corpus(config), Device(), {"GROUP_RANK": "0", "LOCAL_RANK": "0"})
     start = time.perf_counter()
     for node in range(nodes):
         flags = {**whole.flags, "--lr": str(node)} if changed(node, nodes) else whole.flags

@@ -32,5 +32,5 @@ PUBLISHED = {
 
 
 def flags(name: str) -> list[str]:
-    """The command line of a row."""
+    """Return the command line of a row."""
     return [*BASE, *ROWS[name]]

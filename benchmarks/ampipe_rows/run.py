@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _one(link: SlowLink, rate: str, inside: str, rounds: int) -> dict[str, object]:
-    """Trainers of its own: at the end the base is some steps ahead of the others."""
+    """Measure one rate with new trainers: at the end of a rate the base is some steps ahead of the others."""
     link.set_rate(rate)
     link.set_rate_inside(inside)
     with tempfile.TemporaryDirectory() as name:
@@ -54,7 +54,10 @@ def _one(link: SlowLink, rate: str, inside: str, rounds: int) -> dict[str, objec
 
 
 def _table(rate: str, rounds: dict[str, Sequence[Figures]], alone: float) -> dict[str, object]:
-    """Hidden: what a row takes away of the time that limits add to the base."""
+    """Print the table of one rate, and return its figures.
+
+    Hidden is the share of the time that the limits add to the base which a row saves.
+    """
     base = rounds["base"]
     added = median(base) - alone
     print(f"{rate} between the nodes: communication is {added / median(base):.0%} of the base's step\n")

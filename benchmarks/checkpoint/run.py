@@ -1,11 +1,10 @@
-"""How long a save holds training up, and a load takes, against ``torch.save`` and ``torch.load`` of the same tensors.
+"""Seconds that a save delays training, and that a load takes, relative to ``torch.save`` and ``torch.load``.
 
     python -m benchmarks.checkpoint.run --megabytes 512 --rounds 5 --device cpu
 
-Each round saves and loads in turns: torch.save (written, fsynced), ours at once, ours in the background under compute.
-The background save is given the compute of a step, as training has it: the copy runs under it, and what is left of the
-copy when the step's update is due is the stall. Its step is as long as the state's forward and backward would be at
---step-seconds.
+Each round saves and loads in turns: by torch.save (written, fsynced), by megapar in the foreground, and by megapar in
+the background under compute. As in training, the copy of a background save runs under the compute of a step, which
+takes --step-seconds. The stall is the part of the copy that is left when the step's update is due.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ LAYOUT: dict[str, dict[str, int]] = {"model": {}, "grid": {}}
 
 
 def make_state(megabytes: int, device: torch.device) -> dict[str, Shard]:
-    """Masters and two moments, fp32, in tensors of 16 MB."""
+    """Return master weights and two moments, fp32, in tensors of 16 MB."""
     count = max(1, megabytes // 16)
     tensors = {f"model/{i}": torch.randn(2048, 2048, device=device) for i in range(count)}
     return {name: Shard.whole(name, tensor) for name, tensor in tensors.items()}
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Wall time of a call."""
+    """Return the wall time of a call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def torch_save(path: Path, state: dict[str, Shard]) -> None:
-    """What a plain script does, and the fsync without which a power cut may take it."""
+    """Save as a plain script does, with an fsync, without which a loss of power may lose the file."""
     with path.open("wb") as file:
         torch.save({name: shard.tensor for name, shard in state.items()}, file)
         file.flush()
@@ -53,7 +52,7 @@ def torch_save(path: Path, state: dict[str, Shard]) -> None:
 
 
 def compute(for_seconds: float, device: torch.device) -> None:
-    """Matrix products for about so long, in place of a forward and backward."""
+    """Multiply matrices for about this long, in place of a forward and a backward."""
     x = torch.randn(512, 512, device=device)
     end = time.perf_counter() + for_seconds
     while time.perf_counter() < end:
@@ -63,7 +62,7 @@ def compute(for_seconds: float, device: torch.device) -> None:
 def one_round(
     root: Path, state: dict[str, Shard], background: Background, step_seconds: float, device: torch.device
 ) -> dict[str, float]:
-    """Figures of one turn of everybody."""
+    """Return the figures of one round, in which each way of saving and loading has its turn."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     scalars = {"iteration": 1}

@@ -1,4 +1,4 @@
-"""Pictures as SVG, written by hand: one step's lanes, and hidden shares over the rate of the link."""
+"""Pictures as SVG: the lanes of one step, and hidden shares over the rate of the link."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ WIDTH = 1200
 
 
 def draw_step(began: float, events: Sequence[Mapping[str, float | str]], title: str, path: Path) -> None:
-    """Lanes of one rank: its projections (blue) and experts (red), forward and backward, and each collective (green)
-    from its launch to its arrival. The dark end of a collective is the time that the host waited: what nothing hid.
+    """Draw the lanes of one rank.
+
+    The lanes are its projections (blue) and experts (red), forward and backward, and each collective (green) from its
+    launch to its arrival. The dark end of a collective is the time that the host waited, which nothing hid.
     """
     lanes = ["compute", *sorted({str(event["lane"]) for event in events} - {"compute"})]
     last = max(float(event["there"]) for event in events) - began
@@ -40,7 +42,7 @@ def draw_step(began: float, events: Sequence[Mapping[str, float | str]], title: 
 
 
 def draw_shares(rates: Sequence[str], hidden: Mapping[str, Sequence[float]], path: Path) -> None:
-    """One line per way: the share of communication that was hidden, for each rate."""
+    """Draw a line for each way: the share of communication that was hidden, by rate."""
     height, step = 400, (WIDTH - 400) / max(1, len(rates) - 1)
     parts = [_head(height, "share of communication hidden")]
     for mark in (0, 25, 50, 75, 100):

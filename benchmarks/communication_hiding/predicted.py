@@ -1,9 +1,9 @@
-"""What the planner's timeline exposes of this benchmark's messages, beside what the committed results measured.
+"""Exposed messages of this benchmark by the planner's timeline, next to the committed results.
 
     python -m benchmarks.communication_hiding.predicted
 
-The plan of the same run gets two rates from the serial step: its computation alone, and its messages alone. How much
-slower short products are comes from one measurement: at 512 positions, four slices take 1.13 of the serial computation.
+The plan of the same run gets two rates from the serial step: its computation alone, and its messages alone. The cost of
+short products is from one measurement: at 512 positions, four slices take 1.13 times the serial computation.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.communication_hiding.shape import WAYS, make_sizes
+from benchmarks.support.device import scaled
 from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.device.kinds import DeviceKind, kinds
@@ -72,12 +73,7 @@ def _kind(length: int, computation: float, waiting: float) -> DeviceKind:
     link = LINKS.index(BETWEEN)
     messages = serial.forward.busy[link] + serial.backward.busy[link]
     faster = (serial.both - serial.forward.waited - serial.backward.waited) / computation
-    return replace(
-        kind,
-        flops={dtype: rate * faster for dtype, rate in kind.flops.items()},
-        memory_bandwidth=kind.memory_bandwidth * faster,
-        between=kind.between * messages / waiting,
-    )
+    return scaled(kind, faster, messages / waiting)
 
 
 def _time(way: Slicing, length: int, kind: DeviceKind) -> StageTime:

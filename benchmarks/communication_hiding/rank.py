@@ -2,15 +2,15 @@
 
 Requests: a name of ``shape.WAYS``; ``auto`` (the degree that ``--ampipe-degree auto`` chooses, at its first turn);
 ``alone WAY`` (the same computation, messages stay where they are); ``talk`` (the serial step's all-to-alls, one after
-the other, and nothing else); ``memory WAY`` (the most bytes that a step holds beside the weights); ``draw WAY FILE``
-(a step whose events are written; behind ``mp`` one whose ranks share attention, too).
+the other, and nothing else); ``memory WAY`` (the most bytes that a step holds in addition to the weights); ``draw WAY
+FILE`` (a step whose events are written to the file; ``draw mp WAY FILE``: one whose ranks also share attention).
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from megapar.training.building import ampipe_degree as degree
 
 
 class Diary(CommContext):
-    """Notes when collectives were launched, and between which times the host waited for them."""
+    """Context of communication that records when collectives were launched, and when the host waited for them."""
 
     def __init__(self, meter: WaitMeter, device: Device) -> None:
         super().__init__(meter, device)
@@ -46,14 +46,14 @@ class Diary(CommContext):
         self._launched: dict[int, float] = {}
 
     def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
-        """As it is, with the time."""
+        """Launch as the base class does, and record the time."""
         now = time.perf_counter()
         flight = super().launch(exchange, x, aside, owned)
         self._launched[id(flight)] = now
         return flight
 
     def wait(self, flight: InFlight, metered: bool = True) -> Tensor:
-        """As it is, with the times before and behind."""
+        """Wait as the base class does, and record the times before and after."""
         before = time.perf_counter()
         output = super().wait(flight, metered)
         begun = self._launched.pop(id(flight))
@@ -63,7 +63,7 @@ class Diary(CommContext):
         return output
 
     def watch(self, owner: nn.Module, method: str, name: str) -> None:
-        """Note the calls of a method, and what lies between the gradients of its result and of its first input."""
+        """Record the calls of a method, and the time between the gradients of its result and of its first input."""
         call = getattr(owner, method)
 
         def noted(x: Tensor, *more: Any) -> Any:
@@ -84,7 +84,7 @@ class Diary(CommContext):
 
 
 class Steps:
-    """The model in every way of slicing, with one set of weights."""
+    """The model with every way of slicing, on one set of weights."""
 
     def __init__(self, rank: int, device: str) -> None:
         self.device = pick(device, rank)
@@ -105,7 +105,7 @@ class Steps:
         ]
 
     def __call__(self, request: str) -> Figures:
-        """Seconds of a step, and of it the seconds that were spent waiting; or what the request asks for."""
+        """Return the seconds of a step and of the waits in it, or the figures that the request asks for."""
         kind, _, rest = request.partition(" ")
         if request == "talk":
             return self._timed(self._talk)
@@ -131,7 +131,13 @@ class Steps:
         return {name: tensor.to(self.device.torch_device) for name, tensor in batch.items()}
 
     def _model(self, way: str, mp: Axis, weights: Decoder | None) -> Decoder:
-        """mp: of more than one rank, attention is shared and experts are not. weights: whose it takes."""
+        """Return the model with one way of slicing.
+
+        Args:
+            way: Name of the way.
+            mp: Axis that shares attention. Experts are not shared.
+            weights: Model whose weights it uses; None initializes new ones.
+        """
         model = Decoder(
             self.sizes,
             mp=mp,
@@ -152,14 +158,14 @@ class Steps:
                 bias.zero_()
         for block in model.layers.values():
             self.diary.watch(block.attention.proj, "forward", "attention")
-            self.diary.watch(block.moe.experts, "compute", "experts")  # type: ignore[union-attr,arg-type]
+            self.diary.watch(block.moe.experts, "compute", "experts")
         return model
 
     def _sliced(self, found: int) -> Decoder:
         return self.models["serial" if found == 1 else f"ampipe {found}"]
 
     def _choose(self) -> int:
-        """What the trainer does at its start with ``--ampipe-degree auto``."""
+        """Return the degree that the trainer chooses at its start with ``--ampipe-degree auto``."""
         if self.chosen is None:
             world = Axis("world", 2, self.ep.rank, self.ep.group, self.ep.ranks)
             seconds = degree.measure(
@@ -181,7 +187,7 @@ class Steps:
         self.diary.check_settled()
 
     def _peak_bytes(self, model: Decoder) -> float:
-        """Of activations, messages and gradients."""
+        """Return the largest sum of bytes of activations, messages and gradients in a step."""
         for other in self.models.values():
             other.zero_grad()
         if self.device.type == "cpu":
@@ -196,7 +202,7 @@ class Steps:
         return float(module.max_memory_allocated() - before)
 
     def _drawn(self, way: str, path: Path) -> Figures:
-        """A step, and its events in a file."""
+        """Run a step, and write its events to a file."""
         shared = way.startswith("mp ")
         model = self._model(way.removeprefix("mp "), self.mp, None) if shared else self.models[way]
         self._step(model)  # the first one makes connections and buffers
@@ -212,12 +218,12 @@ class Steps:
             for message in self.messages:
                 wait(*start(AllToAll(self.ep), message, self.diary))
 
-    def _timed(self, work: object) -> Figures:
+    def _timed(self, work: Callable[[], object]) -> Figures:
         dist.barrier()
         self.device.synchronize()
         self.diary.meter.take()
         self.began = time.perf_counter()
-        work()  # type: ignore[operator]
+        work()
         self.device.synchronize()
         seconds = time.perf_counter() - self.began
         return {"seconds": seconds, "exposed": sum(self.diary.meter.take().seconds().values())}
@@ -232,7 +238,7 @@ def _stay(
     *,
     async_op: bool = False,
 ) -> None:
-    """An all-to-all whose rows stay here: as many arrive as leave, because counts stay as well."""
+    """Copy the rows in place of an all-to-all. As many arrive as leave, because counts stay as well."""
     received.copy_(sent)
 
 

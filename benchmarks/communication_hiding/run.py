@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.communication_hiding.picture import draw_shares, draw_step
 from benchmarks.communication_hiding.shape import AUTO, WAYS
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="folder for the pictures")
     options = parser.parse_args()
     ways = ["serial", *(way for way in options.ways if way != "serial")]
-    result: dict[str, object] = {"benchmark": "communication_hiding", "machine": machine(options.device)}
+    result: dict[str, Any] = {"benchmark": "communication_hiding", "machine": machine(options.device)}
     print(f"{result['machine']}; medians of {options.rounds} interleaved rounds\n")
     with tempfile.TemporaryDirectory() as name:
         result["rates"] = measure(options.device, options.rates, ways, options.rounds, Path(name), options.results)
@@ -43,8 +44,8 @@ def main() -> None:
 
 def measure(
     device: str, rates: Sequence[str], ways: Sequence[str], rounds: int, folder: Path, results: Path | None
-) -> list[dict[str, object]]:
-    """Per rate a table; pictures of the last rate's steps."""
+) -> list[dict[str, Any]]:
+    """Print a table for each rate, and draw the steps of the last one. Returns the figures of each rate."""
     found = []
     if device == "cuda":
         ranks = [Rank(_python(rank, device, folder / "cuda")) for rank in range(2)]
@@ -58,14 +59,14 @@ def measure(
                 with Contest({"ranks": ranks}) as contest:
                     found.append(_one(contest, rate, ways, rounds, folder, results))
     if results is not None:
-        hidden = {way: [float(entry["hidden"][way]) for entry in found] for way in ways[1:]}  # type: ignore[index]
+        hidden = {way: [float(entry["hidden"][way]) for entry in found] for way in ways[1:]}
         draw_shares([str(entry["link"]) for entry in found], hidden, results / "hidden.svg")
     return found
 
 
 def _one(
     contest: Contest, link: str, ways: Sequence[str], rounds: int, folder: Path, results: Path | None
-) -> dict[str, object]:
+) -> dict[str, Any]:
     sliced = [way for way in ways if way != AUTO]
     entries = {way: ("ranks", way) for way in ways}
     entries |= {f"alone {way}": ("ranks", f"alone {way}") for way in sliced}
@@ -85,11 +86,12 @@ def _one(
 
 def _table(
     link: str, ways: Sequence[str], rounds: Mapping[str, Sequence[Figures]], memory: Mapping[str, float]
-) -> dict[str, object]:
-    """Hidden: what a way takes away of the time that communication adds to the serial step.
+) -> dict[str, Any]:
+    """Print the table of one rate, and return its figures.
 
-    Ideal: the longer of the computation (of this way, slices cost a little) and the messages, forward and backward each
-    for itself: a forward has half of the messages and a third of the computation, and covers none of the backward's.
+    Hidden is the share of the time that communication adds to the serial step which a way saves. Ideal is the longer of
+    the computation (of this way, because slices cost a little) and the messages, for forward and backward separately: a
+    forward has half of the messages and a third of the computation, and covers none of the backward's messages.
     """
     seconds = {name: median(figures) for name, figures in rounds.items()}
     exposed = {way: median(rounds[way], "exposed") for way in ways}
@@ -119,7 +121,7 @@ def _table(
             rows.append((way, *row, *figures))
     header = ("", "seconds", "to serial", "exposed", "hidden", "computation", "ideal", "to ideal", "memory")
     print_table(header, rows)
-    found: dict[str, object] = {
+    found: dict[str, Any] = {
         "link": link,
         "share": share,
         "reach": reach,

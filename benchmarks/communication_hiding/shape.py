@@ -18,7 +18,7 @@ AUTO = "auto"
 
 
 def make_sizes(device: str) -> DecoderSizes:
-    """Four layers of four experts (two per rank), top 2."""
+    """Return four layers of four experts (two per rank), top 2."""
     hidden, ffn, length = (512, 1024, 1024) if device == "cpu" else (4096, 8192, 4096)
     return DecoderSizes(
         num_layers=4,

@@ -1,24 +1,25 @@
-"""What the planner's timeline exposes of this benchmark's messages, beside what was measured (the table of README.md).
+"""Exposed messages of this benchmark by the planner's timeline, next to the measured ones in README.md.
 
     python -m benchmarks.context_parallel.predicted
 
-The plan's attention core gets two rates from what was measured apart: an algorithm's computation alone, and the time
+The plan's attention core gets two rates that were measured separately: an algorithm's computation alone, and the time
 that its messages add if each is waited for where it is launched.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.support.device import scaled
 from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.device.kinds import kinds
 from megapar.planning.operator_program import WHOLE, OperatorPrograms
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.timeline import Event, Send, Step, Timeline, Wait, Work
+from megapar.planning.timeline import Event, ProgramPart, Send, Timeline, Wait, Work
 
 README = Path(__file__).with_name("README.md")
 MEASURED = re.compile(r"^\| (ring|gathered|Ulysses) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", re.MULTILINE)
@@ -60,38 +61,31 @@ def rows() -> list[Row]:
 
 def _waited(algorithm: str, computation: float, messages: float) -> float:
     """Return the time that forward and backward wait, if they compute and send for so long."""
-    step = _core(algorithm, 1.0, 1.0)
-    works = sum(event.seconds for event in _events(step) if isinstance(event, Work))
-    bare = Timeline().run(_waiting(step)).waited
-    step = _core(algorithm, works / computation, bare / messages)
-    return Timeline().run(step.forward).waited + Timeline().run(step.backward).waited
+    core = _core(algorithm, 1.0, 1.0)
+    works = sum(event.seconds for event in _events(core) if isinstance(event, Work))
+    bare = Timeline().run(_waiting(core)).waited
+    core = _core(algorithm, works / computation, bare / messages)
+    return Timeline().run(core.forward).waited + Timeline().run(core.backward).waited
 
 
-def _core(algorithm: str, faster: float, wider: float) -> Step:
+def _core(algorithm: str, faster: float, wider: float) -> ProgramPart:
     """Return the core's program on a CPU that is so many times as fast, with links that are so many times as wide."""
     flags = ["--rules-only", "--dtype", "fp32", "--world-size", "2", "--cp-degree", "2", "--num-experts", "0"]
     flags += ["--num-layers", "1", "--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"]
     flags += ["--seq-length", str(LENGTH), "--context-parallel-algo", algorithm]
-    kind = kinds()["cpu"]
-    kind = replace(
-        kind,
-        between=kind.between * wider,
-        flops={dtype: rate * faster for dtype, rate in kind.flops.items()},
-        memory_bandwidth=kind.memory_bandwidth * faster,
-    )
-    run = PlannedRun(parse("moe", flags, {}, planning=True), kind)
+    run = PlannedRun(parse("moe", flags, {}, planning=True), scaled(kinds()["cpu"], faster, wider))
     programs = OperatorPrograms(run, OperatorTime(run), defers=False)
-    core = next(operator for operator in run.costs.attention if operator.name == "core")
-    return programs.communicating("core", core, WHOLE)
+    operator = next(operator for operator in run.costs.attention if operator.name == "core")
+    return programs.communicating("core", operator, WHOLE)
 
 
-def _events(step: Step) -> list[Event]:
-    return [*step.forward, *step.backward]
+def _events(core: ProgramPart) -> list[Event]:
+    return [*core.forward, *core.backward]
 
 
-def _waiting(step: Step) -> list[Event]:
+def _waiting(core: ProgramPart) -> list[Event]:
     """Return the launches of a program, each waited for at once."""
-    launched = [event for event in _events(step) if isinstance(event, Send)]
+    launched = [event for event in _events(core) if isinstance(event, Send)]
     return [event for one in launched for event in (one, Wait(one.name))]
 
 

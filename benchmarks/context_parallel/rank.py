@@ -1,8 +1,8 @@
 """One of the ranks that share a sequence, or the one process that has it whole: attention forward and backward.
 
-Requests: an algorithm of ``--context-parallel-algo``, or "in_order" (the ring without its zig-zag); behind a space
-``alone`` (the same computation, and messages that arrive at once without their data) or ``waiting`` (every message
-waited for where it is launched). "whole": torch's attention of the whole sequence.
+Requests: an algorithm of ``--context-parallel-algo``, or "in_order" (the ring without its zig-zag), by itself or
+followed by a space and ``alone`` (the same computation, with messages that arrive immediately without their data) or
+``waiting`` (every message is waited for where it is launched). "whole": torch's attention of the whole sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADS, GROUPS, SIZE = 8, 4, 64
 
 
 class WaitingTraffic(CommContext):
-    """Nothing flies while anything is computed."""
+    """Context of communication that waits for each message where it is launched, so that nothing is hidden."""
 
     def launch(self, exchange: Exchange, x: Tensor, aside: bool = False, owned: bool = False) -> InFlight:
         """Launch, and wait at once."""
@@ -42,7 +42,7 @@ class WaitingTraffic(CommContext):
 
 
 class Attention:
-    """One layer's attention to one sequence; ranks: that share it."""
+    """One layer's attention to one sequence, shared by ``ranks`` ranks."""
 
     def __init__(self, rank: int, ranks: int, length: int, device: torch.device) -> None:
         self.rank, self.ranks, self.length, self.device = rank, ranks, length, device
@@ -55,7 +55,7 @@ class Attention:
         self.qkv = [torch.randn(1, length, n, SIZE, generator=generator).to(device, dtype) for n in heads]
 
     def __call__(self, request: str) -> Figures:
-        """Seconds of forward and backward, and of it the seconds of waiting for messages."""
+        """Return the seconds of a forward and backward, and the seconds of them spent waiting for messages."""
         algorithm, _, way = request.partition(" ")
         comm = WaitingTraffic() if way == "waiting" else CommContext()
         if algorithm == "whole":
@@ -80,13 +80,13 @@ class Attention:
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[1, S, heads, D] each."""
+    """Return the result of attention on one rank. q, k, v: [1, S, heads, D]."""
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def _shared(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[1, S / cp, heads, D] each."""
+    """Return this rank's part of the result of attention. q, k, v: [1, S / cp, heads, D]."""
     if method.deals_heads:
         y = _whole(*to_heads(q, k, v, method.axis, method.comm))
         return to_positions(y, method.axis, method.comm)

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measure_speed(device: str, length: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Seconds of every algorithm, and of one process, over those of one process."""
+    """Return the seconds of every algorithm and of one process, relative to those of one process."""
     cores = 1 if device == "cuda" else 2
     bound = [rank if device == "cpu" else None for rank in range(2)]
     one = {"OMP_NUM_THREADS": "1"}
@@ -64,7 +64,7 @@ def measure_speed(device: str, length: int, rounds: int, folder: Path) -> dict[s
 
 
 def measure_hidden(rates: Sequence[str], length: int, rounds: int, folder: Path) -> list[dict[str, object]]:
-    """Per rate and algorithm: what messages add where nothing hides them, and the share of it that is hidden."""
+    """Return, by rate and algorithm, the time that messages add if nothing hides them, and the hidden share."""
     results: list[dict[str, object]] = []
     entries = {
         f"{algorithm} {way}".strip(): ("ranks", f"{algorithm} {way}".strip())

@@ -28,7 +28,7 @@ SHARD_BYTES = 600 << 20
 
 
 def write_config(folder: Path, hidden: int, inner: int, layers: int, experts: int) -> None:
-    """config.json of a Mixtral model."""
+    """Write the config.json of a Mixtral model."""
     import transformers
 
     config = transformers.MixtralConfig(
@@ -48,7 +48,7 @@ def write_config(folder: Path, hidden: int, inner: int, layers: int, experts: in
 
 
 def plans_of(hidden: int, inner: int, layers: int, experts: int) -> list[TensorPlan]:
-    """The tensors that Mixtral has on disk: bf16, routers in fp32."""
+    """Return the tensors that a Mixtral folder contains: bf16, with routers in fp32."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB, hidden),
         "model.norm.weight": (hidden,),
@@ -73,7 +73,7 @@ def plans_of(hidden: int, inner: int, layers: int, experts: int) -> list[TensorP
 
 
 def write_model(folder: Path, plans: list[TensorPlan]) -> None:
-    """Random tensors in files of about 600 MB with their index."""
+    """Write random tensors in files of about 600 MB, with their index."""
     generator = torch.Generator().manual_seed(0)
     by_name = {plan.name: plan for plan in plans}
 
@@ -100,7 +100,7 @@ def write_model(folder: Path, plans: list[TensorPlan]) -> None:
 
 
 def hashes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Of every tensor of a folder: dtype, shape and SHA-256, read in blocks."""
+    """Return dtype, shape and SHA-256 of every tensor of a folder, which is read in blocks."""
     dtypes = {code: dtype for dtype, code in shard_file.CODES.items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -117,7 +117,7 @@ def hashes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     return found
 
 
-# A process of its own for each way. What it has loaded before it reads a model's first byte does not count.
+# A separate process for each direction. What it has loaded before it reads a model's first byte does not count.
 CONVERT = """
 import sys, time
 import torch
@@ -131,7 +131,7 @@ print(memory.read() - before, memory.read(), time.perf_counter() - start)
 
 
 def convert(way: str, source: Path, out: Path) -> dict[str, float]:
-    """Bytes that one way added to the peak of its process, the peak itself, and seconds."""
+    """Return the bytes that one direction added to the peak of its process, that peak, and the seconds."""
     command = [sys.executable, "-c", CONVERT, way, str(source), str(out)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     added, peak, seconds = map(float, done.stdout.split())

@@ -1,4 +1,4 @@
-"""What reading costs: preparing against a plain tokenizer loop, the loader against training, opening 15 T tokens.
+"""Cost of reading: preparing against a plain tokenizer loop, the loader against training, opening 15 T tokens.
 
 python -m benchmarks.data.run                       # all parts
 python -m benchmarks.data.run --part memory         # prepare a 1 GB input and watch its memory
@@ -28,7 +28,7 @@ FILES, TOKENS_PER_FILE, DOCUMENTS_PER_FILE = 15, 10**12, 10**9
 
 
 def write_jsonl(path: Path, megabytes: float) -> None:
-    """The built-in documents in random order, again and again."""
+    """Write the built-in documents in random order, repeatedly."""
     from megapar.data.text.source import all_documents, open_sources
 
     documents = [json.dumps({"text": text}) + "\n" for text in all_documents(open_sources(["builtin"]))]
@@ -39,7 +39,7 @@ def write_jsonl(path: Path, megabytes: float) -> None:
 
 
 def make_tokenizers(folder: Path) -> dict[str, str]:
-    """A sentencepiece model of 8,192 ids, and a byte-level BPE of tokenizers."""
+    """Make a sentencepiece model of 8,192 ids, and a byte-level BPE of the package tokenizers."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     from megapar.data.text.source import all_documents, open_sources
@@ -57,7 +57,7 @@ def make_tokenizers(folder: Path) -> dict[str, str]:
 
 
 def plain_loop(kind: str, path: str, model: str) -> float:
-    """Tokens per second of one core that reads lines and calls the library, and does nothing else."""
+    """Return the tokens per second of one core that only reads lines and calls the library."""
     if kind == "sentencepiece":
         import sentencepiece
 
@@ -78,14 +78,14 @@ def plain_loop(kind: str, path: str, model: str) -> float:
 
 
 def plain_loops(kind: str, path: str, model: str, processes: int) -> float:
-    """Tokens per second of so many plain loops at once, together: what the cores can do beside each other."""
+    """Return the tokens per second of several plain loops at once, which is what the cores can do together."""
     command = [sys.executable, "-m", "benchmarks.data.run", "--plain", kind, path, model]
     running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     return sum(float(process.communicate()[0]) for process in running)
 
 
 def ours(path: str, model: str, output: str, workers: int) -> float:
-    """Tokens per second of ``prepare``, from its call to the finished files."""
+    """Return the tokens per second of ``prepare``, from its call to the finished files."""
     from megapar.data.tokens.prepare import prepare
 
     start = time.perf_counter()
@@ -93,7 +93,7 @@ def ours(path: str, model: str, output: str, workers: int) -> float:
 
 
 def part_prepare(folder: Path, rounds: int, megabytes: float, kinds: Sequence[str]) -> dict[str, object]:
-    """In turns: one plain loop, prepare with one worker, a plain loop on every core at once, prepare on all cores."""
+    """Measure, in turns, a plain loop, prepare with one worker, plain loops on all cores, and prepare on all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     path, cores = str(folder / "in.jsonl"), os.cpu_count() or 1
     write_jsonl(Path(path), megabytes)
@@ -122,7 +122,7 @@ def part_prepare(folder: Path, rounds: int, megabytes: float, kinds: Sequence[st
 
 
 def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
-    """The loader's samples, made as a run makes them, against the quickstart's training."""
+    """Compare the speed of the loader, which makes samples as a run does, with that of the quickstart's training."""
     from megapar.arguments import parse
     from megapar.data.batches import Loader
     from megapar.trainer import train
@@ -146,9 +146,9 @@ def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
 
 
 def write_sparse(folder: Path) -> list[str]:
-    """15 files of 10^12 tokens (2 TB) and 10^9 sequences (20 GB of index) each, which take a few blocks of disk.
+    """Write 15 files of 10^12 tokens (2 TB) and 10^9 sequences (20 GB of index) each, which take a few blocks of disk.
 
-    All but the last 1,000 documents of a file are empty, because zeros are what a hole reads as.
+    All but the last 1,000 documents of a file are empty, because a hole in a file reads as zeros.
     """
     paths = []
     full = 1000
@@ -195,7 +195,7 @@ print(opened, read, peak(), peak() - before, len(corpus.train))
 
 
 def part_open(folder: Path) -> dict[str, object]:
-    """A mixture of 15 T tokens, from the call to the first sample, in a process of its own."""
+    """Measure, in a separate process, the time from opening a mixture of 15 T tokens to its first sample."""
     paths = write_sparse(folder)
     command = [sys.executable, "-c", OPEN, *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -228,7 +228,7 @@ print(peak(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, don
 
 
 def part_memory(folder: Path, megabytes: float) -> dict[str, object]:
-    """Peak memory of the parent and of its largest worker, on a small input and on one of 1 GB."""
+    """Measure the peak memory of the parent and of its largest worker, for a small input and for one of 1 GB."""
     model, cores = make_tokenizers(folder)["sentencepiece"], os.cpu_count() or 1
     rows, result = [], {}
     for size in (20, megabytes):
@@ -245,7 +245,7 @@ def part_memory(folder: Path, megabytes: float) -> dict[str, object]:
 
 
 def part_broken(folder: Path, lines: int) -> dict[str, object]:
-    """One line of many is broken: what ``megapar data prepare`` says, by default and with --on-bad-record skip."""
+    """Show what ``megapar data prepare`` says about a broken line, by default and with --on-bad-record skip."""
     path, out, broken = folder / "in.jsonl", folder / "out", lines * 2 // 3
     with open(path, "w", encoding="utf-8") as file:
         for number in range(1, lines + 1):

@@ -1,8 +1,8 @@
-"""Do all five tasks of ERNIE 3.0 learn? 500 steps on paragraphs, each task's metric against knowing nothing.
+"""Proof that all five tasks of ERNIE 3.0 learn: each task's metric after 500 steps, relative to chance.
 
 python -m benchmarks.ernie_tasks.run [--steps 500] [--folder runs/ernie_tasks]
 
-A run that was interrupted goes on where it saved. The documents are the paragraphs of the built-in text that are
+An interrupted run continues from its last save. The documents are the paragraphs of the built-in text that are
 sentences and fit into one sample: the paper's tasks permute and pair parts of paragraphs. Lexicons and triples are made
 from that text too: phrases are its frequent pairs of words, entities its frequent dotted and capitalized names, triples
 its sentences with a plain verb.
@@ -63,7 +63,7 @@ MODEL = (
 
 
 def write_paragraphs(path: Path) -> None:
-    """The paragraphs of the built-in text that are sentences, each once, as documents; long ones in several."""
+    """Write each paragraph of the built-in text that consists of sentences as a document, a long one as several."""
     found: dict[str, None] = {}
     for text in documents():
         for paragraph in re.split(r"\n\s*\n", text):
@@ -74,7 +74,7 @@ def write_paragraphs(path: Path) -> None:
 
 
 def fitting(paragraph: str) -> list[str]:
-    """Its sentences in as few parts as fit; a sentence that does not fit by itself is left out."""
+    """Split a paragraph into as few documents of whole sentences as fit, without sentences that are too long."""
     parts = [""]
     for sentence in re.split(r"(?<=\.) (?=[A-Z])", paragraph):
         longer = f"{parts[-1]} {sentence}".strip()
@@ -88,7 +88,7 @@ def fitting(paragraph: str) -> list[str]:
 
 
 def write_knowledge(folder: Path) -> dict[str, Path]:
-    """Lexicons and triples made from the built-in text."""
+    """Write lexicons and triples made from the built-in text."""
     words: Counter[tuple[str, str]] = Counter()
     names: Counter[str] = Counter()
     triples: dict[str, None] = {}
@@ -113,7 +113,7 @@ def write_knowledge(folder: Path) -> dict[str, Path]:
 
 
 def labels_of(samples: Samples, count: int) -> dict[str, list[int]]:
-    """What each task asks for in the first samples."""
+    """Return the labels of each task in the first samples."""
     found: dict[str, list[int]] = {task: [] for task in TASKS}
     for number in range(count):
         sample = samples[number]
@@ -124,15 +124,15 @@ def labels_of(samples: Samples, count: int) -> dict[str, list[int]]:
 
 
 def prior(train_labels: Iterable[int], heldout_labels: list[int], size: int) -> float:
-    """Cross-entropy of held-out labels under the training labels' frequencies (counts plus one), in nats."""
+    """Return the cross-entropy of held-out labels under the training labels' frequencies (counts plus one), in nats."""
     counts = np.bincount(list(train_labels), minlength=size) + 1.0
     return float(-np.log(counts / counts.sum())[heldout_labels].mean())
 
 
 def chance(config: Config) -> dict[str, float]:
-    """Per task what a model scores that knows the labels' frequencies and does not look at its input.
+    """Return, for each task, the score of a model that knows the labels' frequencies and does not look at its input.
 
-    For classes the largest share among the held-out labels themselves, which no such model can beat.
+    For classes this is the largest share among the held-out labels themselves, which no such model can exceed.
     """
     corpus = make_corpus(config)
     count = min(COUNTED, len(corpus.heldout))
@@ -144,7 +144,7 @@ def chance(config: Config) -> dict[str, float]:
 
 
 def main() -> int:
-    """One line per task; 1 where a margin is missed."""
+    """Print one line per task. Returns 1 if a task misses its margin."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--folder", type=Path, default=Path("runs/ernie_tasks"))

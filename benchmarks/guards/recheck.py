@@ -1,8 +1,8 @@
-"""What the recompute check costs of a step: a check and a step in turns, and the check divided by its interval.
+"""Cost of the recompute check: a check and a step in turns, and the check divided by its interval.
 
     python -m benchmarks.guards.recheck
 
-One process has no neighbour whose micro-batch it could run: where ranks swap them a check has half as much again.
+One process has no neighbour whose micro-batch it could run. If ranks swap them, a check takes 1.5 times as long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALWAYS = ("--recompute-check-interval", "1")
 
 
 def step_seconds(trainer: Trainer) -> float:
-    """Of one step."""
+    """Return the seconds of one step."""
     start = time.perf_counter()
     trainer.monitor.add(trainer.step())
     trainer.world.device.synchronize()
@@ -38,7 +38,7 @@ def step_seconds(trainer: Trainer) -> float:
 
 
 def check_seconds(trainer: Trainer) -> float:
-    """Of one check."""
+    """Return the seconds of one check."""
     start = time.perf_counter()
     trainer.guards.check(trainer.guards.due(trainer.progress.iteration), trainer.progress.iteration)
     trainer.world.device.synchronize()

@@ -1,13 +1,13 @@
-"""What each guard costs of a step: the same small decoder trained without guards and with one, side by side.
+"""Cost of each guard per step: the same small decoder trained without guards and with one, side by side.
 
     python -m benchmarks.guards.run
 
 One process builds a trainer for each row of ``GUARDS`` and one without guards. In each round all of them run --steps
-steps, in an order that is drawn anew, so that what else the machine does meets all alike. A row is the median over the
-rounds of its time over that without guards, with the quartiles, and beside it the share of its steps that the guards'
-own calls took, which shows on a machine whose steps differ by more than a guard costs (where the host runs ahead of its
-device, that is the host's share). One process has no replicas: what ``replicas`` costs is a look at all parameters and
-masters, timed by itself and divided by its interval.
+steps, in a new random order, so that other work of the machine affects all equally. A row is the median over the
+rounds of its time relative to that without guards, with the quartiles, and the share of its steps that the guards'
+own calls took. The share is visible even if steps differ by more than a guard costs; if the host runs ahead of its
+device, it is the host's share. One process has no replicas: the cost of ``replicas`` is a look at all parameters and
+master weights, timed separately and divided by its interval.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ GUARDS: dict[str, dict[str, str]] = {
     "recompute, every 500 steps": {"--recompute-check-interval": "500"},
     "all, as by default": {"--state-digest-steps": "auto", "--recompute-check-interval": "500"},
 }
-WARM_UP = 6  # steps: those in which something is measured are no part of it
+WARM_UP = 6  # steps before the measured ones
 
 
 def make(world: World, guard: dict[str, str]) -> Trainer:
-    """A trainer that has found its pace."""
+    """Return a trainer after its warmup."""
     flags = [text for pair in {**OFF, **guard}.items() for text in pair]
     config = parse("moe", [*FLAGS, *flags], {})
     trainer = Trainer(config, world, build.make_corpus(config))
@@ -57,7 +57,7 @@ def make(world: World, guard: dict[str, str]) -> Trainer:
 
 
 def steps(trainer: Trainer, count: int) -> float:
-    """Seconds of so many steps with all that follows them."""
+    """Return the seconds of this many steps, with everything that follows them."""
     trainer.world.device.synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -68,7 +68,7 @@ def steps(trainer: Trainer, count: int) -> float:
 
 
 def calls(trainer: Trainer, count: int) -> float:
-    """Share of so many steps that the guards' calls took."""
+    """Return the share of the time of this many steps that the guards' calls took."""
     names = ("votes", "apply_votes", "before_update", "after_update", "due", "check")
     with timed((trainer.guards, name) for name in names) as spent:
         whole = steps(trainer, count)

@@ -30,7 +30,7 @@ WARMUP = 20
 
 
 class Cost(NamedTuple):
-    """Calls, own seconds, and seconds with the functions it calls, of one function in a step."""
+    """Cost of one function in a step: calls, its seconds without and with the functions that it calls."""
 
     calls: float
     own: float

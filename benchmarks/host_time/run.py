@@ -3,8 +3,8 @@
     python -m benchmarks.host_time.run [--model dense,moe] [--rounds 201] [--steps 6]
 
 The models are so small that computing takes no time: hidden size 64, one sample of 16 positions, fp32, one thread. The
-figure is the processor time in user mode of forward, backward and AdamW, which waiting for a busy machine does not
-change. A layer's is the difference between models of 6 and of 2 layers, divided by 4, in each round.
+figure is the processor time in user mode of forward, backward and AdamW, which does not depend on the load of the
+machine. That of a layer is the difference between models of 6 and of 2 layers, divided by 4, in each round.
 """
 
 from __future__ import annotations

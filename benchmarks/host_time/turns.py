@@ -10,7 +10,7 @@ from benchmarks.support.contest import Figures, serve
 
 
 def serve_steps(ways: Mapping[str, Callable[[], object]]) -> None:
-    """Answer requests, "STEPS WAY" of one of these steps, with user, processor and wall time of one step."""
+    """Answer requests, "STEPS WAY", with the user, processor and wall time of one of that many steps."""
 
     def turn(request: str) -> Figures:
         number, way = request.split()

@@ -19,7 +19,7 @@ WANTED = json.loads(os.environ["BENCHMARK_COUNT_AT"])
 
 
 def count() -> None:
-    """After the steps that are wanted, on rank 0."""
+    """Make the trainer count its objects after the wanted steps, on rank 0."""
     kept = Trainer.step
 
     def step(self: Trainer) -> Any:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.long_run.run [--steps 2000] [--restarts 3] [--only NAME ..] [--results FOLDER]
 
-Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with
-a process killed in its first part, after which the launcher starts all again from the last checkpoint. A look every two
-seconds at what each process holds, and at how long a fixed piece of work takes: a machine that others use as well gets
-faster and slower, and steps are held against it. Status 1 where a run did not end, the killed run's losses differ in a
-bit, or what was late in a run is more than early by LIMITS.
+Three runs, one after the other: experts over two processes, tensors over two processes, and the first one again with a
+process killed in its first part, after which the launcher restarts all from the last checkpoint. Every two seconds it
+records what each process holds, and the time of a fixed amount of work, to which steps are compared, because the speed
+of a shared machine changes. Status 1 if a run did not end, if the losses of the killed run differ in a bit, or if a
+late figure exceeds an early one by more than LIMITS allows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 2.0
 SHORTEST = 100  # steps of a start, below which there is nothing to compare
 EARLY, LATE = (0.1, 0.3), (0.8, 1.0)  # parts of a run, or of its last start, that are compared
-# Kills lie in the first part of a run, so that what the last start holds is seen over most of the steps.
+# Kills are in the first part of a run, so that the last start has most of the steps, over which its memory is compared.
 KILLS_UNTIL = 0.375
 COUNTED = (0.5, 0.99)  # of the steps, at which Python's objects are counted
-# Late over early. steps_over_work: seconds of a step, over those of the fixed work. Memory has in it what an allocator
-# keeps; files may not grow.
-# object_bytes_per_step: no ratio, but of two floats; a kept record has thousands.
+# Late over early. steps_over_work: seconds of a step relative to those of the fixed work. Memory includes what an
+# allocator keeps; files may not grow. object_bytes_per_step is not a ratio: two floats; a kept record has thousands.
 LIMITS = {"steps_over_work": 1.1, "resident_bytes": 1.05, "files": 1.0, "threads": 1.0, "object_bytes_per_step": 48}
 WORK = bytes(8 << 20)
 EXPERTS, TENSORS, KILLED = "experts over 2", "tensors over 2", "experts over 2, killed"
@@ -50,7 +49,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Held:
-    """By one process at one time. iteration: the last one in the metrics then."""
+    """Resources that one process holds at one time. ``iteration``: the last one in the metrics at that time."""
 
     iteration: int
     rank: int
@@ -62,10 +61,14 @@ class Held:
 
 @dataclass
 class Run:
-    """status: of the launcher. records: of the metrics, the last of an iteration. kills: the iterations before each.
+    """One run.
 
-    work: (iteration, seconds of a core that the fixed work took then). objects: (iteration, bytes of Python objects on
-    rank 0), of the last start.
+    Attributes:
+        status: Exit status of the launcher.
+        records: Records of the metrics, the last one of each iteration.
+        kills: Iterations before each kill.
+        work: (iteration, seconds of a core that the fixed work took at that time).
+        objects: (iteration, bytes of Python objects on rank 0), of the last start.
     """
 
     status: int
@@ -77,7 +80,7 @@ class Run:
 
 
 def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
-    """Train to the end; a process is killed when the metrics say that so many steps are done."""
+    """Train to the end. A process is killed each time that the metrics reach one of these iterations."""
     metrics = folder / "metrics.jsonl"
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2"]
     line += [
@@ -117,20 +120,20 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
 
 
 def _fixed_work() -> float:
-    """Seconds of a core, without those in which the ranks had it."""
+    """Return the processor seconds of a fixed amount of work, which do not include the ranks' use of the core."""
     start = time.thread_time()
     hashlib.sha256(WORK).digest()
     return time.thread_time() - start
 
 
 def _records(metrics: Path) -> dict[int, dict[str, float]]:
-    """By iteration; what was done again stands last. A line that is being written is left for the next look."""
+    """Return the metrics by iteration, the last ones of a repeated iteration. Skips a line that is being written."""
     lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
     return {record["iteration"]: record for record in map(json.loads, lines)}
 
 
 def _ranks(launcher: int) -> Iterator[tuple[int, int]]:
-    """Process number and rank of the launcher's children that have one."""
+    """Yield (process number, rank) of the launcher's children that are ranks."""
     for task in Path(f"/proc/{launcher}/task").glob("*/children"):
         try:
             for pid in map(int, task.read_text().split()):
@@ -143,7 +146,7 @@ def _ranks(launcher: int) -> Iterator[tuple[int, int]]:
 
 
 def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
-    """What a process holds now; None where it has just ended."""
+    """Return what a process holds now; None if it has just ended."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -155,7 +158,7 @@ def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
 
 
 def growth(done: Run, steps: int) -> dict[str, float]:
-    """Late over early, medians: of steps, of the fixed work, and of what rank 0 held since the last start."""
+    """Return late over early medians: of steps, of the fixed work, of what rank 0 held since the last start."""
     seconds = [(i, record["iteration_seconds"]) for i, record in done.records.items()]
     found = {"step_seconds": _late_over_early(seconds, 0, steps), "work_seconds": _late_over_early(done.work, 0, steps)}
     found["steps_over_work"] = found["step_seconds"] / found["work_seconds"]
@@ -170,7 +173,7 @@ def growth(done: Run, steps: int) -> dict[str, float]:
 
 
 def _late_over_early(values: list[tuple[int, float]], start: int, end: int) -> float:
-    """Of medians; values: (iteration, value), of the steps behind start until end."""
+    """Return the ratio of medians of (iteration, value) pairs, of iterations after ``start`` up to ``end``."""
     late, early = (
         statistics.median(
             value for i, value in values if part[0] * (end - start) < i - start <= part[1] * (end - start)
@@ -181,12 +184,12 @@ def _late_over_early(values: list[tuple[int, float]], start: int, end: int) -> f
 
 
 def _smooth(values: list[float], window: int = 25) -> tuple[float, ...]:
-    """Medians of neighbours that do not overlap, for a picture of many steps."""
+    """Return medians of windows that do not overlap, for a picture of many steps."""
     return tuple(statistics.median(values[i : i + window]) for i in range(0, len(values), window))
 
 
 def draw(runs: dict[str, Run], steps: int, path: Path) -> None:
-    """Losses, resident memory of rank 0 and seconds of a step, over the steps."""
+    """Draw losses, resident memory of rank 0 and seconds of a step, over the steps."""
     panels: dict[str, list[Curve]] = {"loss": [], "seconds of a step": [], "GB held by rank 0": []}
     for name, done in runs.items():
         ordered = [done.records[i] for i in sorted(done.records)]

@@ -30,7 +30,7 @@ from tests.support.sent_rows import plain_rows, rows_by_node
 
 
 class Routing(StepObserver):
-    """Keeps the experts of each token while ``messages`` is a list."""
+    """Observer that keeps the experts of each token while ``messages`` is a list."""
 
     def __init__(self) -> None:
         self.messages: list[list[list[int]]] | None = None
@@ -43,7 +43,7 @@ class Routing(StepObserver):
 
 
 class Steps:
-    """A request is a way, or ``bytes`` and a way."""
+    """Steps by request: a way, or ``bytes`` and a way."""
 
     def __init__(self, rank: int, rendezvous: str, shape: str) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % NODE), WORLD_SIZE=str(RANKS))
@@ -59,7 +59,7 @@ class Steps:
             trainer.start()
 
     def __call__(self, request: str) -> Figures:
-        """Seconds of a step, of them those that the rank waited for experts' messages, and the norm of the gradient."""
+        """Return the seconds of a step, those of waits for experts' messages, and the norm of the gradient."""
         kind, _, way = request.rpartition(" ")
         if kind == "bytes":
             return self._bytes(way)
@@ -72,7 +72,7 @@ class Steps:
         return {"seconds": seconds, "norm": float(step.norm), "waited": waited}
 
     def _bytes(self, way: str) -> Figures:
-        """Bytes of all ranks: sent by their counters, needed by their routing; and those that leave a node."""
+        """Return all ranks' bytes: sent by their counters, needed by their routing; and those that leave a node."""
         self._routing.messages = []
         sent = self._trainers[way].step().sent_bytes
         every: list[tuple[dict[str, int], list[list[list[int]]]]] = [({}, [])] * RANKS

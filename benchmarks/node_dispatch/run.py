@@ -56,7 +56,7 @@ def _one(link: SlowLink, name: str, shares: Sequence[float], rounds: int) -> dic
 
 
 def print_bytes(name: str, shape: Shape, sent: Mapping[str, Figures]) -> dict[str, object]:
-    """The bytes of a step between nodes. Raises AssertionError if counters and routing differ."""
+    """Print the bytes of a step between nodes. Raises AssertionError if counters and routing differ."""
     rows, found = [], {}
     for way, figures in sent.items():
         assert figures["sent"] == figures["needed"], f"{way}: the counters have not the bytes of the routing"
@@ -70,7 +70,7 @@ def print_bytes(name: str, shape: Shape, sent: Mapping[str, Figures]) -> dict[st
 
 
 def expected_between(shape: Shape, way: str, tokens: float) -> float:
-    """The bytes between nodes of ``tokens`` tokens, all ranks and layers together, by the formula."""
+    """Return the bytes between nodes of ``tokens`` tokens by the formula, of all ranks and layers together."""
     passes = shape.layer.by_node(tokens) if way == "node" else shape.layer.plain(tokens)
     return sum(one.between for one in passes.values())
 
@@ -83,7 +83,10 @@ def _table(
     alone: Mapping[str, Sequence[Figures]],
     sent: Mapping[str, Figures],
 ) -> dict[str, object]:
-    """Gain: the plain step in the same round over the step by node."""
+    """Print the table of one share, and return its figures.
+
+    Gain is the time of the plain step relative to that of the step by node in the same round.
+    """
     for mine, theirs in zip(rounds["node"], rounds["plain"], strict=True):
         assert abs(mine["norm"] - theirs["norm"]) <= AGREE * theirs["norm"], "by node computes something else"
     plain, by_node = rounds["plain"], rounds["node"]

@@ -20,7 +20,7 @@ _BASE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Experts of a token, experts, and the features inside one."""
+    """Number of experts per token, number of experts, and width of an expert."""
 
     topk: int
     experts: int
@@ -28,11 +28,11 @@ class Shape:
 
     @property
     def layer(self) -> DispatchBytes:
-        """The messages of a layer in fp32, expected of balanced routing."""
+        """Messages of a layer in fp32, as expected of balanced routing."""
         return DispatchBytes(HIDDEN, self.topk, self.experts, RANKS, NODE, 4, 4)
 
     def flags(self, way: str) -> list[str]:
-        """The command line of one of ``WAYS``."""
+        """Return the command line of one of ``WAYS``."""
         nodes = ["--ranks-per-node", str(NODE)] if way == "node" else []
         moe = ["--num-experts", str(self.experts), "--moe-router-topk", str(self.topk)]
         return [*_BASE, *moe, "--moe-ffn-hidden-size", str(self.ffn), "--moe-dispatch", way, *nodes]
@@ -42,16 +42,16 @@ SHAPES = {"top-8 of 16": Shape(8, 16, 128), "top-4 of 8": Shape(4, 8, 256)}
 
 
 def rate_for(share: float, alone: float, bytes_between: float) -> int:
-    """Bits per second at which messages between nodes are ``share`` of a step in which nothing hides them.
+    """Return the bits per second at which messages between nodes are ``share`` of a step in which nothing hides them.
 
     Args:
-        share: Of the step.
+        share: Share of the step.
         alone: Seconds of the step without limits.
-        bytes_between: What one node sends the other in the step.
+        bytes_between: Bytes that one node sends to the other in the step.
     """
     return round(8 * bytes_between * (1 - share) / (share * alone))
 
 
 def ideal(share: float, plain: float, by_node: float) -> float:
-    """How many times faster a step is whose messages between nodes, ``share`` of it, shrink from plain to by_node."""
+    """Return the speedup of a step whose messages between nodes, ``share`` of it, shrink to ``by_node``."""
     return 1 / (1 - share + share * by_node / plain)

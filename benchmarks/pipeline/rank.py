@@ -24,7 +24,7 @@ WIDTH = 256
 
 
 class _Sleep(torch.autograd.Function):
-    """A layer that takes the same time forward, for its input's gradient and for its weight's."""
+    """Function that takes the same time for the forward, the gradient of the input and that of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, defer_wgrad: DeferWgrad, seconds: float) -> Tensor:
@@ -43,7 +43,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingLayers:
-    """Chunks for the runner: no computation, no memory, exact times."""
+    """Chunks for the runner without computation and memory, and with exact times."""
 
     def __init__(self, last_chunk: int, seconds: float, weight_gradients: WeightGradients) -> None:
         self._last = last_chunk
@@ -80,7 +80,7 @@ def main() -> None:
     queues = Queues(options.rank, axes, Device())
 
     def turn(request: str) -> Figures:
-        """One step: ``SCHEDULE CHUNKS MICRO_BATCHES SECONDS``; seconds: of a stage's forward of one micro-batch."""
+        """Run one step: ``SCHEDULE CHUNKS MICRO_BATCHES SECONDS``, the last of a stage's forward of a micro-batch."""
         name, chunks, micro_batches, seconds = request.split()
         schedule = make_schedule(name, world_size, int(chunks), int(micro_batches))
         store = WeightGradients()

@@ -4,8 +4,8 @@ python -m benchmarks.prediction.fit            print the constants and the error
 python -m benchmarks.prediction.fit --write    also write them, and the residuals to results/fit.jsonl
 
 Least squares of log(predicted / published), by Gauss-Newton steps with damping over the logarithms of the constants.
-Errors beyond 15 % weigh less (Huber), so that rows that the model does not describe do not bend it, and the rows of one
-model on one device in one dtype weigh as much as one row. Unfitted rows are not read.
+Errors beyond 15 % have less weight (Huber), so that rows that the model does not describe affect it little, and rows of
+one model on one device in one dtype have the weight of one row. Unfitted rows are not read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 import yaml
 
 from benchmarks.prediction.rows import published_rows
-from benchmarks.prediction.run import ROWS, plan_of
+from benchmarks.prediction.run import ROWS, attention_flops, plan_of
 from megapar.planning import fitted
 from megapar.planning.calibration import CALIBRATIONS, MEGATRON, Calibration, Software
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.speed import attention_flops, model_flops, predict
+from megapar.planning.speed import model_flops, predict
 
 TARGET = Path(fitted.__file__)
 RESIDUALS = Path(__file__).with_name("results") / "fit.jsonl"
@@ -42,9 +42,10 @@ HEAD = 0.25
 
 
 class Constants:
-    """The constants that are fitted, as a vector of logarithms, in a fixed order.
+    """Constants that are fitted, as a vector of logarithms in a fixed order.
 
-    Those named as devices are their clocks in fp8; ``wide`` is the clock in bf16 over that, of all of them.
+    Those with the name of a device are its clock in fp8; ``wide`` is the clock in bf16 relative to that, of all
+    devices.
     """
 
     # name: start, and the most that a fit may make of it (shares are at most 1).
@@ -120,7 +121,7 @@ class Target(NamedTuple):
 
     @property
     def group(self) -> tuple[object, ...]:
-        """The rows that weigh as one."""
+        """Key of the targets that have the weight of one together."""
         return self.run.sizes.num_layers, self.run.sizes.hidden_size, self.run.kind.name, self.run.assumed.fp8
 
 
@@ -209,7 +210,7 @@ def written(value: object, indent: str = "") -> str:
 
 
 def main() -> None:
-    """Fit, print, and write if asked to."""
+    """Fit and print the constants, and write them if requested."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the constants and the residuals")
     args = parser.parse_args()

@@ -57,7 +57,7 @@ class PublishedRow:
 
     @property
     def name(self) -> str:
-        """Name of the row in tables: what tells it from others."""
+        """Name of the row in tables, which distinguishes it from the others."""
         c = self.columns
         degrees = {
             "FSDP": c["fsdp"] and c["gpus"],
@@ -75,12 +75,12 @@ class PublishedRow:
 
     @property
     def left_out(self) -> str:
-        """Why the row is not planned; "" if it is."""
+        """Reason why the row is not planned; "" if it is."""
         return str(self.more.get("left_out", ""))
 
     @property
     def unscored(self) -> str:
-        """Why its error does not count; "" if it does."""
+        """Reason why its error does not count; "" if it does."""
         return str(self.more.get("unscored", ""))
 
     @property
@@ -124,7 +124,7 @@ class PublishedRow:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of the row. Raises ConfigError if it is refused."""
+        """Return the plan of the row. Raises ConfigError if it is refused."""
         c = self.columns
         words = ["fp8", "fp8-activations"] if c["precision"].startswith("fp8") else []
         words += str(self.more.get("assume", "")).split()

@@ -1,4 +1,4 @@
-"""What ``megapar plan`` predicts of published runs, against what was published: one calibration for all."""
+"""Predictions of ``megapar plan`` for published runs, next to what was published: one calibration for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from megapar.planning.assume import assumed
 from megapar.planning.calibration import MEGATRON
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
-from megapar.planning.speed import attention_flops
+from megapar.planning.planned_run import PlannedRun
+from megapar.planning.speed import of_all_layers
 from megapar.tools.plan import DEFAULT_KIND
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,17 @@ ROWS = Path(__file__).with_name("published.yaml")
 
 @dataclass(frozen=True)
 class Row:
-    """One published run. published, predicted: MFU in percent on the publication's basis. why: not scored because."""
+    """One published run.
+
+    Attributes:
+        name: Name of its file in configs/, with more flags.
+        published: Published MFU in percent, on the publication's basis.
+        predicted: The predicted MFU on the same basis.
+        fits: It fits into the memory of its devices.
+        assumed: It assumes techniques that megapar does not implement.
+        why: What the publication does not state, for which it is not scored; "" if it is.
+        source: The publication.
+    """
 
     name: str
     published: float
@@ -36,12 +47,12 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was published."""
+        """Error of the prediction relative to the published figure."""
         return self.predicted / self.published - 1
 
 
 def plan_of(name: str, *flags: str, ranks: int | None = None, software: str = MEGATRON) -> Plan:
-    """The plan of a file in configs/, on the device and with the assumptions that it names."""
+    """Return the plan of a file in configs/, on the device and with the assumptions that it names."""
     path = ROOT / "configs" / f"{name}.yaml"
     said = about([str(path)])
     kind = {script: kind for kind, script in SCRIPTS.items()}[said.script]
@@ -51,14 +62,19 @@ def plan_of(name: str, *flags: str, ranks: int | None = None, software: str = ME
     return Plan(parse(kind, line, {}, planning=True), device, replace(assumed(said.assume), software=software))
 
 
+def attention_flops(run: PlannedRun) -> float:
+    """Return the FLOPs of attention's core in a step, forward and backward; of causal attention only the lower half."""
+    return 3 * of_all_layers(run, sum(operator.scores for operator in run.costs.attention))
+
+
 def mfu(plan: Plan, basis: str) -> float:
-    """Percent, on a publication's basis."""
+    """Return the MFU in percent, on a publication's basis."""
     share = attention_flops(plan.run) / plan.speed.flops if basis == "full" else 0.0
     return 100 * plan.speed.mfu * (1 + share)
 
 
 def rows() -> list[Row]:
-    """All published runs."""
+    """Return all published runs."""
     found = []
     for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
         flags = entry.get("flags", "")

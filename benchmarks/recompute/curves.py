@@ -2,9 +2,9 @@
 
     python -m benchmarks.recompute.curves [--dtypes fp64 bf16 fp16] [--steps 100] [--device cpu|cuda] [--out FOLDER]
 
-Equal curves are one line: the figure draws the run without recompute as a broad band and the other thin above it.
-Beside the losses: how much memory is held after the last step for what is in use (an accelerator), or how much the
-process grew since its tenth step (a CPU). A call adds its layouts and dtypes to what ``--out`` holds.
+Equal curves are one line: the figure draws the run without recompute as a broad band, and the other as a thin line on
+it. The table also has the memory that is held after the last step relative to what is in use (on an accelerator), or
+the growth of the process since its tenth step (on a CPU). A call adds its layouts and dtypes to those in ``--out``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DRAWN = ("bf16", "fp16")
 
 
 def main() -> None:
-    """Train; keep, compare and draw this and what earlier calls have left in ``--out``."""
+    """Train, and save, compare and draw the results together with those of earlier calls in ``--out``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="*", default=["fp64", "bf16", "fp16"], help="none: only draw")
     parser.add_argument("--steps", type=int, default=100)
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _row(name: str, ways: dict[str, Figures]) -> tuple[str, ...]:
-    """A line of the table: one layout in one dtype."""
+    """Return a line of the table: one layout in one dtype."""
     plain, again = (_losses(ways[way]) for way in WAYS)
     differ = sum(a != b for a, b in zip(plain, again, strict=True))
     ratios = [f"{ways[way]['held_ratio']:.3f}" for way in WAYS]
@@ -86,7 +86,7 @@ def _row(name: str, ways: dict[str, Figures]) -> tuple[str, ...]:
 
 
 def _train(layout: str, dtypes: list[str], steps: int, device: str) -> Iterator[tuple[str, dict[str, Figures]]]:
-    """Every dtype with and without recompute on one layout, in the same processes: run, way -> its figures."""
+    """Yield (run, way -> figures) of every dtype with and without recompute on one layout, on the same ranks."""
     world_size, flags = LAYOUTS[layout]
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "-m", "benchmarks.recompute.curves_rank", "--device", device, "--steps", str(steps)]
@@ -100,7 +100,7 @@ def _train(layout: str, dtypes: list[str], steps: int, device: str) -> Iterator[
 
 
 def _losses(figures: Figures) -> list[float]:
-    """In the order of the steps."""
+    """Return the losses in the order of the steps."""
     return [figures[name] for name in sorted(figures) if name.startswith("loss")]
 
 

@@ -64,10 +64,10 @@ def main() -> None:
 
 
 class _Held:
-    """Memory that is held over memory that is in use.
+    """Memory that is held relative to memory that is in use.
 
-    An accelerator's allocator says both: reserved over the peak of what was allocated. A CPU's does not; what a process
-    holds beyond its need shows as growth: resident memory now over that after the first steps.
+    An accelerator's allocator reports both: reserved bytes over the peak of allocated ones. A CPU's does not, so what a
+    process holds beyond its need is measured as growth: resident memory at the end over that after the first steps.
     """
 
     def __init__(self, device: Device) -> None:
@@ -77,14 +77,14 @@ class _Held:
             self._module.empty_cache()
 
     def start(self) -> None:
-        """The run is under way."""
+        """Mark the end of the warmup."""
         if self._module is None:
             self._resident = _resident_bytes()
         else:
             self._module.reset_peak_memory_stats()
 
     def ratio(self) -> Figures:
-        """At the end of the run."""
+        """Return the ratio at the end of the run."""
         if self._module is None:
             now, before = _resident_bytes(), self._resident
             return {"held_ratio": now / before, "held_bytes": now}
@@ -93,7 +93,7 @@ class _Held:
 
 
 def _resident_bytes() -> int:
-    """Of this process, now."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

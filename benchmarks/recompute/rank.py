@@ -61,9 +61,9 @@ def main() -> None:
 
 
 def _peak(trainer: Trainer, device: Device) -> float:
-    """The most bytes that a step holds beside what is held between steps.
+    """Return the most bytes that a step holds in addition to what is held between steps.
 
-    On a CPU those of storages made in the step; buffers of gradients and host memory were made in the steps before.
+    On a CPU these are bytes of storages made in the step; buffers of gradients and host memory exist from earlier ones.
     """
     if device.type == "cpu":
         with MemoryTracker() as tracker:

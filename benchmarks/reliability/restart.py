@@ -2,10 +2,9 @@
 
     python -m benchmarks.reliability.restart
 
-A job of two ranks on one node trains a small decoder with a checkpoint every second step. --kills times a rank that a
-seed decides is killed, some moments after a step; the time ends when the first step after it stands in the log. All is
-in it: the launcher's look at its ranks, the end of the other rank, the meeting, the groups, the load of the checkpoint
-and the step itself.
+A job of two ranks on one node trains a small decoder with a checkpoint every second step. --kills times, a random rank
+is killed at a random time after a step. The time ends when the log has the next step. It includes the launcher's
+detection, the end of the other rank, the rendezvous, the process groups, the load of the checkpoint and the step.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ FLAGS = (
 
 
 def seconds_to_next_step(kills: int, seed: int, *launcher: str) -> list[float]:
-    """Of each kill."""
+    """Return, for each kill, the seconds to the next step."""
     draw = random.Random(seed)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2", "--stop-timeout", "5"]
     line += ["--max-restarts", str(kills), *launcher, "pretrain_moe.py", *FLAGS]
     with tempfile.TemporaryDirectory() as folder:
         line += ["--save", folder, "--load", folder]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        with subprocess.Popen(line, cwd=ROOT, env=environ, **pipes) as job:  # type: ignore[call-overload]
+        pipe, merged = subprocess.PIPE, subprocess.STDOUT
+        with subprocess.Popen(line, cwd=ROOT, env=environ, stdout=pipe, stderr=merged, text=True) as job:
             try:
                 return list(_kills(job, kills, draw))
             finally:

@@ -1,12 +1,11 @@
-"""What watching for bad numbers, diverged replicas, hangs and slow ranks costs of a step, at the default rates.
+"""Cost of watching for bad numbers, diverged replicas, hangs and slow ranks, at the default rates.
 
     python -m benchmarks.reliability.run
 
-One process trains a small decoder. In each round it runs --steps steps with everything at its default and --steps steps
-with all of it off, in turns, by switching the same trainer over. A machine whose steps differ by several percent shows
-little that way, so the calls that watch are also timed one by one and added up, which tells their own time to the
-microsecond. The comparison of replicas, which one process does not need, is timed by itself on all parameters and
-divided by its interval.
+One process trains a small decoder. In each round the same trainer runs --steps steps with all checks at their defaults
+and --steps steps without any. That shows little on a machine whose steps differ by several percent, so the calls of the
+checks are also timed one by one and added up, which gives their time to the microsecond. The comparison of replicas,
+which one process does not need, is timed separately on all parameters and divided by its interval.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FLAGS = (
 
 
 def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
-    """Seconds of so many steps with their log."""
+    """Return the seconds of this many steps with their log."""
     start = time.perf_counter()
     for _ in range(count):
         if watchdog is not None:
@@ -54,7 +53,7 @@ def steps(trainer: Trainer, count: int, watchdog: Watchdog | None) -> float:
 
 
 def without(trainer: Trainer, count: int) -> float:
-    """The same with no check of the norm, no flight recorder and no percentiles."""
+    """Return the same without the check of the norm, the flight recorder and the percentiles."""
     with (
         patch.object(math, "isfinite", lambda value: True),
         patch.object(StepGuard, "_is_bad", lambda *_: False),
@@ -66,7 +65,7 @@ def without(trainer: Trainer, count: int) -> float:
 
 
 def watch_calls(trainer: Trainer, count: int, watchdog: Watchdog) -> float:
-    """Seconds spent in the calls that watch, over so many steps; what timing them costs is counted as theirs."""
+    """Return the seconds spent in the calls that watch, over this many steps, including the cost of timing them."""
     watching = (
         *((StepGuard, "_is_bad"), (FlightRecorder, "note"), (Axis, "note")),
         *((Watchdog, "before_step"), (Watchdog, "after_step")),

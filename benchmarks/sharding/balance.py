@@ -40,7 +40,7 @@ def measure() -> dict[str, object]:
 
 
 def held(kind: str, flags: Sequence[str], degree: int, stage: int, rank: int) -> dict[str, int]:
-    """Bytes on one rank; gradients are those that are kept between micro-batches."""
+    """Return the bytes on one rank. Gradients are those that are kept between micro-batches."""
     place = {"WORLD_SIZE": str(degree), "RANK": str(rank)}
     more = ["--sharding-stage", str(stage), "--dtype", "bf16", "--device", "cpu", "--world-size", str(degree)]
     with pretend(parse(kind, [*flags, *_training(flags), *more], place), rank) as trainer:
@@ -48,7 +48,7 @@ def held(kind: str, flags: Sequence[str], degree: int, stage: int, rank: int) ->
 
 
 def _training(flags: Sequence[str]) -> list[str]:
-    """A file says how long its run is."""
+    """Return the flags of data and training. A file sets the length of its run itself."""
     return ["--data-path", "mock", "--micro-batch-size", "1"] if "--config" in flags else list(TRAINING)
 
 
@@ -68,9 +68,9 @@ def _count(trainer: Trainer, stage: int) -> dict[str, int]:
 
 
 def whole_tensors(kind: str, flags: Sequence[str], degree: int) -> float:
-    """Max/mean where a tensor has one owner: the next rank begins when the bytes so far exceed its even share.
+    """Return max/mean of bytes per rank if each tensor has one owner, as in Paddle's static sharding.
 
-    The rule of Paddle's static sharding, for the same parameters.
+    The next rank begins when the bytes so far exceed its equal share.
     """
     line = [*flags, *_training(flags), "--device", "cpu", "--world-size", str(degree)]
     config = parse(kind, line, {"WORLD_SIZE": str(degree)})

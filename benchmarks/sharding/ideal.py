@@ -1,10 +1,10 @@
 """The shortest step: computation as it runs alone, and messages one after the other under it as soon as they can.
 
     forward    a segment's parameters are needed when its first unit begins; gathers start with the step
-    backward   a segment's gradients travel when the last of its units has them; the step goes on when all arrived
+    backward   a segment's gradients are sent when its last unit has them; the step continues when all have arrived
 
-What no schedule can cover is in it: the first gather, the last reduction, and whatever a phase has more messages for
-than computation.
+It includes what no schedule can hide: the first gather, the last reduction, and the excess of messages over computation
+in a phase.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Message:
-    """What a segment sends. needed, complete: seconds after the step's start when it runs alone. gather, reduction:
-    seconds on an idle link."""
+    """Messages of a segment.
+
+    Attributes:
+        needed: Seconds after the step's start at which its parameters are needed, if the computation runs alone.
+        complete: The same for its gradients, when they are complete.
+        gather: Seconds of its gather on an idle link.
+        reduction: Seconds of its reduction on an idle link.
+    """
 
     needed: float
     complete: float
@@ -25,7 +31,13 @@ class Message:
 
 
 def shortest(alone: float, backward_end: float, messages: Sequence[Message]) -> float:
-    """Seconds. alone: of the step without communication; backward_end: of it, when the backward is through."""
+    """Return the seconds of the shortest step.
+
+    Args:
+        alone: Seconds of the step without communication.
+        backward_end: Seconds of it up to the end of the backward.
+        messages: Messages of its segments.
+    """
     stalled = link = 0.0
     for message in sorted(messages, key=lambda m: m.needed):
         link += message.gather

@@ -35,7 +35,7 @@ class Turns:
         self._device = trainer.world.device
 
     def __call__(self, request: str) -> Figures:
-        """One turn."""
+        """Answer one request."""
         if request == "communicate":
             return self._communicate()
         if request == "marks":

@@ -28,19 +28,19 @@ from megapar.model.decoder.sizes import DecoderSizes
 
 
 class Loss(nn.Module):
-    """The decoder's mean loss, a tensor as the wrappers want it."""
+    """Decoder whose output is its mean loss, a tensor, as the wrappers need it."""
 
     def __init__(self, decoder: Decoder, tokens: int) -> None:
         super().__init__()
         self.decoder, self._tokens = decoder, tokens
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Scalar."""
+        """Return the mean loss, a scalar."""
         return self.decoder(dict(batch), self._tokens).sums["lm"] / self._tokens
 
 
 def make_model(device: str) -> tuple[Loss, dict[str, Tensor]]:
-    """The model with random weights, and a batch for it."""
+    """Return the model with random weights, and a batch for it."""
     sizes = parse("moe", [*DECODER, *TRAINING], {}).model
     assert isinstance(sizes, DecoderSizes)
     single = Axis.single("mp")
@@ -56,7 +56,7 @@ def make_model(device: str) -> tuple[Loss, dict[str, Tensor]]:
 
 
 def wrap(model: Loss, kind: str, dtype: str) -> nn.Module:
-    """Under DDP, or under FSDP2."""
+    """Return the model under DDP or FSDP2."""
     if kind == "ddp":
         return DistributedDataParallel(model)
     policy = MixedPrecisionPolicy()

@@ -58,13 +58,13 @@ def main() -> None:
 
 
 class Race:
-    """Everybody's training steps, interleaved."""
+    """Training steps of all contestants, interleaved."""
 
     def __init__(self, device: str, dtype: str, rounds: int, folder: Path) -> None:
         self._device, self._dtype, self._rounds, self._folder = device, dtype, rounds, folder
 
     def over_a_slow_link(self) -> dict[str, object]:
-        """At the rate where communication takes about as long as computation."""
+        """Measure at the rate at which communication takes about as long as computation."""
         with slow_link() as link:
             link.set_rate("1000mbit")
             with Contest(self._contestants(link)) as contest:
@@ -74,7 +74,7 @@ class Race:
                 return self._judge(rate, contest.rounds(self._rounds, entries, warmup=2))
 
     def _calibrate(self, contest: Contest, link: SlowLink) -> int:
-        """Megabit per second at which a step's collectives take as long as its computation."""
+        """Return the Mbit/s at which a step's collectives take as long as its computation."""
         rate = 1000
         for _ in range(3):
             times = contest.rounds(2, {"alone": ("alone", "step"), "link": ("stage 1", "communicate")})
@@ -101,7 +101,7 @@ class Race:
         return {"rate_mbit": rate, "seconds": seconds, "ideal": ideal, "judged": judged}
 
     def on_one_machine(self) -> dict[str, object]:
-        """Tokens per second of both ranks together."""
+        """Measure the tokens per second of both ranks together."""
         contestants = {
             n: r for n, r in self._contestants(None).items() if n not in ("alone", "stage 1, nothing overlapped")
         }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 SEQ_LENGTH = 1024
-# Dense decoder of about 17 M parameters: what the link and one machine are measured with. Many tokens per parameter
-# keep what gloo costs of the computing cores small beside what it sends.
+# Dense decoder of about 17 M parameters, for the link and for one machine. With many tokens per parameter, gloo's use
+# of the computing cores is small relative to what it sends.
 DECODER = (
     *("--num-layers", "8", "--hidden-size", "384", "--num-attention-heads", "6", "--ffn-hidden-size", "1152"),
     *("--vocab-size", "4096", "--seq-length", str(SEQ_LENGTH), "--num-experts", "0"),
 )
-# Whose bytes per rank are counted, and its ep where ranks share an expert. Of the second one's experts a rank has two,
-# which 4 ranks share at degree 8.
+# Models whose bytes per rank are counted: (kind, flags, ep). A rank of the second one has two experts, which 4 ranks
+# share at degree 8.
 BALANCE = {
     "ERNIE 3.0 base": ("ernie", ("--config", "configs/ernie-3.0-base.yaml"), 1),
     "MoE, 4 experts over ep 2": (
@@ -27,6 +27,6 @@ TRAINING = (
     *("--data-path", "mock", "--micro-batch-size", "1", "--train-iters", "100000", "--clip-grad", "0"),
     *("--log-interval", "100000", "--eval-interval", "0"),
 )
-# Steps of a turn whose time counts, after one that does not: what the last step leaves in flight at the end of a turn
-# lands for free while others have theirs, and what counts begins and ends with as much in flight.
+# Timed steps of a turn, after an untimed one: messages that are in flight at the end of a turn arrive for free during
+# the turns of others, so the timed part must begin and end with equally many in flight.
 TIMED_STEPS = 2

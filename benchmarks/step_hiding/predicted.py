@@ -1,4 +1,4 @@
-"""What a plan says of this benchmark's steps, beside what the committed results measured.
+"""Planned times of this benchmark's steps, next to the committed results.
 
     python -m benchmarks.step_hiding.predicted
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.step_hiding.ways import SERIAL, flags
+from benchmarks.support.device import scaled
 from benchmarks.support.table import print_table
 from megapar.arguments import parse
 from megapar.core.device.kinds import DeviceKind, kinds
@@ -62,12 +63,7 @@ def _kind(step: float, waiting: float) -> DeviceKind:
     kind = replace(kinds()["cpu"], node=1)
     serial = _speed(SERIAL, kind)
     faster = (serial.step_seconds - serial.exposed_seconds) / (step - waiting)
-    return replace(
-        kind,
-        flops={dtype: rate * faster for dtype, rate in kind.flops.items()},
-        memory_bandwidth=kind.memory_bandwidth * faster,
-        between=kind.between * serial.exposed_seconds / waiting,
-    )
+    return scaled(kind, faster, serial.exposed_seconds / waiting)
 
 
 def _speed(way: str, kind: DeviceKind) -> Speed:

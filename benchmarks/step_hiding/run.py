@@ -1,4 +1,4 @@
-"""How much of the time that a slow link adds to whole steps of the trainer is hidden by slicing.
+"""Share of the time that a slow link adds to whole steps of the trainer which slicing hides.
 
     python -m benchmarks.step_hiding.run [--rounds N] [--rates 300mbit ...] [--ways "cross-layer 2" ...]
 
@@ -57,7 +57,7 @@ def _one(link: SlowLink, rate: str, ways: Sequence[str], rounds: int) -> dict[st
 
 
 def hidden(serial: float, this: float, alone: float) -> float:
-    """The share of the time that a link adds to the serial step, ``serial`` − ``alone``, which is hidden."""
+    """Return the hidden share of the time that a link adds to the serial step, ``serial`` − ``alone``."""
     return (serial - this) / (serial - alone)
 
 

@@ -33,5 +33,5 @@ WAYS = {
 
 
 def flags(way: str) -> list[str]:
-    """The command line of a way."""
+    """Return the command line of a way."""
     return [*BASE, *WAYS[way]]

@@ -1,7 +1,7 @@
 """Contestants that take turns: each is a set of processes that stay alive and work only when it is their turn.
 
-Ratios on a shared machine drift with what else runs there. Interleaved turns let everybody meet the same weather,
-and the median over many rounds drops the storms.
+Ratios on a shared machine drift with what else runs there. Interleaved turns expose all contestants to the same load,
+and the median over many rounds drops its peaks.
 
     with Contest({"ours": [Rank(argv, env), ...], "peer": [...]}) as contest:
         seconds = contest.rounds(7, {"ours fast": ("ours", "fast"), "peer": ("peer", "")})
@@ -27,10 +27,10 @@ ANSWER = "answer: "  # begins the lines of ``serve``
 
 @dataclass(frozen=True)
 class Rank:
-    """How one process is started: command line, and environment beside the parent's.
+    """Command line of a process, and its environment in addition to the parent's.
 
-    core: the one it is bound to, modulo the cores there are; None: any. Where as many ranks as cores compute, the
-    threads that serve the network make an unbound one share a core with another for a tenth of a second at a time.
+    ``core``: the core that it is bound to, modulo the number of cores; None: any. If as many ranks as cores compute,
+    the threads that serve the network make an unbound rank share a core with another for a tenth of a second at a time.
     """
 
     argv: Sequence[str]
@@ -39,7 +39,7 @@ class Rank:
 
 
 class Contest:
-    """Running contestants; ends their processes on the way out."""
+    """Running contestants, whose processes end with the context."""
 
     def __init__(self, contestants: Mapping[str, Sequence[Rank]]) -> None:
         self._contestants = contestants
@@ -61,7 +61,7 @@ class Contest:
             process.wait()
 
     def turn(self, name: str, request: str) -> Figures:
-        """One turn of a contestant: of each figure the highest among its ranks. Raises RuntimeError where one died."""
+        """Return the figures of one turn, each the highest among the ranks. Raises RuntimeError if a rank ended."""
         group = self._processes[name]
         for process in group:
             assert process.stdin is not None
@@ -71,9 +71,9 @@ class Contest:
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def rounds(self, count: int, entries: Mapping[str, tuple[str, str]], warmup: int = 1) -> dict[str, list[Figures]]:
-        """``count`` rounds in which every entry (contestant, request) has one turn, after ``warmup`` rounds unseen.
+        """Run ``count`` rounds in which every entry (contestant, request) has one turn, after ``warmup`` other rounds.
 
-        Every other round goes backwards, so that nobody always runs behind the same neighbour.
+        Every other round is in reverse order, so that no entry always runs after the same one.
         """
         results: dict[str, list[Figures]] = {name: [] for name in entries}
         for number in range(-warmup, count):
@@ -86,7 +86,7 @@ class Contest:
 
 
 def _answer(name: str, process: subprocess.Popen[str]) -> Figures:
-    """The next one; lines that libraries print before it are passed on."""
+    """Return the next answer. Lines that libraries print before it are passed on."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(ANSWER):
@@ -106,14 +106,14 @@ def _start(rank: Rank) -> subprocess.Popen[str]:
 
 
 def median(rounds: Sequence[Figures], key: str = "seconds") -> float:
-    """The median of one figure."""
+    """Return the median of one figure."""
     return statistics.median(figures[key] for figures in rounds)
 
 
 def paired(rounds: Sequence[Figures], others: Sequence[Figures], key: str = "seconds") -> float:
-    """The median over rounds of a figure in proportion to another entry's in the same round.
+    """Return the median over rounds of the ratio of a figure to another entry's in the same round.
 
-    Where the machine's speed drifts between rounds this is steadier than the ratio of two medians.
+    If the machine's speed drifts between rounds, this is steadier than the ratio of two medians.
     """
     return statistics.median(_ratios(rounds, others, key))
 
@@ -121,11 +121,11 @@ def paired(rounds: Sequence[Figures], others: Sequence[Figures], key: str = "sec
 def paired_interval(
     rounds: Sequence[Figures], others: Sequence[Figures], key: str = "seconds", *, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Between which two ratios the true median of ``paired`` lies, with at least this confidence.
+    """Return the two ratios between which the true median of ``paired`` lies, with at least this confidence.
 
-    Two of the ordered ratios, by how many of n fall on each side of a median: a binomial number, whatever they are
-    distributed like. Source: Conover, Practical Nonparametric Statistics, 3.2. Raises ValueError for fewer rounds than
-    that takes (six for 95 %).
+    They are two of the ordered ratios. The number of n ratios on either side of a median is binomial, whatever their
+    distribution. Source: Conover, Practical Nonparametric Statistics, 3.2. Raises ValueError for too few rounds (fewer
+    than six for 95 %).
     """
     ordered = sorted(_ratios(rounds, others, key))
     count = len(ordered)
@@ -142,7 +142,7 @@ def _ratios(rounds: Sequence[Figures], others: Sequence[Figures], key: str) -> l
 
 
 def serve(work: Callable[[str], Figures]) -> None:
-    """Answer requests until the parent closes the line; never returns."""
+    """Answer requests until the parent closes the pipe. Never returns."""
     for line in sys.stdin:
         sys.stdout.write(f"\n{ANSWER}{json.dumps(work(line.strip()))}\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The highest memory a contestant had while it worked, start-up left out."""
+"""Peak memory of a contestant while it works, without its start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """Counts from its making: resident bytes of the process on a CPU (Linux), allocated bytes on a GPU."""
+    """Peak of memory since this object was made: resident bytes on a CPU (Linux), allocated bytes on a GPU."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -20,7 +20,7 @@ class PeakMemory:
             (_PROCESS / "clear_refs").write_text("5")  # the kernel forgets the peak it has seen
 
     def read(self) -> float:
-        """Bytes at the peak so far."""
+        """Return the bytes at the peak so far."""
         if self._device == "cuda":
             import torch
 

@@ -1,4 +1,4 @@
-"""What this process holds in Python objects."""
+"""Bytes of this process's Python objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def object_bytes() -> int:
-    """Of all objects that the collector knows and of what they hold, each once; not of tensors' storages."""
+    """Return the bytes of all objects that the collector knows and of what they hold, without tensors' storages."""
     gc.collect()
     seen: set[int] = set()
     total = 0

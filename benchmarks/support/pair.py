@@ -1,4 +1,4 @@
-"""Two ranks on a link of their own."""
+"""Two ranks on a separate link."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def join() -> tuple[int, str]:
-    """Meet the other rank as the command line says: (this rank, the kind of device)."""
+    """Meet the other rank as the command line says. Return (this rank, the kind of device)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int)
     parser.add_argument("--rendezvous")

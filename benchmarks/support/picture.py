@@ -15,8 +15,11 @@ WIDTH, HEIGHT, MARGIN = 620, 420, 60
 
 @dataclass(frozen=True)
 class Curve:
-    """Values at equal distances. broad: a pale band of the same colour as the thin line that comes next. last: the step
-    of the last value, by default how many there are.
+    """Values at equal distances.
+
+    Attributes:
+        broad: Draw it as a pale band, in the colour of the thin line that comes next.
+        last: Step of the last value; by default the number of values.
     """
 
     name: str
@@ -25,12 +28,12 @@ class Curve:
     last: int = 0
 
     def place(self, number: int) -> float:
-        """The step of a value, counted from 1."""
+        """Return the step of a value, counted from 1."""
         return number * (self.last or len(self.values)) / len(self.values)
 
 
 def draw_panels(panels: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """One panel beside the other, each with axes of its own, under its title."""
+    """Draw panels side by side, each with separate axes, under its title."""
     image = Image.new("RGB", (WIDTH * len(panels), HEIGHT), "white")
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(13)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from benchmarks.support.contest import Rank
 
 # Room for whole messages: with less, the core that computes must wake gloo's thread for every chunk. And a window that
-# is not forgotten between messages: an end that starts slowly gets its answers from behind the other end's full queue.
+# is kept between messages: the answers to an end in slow start would wait behind the other end's full queue.
 _TCP = (
     "net.ipv4.tcp_rmem=4096 8388608 16777216",
     "net.ipv4.tcp_wmem=4096 8388608 16777216",
@@ -27,7 +27,7 @@ _TCP = (
 
 @dataclass(frozen=True)
 class SlowLink:
-    """The two ends: namespace and interface names by rank."""
+    """The two ends of a link: names of namespaces and interfaces by rank."""
 
     namespaces: tuple[str, str]
     interfaces: tuple[str, str]
@@ -38,12 +38,12 @@ class SlowLink:
         return Rank(command, {"GLOO_SOCKET_IFNAME": self.interfaces[number], "OMP_NUM_THREADS": "1"}, core=number)
 
     def set_rate(self, rate: str) -> None:
-        """Limit both directions, in the words of tc (``400mbit``)."""
+        """Limit both directions to a rate as tc writes it (``400mbit``)."""
         for namespace, interface in zip(self.namespaces, self.interfaces, strict=True):
             _limit(namespace, interface, rate)
 
     def set_rate_inside(self, rate: str) -> None:
-        """Limit what ranks of one end send each other."""
+        """Limit what the ranks of one end send to each other."""
         for namespace in self.namespaces:
             _limit(namespace, "lo", rate)
 
@@ -81,8 +81,8 @@ def slow_link() -> Iterator[SlowLink]:
 
 
 def _limit(namespace: str, interface: str, rate: str) -> None:
-    # A larger burst would be free credit after idle time; with a smaller one than the 64 KB that TCP sends at once, tbf
-    # cuts everything into packets, which takes a third of two cores.
+    # A larger burst would let messages pass unlimited after idle time. With one below the 64 KB that TCP sends at once,
+    # tbf cuts everything into packets, which takes a third of two cores.
     shape = ["rate", rate, "burst", "192kb", "latency", "300ms"]
     _run("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
 

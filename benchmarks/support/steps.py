@@ -15,7 +15,7 @@ from megapar.training.building import build
 
 
 def make_trainer(config: Config, rendezvous: str | None) -> Trainer:
-    """The trainer of this rank; data errors come before any process group."""
+    """Return the trainer of this rank. Errors of the data are raised before there is a process group."""
     corpus = build.make_corpus(config)
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
@@ -25,7 +25,7 @@ def make_trainer(config: Config, rendezvous: str | None) -> Trainer:
 
 
 def timed(trainer: Trainer) -> Callable[[str], Figures]:
-    """A turn is one step, whatever the request."""
+    """Return the function that runs one step for any request, with its seconds."""
     device = trainer.world.device
 
     def step(request: str) -> Figures:

@@ -1,4 +1,4 @@
-"""What a benchmark prints: a Markdown table, and one final line of JSON."""
+"""Output of a benchmark: a Markdown table, and one final line of JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table whose columns are as wide as they need to be; numbers are passed as text."""
+    """Print a table whose columns are as wide as necessary. Numbers are passed as text."""
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])
@@ -19,7 +19,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def machine(device: str) -> str:
-    """What it ran on, without the machine's name."""
+    """Describe the machine without its name."""
     import torch
 
     if device == "cuda":
@@ -28,5 +28,5 @@ def machine(device: str) -> str:
 
 
 def print_json(result: dict[str, object]) -> None:
-    """The final line."""
+    """Print the last line."""
     print(json.dumps(result))

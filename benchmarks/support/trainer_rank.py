@@ -26,7 +26,7 @@ from megapar.training.building import build
 
 
 class Steps:
-    """A request is the name of a row. axes: Sum the waits of these axes; without them each kind has its own."""
+    """Steps by request, the name of a row. ``axes``: sum the waits of these axes; else each kind is separate."""
 
     def __init__(self, configured: Mapping[str, Sequence[str]], rendezvous: str, axes: Sequence[str]) -> None:
         configs = {row: parse("moe", flags, dict(os.environ)) for row, flags in configured.items()}
@@ -39,7 +39,7 @@ class Steps:
             trainer.start()
 
     def __call__(self, request: str) -> Figures:
-        """Seconds of a step, of them those that the rank waited, and the norm of the gradient."""
+        """Return the seconds of a step, the seconds of it that the rank waited, and the norm of the gradient."""
         trainer = self._trainers[request]
         dist.barrier()
         start = time.perf_counter()
@@ -50,21 +50,21 @@ class Steps:
 
 
 def summed(waits: Mapping[str, float], axes: Sequence[str]) -> Figures:
-    """The waits by "axis/kind", or their sums on some axes."""
+    """Return the waits by "axis/kind", or their sums on some axes."""
     if not axes:
         return dict(waits)
     return {axis: sum(size for kind, size in waits.items() if kind.startswith(f"{axis}/")) for axis in axes}
 
 
 def command(rows: str, ranks: int, rendezvous: str, *, node: int = 1, axes: Sequence[str] = ()) -> list[str]:
-    """The command line of a rank, whose number comes last.
+    """Return the command line of a rank, to which its number is appended.
 
     Args:
-        rows: Module of the rows, and their name in it, as in ``benchmarks.step_hiding.ways:WAYS``.
+        rows: Module of the rows and their name in it, as in ``benchmarks.step_hiding.ways:WAYS``.
         ranks: Ranks of the run.
-        rendezvous: Where they meet.
+        rendezvous: Address at which they meet.
         node: Ranks of a node.
-        axes: Axes whose waits are summed; without them the waits of each kind are figures of their own.
+        axes: Axes whose waits are summed; without them the waits of each kind are separate figures.
     """
     line = [sys.executable, "-m", "benchmarks.support.trainer_rank", "--rows", rows, "--ranks", str(ranks)]
     line += ["--node", str(node), "--rendezvous", rendezvous]

@@ -1,4 +1,4 @@
-"""What the benchmarks of guards and of watching share: the model that is watched, and time spent in calls."""
+"""Shared parts of the benchmarks of guards and of watching: the watched model, and the time spent in calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = (
 
 @contextmanager
 def timed(calls: Iterable[tuple[object, str]]) -> Iterator[list[float]]:
-    """Seconds spent in the named calls, in a list of one; what timing them costs is counted as theirs."""
+    """Collect the seconds spent in these calls, including the cost of timing them, in a list of one."""
     spent = [0.0]
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ def timed(calls: Iterable[tuple[object, str]]) -> Iterator[list[float]]:
 
 
 def look_seconds(trainer: Trainer) -> float:
-    """Of one look at all parameters and masters, as the replica guard takes it."""
+    """Return the seconds of one look at all parameters and master weights, as the replica guard takes it."""
     start = time.perf_counter()
     held = (*trainer.job.model.parameters(), *(shard.master for shard in trainer.job.sharding.master_shards))
     torch.stack([digest(tensor) for tensor in held])

@@ -28,7 +28,7 @@ WAYS = {"blocking": BLOCKING, "whole": Overlap(pieces=1), "pieces": Overlap(), "
 
 
 class Steps:
-    """The model over the link, and the same model over an axis on which nothing travels."""
+    """The model over the link, and the same model over an axis without communication."""
 
     def __init__(self, rank: int, device: str) -> None:
         self.device = torch.device(device, rank) if device == "cuda" else torch.device(device)
@@ -49,7 +49,7 @@ class Steps:
         self.batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def __call__(self, way: str) -> Figures:
-        """Seconds of a step, and of it the seconds that the host waited for what flew under products."""
+        """Return the seconds of a step, and the seconds of it that the host waited for messages under products."""
         model, comm = self.models["alone" if way == "alone" else "link"], CommContext()
         for module in model.modules():
             if isinstance(module, ColumnLinear | RowLinear):

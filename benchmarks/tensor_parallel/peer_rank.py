@@ -34,7 +34,7 @@ from benchmarks.tensor_parallel.shape import SHAPES, Shape
 
 
 def make_model(shape: Shape, dtype: torch.dtype, device: str) -> nn.Module:
-    """The whole model."""
+    """Return the whole model."""
     config = Ernie4_5Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -77,7 +77,7 @@ def cut(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> None:
 
 
 class Steps:
-    """Forward, cross-entropy of every token, backward, AdamW."""
+    """Steps of forward, cross-entropy of every token, backward and AdamW."""
 
     def __init__(self, model: nn.Module, shape: Shape, device: str) -> None:
         self.model, self.device = model, device
@@ -93,7 +93,7 @@ class Steps:
         self.positions = torch.arange(shape.seq_length, device=device).unsqueeze(0)
 
     def __call__(self, request: str) -> Figures:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         synchronize(self.device)
         start = time.perf_counter()
         with loss_parallel():

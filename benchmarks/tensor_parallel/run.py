@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure_hidden(device: str, rates: Sequence[str], rounds: int, folder: Path) -> list[dict[str, object]]:
-    """Per rate: the shares of mp communication hidden, with sequence parallelism."""
+    """Return, for each rate, the shares of mp communication that are hidden with sequence parallelism."""
     entries = {way: ("ranks", way) for way in WAYS}
     results = []
     if device == "cuda":
@@ -63,7 +63,7 @@ def measure_hidden(device: str, rates: Sequence[str], rounds: int, folder: Path)
 
 
 def measure_speed(device: str, rounds: int, folder: Path) -> dict[str, object]:
-    """Tokens per second of whole training steps."""
+    """Return the tokens per second of whole training steps."""
     cores = 1 if device == "cuda" else 2
     alone = _python("ours_rank", "--device", device, "--threads", str(cores))
     contestants = {
@@ -87,7 +87,7 @@ def measure_speed(device: str, rounds: int, folder: Path) -> dict[str, object]:
 
 
 def _shares(link: str, times: Mapping[str, Sequence[Figures]]) -> dict[str, object]:
-    """What communication adds to the blocking step, and how much of it each way takes away again."""
+    """Print what communication adds to the blocking step, and the share that each way saves. Returns the figures."""
     seconds = {way: median(figures) for way, figures in times.items()}
     communication = seconds["blocking"] - seconds["alone"]
     hidden = {way: (seconds["blocking"] - seconds[way]) / communication for way in ("whole", "pieces")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in the words of megapar's flags."""
+    """Sizes by the names of megapar's flags."""
 
     num_layers: int = 4
     hidden_size: int = 1024
@@ -19,7 +19,7 @@ class Shape:
     seq_length: int = 512
 
     def flags(self) -> list[str]:
-        """As flags of pretrain_moe.py: dense, untied, one sample per step."""
+        """Return the flags of pretrain_moe.py: dense, untied, one sample per step."""
         sizes = [token for name, value in vars(self).items() for token in (f"--{name.replace('_', '-')}", str(value))]
         return [*sizes, "--num-experts", "0", "--untie-embeddings-and-output-weights"]
 

@@ -16,7 +16,7 @@ SLOWER = 1.03
 
 
 def main() -> None:
-    """Race, and say which is faster; status 1 where this tree is slower: by more than 3 %, and not by chance."""
+    """Compare both trees. Exits with 1 if this tree is slower by more than 3 %, and not by chance."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of another revision")
     parser.add_argument("--rounds", type=int, default=21)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _ranks(tree: Path, folder: Path) -> list[Rank]:
-    """Each tree runs its own megapar and benchmark, because module names differ; configuration and requests agree."""
+    """Return the ranks of a tree, which run its own package and benchmark, because module names differ."""
     folder.mkdir()
     for name in ("megapar", "benchmarks"):
         (folder / name).symlink_to(tree / name)

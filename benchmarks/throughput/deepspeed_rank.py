@@ -1,8 +1,8 @@
 """One rank of DeepSpeed-MoE: transformers' decoder with its experts as DeepSpeed's own layer, cut over all ranks.
 
-The layer does what the published one does: softmax in fp32, the two highest, their weights over their sum, nobody
-dropped (every expert is padded to the fullest one's rows), no noise, no auxiliary loss. Its experts are gated. In fp32
-it runs without ZeRO; bf16 has DeepSpeed's bf16 parameters with fp32 masters.
+The layer does what the published one does: softmax in fp32, the two highest, their weights over their sum, no dropped
+tokens (every expert is padded to the fullest one's rows), no noise, no auxiliary loss. Its experts are gated. In fp32
+it runs without ZeRO; in bf16 it has DeepSpeed's bf16 parameters with fp32 master weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.throughput.shape import find
 
 
 class Expert(nn.Module):
-    """silu(gate) * up, then down; gate and up are one product."""
+    """Expert that computes silu(gate) * up, then down. Gate and up are one product."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Expert(nn.Module):
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., hidden] to the same."""
+        """Return the result for x, both [.., hidden]."""
         gate, up = self.gate_up(x).chunk(2, -1)
         y: Tensor = self.down(F.silu(gate) * up)
         return y
 
 
 class Layer(nn.Module):
-    """In the place of a published layer's experts and router."""
+    """Layer in the place of a published layer's experts and router."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class Layer(nn.Module):
                 expert.down.weight.copy_(weights.down_proj[number])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, S, hidden] to the same."""
+        """Return the result for x, both [B, S, hidden]."""
         y: Tensor = self.moe(x)[0]
         return y
 
 
 def replace_experts(model: nn.Module) -> None:
-    """Every published mixture of ``model`` by DeepSpeed's; the weights stay."""
+    """Replace every published mixture of experts in ``model`` by DeepSpeed's, with the same weights."""
     for parent in list(model.modules()):
         block = getattr(parent, "mlp", None)
         if block is not None and hasattr(block, "experts"):
@@ -80,7 +80,7 @@ def replace_experts(model: nn.Module) -> None:
 
 
 def make_engine(model: nn.Module, dtype: str, micro_batch: int) -> Any:
-    """DeepSpeed's engine around ``model``, with fused AdamW and without clipping."""
+    """Return DeepSpeed's engine around ``model``, with fused AdamW and without clipping."""
     settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": micro_batch, "steps_per_print": 1 << 30}
     if dtype == "bf16":
         settings |= {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}

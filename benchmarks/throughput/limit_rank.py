@@ -1,7 +1,7 @@
 """The limit: every kernel that a step's mathematics asks for, by itself, at its shape; a turn sums their best times.
 
-A product counts three times: forward, and both gradients. Copies, sorts and whatever else a framework adds are not in
-it. The masked-word head runs where a word is asked for, as ours does.
+A product counts three times: forward, and both gradients. Copies, sorts and other additions of a framework are not
+included. The masked-word head runs only for masked words, as megapar's does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Kernel = tuple[str, int, Callable[[], object]]  # (group, times per step, what t
 
 
 class Kernels:
-    """Kernels of one model at its shapes, on one process."""
+    """Kernels of one model at its shapes, in one process."""
 
     def __init__(self, shape: Shape, parameters: int, device: str, dtype: torch.dtype) -> None:
         self._shape, self._config, self._parameters = shape, shape.config, parameters
-        self._like = {"device": device, "dtype": dtype}
+        self._device, self._dtype = device, dtype
         self._rows = shape.micro_batch * shape.seq_length
 
     def __iter__(self) -> Iterator[Kernel]:
@@ -40,7 +40,7 @@ class Kernels:
         yield from self._optimizer()
 
     def _new(self, *sizes: int, grad: bool = False) -> Tensor:
-        return torch.randn(*sizes, **self._like).requires_grad_(grad)  # type: ignore[arg-type]
+        return torch.randn(*sizes, device=self._device, dtype=self._dtype, requires_grad=grad)
 
     def _product(self, times: int, rows: int, inner: int, out: int, group: str = "products") -> Iterator[Kernel]:
         x, w, y = self._new(rows, inner), self._new(out, inner), self._new(rows, out)
@@ -49,7 +49,7 @@ class Kernels:
         yield group, times, lambda: y.t() @ x
 
     def _both(self, group: str, times: int, forward: Callable[..., Tensor], *inputs: Tensor) -> Iterator[Kernel]:
-        """Forward and backward together."""
+        """Yield the kernel that runs forward and backward together."""
         grad = torch.randn_like(forward(*inputs))
 
         def run() -> None:
@@ -110,13 +110,13 @@ class Kernels:
     def _loss(self, rows: int) -> Iterator[Kernel]:
         vocabulary = self._config["vocab_size"]
         part = min(rows, 512)
-        logits = torch.randn(part, vocabulary, device=self._like["device"], requires_grad=True)  # type: ignore[arg-type]
+        logits = torch.randn(part, vocabulary, device=self._device, requires_grad=True)
         labels = torch.zeros(part, dtype=torch.int64, device=logits.device)
         for kernel in self._both("loss", 1, lambda x: F.cross_entropy(x, labels), logits):
             yield kernel[0], max(1, rows // part), kernel[2]
 
     def _optimizer(self) -> Iterator[Kernel]:
-        flat = torch.zeros(self._parameters, device=self._like["device"])  # type: ignore[arg-type]
+        flat = torch.zeros(self._parameters, device=self._device)
         flat.grad = torch.ones_like(flat)
         adamw = torch.optim.AdamW([flat], lr=1e-4, fused=True)
         yield "optimizer", 1, adamw.step
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def _gemm_flops(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product."""
+    """Return the FLOP/s of a large square product."""
     size = 8192 if device == "cuda" else 2048
     a = torch.randn(size, size, device=device).to(dtype)
     return float(2 * size**3 / _best(lambda: a @ a, device))

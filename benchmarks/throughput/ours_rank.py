@@ -23,7 +23,7 @@ from megapar.training.building import build
 
 
 class RoundAndRound(Loader):
-    """The benchmark's own samples, again and again, made into batches once."""
+    """Loader that repeats the benchmark's samples, made into batches once."""
 
     def __init__(self, trainer: Trainer, shape: Shape, folder: Path) -> None:
         samples = torch.load(folder / "samples.pt", weights_only=False)
@@ -34,12 +34,12 @@ class RoundAndRound(Loader):
         self._size_of_all = shape.micro_batch
 
     def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
-        """The next ones."""
+        """Return the next batches."""
         return self._batches[consumed_samples // self._size_of_all % len(self._batches)]
 
 
 def flags(shape: Shape, folder: Path, device: str, dtype: str, ranks: int) -> list[str]:
-    """Of the command line."""
+    """Return the flags of the command line."""
     return [
         *("--load-hf", str(folder), "--seq-length", str(shape.seq_length), *shape.flags, "--dtype", dtype),
         *("--data-path", "mock", "--micro-batch-size", str(shape.micro_batch // ranks), "--device", device),
@@ -61,7 +61,7 @@ def main() -> None:
     shape = find(options.device, options.model)
     ranks = int(os.environ["WORLD_SIZE"])
     line = [*flags(shape, options.folder, options.device, options.dtype, ranks), *options.flags]
-    config = parse(shape.kind, line, dict(os.environ))  # type: ignore[arg-type]
+    config = parse(shape.kind, line, dict(os.environ))
     trainer = make_trainer(config, options.rendezvous)
     device = trainer.world.device
     trainer.loader = RoundAndRound(trainer, shape, options.folder)

@@ -33,22 +33,22 @@ Batch = dict[str, Tensor]
 
 
 def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Module:
-    """The published class with the folder's weights in fp32."""
+    """Return the published class with the folder's weights in fp32."""
     kind = getattr(transformers, shape.architecture)
     chosen = {} if not experts else {"experts_implementation": experts}
     model: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **chosen)
-    # What is read straight from the file would stand in memory beside the process's own; copies are like training's.
+    # Weights that are mapped from the file would count as memory in addition to the process's own; copies do not.
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.clone()
         if name.endswith("e_score_correction_bias"):
-            parameter.requires_grad_(False)  # as its class says, and loading forgets: DDP would wait for its gradient
+            parameter.requires_grad_(False)  # as in its class, but not after loading: DDP would wait for its gradient
     return model.train().to(device)
 
 
 def wrap(model: nn.Module, kind: str, dtype: str) -> nn.Module:
-    """As the kind has it."""
+    """Return the model as a contestant of this kind runs it."""
     if kind == "compile":
-        compiled: nn.Module = torch.compile(model)  # type: ignore[assignment]
+        compiled: Any = torch.compile(model)
         return compiled
     if kind == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -65,7 +65,7 @@ def wrap(model: nn.Module, kind: str, dtype: str) -> nn.Module:
 
 
 class Masters(list[nn.Parameter]):
-    """The fp32 values behind a model's weights, which it makes bf16."""
+    """The fp32 master weights of a model, which it turns into bf16."""
 
     def __init__(self, model: nn.Module) -> None:
         self._weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -73,19 +73,19 @@ class Masters(list[nn.Parameter]):
         model.to(torch.bfloat16)
 
     def take_gradients(self) -> None:
-        """From the weights, which have none afterwards."""
+        """Take the gradients of the weights, which have none afterwards."""
         for master, weight in zip(self, self._weights, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
 
     def publish(self) -> None:
-        """Give the weights the new values."""
+        """Copy the new values to the weights."""
         with torch.no_grad():
             torch._foreach_copy_(self._weights, list(self))
 
 
 def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
-    """This rank's part of each step's samples, as the model's forward takes them."""
+    """Return this rank's part of each step's samples, as the model's forward takes them."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     samples = torch.load(folder / "samples.pt", weights_only=False)
     own = shape.micro_batch // ranks
@@ -101,13 +101,13 @@ def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
             types = torch.from_numpy(np.stack([sample["token_types"] for sample in mine])).to(device)
             inputs |= {"token_type_ids": types, "task_type_ids": torch.zeros_like(types)}
         else:
-            inputs |= {"shift_labels": stacked["labels"]}  # the samples bring the token behind the last one
+            inputs |= {"shift_labels": stacked["labels"]}  # samples contain the token after the last one
         found.append(inputs)
     return found
 
 
 def join(device: str, rendezvous: str | None) -> None:
-    """The other ranks."""
+    """Join the other ranks."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -117,7 +117,7 @@ def join(device: str, rendezvous: str | None) -> None:
 
 
 def serve_steps(train: Callable[[Batch], Tensor], data: Sequence[Batch], device: str) -> None:
-    """A turn is one call of ``train``, which gives this rank's mean loss; batches come round and round."""
+    """Answer each request with one call of ``train``, which returns this rank's mean loss. Batches are repeated."""
     memory = PeakMemory(device)
     number = 0
 
@@ -142,7 +142,7 @@ def serve_steps(train: Callable[[Batch], Tensor], data: Sequence[Batch], device:
 
 
 def quiet() -> None:
-    """Nothing but answers on the line, and no bars beside it."""
+    """Silence warnings, and the log and progress bars of transformers: only answers are printed."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

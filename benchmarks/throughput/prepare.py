@@ -1,4 +1,4 @@
-"""What every contestant of one race starts from: a published model's folder with random weights, and random samples.
+"""Start of every contestant of a race: a published model's folder with random weights, and random samples.
 
 python -m benchmarks.throughput.prepare --device cpu --model ernie FOLDER
 """
@@ -14,13 +14,13 @@ import transformers
 
 from benchmarks.throughput.shape import SHAPES, Shape, find
 
-STEPS = 4  # different batches; contestants go round
+STEPS = 4  # different batches, which contestants repeat
 IGNORED = -100
 MASKED = 0.15
 
 
 def samples(shape: Shape, count: int) -> list[dict[str, np.ndarray]]:
-    """Full-length samples of random tokens, as megapar's collate takes them."""
+    """Return full-length samples of random tokens, as megapar's collate takes them."""
     draws = np.random.default_rng(0)
     length, vocabulary = shape.seq_length, shape.config["vocab_size"]
     if shape.kind == "moe":
@@ -45,7 +45,7 @@ def write(shape: Shape, device: str, folder: Path) -> None:
     with torch.device(device):
         model = getattr(transformers, shape.architecture)(config)
     if device == "cuda":
-        model.to(torch.bfloat16)  # half to write and to read; everybody trains from the same values in fp32
+        model.to(torch.bfloat16)  # half the bytes; all contestants train from the same values in fp32
     model.save_pretrained(folder)
     torch.save(samples(shape, STEPS * shape.micro_batch), folder / "samples.pt")
 

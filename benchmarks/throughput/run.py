@@ -8,7 +8,7 @@ take turns; on a GPU, whose memory would not hold them all, one runs after the o
 
     python -m benchmarks.throughput.run --ranks 2 --model moe --peer deepspeed [--deepspeed-python VENV/bin/python]
 
-races DeepSpeed-MoE: there megapar, too, shares its experts out over the ranks.
+compares with DeepSpeed-MoE; megapar also distributes its experts over the ranks then.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ PEERS = {
     ("cuda", 2): ("fsdp2",),
 }
 DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
-# Of ours, as somebody would choose on such a machine. Two ranks of one machine have nothing to gain from sharding in
-# fp32: whole masters are the parameters themselves, so that nothing is gathered or copied.
+# megapar's flags, as a user would choose them on such a machine. Two ranks of one machine gain nothing from sharding in
+# fp32: whole master weights are the parameters themselves, so that nothing is gathered or copied.
 OWN_FLAGS = {("cpu", 2): "--hybrid-dp --sharding-degree 1", ("cuda", 1): "--compile", ("cuda", 2): "--compile"}
-# With experts on both ranks: what ours is told to do likewise.
+# megapar's flags for a peer that has experts on both ranks.
 SHARED_EXPERTS = "--ep-degree 2"
 DEEPSPEED = "deepspeed"
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # of the first step's loss, relative
 
 
 def main() -> None:
-    """Race, and print a table for each model and one line of JSON."""
+    """Run the races, and print a table for each model and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SHAPES), default="cpu")
     parser.add_argument(
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def _commit() -> str:
-    """Of this tree; unknown where it is a copy without its history."""
+    """Return the commit of this tree; "unknown" for a copy without its history."""
     line = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
@@ -104,7 +104,7 @@ def _commit() -> str:
 
 
 def _prepare(folder: Path, device: str, models: Sequence[str]) -> None:
-    """Weights and samples of all models that are not there, at once."""
+    """Prepare the missing weights and samples of all models in parallel."""
     running = []
     for model in models:
         place = folder / f"{device}-{model}"
@@ -127,7 +127,7 @@ class Race:
         self._peers = options.peer or PEERS[options.device, options.ranks]
 
     def run(self) -> dict[str, object]:
-        """Everybody's steps, interleaved; the first ones for their loss."""
+        """Run the steps of all contestants, interleaved. The losses of the first ones are compared."""
         contestants = dict(self._contestants())
         first: dict[str, float] = {}
         times: dict[str, list[Figures]] = {}
@@ -139,7 +139,7 @@ class Race:
                     entries = {name: (name, "step") for name in group if name != LIMIT}
                     first |= {name: contest.turn(*entry)["loss"] for name, entry in entries.items()}
                     self._compare(first)
-                    # On a CPU the first turn has warmed everybody up.
+                    # On a CPU the first turn was the warmup.
                     times |= contest.rounds(self._options.rounds, entries, warmup=int(alone))
                     if LIMIT in group:
                         limit = contest.turn(LIMIT, "all")
@@ -155,7 +155,7 @@ class Race:
     def _note(
         self, times: Mapping[str, Sequence[Figures]], first: Mapping[str, float], limit: Mapping[str, float]
     ) -> None:
-        """Lines of who has just run; nothing without a file for them."""
+        """Append lines on the contestants that have just run, if there is a file for them."""
         if self._options.jsonl is None:
             return
         facts = {
@@ -245,7 +245,7 @@ class Race:
         ranks = self._options.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks) if self._options.device == "cpu" else 1
         place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
-        if self._options.device == "cuda":  # as the launcher has it, for everybody
+        if self._options.device == "cuda":  # as the launcher sets it, for all contestants
             place["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         return {**place, "OMP_NUM_THREADS": str(threads)}
 

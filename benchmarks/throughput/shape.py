@@ -11,8 +11,13 @@ from typing import Any
 class Shape:
     """A model and its micro-batch.
 
-    kind: of entry script. architecture: transformers' class of the model, config: its settings, config_class: of them.
-    micro_batch: samples of a step, over all ranks. flags: of ours, beside what the published folder says.
+    Attributes:
+        kind: Kind of trainer.
+        architecture: Class of the model in transformers.
+        config: Settings of the class.
+        config_class: Class of the settings.
+        micro_batch: Samples of a step, over all ranks.
+        flags: Flags of megapar's trainer that the published folder does not determine.
     """
 
     kind: str
@@ -25,12 +30,12 @@ class Shape:
 
     @property
     def experts(self) -> bool:
-        """The published class has experts, of which transformers has several implementations."""
+        """True if the published class has experts, of which transformers has several implementations."""
         return "moe_k" in self.config or self.latent
 
     @property
     def latent(self) -> bool:
-        """Attention is latent, which the sum of kernels does not know."""
+        """True if attention is latent, which the sum of kernels does not support."""
         return "kv_lora_rank" in self.config
 
     @property
@@ -75,7 +80,16 @@ def _moe(decoder: Mapping[str, Any], experts: int, topk: int, width: int, micro_
 def _mla(
     decoder: Mapping[str, Any], experts: int, topk: int, width: int, ranks: tuple[int, int], heads: tuple[int, int, int]
 ) -> Shape:
-    """A decoder of the DeepSeek-V3 class. ranks: of queries and of keys and values; heads: plain, rotated, values."""
+    """Return a decoder of the DeepSeek-V3 class.
+
+    Args:
+        decoder: Settings of any decoder.
+        experts: Number of experts.
+        topk: Experts per token.
+        width: Width of an expert.
+        ranks: Ranks of the latents of queries, and of keys and values.
+        heads: Features of a head: plain, rotated, values.
+    """
     config = {
         **{**decoder, "intermediate_size": 4 * width, "moe_intermediate_size": width, "n_routed_experts": experts},
         **{"num_experts_per_tok": topk, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2},
@@ -111,7 +125,7 @@ SHAPES: Mapping[str, Mapping[str, Shape]] = {
         "moe": _moe(_decoder(16, 2048, 16, 4, 4096, 32000), 16, 4, 1536, 4),
     },
 }
-# For trying the benchmark itself on any device; their times say nothing.
+# To test the benchmark itself on any device; their times have no meaning.
 TINY: Mapping[str, Shape] = {
     "tiny-dense": _dense(_decoder(2, 64, 4, 2, 64, 512), 96, 2),
     "tiny-ernie": replace(_ernie(2, 64, 4, 64, 2), config={**_ernie(2, 64, 4, 64, 2).config, "vocab_size": 512}),
@@ -121,11 +135,11 @@ TINY: Mapping[str, Shape] = {
 
 
 def shallow(model: str, layers: int) -> Shape:
-    """A model so small that its step is the host's time: hidden size 64, one sample of 16 positions. dense or moe."""
+    """Return a dense or MoE model so small that its step is host time: hidden size 64, one sample of 16 positions."""
     decoder = _decoder(layers, 64, 4, 2, 16, 512)
     return {"dense": _dense(decoder, 128, 1), "moe": _moe(decoder, 4, 2, 64, 1)}[model]
 
 
 def find(device: str, model: str) -> Shape:
-    """A model of a device, or a tiny one. Raises KeyError for one that there is not."""
+    """Return a model of a device, or a tiny one. Raises KeyError for an unknown one."""
     return TINY[model] if model in TINY else SHAPES[device][model]

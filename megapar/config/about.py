@@ -36,14 +36,14 @@ class About:
     assume: tuple[str, ...] = ()
 
 
-def spelled(key: str) -> str:
+def key_form(key: str) -> str:
     """Return a key in lower case with underscores, as in KEYS."""
     return key.lower().replace("-", "_")
 
 
 def take(before: About, pairs: Iterable[tuple[str, Any]]) -> About:
     """Return ``before``, updated with the key and value pairs of a file."""
-    given = {spelled(key): value for key, value in pairs if value is not None}
+    given = {key_form(key): value for key, value in pairs if value is not None}
     items = given.get("assume", before.assume)
     return About(
         script=str(given.get("script", before.script)),

@@ -203,7 +203,8 @@ def _parquet(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
         file.seek(max(0, path.stat().st_size - 8 - length))
         footer = file.read(length)
     if first != _PARQUET_MAGIC or last[4:] != _PARQUET_MAGIC or len(footer) != length:
-        yield Complaint("file", f"{spelling} {path} is not a parquet file, or is cut off.")
+        message = f"{spelling} {path} is not a parquet file, or is cut off."
+        yield Complaint("file", message, "Download or write it again.")
     elif importlib.util.find_spec("pyarrow") is None:
         message = f"{spelling} {path}: parquet files need the package pyarrow."
         yield Complaint("package", message, "Install it: pip install pyarrow.")
@@ -225,7 +226,8 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
         return
     if lacking:
         present = next(one for one in pair if one not in lacking)
-        yield Complaint("file-missing", f"{spelling} {item}: {present} exists, but {lacking[0]} does not.")
+        message = f"{spelling} {item}: {present} exists, but {lacking[0]} does not."
+        yield Complaint("file-missing", message, "Copy both files, or prepare the corpus again.")
         return
     known = known_vocabulary(values)
     try:
@@ -236,9 +238,9 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
 
 def _dataset(name: str, field: str) -> Iterator[Complaint]:
     """Yield complaints about a name that neither exists nor is in the cache of ``datasets``, or lacks the column."""
-    if importlib.util.find_spec("pyarrow") is None:
+    if importlib.util.find_spec("datasets") is None:
         yield Complaint(
-            "package", f"--hf-dataset {name} needs the package datasets.", "Install it: pip install pyarrow."
+            "package", f"--hf-dataset {name} needs the package datasets.", "Install it: pip install datasets."
         )
     elif not Path(name).exists():
         if not _is_cached(name):

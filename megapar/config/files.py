@@ -176,7 +176,8 @@ def _folder(name: str, path: Path) -> Iterator[Complaint]:
     for folder in (path.absolute(), *path.absolute().parents):
         if folder.exists():
             if not folder.is_dir():
-                yield Complaint("file", f"{spelling}: {folder} is a file, not a folder.")
+                yield Complaint("file", f"{spelling}: {folder} is a file, not a folder.", "Pass a different folder.")
             elif not os.access(folder, os.W_OK | os.X_OK):
-                yield Complaint("file", f"{spelling}: folder {folder} is not writable.")
+                fix = "Change its permissions, or pass a different folder."
+                yield Complaint("file", f"{spelling}: folder {folder} is not writable.", fix)
             return

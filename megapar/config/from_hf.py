@@ -45,7 +45,8 @@ def take_published(draft: Draft) -> str | None:
         draft.complain("load-hf", f"{source}: {error}.")
         return None
     if kind != draft.kind:
-        draft.complain("load-hf", f"{source} is a model for {SCRIPTS[kind]}, not for {SCRIPTS[draft.kind]}.")
+        message = f"{source} is a model for {SCRIPTS[kind]}, not for {SCRIPTS[draft.kind]}."
+        draft.complain("load-hf", message, f"Start {SCRIPTS[kind]}, or megapar pretrain {kind}.")
         return None
     draft.warnings += [f"{source}: {remark}" for remark in remarks(config)]
     architecture = architecture_of(config)

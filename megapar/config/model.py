@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapar.model.spec import MODELS
-from megapar.schema.flag import flag
-
-MOE = ("moe",)
-ERNIE = ("ernie",)
+from megapar.schema.flag import ERNIE, MOE, flag
 
 
 @dataclass(frozen=True, kw_only=True)

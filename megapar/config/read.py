@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megapar.config.about import KEYS, About, other_script, spelled, take
+from megapar.config.about import KEYS, About, key_form, other_script, take
 from megapar.config.blocks import Leaf, Pairs, Strange, leaves
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft, is_from_file, is_given
@@ -166,7 +166,8 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
     flag = spelling.flag
     if spelling.value is not None:
         if attached is not None:
-            draft.complain("value", f"--{spelling.text} takes no value, got {attached!r}.")
+            fix = f"Write --{spelling.text} without a value."
+            draft.complain("value", f"--{spelling.text} takes no value, got {attached!r}.", fix)
             draft.bad.add(flag.name)
             return None
         return spelling.value
@@ -207,7 +208,7 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
         draft.foreign = True
         return
     seen: set[str] = set()
-    for leaf in leaves((pair for pair in loaded if spelled(pair[0]) not in KEYS), spellings()):
+    for leaf in leaves((pair for pair in loaded if key_form(pair[0]) not in KEYS), spellings()):
         if isinstance(leaf, Strange):
             keys = ", ".join(leaf.keys) or "nothing"
             fix = f"It is not a group of flags: write the keys under it ({keys}) at the left margin."
@@ -218,9 +219,11 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
         if spelling is None:
             complain_unknown(draft, leaf.shown, f"in {path}, key", leaf.name)
         elif spelling.flag.meta:
-            draft.complain("config-file", f"in {path}, key {leaf.shown} is only allowed on the command line.")
+            fix = f"Remove it from the file, and pass {spelling.flag.spelling}."
+            draft.complain("config-file", f"in {path}, key {leaf.shown} is only allowed on the command line.", fix)
         elif spelling.flag.name in seen:
-            draft.complain("duplicate-key", f"in {path}, key {leaf.shown} sets {spelling.flag.spelling} a second time.")
+            message = f"in {path}, key {leaf.shown} sets {spelling.flag.spelling} a second time."
+            draft.complain("duplicate-key", message, "Keep one of them.")
         else:
             seen.add(spelling.flag.name)
             draft.cuts_parameters |= leaf.name in _SEGMENTED and "sharding-configs" in normal(leaf.shown)
@@ -349,7 +352,8 @@ def refuse_foreign(draft: Draft) -> None:
         if draft.kind in flag.models or flag.name not in draft.values or draft.values[flag.name] == default:
             continue
         here, there = SCRIPTS[draft.kind], SCRIPTS[flag.models[0]]
-        draft.complain("wrong-model", f"{flag.spelling} is a flag of {there} and has no effect in {here}.")
+        message = f"{flag.spelling} is a flag of {there} and has no effect in {here}."
+        draft.complain("wrong-model", message, "Leave it out.")
         draft.values.pop(flag.name)
         draft.origins.pop(flag.name)
 

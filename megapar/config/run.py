@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megapar.schema.flag import SWITCH, Alias, fact, flag
+from megapar.schema.flag import ERNIE, MOE, SWITCH, Alias, fact, flag
 
-ERNIE = ("ernie",)
-MOE = ("moe",)
 METRICS_OFF = "off"  # a value of --metrics-jsonl
 
 

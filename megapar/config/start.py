@@ -89,13 +89,13 @@ def _is_number(text: str) -> bool:
 def _check_numbers(environ: Mapping[str, str]) -> list[Complaint]:
     """Complain unless RANK and LOCAL_RANK are numbers, and RANK is below WORLD_SIZE."""
     complaints = []
+    fix = "Start the ranks with megapar launch or torchrun, which set them."
     for name in ("RANK", "LOCAL_RANK"):
         if not _is_number(environ.get(name) or "0"):
-            complaints.append(Complaint("environment", f"{name} is {environ[name]!r}, not the number of a rank."))
+            complaints.append(Complaint("environment", f"{name} is {environ[name]!r}, not the number of a rank.", fix))
     size = environ.get("WORLD_SIZE") or "1"
     if not complaints and _is_number(size) and int(size) > 1 and int(environ.get("RANK") or 0) >= int(size):
         message = f"RANK is {environ['RANK']} and WORLD_SIZE is {size}, but ranks are 0 to {int(size) - 1}."
-        fix = "Start the ranks with megapar launch or torchrun, which set both."
         complaints.append(Complaint("environment", message, fix))
     return complaints
 

@@ -16,7 +16,7 @@ from megapar.schema.legal_values import MAX_INT
 TRUE = ("true", "on", "yes", "1")
 FALSE = ("false", "off", "no", "0")
 
-UNITS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
+_TYPE_WORDS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
 
 
 class BadValue(ValueError):
@@ -51,7 +51,7 @@ def wanted(flag: Flag) -> str:
         return f"one of {', '.join(str(choice) for choice in flag.choices)}"
     if flag.takes_list:
         return "one or more whole numbers" if flag.type == "integers" else "one or more words"
-    return UNITS["str" if flag.each else flag.type] + (f" ({flag.unit})" if flag.unit else "")
+    return _TYPE_WORDS["str" if flag.each else flag.type] + (f" ({flag.unit})" if flag.unit else "")
 
 
 def _bool(flag: Flag, raw: Any) -> bool:
@@ -104,7 +104,7 @@ def _scalar(flag: Flag, raw: Any, kind: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         words = "".join(f" or {word}" for word in flag.words)
         fix = plain_number(str(raw), flag.unit)
-        raise BadValue("value", f"{flag.spelling} takes {UNITS[kind]}{words}, got {shown(raw)}.", fix) from None
+        raise BadValue("value", f"{flag.spelling} takes {_TYPE_WORDS[kind]}{words}, got {shown(raw)}.", fix) from None
 
 
 def _word_of(flag: Flag, raw: bool) -> str:
@@ -113,7 +113,7 @@ def _word_of(flag: Flag, raw: bool) -> str:
         if str(choice).lower() in (TRUE if raw else FALSE):
             return str(choice)
     fix = "Leave the key out to turn it off, or put the string in quotes."
-    raise BadValue("value", f"{flag.spelling} takes {UNITS['str']}, got {str(raw).lower()}.", fix)
+    raise BadValue("value", f"{flag.spelling} takes {_TYPE_WORDS['str']}, got {str(raw).lower()}.", fix)
 
 
 def _chosen(flag: Flag, value: Any) -> Any:

@@ -25,11 +25,11 @@ _BLOCK_BYTES = 1 << 18
 _BYTE_ORDER_MARK = "\ufeff"  # json accepts it in bytes, but not in str
 
 
-def too_long(place: str, limit: int = LONGEST_LINE) -> DataError:
-    """Return the error for a line or a document with more than ``limit`` bytes. ``place``: for the message."""
+def too_long(place: str) -> DataError:
+    """Return the error for a line or a document of more than LONGEST_LINE bytes. ``place``: for the message."""
     return DataError(
-        f"{place}: it has more than {limit:,} bytes, the maximum for one document; split it into several, or set "
-        "--on-bad-record skip"
+        f"{place}: it has more than {LONGEST_LINE:,} bytes, the maximum for one document; split it into several, or "
+        "set --on-bad-record skip"
     )
 
 

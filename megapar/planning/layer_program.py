@@ -17,7 +17,7 @@ from math import sqrt
 from megapar.model.cost.model_cost import CommCost, OpCost, UnitCost
 from megapar.planning.operator_program import WHOLE, OperatorPrograms, SliceShare
 from megapar.planning.slices_over_mp import SlicesOverMp
-from megapar.planning.timeline import Event, Send, Step, Wait
+from megapar.planning.timeline import Event, ProgramPart, Send, Wait
 
 EXPERTS = ("up", "activation", "down", "combine")
 LAST = ("residual", "multiplier")
@@ -104,9 +104,9 @@ class LayerPrograms:
         return tuple(SliceShare(b - a, b * b - a * a) for a, b in pairwise(edges))
 
     def layer(
-        self, unit: UnitCost, place: Place, arriving: Sequence[Sequence[Step]]
-    ) -> tuple[list[list[Step]], list[Step]]:
-        """Return (arrivals of the slices in the next layer, steps) of a layer.
+        self, unit: UnitCost, place: Place, arriving: Sequence[Sequence[ProgramPart]]
+    ) -> tuple[list[list[ProgramPart]], list[ProgramPart]]:
+        """Return (arrivals of the slices in the next layer, program) of a layer.
 
         Args:
             unit: The layer.
@@ -118,43 +118,45 @@ class LayerPrograms:
         if id(unit) not in self._parts:
             self._parts[id(unit)] = unit, _Parts.of(unit)
         parts = self._parts[id(unit)][1]
-        steps = list(self._attention(parts, place, arriving))
-        steps += self._experts(parts, place)
+        program = list(self._attention(parts, place, arriving))
+        program += self._experts(parts, place)
         arrivals = [list(self._arrival(parts, place, c)) for c in range(len(self.shares))]
         if place.leaves:
-            return arrivals, steps
+            return arrivals, program
         if not self._active:
-            return [], [*steps, *self._joined(parts, place)]
-        waits = [step for arrival in arrivals for step in arrival[:1]]
+            return [], [*program, *self._joined(parts, place)]
+        waits = [part for arrival in arrivals for part in arrival[:1]]
         join = self._of.work(f"join|{place.name}", parts.last)
         kept: tuple[Event, ...] | None = () if place.ends else None
-        return [], [*steps, *waits, replace(join, again=kept, leads=True)]
+        return [], [*program, *waits, replace(join, again=kept, leads=True)]
 
     def _dense(
-        self, unit: UnitCost, place: Place, arriving: Sequence[Sequence[Step]]
-    ) -> tuple[list[list[Step]], list[Step]]:
+        self, unit: UnitCost, place: Place, arriving: Sequence[Sequence[ProgramPart]]
+    ) -> tuple[list[list[ProgramPart]], list[ProgramPart]]:
         """Return a layer without experts; slices that are in flight pass through it, as they do under cp."""
         shares = self.shares if arriving or (self.sliced and self._run.config.grid.cp > 1) else (WHOLE,)
-        steps: list[Step] = []
+        program: list[ProgramPart] = []
         for c, share in enumerate(shares):
-            steps += arriving[c] if arriving else ()
-            steps += self._of.steps(f"dense {c}|{place.name}", unit.operators, share)
-        return ([[] for _ in shares] if place.leaves and len(shares) > 1 else []), steps
+            program += arriving[c] if arriving else ()
+            program += self._of.program(f"dense {c}|{place.name}", unit.operators, share)
+        return ([[] for _ in shares] if place.leaves and len(shares) > 1 else []), program
 
-    def _attention(self, parts: _Parts, place: Place, arriving: Sequence[Sequence[Step]]) -> Iterator[Step]:
+    def _attention(
+        self, parts: _Parts, place: Place, arriving: Sequence[Sequence[ProgramPart]]
+    ) -> Iterator[ProgramPart]:
         """Yield all slices from attention to the launch of their dispatch."""
         ends = [n for n, part in enumerate(parts.before) if any(one.axis == "mp" for one in part.sent)]
         if self._hides_mp and len(ends) > 1:
-            yield from SlicesOverMp(self._of, parts.before, (ends[0], ends[-1]), place.name).steps(
+            yield from SlicesOverMp(self._of, parts.before, (ends[0], ends[-1]), place.name).program(
                 self.shares, arriving, lambda c: self._send(parts, place, c)
             )
             return
         for c, share in enumerate(self.shares):
             yield from arriving[c] if arriving else ()
-            yield from self._of.steps(f"attention {c}|{place.name}", parts.before, share)
+            yield from self._of.program(f"attention {c}|{place.name}", parts.before, share)
             yield from self._send(parts, place, c)
 
-    def _send(self, parts: _Parts, place: Place, c: int) -> Iterator[Step]:
+    def _send(self, parts: _Parts, place: Place, c: int) -> Iterator[ProgramPart]:
         """Yield the copies of a slice's rows, the counts, and the launches of its messages."""
         name, share = f"{c}|{place.name}", self.shares[c]
         yield self._of.work(f"permute {name}", [parts.dispatch], share)
@@ -163,33 +165,33 @@ class LayerPrograms:
         sums = [one for one in parts.dispatch.sent if one.axis in ("mp", "emp") and one.phase == "forward"]
         yield from self._counts(place, c, counts)
         if c == 0:
-            yield Step(tuple(self._of.together(f"sums {name}", sums)))
+            yield ProgramPart(tuple(self._of.together(f"sums {name}", sums)))
         pieces = range(1 if self._chained and self._pieces else self._count(parts))
         yield from (self._dispatch(parts, place, c, p) for p in pieces)
         if self._late and c == len(self.shares) - 1:
-            yield Step(_wait(f"counts {name}", counts), again=())
+            yield ProgramPart(_wait(f"counts {name}", counts), again=())
 
-    def _counts(self, place: Place, c: int, counts: Sequence[CommCost]) -> Iterator[Step]:
+    def _counts(self, place: Place, c: int, counts: Sequence[CommCost]) -> Iterator[ProgramPart]:
         """Yield the exchange of a slice's counts, which a host that runs ahead waits for after the next attention."""
         name = f"counts {c}|{place.name}"
         if not self._late:
-            yield Step(tuple(self._of.together(name, counts)), again=())
+            yield ProgramPart(tuple(self._of.together(name, counts)), again=())
             return
-        yield Step(_wait(f"counts {c - 1}|{place.name}", counts) if c else (), again=())
-        yield Step(self._launches(name, counts, 1.0), again=())
+        yield ProgramPart(_wait(f"counts {c - 1}|{place.name}", counts) if c else (), again=())
+        yield ProgramPart(self._launches(name, counts, 1.0), again=())
 
     def _count(self, parts: _Parts) -> int:
         """Return the number of messages of a slice: one, or those of each local expert."""
         local = max((one.groups for part in parts.experts for one in part.products), default=1)
         return self._pieces * local if self._pieces else 1
 
-    def _dispatch(self, parts: _Parts, place: Place, c: int, p: int) -> Step:
+    def _dispatch(self, parts: _Parts, place: Place, c: int, p: int) -> ProgramPart:
         """Return the launch of a dispatch, whose conjugate is waited for."""
         there = _over_ep(parts.dispatch, "forward")[: len(_over_ep(parts.dispatch, "backward"))]
         back = _over_ep(parts.dispatch, "backward")
         share = self.shares[c].rows / self._count(parts)
         name = f"{c}.{p}|{place.name}"
-        return Step(self._launches(f"D{name}", there, share), _wait(f"D'{name}", back))
+        return ProgramPart(self._launches(f"D{name}", there, share), _wait(f"D'{name}", back))
 
     def _launches(self, name: str, messages: Sequence[CommCost], share: float) -> tuple[Event, ...]:
         """Return the launches of messages, each of which needs the one before it: one per hop."""
@@ -198,7 +200,7 @@ class LayerPrograms:
             for n, one in enumerate(messages)
         )
 
-    def _experts(self, parts: _Parts, place: Place) -> Iterator[Step]:
+    def _experts(self, parts: _Parts, place: Place) -> Iterator[ProgramPart]:
         """Yield the pieces of all slices through the experts, one ahead of the other if their messages are hidden."""
         count = self._count(parts)
         jobs = [(c, p) for c in range(len(self.shares)) for p in range(count)]
@@ -213,7 +215,7 @@ class LayerPrograms:
         for c, p in jobs[len(jobs) - ahead :]:
             yield from self._combine(parts, place, c, p, count)
 
-    def _enter(self, parts: _Parts, place: Place, c: int, p: int, count: int) -> Step:
+    def _enter(self, parts: _Parts, place: Place, c: int, p: int, count: int) -> ProgramPart:
         """Return the wait for a piece, and the launch of its all-gather over emp."""
         name, share = f"{c}.{p}|{place.name}", self.shares[c].rows / count
         gather, leaving = _over_emp(parts, "forward", False), _over_emp(parts, "backward", True)
@@ -223,9 +225,9 @@ class LayerPrograms:
         if self._chained and self._pieces and p + 1 < count:  # the next piece is sent after this collective
             following = self._dispatch(parts, place, c, p + 1)
             forward, backward = (*forward, *following.forward), (*following.backward, *backward)
-        return Step(forward, backward)
+        return ProgramPart(forward, backward)
 
-    def _compute(self, parts: _Parts, place: Place, c: int, p: int, count: int) -> Step:
+    def _compute(self, parts: _Parts, place: Place, c: int, p: int, count: int) -> ProgramPart:
         """Return the experts' products for a piece, and the launch of the sum over emp."""
         name, share = f"{c}.{p}|{place.name}", self.shares[c]
         experts, pieces = (*parts.experts, parts.combine), 1.0
@@ -237,9 +239,9 @@ class LayerPrograms:
         part = share.rows / count
         forward = (*_wait(f"g{name}", gathered), *work.forward, *self._launches(f"r{name}", sums, part))
         backward = (*_wait(f"g'{name}", gather), *work.backward, *self._launches(f"r'{name}", leaving, part))
-        return Step(forward, backward, work.weight)
+        return ProgramPart(forward, backward, work.weight)
 
-    def _combine(self, parts: _Parts, place: Place, c: int, p: int, count: int) -> Iterator[Step]:
+    def _combine(self, parts: _Parts, place: Place, c: int, p: int, count: int) -> Iterator[ProgramPart]:
         """Yield the launch of a piece's combine, and the slice's shared experts after its last piece."""
         name, share = f"{c}.{p}|{place.name}", self.shares[c].rows / count
         sums, gather = _over_emp(parts, "forward", True), _over_emp(parts, "backward", False)
@@ -247,29 +249,29 @@ class LayerPrograms:
         summed = _wait(f"r{name}", sums)
         forward = (*summed, *self._launches(f"C{name}", there, share))
         backward = (*_wait(f"C'{name}", back), *self._launches(f"g'{name}", gather, share))
-        yield Step(forward, backward, again=summed if place.ends else None)
+        yield ProgramPart(forward, backward, again=summed if place.ends else None)
         if self._active and p == count - 1:
-            yield from self._of.steps(f"shared {c}|{place.name}", parts.shared, self.shares[c])
+            yield from self._of.program(f"shared {c}|{place.name}", parts.shared, self.shares[c])
 
-    def _arrival(self, parts: _Parts, place: Place, c: int) -> Iterator[Step]:
+    def _arrival(self, parts: _Parts, place: Place, c: int) -> Iterator[ProgramPart]:
         """Yield the wait for a slice's combines, and its residual sum."""
         kept: tuple[Event, ...] | None = () if place.ends else None
         yield self._arrived(parts, place, c, kept)
         yield replace(self._of.work(f"sum {c}|{place.name}", parts.last, self.shares[c]), again=kept)
 
-    def _arrived(self, parts: _Parts, place: Place, c: int, kept: tuple[Event, ...] | None) -> Step:
+    def _arrived(self, parts: _Parts, place: Place, c: int, kept: tuple[Event, ...] | None) -> ProgramPart:
         forward, backward, count = list[Event](), list[Event](), self._count(parts)
         there, back = _over_ep(parts.combine, "forward"), _over_ep(parts.combine, "backward")
         for p in range(count):
             name = f"{c}.{p}|{place.name}"
             forward += _wait(f"C{name}", there)
             backward += self._launches(f"C'{name}", back, self.shares[c].rows / count)
-        return Step(tuple(forward), tuple(backward), again=kept, leads=self._active)
+        return ProgramPart(tuple(forward), tuple(backward), again=kept, leads=self._active)
 
-    def _joined(self, parts: _Parts, place: Place) -> Iterator[Step]:
+    def _joined(self, parts: _Parts, place: Place) -> Iterator[ProgramPart]:
         """Yield the end of a layer without slices: the combine is waited for, then the shared experts."""
         yield self._arrived(parts, place, 0, () if place.ends else None)
-        yield from self._of.steps(f"shared|{place.name}", (*parts.shared, *parts.last))
+        yield from self._of.program(f"shared|{place.name}", (*parts.shared, *parts.last))
 
 
 def _wait(name: str, messages: Sequence[CommCost]) -> tuple[Event, ...]:

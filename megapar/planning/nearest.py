@@ -19,6 +19,7 @@ from megapar.schema.rule import divisors
 _WEIGHTS = {"mp": 8.0, "pp": 8.0, "cp": 8.0, "ep": 4.0, "sharding": 2.0, "dp": 1.0}
 FLAGGED = ("mp", "pp", "cp", "ep", "sharding")
 MOST_TRIED = 5000
+MOST_HINTS = 3
 
 Degrees = Mapping[str, int]
 
@@ -64,8 +65,8 @@ def nearest(kind: str, flags: Sequence[str], requested_ranks: int, ranks: int) -
     return None
 
 
-def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> list[str]:
-    """Return flags of up to ``count`` legal layouts near the refused one, smallest change first.
+def hints(kind: str, flags: Sequence[str], world_size: int) -> list[str]:
+    """Return the flags of a few legal layouts near the refused one, smallest change first.
 
     The list is empty if the complaint is not about the layout.
     """
@@ -87,7 +88,7 @@ def hints(kind: str, flags: Sequence[str], world_size: int, count: int = 3) -> l
     choices = {axis: _near(world_size, before[axis]) for axis in ("mp", "pp", "cp", "ep")}
     candidates = (d for d in _layouts(world_size, choices) if d["dp"] == 1 or not free)
     legal = _legal(kind, world_size, before, line, candidates)
-    return list(dict.fromkeys(" ".join(changed(degrees)) or "as it is" for degrees in islice(legal, count)))
+    return list(dict.fromkeys(" ".join(changed(degrees)) or "as it is" for degrees in islice(legal, MOST_HINTS)))
 
 
 def _legal(

@@ -18,7 +18,7 @@ from megapar.model.cost.model_cost import CommCost, OpCost
 from megapar.planning.kept_inputs import HOST, TO_HOST
 from megapar.planning.operator_time import HOPS, OperatorTime
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.timeline import BETWEEN, INSIDE, TO_DEVICE, Event, Flight, Send, Step, Wait, Work
+from megapar.planning.timeline import BETWEEN, INSIDE, TO_DEVICE, Event, Flight, ProgramPart, Send, Wait, Work
 from megapar.planning.timeline import TO_HOST as OUT
 
 # How collectives are called in names of messages that are waited for at once.
@@ -113,7 +113,9 @@ class OperatorPrograms:
         launches = time.launches(operator) if products or moved or core else (0.0, 0.0)
         return Seconds(products, forward, backward, launches)
 
-    def work(self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE, parts: float = 1.0) -> Step:
+    def work(
+        self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE, parts: float = 1.0
+    ) -> ProgramPart:
         """Return consecutive operators without their messages. The host launches their kernels ahead."""
         found = [self.seconds(operator, share, parts) for operator in operators]
         products = sum(one.product for one in found)
@@ -122,30 +124,30 @@ class OperatorPrograms:
         forward = max(forward, sum(one.launches[0] for one in found))
         backward = max(backward, sum(one.launches[1] for one in found))
         weight = products if self.defers else 0.0
-        return Step((Work(name, forward),), (Work(name, backward),), weight)
+        return ProgramPart((Work(name, forward),), (Work(name, backward),), weight)
 
-    def steps(self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE) -> list[Step]:
+    def program(self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE) -> list[ProgramPart]:
         """Return consecutive operators with their messages."""
-        steps, quiet = [], list[OpCost]()
+        program, quiet = [], list[OpCost]()
         for number, operator in enumerate(operators):
             if not any(self.flight(one).seconds for one in operator.sent):
                 quiet.append(operator)
                 continue
-            steps += [self.work(name, quiet, share)] if quiet else []
-            steps.append(self.communicating(f"{name}.{number}", operator, share))
+            program += [self.work(name, quiet, share)] if quiet else []
+            program.append(self.communicating(f"{name}.{number}", operator, share))
             quiet = []
-        return steps + ([self.work(name, quiet, share)] if quiet else [])
+        return program + ([self.work(name, quiet, share)] if quiet else [])
 
     def hidden(self, message: CommCost) -> bool:
         """Return True if a message travels under the work of its operator."""
         return message.hidden and (message.axis != "mp" or self._hides_mp)
 
-    def communicating(self, name: str, operator: OpCost, share: SliceShare) -> Step:
+    def communicating(self, name: str, operator: OpCost, share: SliceShare) -> ProgramPart:
         """Return an operator with its messages."""
         if any(one.axis == "cp" and one.hidden for one in operator.sent):
             return self._attention(name, operator, share)
         weight = self.seconds(operator, share).product if self.defers else 0.0
-        return Step(
+        return ProgramPart(
             tuple(self._forward(name, operator, share)), tuple(self._backward(f"{name}'", operator, share)), weight
         )
 
@@ -216,7 +218,7 @@ class OperatorPrograms:
             events += [Send(f"{name} r{number}", self.flight(message, share.rows / count))]
         return [*events, *(Wait(f"{name} r{number}") for number in range(count))]
 
-    def _attention(self, name: str, operator: OpCost, share: SliceShare) -> Step:
+    def _attention(self, name: str, operator: OpCost, share: SliceShare) -> ProgramPart:
         """Return attention's core whose keys and values travel over cp."""
         seconds = self.seconds(operator, share)
         forward = max(seconds.product + seconds.forward, seconds.launches[0])
@@ -232,10 +234,10 @@ class OperatorPrograms:
             remote = min(1.0, (cp - 1) / cp * share.rows**2 / share.core)
             coming = self._under(name, keys, share.rows, forward * (1 - remote), forward * remote)
             going = self._under(f"{name}'", gradient, share.rows, backward * (1 - remote), 0.0)
-            return Step((*first, *coming), (Work(name, backward * remote), *going, *last))
+            return ProgramPart((*first, *coming), (Work(name, backward * remote), *going, *last))
         rounds = cp - 1 if self.run.view.ring else 1
         coming = self._round(name, keys, rounds, [forward / cp] + [forward * (cp - 1) / cp / rounds] * rounds)
-        return Step((*first, *coming), (*self._returning(name, again, gradient, rounds, backward), *last))
+        return ProgramPart((*first, *coming), (*self._returning(name, again, gradient, rounds, backward), *last))
 
     def _under(self, name: str, message: CommCost, share: float, during: float, then: float) -> list[Event]:
         """Return a message under ``during`` seconds of work, and ``then`` seconds of work that need it."""

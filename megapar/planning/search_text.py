@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from megapar.core.device.kinds import DeviceKind
+from megapar.config.config import FLAGS
 from megapar.core.units import GIBIBYTE
 from megapar.planning.candidate import Candidate, spelled
 from megapar.planning.knobs import Scope
@@ -30,7 +30,7 @@ _ALWAYS = (
 )
 
 
-def describe(search: Search, near: Sequence[Result], kind: DeviceKind, command: str) -> str:
+def describe(search: Search, near: Sequence[Result], command: str) -> str:
     """Format the best layouts, the command of the first, and its neighbours."""
     results, best = search.results.values(), search.best
     legal = [result.plan for result in results if result.plan is not None]
@@ -62,7 +62,7 @@ def to_dict(search: Search, near: Sequence[Result], command: str) -> dict[str, A
         for result in best[:SHOWN]
         if result.plan is not None
     ]
-    reasons = {" ".join(spelled(one.candidate.differences(best[0].candidate))): why_not(one, best[0]) for one in near}
+    reasons = {_change(one, best[0]): why_not(one, best[0]) for one in near}
     return {"looked_at": len(search.results), "best": plans, "command": command, "neighbours": reasons}
 
 
@@ -120,13 +120,21 @@ def _reasons(near: Sequence[Result], best: Result) -> Iterator[str]:
     """Yield a line for each neighbour; the refused ones, whose reasons ``--json`` has, are one line."""
     refused = []
     for one in near:
-        words = " ".join(spelled(one.candidate.differences(best.candidate)))
+        words = _change(one, best)
         if one.plan is None:
             refused.append(f"{words} [{one.refusal[1:].partition(']')[0]}]")
         else:
             yield f"  {words}: {why_not(one, best)}"
     if refused:
         yield f"  refused: {'; '.join(refused)}"
+
+
+def _change(one: Result, best: Result) -> str:
+    """Return the flags in which a candidate differs from the best one, and those that it leaves to the default."""
+    changes = one.candidate.differences(best.candidate)
+    flags = spelled({name: value for name, value in changes.items() if value is not None})
+    unset = [f"without {FLAGS[name].spelling}" for name, value in changes.items() if value is None]
+    return " ".join([*flags, *unset])
 
 
 def _named(candidate: Candidate) -> str:

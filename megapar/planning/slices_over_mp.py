@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megapar.model.cost.model_cost import CommCost, OpCost
 from megapar.planning.operator_program import OperatorPrograms, SliceShare
-from megapar.planning.timeline import Event, Send, Step, Wait, Work
+from megapar.planning.timeline import Event, ProgramPart, Send, Wait, Work
 
 
 class SlicesOverMp:
@@ -31,18 +31,18 @@ class SlicesOverMp:
         self._norm, self._column, self._row = before[:first], before[first], before[last]
         self._core, self._router = before[first + 1 : last], before[last + 1 :]
 
-    def steps(
+    def program(
         self,
         shares: Sequence[SliceShare],
-        arriving: Sequence[Sequence[Step]],
-        send: Callable[[int], Iterable[Step]],
-    ) -> Iterator[Step]:
-        """Yield the steps of all slices.
+        arriving: Sequence[Sequence[ProgramPart]],
+        send: Callable[[int], Iterable[ProgramPart]],
+    ) -> Iterator[ProgramPart]:
+        """Yield the program of all slices.
 
         Args:
             shares: The slices.
             arriving: Arrivals of the slices; empty if the input is whole.
-            send: Returns the steps that send a slice to the experts.
+            send: Returns the parts that send a slice to the experts.
         """
         last = len(shares) - 1
         yield from self._enter(0, shares[0], arriving, launch=False)
@@ -52,23 +52,25 @@ class SlicesOverMp:
                 yield from self._finish(c - 1, shares[c - 1], send, waits=True)
             if not arriving and c < last:
                 yield from self._enter(c + 1, shares[c + 1], arriving, launch=True)
-            yield from self._of.steps(f"core {c}|{self._name}", self._core, share)
+            yield from self._of.program(f"core {c}|{self._name}", self._core, share)
             if arriving and c < last:
                 yield from self._enter(c + 1, shares[c + 1], arriving, launch=True)
             yield self._leave(c, share, last=c == last)
         yield from self._finish(last, shares[last], send, waits=False)
 
-    def _enter(self, c: int, share: SliceShare, arriving: Sequence[Sequence[Step]], *, launch: bool) -> Iterator[Step]:
+    def _enter(
+        self, c: int, share: SliceShare, arriving: Sequence[Sequence[ProgramPart]], *, launch: bool
+    ) -> Iterator[ProgramPart]:
         """Yield the arrival of a slice, and the launch of its all-gather unless pieces of its product hide it."""
         yield from arriving[c] if arriving else ()
         yield self._of.work(f"norm {c}|{self._name}", self._norm, share)
         if launch:
-            yield Step(
+            yield ProgramPart(
                 self._launches(f"g{c}", _sent(self._column, "forward", False), share),
                 self._waits(f"r'{c}", _sent(self._column, "backward", True)),
             )
 
-    def _project(self, c: int, share: SliceShare) -> Step:
+    def _project(self, c: int, share: SliceShare) -> ProgramPart:
         """Return the product that makes queries, keys and values."""
         if c == 0:
             return self._of.communicating(f"qkv {c}|{self._name}", self._column, share)
@@ -83,27 +85,29 @@ class SlicesOverMp:
             *self._launches(f"r'{c}", _sent(self._column, "backward", True), share),
             Work(f"qkv' {c}|{self._name}", weight),
         )
-        return Step(
+        return ProgramPart(
             (*self._waits(f"g{c}", _sent(self._column, "forward", False)), *work.forward), backward, work.weight
         )
 
-    def _leave(self, c: int, share: SliceShare, *, last: bool) -> Step:
+    def _leave(self, c: int, share: SliceShare, *, last: bool) -> ProgramPart:
         """Return the output projection and the launch of its sum; the last one is hidden under its own pieces."""
         if last:
             return self._of.communicating(f"proj {c}|{self._name}", self._row, share)
         work = self._of.work(f"proj {c}|{self._name}", [self._row], share)
         leaving, gather = _sent(self._row, "forward", True), _sent(self._row, "backward", False)
         forward = (*work.forward, *self._launches(f"p{c}", leaving, share))
-        return Step(forward, (*self._waits(f"p'{c}", gather), *work.backward), work.weight)
+        return ProgramPart(forward, (*self._waits(f"p'{c}", gather), *work.backward), work.weight)
 
     def _finish(
-        self, c: int, share: SliceShare, send: Callable[[int], Iterable[Step]], *, waits: bool
-    ) -> Iterator[Step]:
+        self, c: int, share: SliceShare, send: Callable[[int], Iterable[ProgramPart]], *, waits: bool
+    ) -> Iterator[ProgramPart]:
         """Yield the rest of a slice, to the launch of its dispatch."""
         if waits:
             gather = _sent(self._row, "backward", False)
-            yield Step(self._waits(f"p{c}", _sent(self._row, "forward", True)), self._launches(f"p'{c}", gather, share))
-        yield from self._of.steps(f"router {c}|{self._name}", self._router, share)
+            yield ProgramPart(
+                self._waits(f"p{c}", _sent(self._row, "forward", True)), self._launches(f"p'{c}", gather, share)
+            )
+        yield from self._of.program(f"router {c}|{self._name}", self._router, share)
         yield from send(c)
 
     def _launches(self, name: str, messages: Sequence[CommCost], share: SliceShare) -> tuple[Event, ...]:

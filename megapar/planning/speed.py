@@ -90,15 +90,10 @@ def model_flops(run: PlannedRun) -> float:
 
 def extra_flops(run: PlannedRun) -> float:
     """Return the FLOPs of a step that attention runs beyond the model FLOPs (``OpCost.extra``)."""
-    return _of_all_layers(run, sum(operator.extra_flops for operator in run.costs.attention))
+    return of_all_layers(run, sum(operator.extra_flops for operator in run.costs.attention))
 
 
-def attention_flops(run: PlannedRun) -> float:
-    """Return the FLOPs of attention's core in a step, forward and backward; of causal attention only the lower half."""
-    return 3 * _of_all_layers(run, sum(operator.scores for operator in run.costs.attention))
-
-
-def _of_all_layers(run: PlannedRun, flops: float) -> float:
+def of_all_layers(run: PlannedRun, flops: float) -> float:
     """Return the FLOPs of a step whose layers have so many per micro-batch on a rank."""
     grid = run.config.grid
     per_sequence = flops * grid.mp * grid.cp / run.view.samples

@@ -21,7 +21,7 @@ from megapar.planning.layer_program import LayerPrograms, Place
 from megapar.planning.operator_program import OperatorPrograms
 from megapar.planning.operator_time import HOPS, OperatorTime
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.timeline import Send, Span, Step, Timeline, Wait, backward_of, forward_of
+from megapar.planning.timeline import ProgramPart, Send, Span, Timeline, Wait, backward_of, forward_of
 
 SIMULATED = 3  # equal units of a chain that are run; further ones take as long as the last
 IDLE = Span()
@@ -155,39 +155,41 @@ class StagePrograms:
         return self._times[key]
 
     def _run_both(self, units: Sequence[Unit], *, drawn: bool) -> tuple[StageTime, Timeline, Timeline]:
-        programs = self.steps(units)
+        programs = self.programs(units)
         there, back = self._timeline(drawn), self._timeline(drawn)
-        forward = there.run(event for steps in programs for event in forward_of(steps))
+        forward = there.run(event for program in programs for event in forward_of(program))
         turned = list(zip(programs, units, strict=True))[::-1]
-        backward = back.run(event for steps, unit in turned for event in backward_of(steps, recomputed=unit.recomputed))
-        weight = sum(step.weight for steps in programs for step in steps)
+        backward = back.run(
+            event for program, unit in turned for event in backward_of(program, recomputed=unit.recomputed)
+        )
+        weight = sum(part.weight for program in programs for part in program)
         return StageTime(forward, backward, weight), there, back
 
     def _timeline(self, drawn: bool) -> Timeline:
         return Timeline(self.operators.time.calibration.shown, drawn, self._aside)
 
-    def steps(self, units: Sequence[Unit]) -> list[list[Step]]:
-        """Return the steps of each unit."""
-        programs: list[list[Step]] = []
-        arriving: list[list[Step]] = []
+    def programs(self, units: Sequence[Unit]) -> list[list[ProgramPart]]:
+        """Return the program of each unit."""
+        programs: list[list[ProgramPart]] = []
+        arriving: list[list[ProgramPart]] = []
         for number, unit in enumerate(units):
-            steps: list[Step] = []
+            program: list[ProgramPart] = []
             for inner, layer in enumerate(unit.layers):
                 ends = inner == len(unit.layers) - 1
                 follows = self._layers.cross and not (ends and number == len(units) - 1)
                 place = Place(f"{number}.{inner}", leaves=follows, ends=unit.recomputed and ends)
                 arriving, more = self._layers.layer(layer, place, arriving)
-                steps += more
-            programs.append(self._fetched(unit, steps, number))
+                program += more
+            programs.append(self._fetched(unit, program, number))
         return programs
 
-    def _fetched(self, unit: Unit, steps: list[Step], number: int) -> list[Step]:
-        """Return the steps with the messages of a unit's input: away under its forward, back under a backward.
+    def _fetched(self, unit: Unit, program: list[ProgramPart], number: int) -> list[ProgramPart]:
+        """Return the program with the messages of a unit's input: away under its forward, back under a backward.
 
         The input of the unit before it is fetched under this unit's backward, and takes as long as its own.
         """
         if not unit.inputs:
-            return steps
+            return program
         away = [one for one in unit.inputs if one.phase == "forward"]
         back = [one for one in unit.inputs if one.phase == "backward"]
         out, home = f"input|{number}", f"input'|{number}"
@@ -195,30 +197,30 @@ class StagePrograms:
             Send(f"{home}/{n}", self.operators.flight(one), f"{home}/{n - 1}" if n else "")
             for n, one in enumerate(back)
         )
-        first = Step(
+        first = ProgramPart(
             tuple(Send(f"{out}/{n}", self.operators.flight(one)) for n, one in enumerate(away)),
             tuple(Wait(f"{home}/{n}") for n in range(len(back))),
             again=(),
         )
-        last = Step(tuple(Wait(f"{out}/{n}") for n in range(len(away))), launches, again=(), leads=True)
-        return [first, *steps, last]
+        last = ProgramPart(tuple(Wait(f"{out}/{n}") for n in range(len(away))), launches, again=(), leads=True)
+        return [first, *program, last]
 
     def _ends(self, unit: UnitCost) -> StageTime:
         """Return the time of the embedding, or of the head with the layer of multi-token prediction inside."""
         names = [operator.name for operator in unit.operators]
         if "dispatch" not in names:
-            return self._alone(unit, self.operators.steps(unit.name, unit.operators))
+            return self._alone(unit, self.operators.program(unit.name, unit.operators))
         head = names.index("join")
         inner = UnitCost("moe", unit.operators[head + 1 : len(names) - head], unit.input)
         outer = (*unit.operators[: head + 1], *unit.operators[len(names) - head :])
-        _, steps = self._layers.layer(inner, Place("predicted"), [])
-        return self._alone(unit, [*self.operators.steps(unit.name, outer), *steps])
+        _, program = self._layers.layer(inner, Place("predicted"), [])
+        return self._alone(unit, [*self.operators.program(unit.name, outer), *program])
 
-    def _alone(self, unit: UnitCost, steps: list[Step]) -> StageTime:
+    def _alone(self, unit: UnitCost, program: list[ProgramPart]) -> StageTime:
         if id(unit) not in self._times:
-            forward = self._timeline(drawn=False).run(forward_of(steps))
-            backward = self._timeline(drawn=False).run(backward_of(steps, recomputed=False))
-            self._times[id(unit)] = StageTime(forward, backward, sum(step.weight for step in steps))
+            forward = self._timeline(drawn=False).run(forward_of(program))
+            backward = self._timeline(drawn=False).run(backward_of(program, recomputed=False))
+            self._times[id(unit)] = StageTime(forward, backward, sum(part.weight for part in program))
         return self._times[id(unit)]
 
 

@@ -189,12 +189,12 @@ class Timeline:
 
 
 @dataclass(frozen=True)
-class Step:
+class ProgramPart:
     """A part of a program, forward and backward.
 
     Attributes:
         forward: Its events in the forward.
-        backward: Its events in the backward, which runs the steps of a program in reverse.
+        backward: Its events in the backward, which runs the parts of a program in reverse.
         weight: Seconds of weight gradients that the schedule runs apart from the backward.
         again: Its events when a unit is recomputed; None for those of the forward.
         leads: Its backward only launches messages, which travel while the unit before it is recomputed.
@@ -207,23 +207,23 @@ class Step:
     leads: bool = False
 
 
-def forward_of(steps: Sequence[Step]) -> Iterator[Event]:
+def forward_of(program: Sequence[ProgramPart]) -> Iterator[Event]:
     """Yield the events of a forward."""
-    for step in steps:
-        yield from step.forward
+    for part in program:
+        yield from part.forward
 
 
-def backward_of(steps: Sequence[Step], *, recomputed: bool) -> Iterator[Event]:
+def backward_of(program: Sequence[ProgramPart], *, recomputed: bool) -> Iterator[Event]:
     """Yield the events of a backward: the mirror of the program, as autograd runs it.
 
-    A recomputed unit first launches what its last steps only launch, then runs again, then its backward.
+    A recomputed unit first launches what its last parts only launch, then runs again, then its backward.
     """
-    turned = list(reversed(steps))
-    leading = next((place for place, step in enumerate(turned) if not step.leads), len(turned)) if recomputed else 0
-    for step in turned[:leading]:
-        yield from step.backward
+    turned = list(reversed(program))
+    leading = next((place for place, part in enumerate(turned) if not part.leads), len(turned)) if recomputed else 0
+    for part in turned[:leading]:
+        yield from part.backward
     if recomputed:
-        for step in steps:
-            yield from step.forward if step.again is None else step.again
-    for step in turned[leading:]:
-        yield from step.backward
+        for part in program:
+            yield from part.forward if part.again is None else part.again
+    for part in turned[leading:]:
+        yield from part.backward

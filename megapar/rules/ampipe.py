@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from megapar.rules.pipeline import zero_bubble
+from megapar.schema.flag import MOE
 from megapar.schema.rule import (
     ADVICE,
     DOWNGRADE,
@@ -22,7 +23,6 @@ from megapar.schema.rule import (
     near_multiples,
 )
 
-MOE = ("moe",)
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
 
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
+from megapar.schema.flag import MOE
 from megapar.schema.rule import Facts, Rule
 
-MOE = ("moe",)
 SOURCE = "data"
 OVERRIDES = ("sources", "weights", "split", "seed", "seq-length", "knowledge")
 """Legal words of ``--override-data``."""

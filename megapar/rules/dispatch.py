@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from megapar.core.grid import Grid
 from megapar.model.decoder.dispatch_bytes import MOST_EXPERTS
+from megapar.schema.flag import MOE
 from megapar.schema.rule import NO_EFFECT, Facts, Rule
 
-MOE = ("moe",)
 _DEGREES = ("dp_degree", "pp_degree", "sharding_degree", "cp_degree", "mp_degree", "ep_degree", "expert_mp_degree")
 
 

@@ -9,6 +9,7 @@ import math
 from itertools import product
 from typing import Any
 
+from megapar.schema.flag import MOE
 from megapar.schema.rule import (
     NO_EFFECT,
     PADDLE_SHARDING,
@@ -24,7 +25,6 @@ from megapar.schema.rule import (
 )
 
 SOURCE = "axes and ranks"
-MOE = ("moe",)
 
 _NAMES = ("sharding_requested", "mp_degree", "pp_degree", "cp_degree")
 

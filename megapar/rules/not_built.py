@@ -5,10 +5,8 @@ Tested in ``tests/test_compatibility.py``.
 
 from __future__ import annotations
 
+from megapar.schema.flag import MOE
 from megapar.schema.rule import NOT_BUILT, Rule
-
-MOE = ("moe",)
-ERNIE = ("ernie",)
 
 
 def _ahead(name: str, what: str, failing: str) -> Rule:

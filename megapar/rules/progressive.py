@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megapar.schema.flag import ERNIE
 from megapar.schema.rule import NO_EFFECT, Facts, Rule
 
-ERNIE = ("ernie",)
 SOURCE = "ERNIE 3.0"
 BASE = "--progressive-iters 10"
 _SHAPE = ("progressive_batch_multiple", "progressive_length_multiple")

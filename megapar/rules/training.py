@@ -12,7 +12,6 @@ from megapar.schema.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, e
 
 SOURCE = "training"
 SHARDING = "sharding"
-ERNIE = ("ernie",)
 
 
 def _unused(id: str, names: tuple[str, ...], when_read: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 T = TypeVar("T")
 
 KINDS = ("moe", "ernie")
+MOE, ERNIE = ("moe",), ("ernie",)
+"""``models`` of the flags and rules of one kind alone."""
 SCRIPTS = {"moe": "pretrain_moe.py", "ernie": "pretrain_ernie.py"}
 
 SWITCH = ("auto", "on", "off")

@@ -15,7 +15,7 @@ from megapar.schema.flag import SCRIPTS
 from megapar.tools.parser import Parser
 from megapar.tools.preset_table import header_title
 
-KINDS = {script: kind for kind, script in SCRIPTS.items()}
+KIND_OF_SCRIPT = {script: kind for kind, script in SCRIPTS.items()}
 
 
 def make_parser() -> ArgumentParser:
@@ -57,4 +57,4 @@ def _texts(names: Sequence[str]) -> list[tuple[str, str]]:
 
 def _model(text: str) -> str:
     found = re.search(r"^script: (\S+)$", text, re.MULTILINE)
-    return KINDS.get(found[1], "") if found else ""
+    return KIND_OF_SCRIPT.get(found[1], "") if found else ""

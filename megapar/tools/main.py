@@ -4,114 +4,37 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from types import MappingProxyType
 
 from megapar import __version__
 
-
-def _pretrain(argv: Sequence[str]) -> int:
-    from megapar.tools.pretrain import main
-
-    return main(argv)
-
-
-def _configs(argv: Sequence[str]) -> int:
-    from megapar.tools.configs import main
-
-    return main(argv)
-
-
-def _evaluate(argv: Sequence[str]) -> int:
-    from megapar.tools.evaluate import main
-
-    return main(argv)
-
-
-def _generate(argv: Sequence[str]) -> int:
-    from megapar.tools.generate import main
-
-    return main(argv)
-
-
-def _completion(argv: Sequence[str]) -> int:
-    from megapar.tools.completion import main
-
-    return main(argv)
-
-
-def _rules(argv: Sequence[str]) -> int:
-    from megapar.tools.rules import main
-
-    return main(argv)
-
-
-def _docs(argv: Sequence[str]) -> int:
-    from megapar.tools.docs import main
-
-    return main(argv)
-
-
-def _launch(argv: Sequence[str]) -> int:
-    from megapar.tools.launcher.launch import main
-
-    return main(argv)
-
-
-def _plan(argv: Sequence[str]) -> int:
-    from megapar.tools.plan import main
-
-    return main(argv)
-
-
-def _report(argv: Sequence[str]) -> int:
-    from megapar.tools.report import main
-
-    return main(argv)
-
-
-def _translate(argv: Sequence[str]) -> int:
-    from megapar.tools.translate import main
-
-    return main(argv)
-
-
-def _data(argv: Sequence[str]) -> int:
-    from megapar.tools.data import main
-
-    return main(argv)
-
-
-def _convert(argv: Sequence[str]) -> int:
-    from megapar.tools.convert import main
-
-    return main(argv)
-
-
-COMMANDS: Mapping[str, tuple[Callable[[Sequence[str]], int], str]] = MappingProxyType(
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "pretrain": (_pretrain, "train a model (moe or ernie) in this process"),
-        "launch": (_launch, "check the configuration once, then start the ranks of this node"),
+        "pretrain": ("pretrain", "train a model (moe or ernie) in this process"),
+        "launch": ("launcher.launch", "check the configuration once, then start the ranks of this node"),
         "plan": (
-            _plan,
+            "plan",
             "estimate memory, traffic and time of a configuration; --show-schedule draws its pipeline",
         ),
-        "configs": (_configs, "list the configurations that --config finds by name"),
-        "evaluate": (_evaluate, "print the held-out loss of a checkpoint of any layout"),
-        "generate": (_generate, "continue a prompt by a checkpoint of any layout, with transformers"),
-        "report": (_report, "write one HTML page about a run"),
+        "configs": ("configs", "list the configurations that --config finds by name"),
+        "evaluate": ("evaluate", "print the held-out loss of a checkpoint of any layout"),
+        "generate": ("generate", "continue a prompt by a checkpoint of any layout, with transformers"),
+        "report": ("report", "write one HTML page about a run"),
         "translate": (
-            _translate,
+            "translate",
             "translate a launch script of Megatron-LM, MindSpeed, Megatron-DeepSpeed or Paddle into a command",
         ),
-        "data": (_data, "make and check token files, train tokenizers"),
-        "convert": (_convert, "convert between Hugging Face models and checkpoints"),
-        "rules": (_rules, "print the compatibility matrix"),
-        "completion": (_completion, "print what completes commands and flags in bash, zsh or fish"),
-        "docs": (_docs, "write the generated pages of docs/"),
+        "data": ("data", "make and check token files, train tokenizers"),
+        "convert": ("convert", "convert between Hugging Face models and checkpoints"),
+        "rules": ("rules", "print the compatibility matrix"),
+        "completion": ("completion", "print what completes commands and flags in bash, zsh or fish"),
+        "docs": ("docs", "write the generated pages of docs/"),
     }
 )
+"""Each command's module in this package, whose ``main`` runs it, and its description."""
 
 
 def usage() -> str:
@@ -139,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megapar: {argv[0]} is not a command. {hint}", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[argv[0]][0](argv[1:])
+        status: int = import_module(f"megapar.tools.{COMMANDS[argv[0]][0]}").main(argv[1:])
+        return status
     except KeyboardInterrupt:
         print(f"megapar {argv[0]}: interrupted", file=sys.stderr)
         return 130

@@ -79,6 +79,13 @@ def make_parser() -> argparse.ArgumentParser:
         "which they are estimated (default: 1, balanced)",
     )
     add("--token-budget", type=float, metavar="TOKENS", help="tokens of the whole run (default: from --train-iters)")
+    _add_outputs(parser)
+    return parser
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose what is computed beyond the plan, and how it is printed."""
+    add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object")
     add("--trace", action="store_true", help="also run a step of the real trainer as one rank, on fake tensors (torch)")
     add("--trace-rank", type=int, default=0, metavar="RANK", help="with --trace: the rank to run (default: 0)")
@@ -100,7 +107,6 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="with --show-schedule: derive the time of each chunk from its FLOPs, instead of equal times",
     )
-    return parser
 
 
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
@@ -180,9 +186,7 @@ def _search(
         first = search.best[0].candidate
         near = list(search.neighbours(first))
         command = launch_command(first, variations, line[:-1], world, device.node)
-    sys.stdout.write(
-        json.dumps(to_dict(search, near, command)) + "\n" if as_json else describe(search, near, device, command)
-    )
+    sys.stdout.write(json.dumps(to_dict(search, near, command)) + "\n" if as_json else describe(search, near, command))
     if search.best:
         return 0
     return DOES_NOT_FIT if any(result.plan is not None for result in search.results.values()) else REFUSED

@@ -15,7 +15,7 @@ from megapar.schema.flag import SCRIPTS
 from megapar.schema.rule import either
 from megapar.tools.parser import Parser
 
-KINDS = {
+KIND_TITLES = {
     REFUSE: "Refused: the run does not start (exit status 2).",
     DOWNGRADE: "Switched off with a warning: the run starts without the feature.",
     ADVICE: "Advice: the run starts as requested, with a warning.",
@@ -44,7 +44,7 @@ megapar rules show mp-heads     # one row, by the name that a refusal prints in 
 def make_parser() -> Parser:
     """Return the parser of the command."""
     parser = Parser(prog="megapar rules", description="Print the compatibility matrix.")
-    parser.add_argument("--kind", choices=tuple(KINDS), help="only rows of one kind")
+    parser.add_argument("--kind", choices=tuple(KIND_TITLES), help="only rows of one kind")
     parser.add_argument("row", nargs="*", metavar="[show] ROW", help="only these rows, named as in a refusal")
     return parser
 
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     kind, names = options.kind, [name.strip("[]") for name in options.row if name != "show"]
     if names or options.row:
         return _show(names)
-    for title in [kind] if kind else KINDS:
-        print(KINDS[title])
+    for title in [kind] if kind else KIND_TITLES:
+        print(KIND_TITLES[title])
         for rule in RULES:
             if rule.kind == title:
                 print(_paragraph(rule))
@@ -71,7 +71,7 @@ def _show(names: Sequence[str]) -> int:
     for name in names or [""]:
         if name in known:
             rule = known[name]
-            print(f"{_paragraph(rule)}\n      {KINDS[rule.kind]}\n      Satisfied by: {rule.passing or NO_FLAG}")
+            print(f"{_paragraph(rule)}\n      {KIND_TITLES[rule.kind]}\n      Satisfied by: {rule.passing or NO_FLAG}")
             continue
         near = get_close_matches(name, known, 3, 0.5) if name else []
         hint = f"Did you mean {either(near)}?" if near else "megapar rules lists all rows."
@@ -95,7 +95,7 @@ def _scope(rule: Rule) -> str:
 def markdown() -> str:
     """Return the text of docs/compatibility.md."""
     lines = [PREFACE]
-    for kind, title in KINDS.items():
+    for kind, title in KIND_TITLES.items():
         lines += [f"## {kind}", "", title, ""]
         lines += ["| row | needs | source | satisfied by | violated by |", "|---|---|---|---|---|"]
         lines += [_table_row(rule) for rule in RULES if rule.kind == kind]

@@ -211,7 +211,7 @@ def _rotary_heads(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
 def _rotate_last(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     angles = torch.rand(2, _length(day), 16, device=day.place)
     for width in (96, 128):
-        # A device's form turns its argument in place, so it gets a product of its own.
+        # A device's form changes its argument in place, so it gets a separate product.
         more = {"cos": angles.cos(), "sin": angles.sin(), "factor": 1.25, "width": width}
         yield Case(f"96 features in {width}", (draw(2, _length(day), 4, 96),), more)
 

@@ -28,10 +28,11 @@ from torch import Tensor
 from benchmarks.throughput.ours_rank import flags
 from benchmarks.throughput.shape import Shape, find
 from megapar.arguments import Config, parse
+from megapar.core.device.kinds import kinds
 from megapar.core.device.peak import peak_flops
 from megapar.model.flops import step_flops
 from megapar.moe.router import Router
-from megapar.planning.devices import device_kind, kinds
+from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.trainer import Trainer
 from megapar.training.building import build
@@ -136,7 +137,7 @@ def _config(day: Day, model: str, more: str, folder: Path) -> tuple[Shape, Confi
         if status:
             raise RuntimeError(f"the weights could not be created: status {status}: {output[-500:]}")
     line = [*flags(shape, place, day.device, "bf16" if day.on_gpu else "fp32", 1), *more.split()]
-    return shape, parse(shape.kind, line, {"WORLD_SIZE": "1", "RANK": "0"})  # type: ignore[arg-type]
+    return shape, parse(shape.kind, line, {"WORLD_SIZE": "1", "RANK": "0"})
 
 
 def _planned(day: Day, model: str, way: str, folder: Path) -> Answer:

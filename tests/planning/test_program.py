@@ -27,9 +27,9 @@ def programs(run: PlannedRun) -> tuple[list[Event], list[Event]]:
     stage = StagePrograms(run, OperatorTime(run))
     (chunk,) = run.stages.on(0)
     units = stage.units(chunk, {})
-    steps = stage.steps(units)
-    forward = [event for program in steps for event in forward_of(program)]
-    turned = list(zip(steps, units, strict=True))[::-1]
+    found = stage.programs(units)
+    forward = [event for program in found for event in forward_of(program)]
+    turned = list(zip(found, units, strict=True))[::-1]
     return forward, [event for program, unit in turned for event in backward_of(program, recomputed=unit.recomputed)]
 
 

@@ -127,6 +127,13 @@ def test_every_neighbour_has_its_reason() -> None:
     assert not any(why.startswith("-") for why in found["neighbours"].values())
 
 
+def test_a_neighbour_without_a_flag_of_the_best_says_so() -> None:
+    found = search(*MIXTRAL, "--mp-degree", "2", "--sequence-parallel", "--world-size", "8")
+    assert found["best"][0]["flags"]["expert_mp_degree"] == 1
+    assert "without --expert-mp-degree" in found["neighbours"]
+    assert not any("None" in words for words in found["neighbours"])
+
+
 def test_layouts_that_do_not_allow_an_assumed_technique_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--config", str(CONFIGS / "tiny.yaml"), "--assume", "dualpipe")
     assert {plan["layout"]["pp"] for plan in search(*flags, "--world-size", "2")["best"]} == {2}

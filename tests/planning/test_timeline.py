@@ -9,9 +9,9 @@ from megapar.planning.timeline import (
     INSIDE,
     Bar,
     Flight,
+    ProgramPart,
     Send,
     Span,
-    Step,
     Timeline,
     Wait,
     Work,
@@ -58,15 +58,15 @@ def test_nothing_waits_for_what_travels_aside() -> None:
 
 
 def test_a_backward_is_the_mirror_and_a_recomputed_unit_runs_again_under_its_last_gradients() -> None:
-    steps = [
-        Step((Work("a", 1.0),), (Work("a'", 2.0),)),
-        Step((Send("C", flight("ep", 1.0)),), (Wait("C'"),), again=()),
-        Step((Wait("C"),), (Send("C'", flight("ep", 1.0)),), again=(), leads=True),
+    program = [
+        ProgramPart((Work("a", 1.0),), (Work("a'", 2.0),)),
+        ProgramPart((Send("C", flight("ep", 1.0)),), (Wait("C'"),), again=()),
+        ProgramPart((Wait("C"),), (Send("C'", flight("ep", 1.0)),), again=(), leads=True),
     ]
-    assert [type(event).__name__ for event in forward_of(steps)] == ["Work", "Send", "Wait"]
-    assert [event.name for event in backward_of(steps, recomputed=False)] == ["C'", "C'", "a'"]
-    assert [event.name for event in backward_of(steps, recomputed=True)] == ["C'", "a", "C'", "a'"]
-    assert Timeline().run(backward_of(steps, recomputed=True)).waited == 0.0
+    assert [type(event).__name__ for event in forward_of(program)] == ["Work", "Send", "Wait"]
+    assert [event.name for event in backward_of(program, recomputed=False)] == ["C'", "C'", "a'"]
+    assert [event.name for event in backward_of(program, recomputed=True)] == ["C'", "a", "C'", "a'"]
+    assert Timeline().run(backward_of(program, recomputed=True)).waited == 0.0
 
 
 def test_sums_and_bars() -> None:

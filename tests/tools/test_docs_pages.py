@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megapar.compatibility import RULES
+from megapar.schema.rule import REFUSE
+from tests.equivalence import table
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOP = ("README", "CONTRIBUTING", "ARCHITECTURE", "AGENTS")
@@ -87,6 +91,18 @@ def test_examples_of_contributing_are_in_the_code() -> None:
     assert len(examples) > 10
     code_of = {path: stripped((ROOT / path).read_text(encoding="utf-8")) for path, _ in examples}
     assert [path for path, text in examples if stripped(text) not in code_of[path]] == []
+
+
+def test_sizes_in_the_comparison_hold() -> None:
+    sizes = {
+        "layouts and options": len((*table.ROWS, *table.LATENT_ROWS, *table.LATENT_CONTEXT_ROWS, *table.NODE_ROWS)),
+        "rules": sum(rule.kind == REFUSE for rule in RULES),
+    }
+    page = (DOCS / "compare.md").read_text(encoding="utf-8")
+    for what, size in sizes.items():
+        stated = re.findall(rf"[Oo]ver (\d+) {what}", page)
+        assert stated != [], what
+        assert all(size > int(number) for number in stated), (what, size)
 
 
 def test_issue_templates_and_workflows_are_valid_yaml() -> None:

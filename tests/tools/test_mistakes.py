@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import re
@@ -57,7 +58,7 @@ MISTAKES = [
     ("--nproc-per-node 2", "--nproc-per-node is unknown", "before the script: megapar launch --nproc-per-node N"),
     ("-lr 1e-3", "'-lr' was found where a flag was expected", "Did you mean --lr?"),
     ("lr=1e-3", "'lr=1e-3' was found where a flag was expected", "Did you mean --lr=1e-3?"),
-    ("--mlm-probability 0.2", "--mlm-probability is a flag of pretrain_ernie.py", "no effect in pretrain_moe.py"),
+    ("--mlm-probability 0.2", "is a flag of pretrain_ernie.py", "no effect in pretrain_moe.py", "Leave it out"),
     # a value of the wrong kind, or out of bounds
     ("--train-iters 1k", "--train-iters takes a whole number, got '1k'", "Write all digits: 1000, or 1024"),
     ("--segment-broadcast-MB 32MB", "takes a number, got '32MB'", "Write only the number, in MB (2^20 bytes): 32."),
@@ -411,3 +412,10 @@ def test_names_from_elsewhere_are_no_flags_and_lead_to_flags() -> None:
 def test_what_stands_behind_a_mistyped_folder_must_be_there() -> None:
     assert near_path("runs/checkpoints") == "Did you mean run/checkpoints?"
     assert "does not contain 'runs'" in near_path("runs/other")
+
+
+def test_a_dataset_needs_the_package_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "datasets" else found(name))
+    with pytest.raises(ConfigError, match=r"needs the package datasets. Install it: pip install datasets"):
+        parse("moe", ["--data-source", "hf", "--hf-dataset", "corpus"], {})

@@ -18,7 +18,7 @@ from megapar.files.near_path import near_path
 from megapar.schema.flag import KINDS, SCRIPTS
 from megapar.tools.launcher import own
 
-COMMANDS: Mapping[str, str] = MappingProxyType(
+RANK_COMMANDS: Mapping[str, str] = MappingProxyType(
     {"pretrain": "megapar.tools.pretrain", "evaluate": "megapar.tools.evaluate"}
 )
 """Commands of megapar that ranks can run, with the module of each; the module is run with a kind and flags."""
@@ -42,7 +42,7 @@ class Program:
     def of(cls, command: Sequence[str]) -> Program:
         """Take apart the arguments of the Python interpreter, as ``arguments_of`` returns them."""
         words = tuple(command)
-        if words[:2] in {own.module_command(module) for module in COMMANDS.values()}:
+        if words[:2] in {own.module_command(module) for module in RANK_COMMANDS.values()}:
             return cls(words[:3], words[3:], words[2])
         kinds = [kind for kind, script in SCRIPTS.items() if script == Path(words[0]).name]
         return cls(words[:1], words[1:], kinds[0] if kinds else "")
@@ -53,13 +53,13 @@ def arguments_of(program: str, flags: Sequence[str]) -> tuple[str, ...]:
 
     For ``evaluate`` this reads the small files of the checkpoint. Raises MegaparError if they cannot be used.
     """
-    if program not in COMMANDS:
+    if program not in RANK_COMMANDS:
         return program, *flags
     if program == "evaluate":
         from megapar.tools.evaluate import trainer_line
 
         flags = trainer_line(flags)
-    return *own.module_command(COMMANDS[program]), *flags
+    return *own.module_command(RANK_COMMANDS[program]), *flags
 
 
 def complaints_about(program: str, flags: Sequence[str]) -> Iterator[str]:
@@ -70,7 +70,7 @@ def complaints_about(program: str, flags: Sequence[str]) -> Iterator[str]:
         word = flags[0] if flags else ""
         if word not in KINDS:
             yield not_a_model(word or "nothing").rstrip(".")
-    elif program not in COMMANDS and not Path(program).is_file():
+    elif program not in RANK_COMMANDS and not Path(program).is_file():
         kinds = [kind for kind, script in SCRIPTS.items() if script == program]
         hint = f"Without a checkout, write pretrain {kinds[0]} in its place" if kinds else near_path(program)
         yield f"script {program} does not exist. {hint}".rstrip(" .")

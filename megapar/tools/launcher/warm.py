@@ -20,7 +20,7 @@ from megapar.core.health.signal_listener import write_stderr
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.launcher import own
 from megapar.tools.launcher.fresh import MODULES, ONE_THREAD, receive, send
-from megapar.tools.launcher.program import COMMANDS
+from megapar.tools.launcher.program import RANK_COMMANDS
 
 PATIENCE_SECONDS = 600.0  # for the imports, on a slow shared disk
 _ANSWER_SECONDS = 30.0
@@ -177,7 +177,7 @@ def wants_warm_start(flag: bool | None, script: str) -> bool:
     """
     if flag is not None:
         return flag
-    is_ours = script in COMMANDS or Path(script).name in SCRIPTS.values()
+    is_ours = script in RANK_COMMANDS or Path(script).name in SCRIPTS.values()
     # If torch_npu is installed, torch imports it, which opens the device.
     return is_ours and sys.platform == "linux" and importlib.util.find_spec("torch_npu") is None
 

@@ -94,7 +94,7 @@ def _layout(start: Mapping[str, Any]) -> str:
 
 def _metrics(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     if not folder.is_dir():
-        raise ConfigError([Complaint("run-folder", f"{folder} is not a folder.")])
+        raise ConfigError([Complaint("run-folder", f"{folder} is not a folder.", "Pass the folder of a run.")])
     named = folder / "metrics.jsonl"
     files = [named] if named.is_file() else sorted(p for p in folder.glob("*.jsonl") if ".experts." not in p.name)
     for path in files:

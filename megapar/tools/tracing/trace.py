@@ -129,7 +129,8 @@ def traceable(config: Config, rank: int) -> Config:
     """Return the configuration with mock data and without files. Raises ConfigError if fake tensors cannot run it."""
     complaints = []
     if not 0 <= rank < config.grid.world_size:
-        complaints.append(Complaint("trace", f"--trace-rank {rank} is not one of the {config.grid.world_size} ranks."))
+        message = f"--trace-rank {rank} is not one of the {config.grid.world_size} ranks."
+        complaints.append(Complaint("trace", message, f"Choose 0 to {config.grid.world_size - 1}."))
     for refused, what in (
         (bool(config.notes), "features that this version does not have"),
         (config.ampipe.ampipe_degree == 0, "--ampipe-degree auto, which measures"),

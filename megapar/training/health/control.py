@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapar.core.health.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
@@ -17,18 +17,16 @@ class StopSignal:
     """Treats the first SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGQUIT as a request to stop.
 
     A second SIGINT or SIGQUIT, 5 s or more after the first, ends the process at once. Other signals are ignored. If the
-    main thread does not return from C code within the launcher's ``--stop-timeout``, the process ends. ``end`` ends the
-    process.
+    main thread does not return from C code within the launcher's ``--stop-timeout``, the process ends.
 
     Attributes:
         received: Number of the first signal. 0 before one.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, end: Callable[[int], object] = os._exit) -> None:
+    def __init__(self) -> None:
         self.received = 0
-        self._timeout_seconds = stop_timeout(environ)
-        self._rank = environ.get("RANK", "0")
-        self._end = end
+        self._timeout_seconds = stop_timeout(os.environ)
+        self._rank = os.environ.get("RANK", "0")
         self._insistence = Insistence()
         self._deadline: float | None = None
         self._back = False
@@ -54,7 +52,7 @@ class StopSignal:
                 self._give_up()
         elif self._insistence.add(number, now):
             write_stderr(f"rank {self._rank}: {name_of(number)} again: ends at once, unsaved since its last checkpoint")
-            self._end(1)
+            os._exit(1)
         elif self._deadline is None and not self._back:
             self.received = self.received or number
             self._deadline = now + self._timeout_seconds
@@ -64,7 +62,7 @@ class StopSignal:
         write_stderr(f"rank {self._rank}: {request}, and stuck since; the process ends here:")
         if takes_text():
             faulthandler.dump_traceback(sys.__stderr__ or 2)
-        self._end(1)
+        os._exit(1)
 
 
 @dataclass(frozen=True)

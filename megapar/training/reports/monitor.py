@@ -181,17 +181,15 @@ class Monitor:
             reduce_numbers(rows, axis, "losses")
 
     def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
-        names, items = list(step.totals.sums), step.denominators.items
+        """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them."""
+        names, items, objective = list(step.totals.sums), step.denominators.items, self._objective
         means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
-        loads = len(names) + 1 + len(ROUTING)
-        layers, experts = step.totals.load.shape
-        load = [row[loads + layer * experts : loads + (layer + 1) * experts] for layer in range(layers)]
+        routed, load = _split_routing(step, row)
         self._places.add(load)
-        objective = self._objective
-        routing = objective.routing_means(row[len(names) + 1 : loads], items, step.denominators.num_micro_batches)
+        routing = objective.routing_means(routed, items, step.denominators.num_micro_batches)
         shown = {
-            "aux": bool(layers),
-            "z": bool(layers),
+            "aux": bool(load),
+            "z": bool(load),
             "sequence": objective.sequence_coefficient > 0,
             "orthogonal": objective.orthogonal_coefficient > 0,
         }
@@ -242,6 +240,14 @@ class Monitor:
             rank = self._places.busiest(layer, counts, iteration)
             shown.append(_percentiles(counts) | ({} if rank is None else {"busiest_rank": rank}))
         return shown
+
+
+def _split_routing(step: StepResult, row: Sequence[float]) -> tuple[Sequence[float], list[Sequence[float]]]:
+    """Return (the sums of the routing losses, the load of each expert by layer) of a row of ``Monitor._reduce``."""
+    losses = len(step.totals.sums) + 1  # the terms, and the dropped tokens
+    loads = losses + len(ROUTING)
+    layers, experts = step.totals.load.shape
+    return row[losses:loads], [row[loads + n * experts : loads + (n + 1) * experts] for n in range(layers)]
 
 
 def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) -> float:

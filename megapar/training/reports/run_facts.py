@@ -45,17 +45,6 @@ def write_facts(
         parameters: Number of trainable parameters.
         first: First iteration of this start. Starts from earlier iterations stay in the file.
     """
-    given = config.values()
-    values = {
-        flag.name: {
-            "value": given[flag.name],
-            "origin": config.origins.get(flag.name, "default"),
-            "group": flag.group,
-            "flag": flag.spelling,
-        }
-        for flag in FLAGS.values()
-        if config.kind in flag.models and not flag.meta
-    }
     grid = {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "cp", "mp", "edp", "ep", "emp")}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     start = {"iteration": first, "time": now, "world_size": config.grid.world_size, "grid": grid}
@@ -71,7 +60,7 @@ def write_facts(
             "peak_flops": peak_flops,
             "peak_source": peak_source,
         },
-        "configuration": values,
+        "configuration": _configuration(config),
         "environment": {
             "megapar": __version__,
             "torch": torch.__version__,
@@ -82,6 +71,21 @@ def write_facts(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / NAME).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _configuration(config: Config) -> dict[str, dict[str, Any]]:
+    """Return each flag's value with its origin, group and spelling."""
+    values = config.values()
+    return {
+        flag.name: {
+            "value": values[flag.name],
+            "origin": config.origins.get(flag.name, "default"),
+            "group": flag.group,
+            "flag": flag.spelling,
+        }
+        for flag in FLAGS.values()
+        if config.kind in flag.models and not flag.meta
+    }
 
 
 def _earlier_starts(path: Path, first: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from megapar.errors import CheckpointError
 from megapar.tools.launcher import own
 from megapar.tools.launcher.elastic import command
 from megapar.tools.launcher.launch_options import make_parser, read
-from megapar.tools.launcher.program import COMMANDS, Program, arguments_of, complaints_about
+from megapar.tools.launcher.program import RANK_COMMANDS, Program, arguments_of, complaints_about
 from megapar.tools.launcher.warm import wants_warm_start
 
 
@@ -68,5 +68,5 @@ def test_evaluate_reads_its_checkpoint(tmp_path: Path) -> None:
 
 def test_commands_start_warm_as_the_scripts_do() -> None:
     usual = wants_warm_start(None, "pretrain_moe.py")
-    assert {wants_warm_start(None, name) for name in COMMANDS} == {usual}
+    assert {wants_warm_start(None, name) for name in RANK_COMMANDS} == {usual}
     assert not wants_warm_start(None, "job.py")

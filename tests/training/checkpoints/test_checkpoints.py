@@ -22,21 +22,12 @@ from megapar.errors import CheckpointError, MegaparError
 from megapar.trainer import train
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.health.control import Control, Limits, StopSignal
-from megapar.training.reports.terminal import PlainTerminal
 from tests.support.damage import flip_bit
 from tests.support.here import BASE, losses, run_here
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
 
 METRICS = ("metrics.experts.jsonl", "metrics.jsonl", "run.json")  # of every run of a model with experts that saves
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every line that a run says."""
-    lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
-    return lines
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from megapar.files.tokenizer_folder import FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.building.outline import outline
 from megapar.training.checkpoints.identity import Identity, code_hash
-from megapar.training.reports.terminal import PlainTerminal
 from tests.support.training import SMALL, last_wins
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")
@@ -36,14 +35,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every line that a run says."""
-    lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
-    return lines
 
 
 def write_text(path: Path, seed: int, documents: int = 60) -> str:

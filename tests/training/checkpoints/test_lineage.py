@@ -13,19 +13,11 @@ from megapar.errors import CheckpointError, UnverifiedError
 from megapar.files.suspects import RECORD
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before
 from megapar.training.checkpoints.local_saves import LocalSaves
-from megapar.training.reports.terminal import PlainTerminal
 from tests.support.damage import flip_bit
 from tests.support.here import losses, run_here
 
 JOB_A, JOB_B = ({"TORCHELASTIC_RUN_ID": f"job-{name}"} for name in "ab")
 RESTART = {**JOB_A, "TORCHELASTIC_RESTART_COUNT": "1"}
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
-    return lines
 
 
 @pytest.fixture

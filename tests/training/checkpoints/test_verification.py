@@ -21,7 +21,6 @@ from megapar.training.building.job import Job
 from megapar.training.checkpoints.verification import Start
 from megapar.training.health.guards import Guards
 from megapar.training.health.witness import Witness
-from megapar.training.reports.terminal import PlainTerminal
 from tests.support.training import COMMON, SMALL, last_wins
 
 # A save that is under way when a run fails in this process would end behind the assertions.
@@ -63,13 +62,6 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     monkeypatch.setattr(trainer, "make_guards", make)
     yield found
     assert not found
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(PlainTerminal, "print_message", lambda self, text: lines.append(text))
-    return lines
 
 
 def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
