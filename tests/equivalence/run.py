@@ -102,6 +102,7 @@ def trace(
         recorder = Recorder(replay)
         trainer = Trainer(config, world, corpus, observer=recorder, builder=builder)
         trainer.start()
+        trainer.terminal = None  # prints nothing
         recorder.trainer, records = trainer, []
         away.begin(trainer)
         for _ in range(steps):
