@@ -31,6 +31,7 @@ from megapar.training.step.observer import StepObserver
 from tests.support import away, late
 from tests.support.lazy import LazyDevice
 
+QUIET = 10**6  # steps between lines of the log: more than a run has
 # (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
 Routing = dict[tuple[int, int], Tensor]
 
@@ -54,6 +55,14 @@ class Trace:
     routing: Routing = field(default_factory=dict)
     decided_on_device: bool = False
 
+    def followed_by(self, later: Trace) -> Trace:
+        """The steps of this run and of one that continued it."""
+        steps = {
+            name: [*getattr(self, name), *getattr(later, name)]
+            for name in ("losses", "lm_losses", "aux_losses", "norms", "dropped", "gradients")
+        }
+        return replace(later, routing=self.routing | later.routing, **steps)
+
 
 def _with_products_of_small_weights(tables: Any) -> Any:
     """Return the tables of devices, on which also the gradients of small weights are added by their products."""
@@ -74,14 +83,15 @@ def trace(
 ) -> Trace | None:
     """Train ``steps`` steps; the Trace on rank 0, None elsewhere. With ``--moe-rebalance-interval`` experts move.
 
+    With ``--save`` the run ends with a checkpoint.
+
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
     or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device.
     builder: makes the trainer's parts.
     """
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
-        # One log line would be printed per flush; an interval beyond the end keeps the terminal quiet.
-        config = parse(kind, [*flags, "--log-interval", str(steps + 1)], dict(os.environ))
+        config = parse(kind, [*flags, "--log-interval", str(QUIET)], dict(os.environ))
         corpus = build.make_corpus(config)
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
@@ -92,6 +102,7 @@ def trace(
         recorder = Recorder(replay)
         trainer = Trainer(config, world, corpus, observer=recorder, builder=builder)
         trainer.start()
+        trainer.terminal = None  # prints nothing
         recorder.trainer, records = trainer, []
         away.begin(trainer)
         for _ in range(steps):
@@ -102,6 +113,8 @@ def trace(
                 device.settle()
         trainer.stepper.resolve_pending()
         records += trainer.monitor.flush()
+        if config.checkpoint.save:
+            trainer._save(final=True)
         away.end(trainer, records)
         parameters = _parameters(trainer)
         trainer.loader.close()

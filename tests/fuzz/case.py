@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from hypothesis import strategies as st
 
-from megapar.arguments import FLAGS, SCRIPTS, resolved_values
+from megapar.arguments import FLAGS, SCRIPTS, parse, resolved_values
+from megapar.errors import ConfigError
+from megapar.training.building.outline import outline
+from tests.equivalence.table import ON_STREAMS
 from tests.fuzz.option import Drawn, Option, degree, spell_all
 from tests.fuzz.table import FIXED, FP16, OPTIONS, STILL, WORLD_SIZES
 
-GLOO, LATE, LAZY = "gloo", "late", "lazy"
+GLOO, LATE, LAZY, BOTH = "gloo", "late", "lazy", "late and lazy"
 BACKENDS = (GLOO, GLOO, LAZY, LATE)  # as often as each stands here
+THEN = "then"  # between the flags of a run and of the one that continues it
+CONTINUED = 5  # one case in so many, if it can
+LAYOUTS_TRIED = 6  # for the run that continues
 Atom = tuple[str, str]
 Pair = tuple[Atom, Atom]
 KINDS_DRAWN = ("moe", "moe", "ernie")
@@ -29,7 +35,8 @@ class Case:
 
     settings: (flag's name, value) of every row of the table that was given. wild: the rows that were drawn without
     being asked whether they are legal; without any the case must not be refused. backend: gloo, or late, which shows
-    what reads or reuses a buffer in flight, or lazy, which is that on a device with streams.
+    what reads or reuses a buffer in flight, or lazy, which is that on a device with streams, or both of them, one after
+    the other. continued: the same model on another layout, which loads the checkpoint of the first step.
     """
 
     kind: str
@@ -37,6 +44,17 @@ class Case:
     settings: tuple[tuple[str, Any], ...]
     wild: tuple[str, ...] = ()
     backend: str = GLOO
+    continued: Case | None = None
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Those that it runs on."""
+        return (LATE, LAZY) if self.backend == BOTH else (self.backend,)
+
+    @property
+    def hides(self) -> bool:
+        """Whether an option hides something on a second stream."""
+        return not {*self.flags()}.isdisjoint(ON_STREAMS)
 
     @property
     def exact(self) -> bool:
@@ -64,14 +82,23 @@ class Case:
         return FIXED if self.exact else FIXED | STILL
 
     def command(self) -> str:
-        """The layout's run as a line for a terminal."""
+        """The layout's run as a line for a terminal, and the run that continues it."""
         launch = "python" if self.world_size == 1 else f"torchrun --nproc-per-node {self.world_size}"
-        return f"{launch} {SCRIPTS[self.kind]} {shlex.join(self.flags())}"
+        line = f"{launch} {SCRIPTS[self.kind]} {shlex.join(self.flags())}"
+        return f"{line} --save FOLDER\n{self.continued.command()} --load FOLDER" if self.continued else line
 
     def again(self) -> str:
         """How to run this case alone."""
-        flags = shlex.join(spell_all(dict(self.settings)))
-        return f"scripts/fuzz_layouts.sh --backend {self.backend} --case {self.kind} {self.world_size} {flags}"
+        runs = [self] if self.continued is None else [self, self.continued]
+        lines = [shlex.join((str(run.world_size), *spell_all(dict(run.settings)))) for run in runs]
+        backend = shlex.quote(self.backend)
+        return f"scripts/fuzz_layouts.sh --backend {backend} --case {self.kind} {f' {THEN} '.join(lines)}"
+
+    def without(self, name: str) -> Case:
+        """The case with this option left out, of the run that continues it as well."""
+        left = tuple(setting for setting in self.settings if setting[0] != name)
+        continued = self.continued and self.continued.without(name)
+        return replace(self, settings=left, wild=self.wild or ("left out",), continued=continued)
 
     def pairs(self, rows: Sequence[Option] = OPTIONS) -> set[Pair]:
         """Every two options with the values they have here, left-out ones too; sizes are not counted."""
@@ -87,8 +114,15 @@ def atom_of(row: Option, value: Any) -> Atom:
 
 
 def case_of(kind: str, world_size: int, line: str | Sequence[str], backend: str = GLOO) -> Case:
-    """The case of a command line's flags; every option of it counts as wild."""
+    """The case of a command line's flags; every option of it counts as wild.
+
+    line: after ``THEN``, the number of ranks and the flags of the run that continues.
+    """
     tokens = shlex.split(line) if isinstance(line, str) else list(line)
+    if THEN in tokens:
+        at = tokens.index(THEN)
+        continued = case_of(kind, int(tokens[at + 1]), tokens[at + 2 :], backend)
+        return replace(case_of(kind, world_size, tokens[:at], backend), continued=continued)
     requested: Mapping[str, Any] = resolved_values(kind, tokens, {"WORLD_SIZE": str(world_size)})["requested"]
     given = tuple((n, v) for n, v in requested.items() if v != FLAGS[n].defaults[kind] and FIXED.get(n) != v)
     return Case(kind, world_size, given, tuple(name for name, _ in given), backend)
@@ -109,10 +143,49 @@ def draw_case(kind: str, world_size: int, choose: Choose, forced: Mapping[str, S
 
 
 def case_from(drawn: Drawn, wild: tuple[str, ...] = (), backend: str = GLOO) -> Case:
-    """The case of what was drawn. backend: if it can."""
+    """The case of what was drawn. backend: if it can; what hides something runs on both that show it."""
     given = tuple((row.name, drawn[row.name]) for row in OPTIONS if drawn.get(row.name) is not None)
-    can = drawn.world_size > 1 and drawn.sharding_stage < 3
-    return Case(drawn["kind"], drawn.world_size, given, wild, backend if can else GLOO)
+    case = Case(drawn["kind"], drawn.world_size, given, wild)
+    if drawn.world_size == 1 or drawn.sharding_stage == 3:
+        return case
+    return replace(case, backend=BOTH if case.hides else backend)
+
+
+def continued(case: Case, choose: Choose) -> Case:
+    """Return the case with a run on another layout that continues it after the first step, if the table has one.
+
+    Capacities that are counted by rank or by slice differ between layouts by design, and other precisions than fp64
+    are compared over steps that change nothing: such cases are returned as they are.
+    """
+    given = dict(case.settings)
+    if case.wild or not case.exact or "moe_capacity_scope" in given or "ampipe_capacity" in given:
+        return case
+    try:
+        batch = parse(case.kind, case.flags(), {"WORLD_SIZE": str(case.world_size)}).training.global_batch_size
+    except ConfigError:
+        return case  # legal by the table: a failure, which the case itself shows
+    same = {row.name: (given.get(row.name),) for row in OPTIONS if not row.layout}
+    same |= {"global_batch_size": (batch,), "gradient_merge_acc_step": (None,), "ampipe_capacity": (None,)}
+    for _ in range(LAYOUTS_TRIED):
+        drawn = draw_case(case.kind, choose("world_size", WORLD_SIZES, Drawn()), choose, same)
+        after = case_from(drawn)
+        if _drawable(drawn) and _accepted(after):
+            return replace(case, continued=after)
+    return case
+
+
+def _drawable(drawn: Drawn) -> bool:
+    """Whether the table draws these values beside each other."""
+    rows = [row for row in OPTIONS if drawn["kind"] in row.kinds and not row.layout and not row.size]
+    return all(drawn[row.name] in row.legal(drawn) for row in rows)
+
+
+def _accepted(case: Case) -> bool:
+    try:
+        outline(parse(case.kind, case.flags(), {"WORLD_SIZE": str(case.world_size)}))
+    except ConfigError:
+        return False
+    return True
 
 
 @st.composite
@@ -131,8 +204,8 @@ def cases(draw: st.DrawFn, *, rare: bool = True) -> Case:
         chosen = draw(st.sampled_from(values))  # drawn all the same, so that a seed gives the same cases but for this
         return values[0] if name in slow else chosen
 
-    drawn = draw_case(kind, world_size, choose, forced)
-    return case_from(drawn, wild, BACKENDS[draw(st.integers(0, 3))])
+    case = case_from(draw_case(kind, world_size, choose, forced), wild, BACKENDS[draw(st.integers(0, 3))])
+    return continued(case, choose) if draw(st.integers(1, CONTINUED)) == CONTINUED else case
 
 
 @st.composite

@@ -6,6 +6,7 @@ import functools
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megapar.arguments import Config, parse
@@ -61,30 +62,48 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
     steps = ADAPTIVE_STEPS if config.recompute.adaptive_recompute_device_size else STEPS
     parts = _parts(config)
     if case.exact:
-        got, want = side_by_side(
+        runs, want = side_by_side(
             case.world_size,
-            lambda: _run(case, config, steps),
+            lambda: _runs(case, config, steps),
             lambda: reference(case.kind, flags, parts, steps),
         )
-        return differences(got, want, NOISE * max(1.0, *want.norms))
+        noise = NOISE * max(1.0, *want.norms)
+        return [f"{backend}: {text}" for backend, got in runs.items() for text in differences(got, want, noise)]
     wide = tuple(case.reference_flags(config.training.global_batch_size, rows, "fp64"))
     exact = reference(case.kind, wide, parts, steps)
-    got, alone = side_by_side(
+    runs, alone = side_by_side(
         case.world_size,
-        lambda: _run(case, config, steps, exact.routing),
+        lambda: _runs(case, config, steps, exact.routing),
         lambda: reference(case.kind, flags, parts, steps, wide),
     )
-    units = [config.training.dtype, config.sharding.grad_reduce_dtype]
-    return rounding_differences(got, alone, exact, max(map(UNITS.__getitem__, units)))
+    unit = max(UNITS[dtype] for dtype in (config.training.dtype, config.sharding.grad_reduce_dtype))
+    return [
+        f"{backend}: {text}" for backend, got in runs.items() for text in rounding_differences(got, alone, exact, unit)
+    ]
 
 
-def _run(case: Case, config: Config, steps: int, replay: Routing | None = None) -> Trace:
+def _runs(case: Case, config: Config, steps: int, replay: Routing | None = None) -> dict[str, Trace]:
+    """What the case computes on each of its backends."""
     timeout = COMPILE_SECONDS if config.training.compile == "on" else TIMEOUT_SECONDS
-    result = run_ranks(
-        *(case.world_size, trace, case.kind, case.flags(), steps, replay, case.backend), group=False, timeout=timeout
-    )[0]
-    assert isinstance(result, Trace)
-    return result
+    return {backend: _run(case, steps, replay, backend, timeout) for backend in case.backends}
+
+
+def _run(case: Case, steps: int, replay: Routing | None, backend: str, timeout: float) -> Trace:
+    """All steps in one run, or the first one, a checkpoint, and the others in a run that loads it."""
+
+    def ranks(part: Case, number: int, *more: str) -> Trace:
+        flags = [*part.flags(), *more]
+        result = run_ranks(
+            *(part.world_size, trace, part.kind, flags, number, replay, backend), group=False, timeout=timeout
+        )[0]
+        assert isinstance(result, Trace)
+        return result
+
+    if case.continued is None:
+        return ranks(case, steps)
+    with TemporaryDirectory() as folder:
+        first = ranks(case, 1, "--save", folder)
+        return first.followed_by(ranks(case.continued, steps - 1, "--load", folder))
 
 
 def _parsed(case: Case) -> Config | Outcome:

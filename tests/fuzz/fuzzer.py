@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 from hypothesis.strategies import SearchStrategy
 
-from tests.fuzz.case import Case, Pair, cases
+from tests.fuzz.case import BOTH, Case, Pair, cases
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check
 from tests.fuzz.pairs import Directed, Pairs
 from tests.fuzz.table import OPTIONS
@@ -26,9 +27,14 @@ class CaseFailed(AssertionError):
 
 @dataclass
 class Tally:
-    """What was found. tried: cases, those of minimising not counted. failures: minimal case -> what is wrong."""
+    """What was found. tried: cases, those of minimising not counted. failures: minimal case -> what is wrong.
+
+    continued: equal ones that another layout continued from a checkpoint. hiding: equal ones on late and lazy both.
+    """
 
     tried: int = 0
+    continued: int = 0
+    hiding: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     rules: Counter[str] = field(default_factory=Counter)
     pairs: set[Pair] = field(default_factory=set)
@@ -42,10 +48,15 @@ class Tally:
         self.rules.update(set(outcome.rules))
         if outcome.kind == EQUAL:
             self.pairs |= case.pairs()
+            self.continued += case.continued is not None
+            self.hiding += case.backend == BOTH
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{self.outcomes[kind]} {kind}" for kind in (REFUSED, EQUAL, FAILED))
-        return f"{self.tried} tried: {kinds}; {len(self.pairs):,} legal pairs of options; {self.seconds:.0f} s"
+        parts = f"{self.hiding} on both backends that delay, {self.continued} continued on another layout"
+        rate = 60 * self.tried / max(self.seconds, 1e-9)
+        took = f"{self.seconds:.0f} s, {rate:.1f} cases a minute"
+        return f"{self.tried} tried: {kinds}; {parts}; {len(self.pairs):,} legal pairs of options; {took}"
 
 
 @dataclass
@@ -117,14 +128,13 @@ def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: fl
     Sizes stay, whose defaults are large, and so does the loss scale of fp16, whose default overflows.
     """
     deadline, kept = time.monotonic() + seconds, {row.name for row in OPTIONS if row.size} | {"initial_loss_scale"}
-    for setting in reversed(case.settings):
+    shorter: list[Callable[[Case], Case]] = [lambda case: replace(case, continued=None)] if case.continued else []
+    names = dict(case.settings) | dict(case.continued.settings if case.continued else ())
+    shorter += [partial(Case.without, name=name) for name in reversed(names) if name not in kept]
+    for shortened in shorter:
         if time.monotonic() > deadline:
             break
-        if setting[0] in kept:
-            continue
-        left = tuple(other for other in case.settings if other != setting)
-        # What is left may break a row, which then is no failure.
-        tried = replace(case, settings=left, wild=case.wild or ("left out",))
+        tried = shortened(case)  # what is left may break a row, which then is no failure
         outcome = check(tried)
         if outcome.kind == FAILED and _symptom(outcome.text) == _symptom(text):
             case, text = tried, outcome.text

@@ -53,8 +53,13 @@ def drops(d: Drawn) -> bool:
 
 
 def policies(d: Drawn) -> list[str | None]:
-    """Samples that start alike tie in ``probs``, and rounding may break the tie either way: next to none may."""
+    """Texts that begin alike tie in ``probs``, and rounding breaks a tie either way: next to none may."""
     return [None, "choice", *(["probs"] if d.vocab_size > 1000 and exact(d) else [])]
+
+
+def micro_batches(d: Drawn) -> list[int]:
+    """With ``probs`` one sample: frequent words begin several, in the largest vocabulary too."""
+    return [1] if d.moe_drop_policy == "probs" else [1, 2, 3]
 
 
 def exact(d: Drawn) -> bool:

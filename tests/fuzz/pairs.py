@@ -17,7 +17,7 @@ from typing import Any
 
 from megapar.arguments import KINDS, parse
 from megapar.errors import ConfigError
-from tests.fuzz.case import BACKENDS, KINDS_DRAWN, Atom, Case, Pair, atom_of, case_from, draw_case
+from tests.fuzz.case import BACKENDS, CONTINUED, KINDS_DRAWN, Atom, Case, Pair, atom_of, case_from, continued, draw_case
 from tests.fuzz.option import Drawn
 from tests.fuzz.table import OPTIONS, WORLD_SIZES
 
@@ -210,7 +210,10 @@ class Directed:
             partners[second].add(first)
         new = set(missing)
         drawn = max(self._candidates(target, partners), key=lambda drawn: len(case_from(drawn).pairs() & new))
-        return case_from(drawn, backend=self.rng.choice(BACKENDS))
+        case = case_from(drawn, backend=self.rng.choice(BACKENDS))
+        if self.rng.randrange(CONTINUED):
+            return case
+        return continued(case, lambda name, values, drawn: self.rng.choice(values))
 
     def _candidates(self, target: Pair, partners: Mapping[Atom, set[Atom]]) -> list[Drawn]:
         """Draws with the target: its witness, and others that follow it here and there."""

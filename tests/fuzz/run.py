@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.case import GLOO, LATE, LAZY, Case, case_of
+from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_of
 from tests.fuzz.check import FAILED, check
 from tests.fuzz.fuzzer import Fuzzer, PairFuzzer, Tally
 from tests.fuzz.pairs import Pairs, Search
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="of the cases; a random one is printed where none is given")
     parser.add_argument("--pairs", type=Path, metavar="FILE", help="run what covers all legal pairs; FILE remembers")
     parser.add_argument("--shrink-seconds", type=float, default=120.0, help="for minimising one failure")
-    parser.add_argument("--backend", choices=(GLOO, LATE, LAZY), default=GLOO, help="of --case")
+    parser.add_argument("--backend", choices=(GLOO, LATE, LAZY, BOTH), default=GLOO, help="of --case")
     parser.add_argument("--case", nargs=argparse.REMAINDER, metavar="KIND WORLD_SIZE FLAGS", help="run this one alone")
     options = parser.parse_args(argv)
     if options.case:

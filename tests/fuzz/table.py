@@ -505,7 +505,7 @@ ENCODER = (
 
 TRAINING = (
     Option(name="seed", values=(7, 1, 2**40)),
-    Option(name="micro_batch_size", values=(1, 2, 3)),
+    Option(name="micro_batch_size", values=legal.micro_batches),
     Option(
         name="gradient_merge_acc_step",
         values=lambda d: [None, *legal.step_counts(d)],
@@ -625,7 +625,14 @@ PACKING = (
     Option(name="packing", values=(None, None, None, False), wild=(False,), kinds=MOE),
     *(
         Option(name=name, values=(None, True), when=lambda d: d.packing is not False, wild=(True,), kinds=MOE)
-        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        for name in ("reset_position_ids", "eod_mask_loss")
+    ),
+    Option(
+        name="reset_attention_mask",
+        values=(None, True),
+        when=lambda d: d.packing is not False and d.moe_drop_policy != "probs",  # documents that begin alike tie
+        wild=(True,),
+        kinds=MOE,
     ),
 )
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import shlex
 from pathlib import Path
 
 import pytest
 
-from megapar.arguments import FLAGS, parse
+from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import RULES
 from tests.equivalence.compare import UNITS, differences, rounding_differences
-from tests.fuzz.case import Case, case_of, cases
+from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_of, cases
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
 from tests.fuzz.fuzzer import Fuzzer, Tally
 from tests.fuzz.option import Option, spell_all
@@ -122,6 +123,48 @@ def test_a_wrong_number_a_late_error_and_a_needless_refusal_are_seen(tmp_path: P
     assert needless.kind == FAILED
     assert "world-size" in needless.rules
     assert check(Case("moe", 2, (("mp_degree", 3),), wild=("mp_degree",))).kind == REFUSED
+
+
+def test_a_run_is_continued_on_another_layout() -> None:
+    """Planted: a run that continues with other numbers."""
+    batch = "--micro-batch-size 1 --global-batch-size 4"
+    first = f"{SMALL} --num-experts 4 --moe-router-topk 2 --ep-degree 2 {batch}"
+    rest = f"{SMALL} --num-experts 4 --moe-router-topk 2 --mp-degree 2 {batch}"
+    case = case_of("moe", 2, f"{first} then 2 {rest}")
+    outcome = check(case)
+    assert outcome.kind == EQUAL, outcome.text
+    wrong = check(case_of("moe", 2, f"{first} then 2 {rest} --weight-decay 0.5"))
+    assert wrong.kind == FAILED
+    assert "parameter" in wrong.text
+    assert "step 0" not in wrong.text
+
+
+def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
+    found: list[Case] = []
+
+    def keep(case: Case) -> Outcome:
+        found.append(case)
+        return Outcome(EQUAL)
+
+    last(Fuzzer(9001, max_cases=60, check=keep))
+    assert {case.backend for case in found} == {GLOO, LATE, LAZY, BOTH}
+    continued = [case for case in found if case.continued]
+    assert len(continued) > 3
+    for case in found:
+        _script, _backend, backend, _case, kind, world_size, *line = shlex.split(case.again())
+        again = case_of(kind, int(world_size), line, backend)
+        assert _resolved(again) == _resolved(case)
+        assert again.backends == case.backends
+    for case in continued:
+        assert case.continued
+        assert case.continued.reference_flags(1) == case.reference_flags(1)
+
+
+def _resolved(case: Case) -> list[object]:
+    """The values of all flags, of both runs."""
+    runs = [case] if case.continued is None else [case, case.continued]
+    values = [resolved_values(run.kind, run.flags(), {"WORLD_SIZE": str(run.world_size)}) for run in runs]
+    return [{name: value for name, value in each.items() if name not in ("requested", "given")} for each in values]
 
 
 @pytest.mark.parametrize(
