@@ -1,0 +1,152 @@
+"""Benchmarks of two trees of megapar, in turns. See scripts/compare_benchmarks.sh.
+
+Every round runs a benchmark once in each tree, each with the megapar of that tree. A figure is compared if both print it.
+Peers, which are the same code for both, show what is chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.contest import Figures, paired, paired_interval
+from benchmarks.support.table import machine, print_json, print_table
+
+HERE = Path(__file__).resolve().parents[2]
+SLOWER = 1.03
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A benchmark that is compared.
+
+    Attributes:
+        line: Module and arguments.
+        figures: Pattern of the compared figures' paths in its line of JSON, such as ``seconds/save``.
+        speeds: The figures are speeds, not times.
+    """
+
+    line: tuple[str, ...]
+    figures: str
+    speeds: bool = False
+
+
+def _entry(line: str, figures: str, *, speeds: bool = False) -> Entry:
+    return Entry(tuple(line.split()), figures, speeds)
+
+
+ENTRIES = {
+    "checkpoint": _entry("benchmarks.checkpoint.run --megabytes 256 --rounds 1", "seconds/(save|load.*|torch.*)"),
+    "context parallel": _entry("benchmarks.context_parallel.run --part speed --rounds 1", "speed/(?!one process).*"),
+    "data": _entry(
+        "benchmarks.data.run --part prepare --prepare-megabytes 8 --rounds 1",
+        "prepare/.*/(one|all|plain.*)",
+        speeds=True,
+    ),
+    "pipeline": _entry("benchmarks.pipeline.run --rounds 1 --milliseconds 20", "bubble/.*/seconds"),
+    "recompute": _entry("benchmarks.recompute.run --rounds 1", "rounds/.*/seconds"),
+    "reliability": _entry("benchmarks.reliability.run --rounds 6 --steps 1", "step_seconds"),
+    "sharding": _entry(
+        "benchmarks.sharding.run --part machine --dtype fp32 --rounds 1", ".*tokens_per_second/.*", speeds=True
+    ),
+    "sharding, link": _entry(
+        "benchmarks.sharding.run --part link --dtype fp32 --rounds 1", ".*tokens_per_second/.*", speeds=True
+    ),
+    "tensor parallel": _entry("benchmarks.tensor_parallel.run --part speed --rounds 1", ".*seconds.*"),
+    "tensor parallel, link": _entry("benchmarks.tensor_parallel.run --part hidden --rounds 1", ".*seconds/.*"),
+    "communication hiding": _entry(
+        "benchmarks.communication_hiding.run --rounds 1 --rates 170mbit", "rates/0/seconds/.*"
+    ),
+    "ERNIE": _entry(
+        "benchmarks.throughput.run --ranks 1 --model ernie --no-limit --rounds 1", ".*tokens.*", speeds=True
+    ),
+    "experts": _entry(
+        "benchmarks.throughput.run --ranks 1 --model moe --no-limit --rounds 1", ".*tokens.*", speeds=True
+    ),
+    "experts, two processes": _entry(
+        "benchmarks.throughput.run --ranks 2 --model moe --no-limit --rounds 1", ".*tokens.*", speeds=True
+    ),
+}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the path and the value of every number in a result."""
+    children = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in children:
+        yield from leaves(child, f"{path}/{name}" if path else str(name))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        yield path, float(value)
+
+
+def figures(entry: Entry, tree: Path) -> Figures:
+    """Run a benchmark in a tree and return its figures as times."""
+    environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", *entry.line]
+    done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{' '.join(command)} in {tree} printed no line of JSON:\n{done.stderr[-2000:]}")
+    found = {path: value for path, value in leaves(json.loads(lines[-1])) if re.fullmatch(entry.figures, path)}
+    return {path: 1 / value if entry.speeds else value for path, value in found.items() if value}
+
+
+def compare(name: str, rounds: list[dict[str, Figures]]) -> dict[str, dict[str, Any]]:
+    """Return the ratio of this tree's time to the other's, and its 95 % interval, by figure."""
+    common = set.intersection(*(set(done) for both in rounds for done in both.values()))
+    result: dict[str, dict[str, Any]] = {}
+    for path in sorted(common):
+        mine, theirs = ([both[tree] for both in rounds] for tree in ("this tree", "the other"))
+        low, high = paired_interval(mine, theirs, path)
+        ratio = paired(mine, theirs, path)
+        slower = low > 1.0 and ratio > SLOWER
+        result[path] = {"ratio": ratio, "interval": [low, high], "slower": slower}
+    return result
+
+
+def main() -> int:
+    """Race, print a table and a line of JSON per benchmark; status 1 if this tree is slower in one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="a checkout of another revision")
+    parser.add_argument("names", nargs="*", choices=[*ENTRIES, []], help="benchmarks (default: all)")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--results", type=Path, help="add a line of JSON for each benchmark to this file")
+    options = parser.parse_args()
+    if options.rounds < 6:
+        parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
+    trees = {"this tree": HERE, "the other": options.other.resolve()}
+    slower = False
+    for name in options.names or ENTRIES:
+        rounds: list[dict[str, Figures]] = []
+        for number in range(options.rounds):
+            order = list(trees) if number % 2 else list(reversed(trees))
+            rounds.append({tree: figures(ENTRIES[name], trees[tree]) for tree in order})
+        found = compare(name, rounds)
+        slower = slower or any(figure["slower"] for figure in found.values())
+        rows = [
+            (
+                path,
+                f"{figure['ratio']:.3f}",
+                "{:.3f} to {:.3f}".format(*figure["interval"]),
+                "slower" * figure["slower"],
+            )
+            for path, figure in found.items()
+        ]
+        print_table((name, "time / the other's", "95 % interval", ""), rows)
+        result = {"benchmark": name, "machine": machine("cpu"), "rounds": options.rounds, "figures": found}
+        print_json(result)
+        if options.results:
+            with options.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+    return int(slower)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Compare the benchmarks of this tree with those of another revision, in alternating runs of short forms: the ratio of
+# each time with its 95 % confidence interval. Exit status 1 if this tree is slower in one: lower bound above 1.00 and
+# median above 1.03. scripts/compare_speed.sh compares a step of the quickstart. About an hour on two idle cores.
+#
+#   scripts/compare_benchmarks.sh 4f3c225
+#   scripts/compare_benchmarks.sh 4f3c225 checkpoint "sharding, link" --rounds 8 --results figures.jsonl
+set -euo pipefail
+cd "$(dirname "$0")/.."
+revision=${1:?pass a revision: scripts/compare_benchmarks.sh origin/main}
+shift
+tree=$(mktemp -d)
+trap 'git worktree remove --force "$tree"' EXIT
+git worktree add --quiet --detach "$tree" "$revision"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+python=.venv/bin/python
+[ -x "$python" ] || python=python
+"$python" -m benchmarks.support.revisions "$tree" "$@"
