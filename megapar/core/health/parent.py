@@ -22,7 +22,6 @@ LAUNCHER = "MEGAPAR_LAUNCHER"
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 1.0
-_watched: set[int] = set()
 
 
 def be_launcher(environ: MutableMapping[str, str], job: str) -> None:
@@ -91,10 +90,9 @@ def end_with(pid: int, start: str | None = None) -> None:
         pid: Pid of the other process.
         start: Its start time from ``started``; None if it is the parent of this process.
     """
-    if pid in _watched:
-        return
-    _watched.add(pid)
-    threading.Thread(target=_wait_for_end, args=(pid, start), name="megapar-parent", daemon=True).start()
+    name = f"megapar-end-with-{pid}"
+    if all(thread.name != name for thread in threading.enumerate()):
+        threading.Thread(target=_wait_for_end, args=(pid, start), name=name, daemon=True).start()
 
 
 def _wait_for_end(pid: int, start: str | None) -> None:

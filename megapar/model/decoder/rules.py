@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
+from megapar.schema.flag import MOE
 from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
 SOURCE = "models"
-MOE = ("moe",)
 _SCALING = frozenset(FLAGS_OF["llama3"]) | frozenset(FLAGS_OF["yarn"])
 _UNSCALED = flags_of_scaling(None)
 _LATENT = frozenset(

@@ -5,10 +5,10 @@ Tested in ``tests/test_compatibility.py``.
 
 from __future__ import annotations
 
+from megapar.schema.flag import ERNIE
 from megapar.schema.rule import Rule
 
 SOURCE = "models"
-ERNIE = ("ernie",)
 
 RULES: tuple[Rule, ...] = (
     Rule(

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from megapar.model.ernie3.tasks import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
+from megapar.schema.flag import ERNIE
 from megapar.schema.rule import NO_EFFECT, Facts, Rule, divisors, either
 
-ERNIE = ("ernie",)
 SOURCE = "ERNIE 3.0"
 BASE = "--ernie-model ernie3 --task-type-vocab-size 5"
 _ONLY = (
