@@ -45,7 +45,9 @@ def test_no_schedule_hangs_and_every_bubble_is_the_formula_s(name: str, chunks: 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_any_number_of_micro_batches_that_suffices_works(name: str) -> None:
     for micro_batches in range(min_micro_batches(name, 4), 12):
-        check(make_schedule(name, 4, 1, micro_batches))
+        schedule = make_schedule(name, 4, 1, micro_batches)
+        check(schedule)
+        assert simulate(schedule).bubble_share == pytest.approx(bubble_formula(name, 4, 1, micro_batches))
 
 
 def test_one_forward_one_backward_keeps_no_more_than_the_stages_that_follow() -> None:
