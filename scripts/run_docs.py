@@ -3,6 +3,7 @@
 
     scripts/run_docs.py                     every page
     scripts/run_docs.py --page data.md      one page (may be repeated)
+    scripts/run_docs.py --jobs 2            two pages at once
 
 Blocks fenced with ```bash and ```python run. ```bash no-run marks commands that need other machines, files or hours,
 and ```bash status=2 marks commands that exit with this status. The commands of a page share one shell, in a new folder
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +103,17 @@ def script(wanted: Sequence[Command]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def run_page(path: Path, work: Path, *, limit: float = LIMIT_SECONDS) -> tuple[int, float]:
-    """Run a page in ``work``. Return (number of commands, seconds). Raises PageError with line, command and output."""
+def run_page(
+    path: Path,
+    work: Path,
+    *,
+    limit: float = LIMIT_SECONDS,
+    started: Callable[[subprocess.Popen[bytes]], None] = lambda shell: None,
+) -> tuple[int, float]:
+    """Run a page in ``work``. Return (number of commands, seconds). Raises PageError with line, command and output.
+
+    started: called with the page's shell, which leads a process group.
+    """
     wanted = commands(path.read_text(encoding="utf-8"))
     folder = work / path.stem
     folder.mkdir(parents=True)
@@ -124,18 +135,48 @@ def run_page(path: Path, work: Path, *, limit: float = LIMIT_SECONDS) -> tuple[i
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        started(shell)
         try:
             status = shell.wait(limit)
         except subprocess.TimeoutExpired:
             status = -1
         finally:  # no process survives, even if this script is stopped
-            if shell.poll() is None:
-                os.killpg(shell.pid, signal.SIGKILL)
-                shell.wait()
+            _end(shell)
     if status:
         printed = output.read_text(encoding="utf-8", errors="replace")
         raise PageError(_failure(wanted, printed, "" if status > 0 else f"cut off after {limit:g} s"))
     return len(wanted), time.monotonic() - start
+
+
+def _end(shell: subprocess.Popen[bytes]) -> None:
+    if shell.poll() is None:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+def run_pages(paths: Sequence[Path], work: Path, jobs: int) -> int:
+    """Run pages, ``jobs`` at once, and print how each one ended, in their order. Return the number that failed."""
+    failed = 0
+    shells: list[subprocess.Popen[bytes]] = []
+    pool = ThreadPoolExecutor(jobs)
+    running = {path: pool.submit(run_page, path, work, started=shells.append) for path in paths}
+    try:
+        for path, outcome in running.items():
+            name = path.relative_to(ROOT)
+            try:
+                count, seconds = outcome.result()
+                if not count:
+                    raise PageError("no command that runs")
+                print(f"{name}: {count} command{'s' if count > 1 else ''} in {seconds:.1f} s", flush=True)
+            except PageError as error:
+                failed += 1
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for shell in shells:  # none is left unless this script is stopped
+            _end(shell)
+        pool.shutdown()
+    return failed
 
 
 def _environment(work: Path) -> dict[str, str]:
@@ -170,10 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the pages. Return 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page", action="append", default=[], metavar="NAME", help="only this page")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pages that run at once")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work in this folder and keep it")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    failed = 0
     with tempfile.TemporaryDirectory(prefix="megapar-docs-") as temporary:
         work = options.keep.absolute() if options.keep else Path(temporary)
         try:
@@ -181,17 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except PageError as error:
             print(error, file=sys.stderr)
             return 2
-        for path in wanted:
-            name = path.relative_to(ROOT)
-            try:
-                count, seconds = run_page(path, work)
-                if not count:
-                    raise PageError("no command that runs")
-                print(f"{name}: {count} command{'s' if count > 1 else ''} in {seconds:.1f} s", flush=True)
-            except PageError as error:
-                failed += 1
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-    return 1 if failed else 0
+        return 1 if run_pages(wanted, work, options.jobs) else 0
 
 
 if __name__ == "__main__":

@@ -5,5 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh dev
+unset PYTHONDONTWRITEBYTECODE  # each worker, and each process of a test, would compile the package again
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist worksteal "$@"

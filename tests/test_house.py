@@ -188,3 +188,64 @@ def test_what_the_map_names_exists() -> None:
 def test_the_functions_that_budgets_name_exist() -> None:
     named = {*COPIES, *FP64, *WAITS, *(row.label for row in BUDGETS if "*" not in row.label)} - {"backward"}
     assert sorted(name for name in named if not exists(name)) == []
+
+
+TESTS = ROOT / "tests"
+REFUSALS = {"raises", "warns", "fail"}
+"""What pytest has in an ``assert``'s place."""
+
+
+def asserts(node: ast.AST) -> bool:
+    """Whether code itself has an assertion."""
+    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    called = {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in calls}
+    return (
+        any(isinstance(one, ast.Assert) for one in ast.walk(node))
+        or bool(called & REFUSALS)
+        or any(name.startswith("assert_") for name in called)
+    )
+
+
+@cache
+def helpers(path: Path) -> dict[str, tuple[Path, str]]:
+    """Where what a test module names is defined: the functions of tests/ that it imports, and its own."""
+    found = {}
+    for node in tree(path).body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            module = ROOT / f"{(node.module or '').replace('.', '/')}.py"
+            found |= {one.asname or one.name: (module, one.name) for one in node.names if module.exists()}
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = (path, node.name)
+    return found
+
+
+@cache
+def helper_asserts(path: Path, name: str) -> bool:
+    """Whether a function has an assertion, or one does that it calls or passes on."""
+    todo, seen = [(path, name)], set()
+    while todo:
+        place = todo.pop()
+        if place in seen:
+            continue
+        seen.add(place)
+        module, name = place
+        for node in tree(module).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                if asserts(node):
+                    return True
+                named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+                todo += [helpers(module)[one] for one in named if one in helpers(module)]
+    return False
+
+
+def test_each_test_asserts_something() -> None:
+    """In its own code, or in that of a function of tests/ that it names."""
+    without = []
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+                helped = (helper_asserts(*helpers(path)[one]) for one in named if one in helpers(path))
+                if not asserts(node) and not any(helped):
+                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
+    assert without == []

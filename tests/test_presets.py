@@ -20,6 +20,8 @@ from tests.test_configs import FILES, FOLDER, SAID, kind_of
 pytestmark = pytest.mark.presets
 
 STARTED = FILES
+FEW = 4
+"""Micro-batches of a step without a pipeline, which has two for each stage."""
 
 
 def ranks_of(path: Path) -> int:
@@ -31,6 +33,25 @@ def first_batch(config: Config) -> int:
     """Samples of the first step, where batches grow, too."""
     grows = make_progressive(config)
     return make_batch_size(config).at(0) if grows is None else grows.batch_at(0)
+
+
+def few_micro_batches(path: Path) -> Config:
+    """The file for rank 0, with so few micro-batches in a step that a pipeline still fills, runs and empties.
+
+    Those that a step of 128 has besides repeat what these do.
+    """
+    flags = ["--config", str(path), "--data-path", "mock", "--device", "cpu"]
+    environ = {"WORLD_SIZE": str(ranks_of(path)), "RANK": "0"}
+    config = parse(kind_of(path), flags, environ)
+    grid = config.grid
+    samples = config.training.micro_batch_size * grid.size("dp") * grid.size("sharding")
+    few = max(FEW, 2 * grid.size("pp"))
+    if first_batch(config) <= few * samples:
+        return config
+    batch = ["--global-batch-size", str(few * samples), "--gradient-merge-acc-step", str(few)]
+    config = parse(kind_of(path), [*flags, *batch], environ)
+    assert first_batch(config) == few * samples
+    return config
 
 
 @pytest.mark.parametrize("path", STARTED, ids=lambda path: path.stem)
@@ -49,8 +70,7 @@ def test_it_is_accepted_as_it_lies_there(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", STARTED, ids=lambda path: path.stem)
 def test_it_steps_as_rank_0_of_its_own_world(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where it would save
-    flags = ["--config", str(path), "--data-path", "mock", "--device", "cpu"]
-    config = parse(kind_of(path), flags, {"WORLD_SIZE": str(ranks_of(path)), "RANK": "0"})
+    config = few_micro_batches(path)
     with pretend(config, 0) as trainer:
         step = trainer.step()
         assert trainer.world.grid.world_size == ranks_of(path)

@@ -103,7 +103,7 @@ def trace(
         trainer = Trainer(config, world, corpus, observer=recorder, builder=builder)
         trainer.start()
         trainer.terminal = None  # prints nothing
-        recorder.trainer, records = trainer, []
+        recorder.trainer, recorder.whole, records = trainer, Whole(trainer), []
         away.begin(trainer)
         for _ in range(steps):
             trainer.monitor.add(trainer.step())
@@ -116,8 +116,9 @@ def trace(
         if config.checkpoint.save:
             trainer._save(final=True)
         away.end(trainer, records)
-        parameters = _parameters(trainer)
+        parameters = _parameters(trainer, recorder.whole)
         trainer.loader.close()
+        trainer.watch.close()  # its listener would look for the store's file, which is gone, for a minute
         trainer.job.sharding.wait()
         assert backend == "gloo" or late.in_flight() == []
         world.close()
@@ -139,12 +140,13 @@ def trace(
 class Recorder(StepObserver):
     """Records whole gradients and every router's choices of the steps of ``trainer``, or repeats recorded choices.
 
-    trainer: None until the steps to be recorded begin. gradients: per step, on rank 0. routing: by micro-batch and
-    router.
+    trainer, whole: None until the steps to be recorded begin. gradients: per step, on rank 0. routing: by micro-batch
+    and router.
     """
 
     def __init__(self, replay: Routing | None) -> None:
         self.trainer: Trainer | None = None
+        self.whole: Whole | None = None
         self.gradients: list[dict[str, Tensor]] = []
         self.routing: Routing = {}
         self._replay = replay
@@ -180,9 +182,9 @@ class Recorder(StepObserver):
 
     def gradients_reduced(self, sharding: Sharding) -> None:
         """Collect every whole gradient on rank 0."""
-        assert self.trainer is not None
+        assert self.whole is not None
         grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
-        self.gradients.append(_whole(self.trainer, grads))
+        self.gradients.append(self.whole.of(grads))
 
 
 def _device(backend: str) -> Device:
@@ -194,43 +196,53 @@ def _device(backend: str) -> Device:
     return device
 
 
-def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+def _parameters(trainer: Trainer, whole: Whole) -> dict[str, Tensor]:
     job = trainer.job
     masters = [shard.master for shard in job.sharding.master_shards]
     buffers = collect_buffers(trainer.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
-    return _whole(trainer, masters) | {name: value.clone() for name, value in buffers}
+    return whole.of(masters) | {name: value.clone() for name, value in buffers}
 
 
-def _whole(trainer: Trainer, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Whole parameters on rank 0, as ``collect_all`` has them, experts by number wherever they are.
+class Whole:
+    """Whole parameters of a trainer on rank 0, as ``collect_all`` has them, experts by number wherever they are.
 
     Here each rank sends all of its pieces at once.
-
-    tensors: beside the master shards, masters or gradients.
     """
-    world, grid = trainer.world, trainer.world.grid
-    views = {view.spec.name: view for view in trainer.job.sharding.views(tensors)}
-    table = [spec for spec in trainer.job.table if spec.trainable]
-    owned = [[spec for spec in table if is_primary(spec, grid, rank)] for rank in range(grid.world_size)]
-    mine = {spec.name: views[spec.name].tensor.detach() for spec in owned[world.rank] if spec.name in views}
-    if world.rank:
-        if sum(piece.numel() for piece in mine.values()):
-            dist.send(torch.cat([piece.flatten() for piece in mine.values()]), 0)
-        return {}
-    dtype = next(iter(views.values())).tensor.dtype
-    found = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in table}
-    for rank, specs in enumerate(owned):
-        boxes = {spec.name: master_box(spec, grid, rank, full=trainer.job.sharding.full) for spec in specs}
-        pieces = list(mine.values())
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._table = [spec for spec in trainer.job.table if spec.trainable]
+        world, grid, full = trainer.world, trainer.world.grid, trainer.job.sharding.full
+        self._boxes = {  # of each rank that this one sends for or receives from: what that one sends, by name
+            rank: {
+                spec.name: master_box(spec, grid, rank, full=full)
+                for spec in self._table
+                if is_primary(spec, grid, rank)
+            }
+            for rank in ([world.rank] if world.rank else range(grid.world_size))
+        }
+
+    def of(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """tensors: beside the master shards, masters or gradients. Empty on other ranks."""
+        rank = self._trainer.world.rank
+        views = {view.spec.name: view for view in self._trainer.job.sharding.views(tensors)}
+        pieces = [views[name].tensor.detach() for name in self._boxes[rank] if name in views]
         if rank:
-            sent = torch.empty(sum(box.numel for box in boxes.values()), dtype=dtype)
-            if sent.numel():
-                dist.recv(sent, rank)
-            cut = sent.split([box.numel for box in boxes.values()])
-            pieces = [piece.view(box.sizes) for piece, box in zip(cut, boxes.values(), strict=True)]
-        for (name, box), piece in zip(boxes.items(), pieces, strict=True):
-            found[name][box.slices] = piece
-    return away.by_number(trainer, found)
+            if sum(piece.numel() for piece in pieces):
+                dist.send(torch.cat([piece.flatten() for piece in pieces]), 0)
+            return {}
+        dtype = next(iter(views.values())).tensor.dtype
+        found = {spec.name: torch.empty(spec.shape, dtype=dtype) for spec in self._table}
+        for sender, boxes in self._boxes.items():
+            if sender:
+                sent = torch.empty(sum(box.numel for box in boxes.values()), dtype=dtype)
+                if sent.numel():
+                    dist.recv(sent, sender)
+                cut = sent.split([box.numel for box in boxes.values()])
+                pieces = [piece.view(box.sizes) for piece, box in zip(cut, boxes.values(), strict=True)]
+            for (name, box), piece in zip(boxes.items(), pieces, strict=True):
+                found[name][box.slices] = piece
+        return away.by_number(self._trainer, found)
 
 
 def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:

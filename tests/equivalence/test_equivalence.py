@@ -163,10 +163,20 @@ def _steady(row: Row) -> Row:
     return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
 
 
-BF16_ROWS = _covered_layouts([_steady(row) for row in ROWS])
+def _rounding(rows: Sequence[Row], suite: Sequence[Row] | None = None) -> list[ParameterSet]:
+    """Rows that bf16 is compared in: every pair of traits, and with ``-m table`` as well.
+
+    What three traits do together is mathematics, and in the rows of fp64. suite: by default a covering set of layouts.
+    """
+    steady = covering([_steady(row) for row in rows], lambda row: row.traits, 2, _cost)
+    return _covered_layouts(steady) if suite is None else _marked([*dict.fromkeys((*suite, *steady))], suite)
 
 
-@pytest.mark.parametrize("row", [*BF16_ROWS, *_latent(suite=LATENT_SUITE[:1]), *_by_node(suite=()), *_moved(suite=())])
+BF16_ROWS = _rounding(ROWS)
+OTHER_BF16_ROWS = [*_rounding(ALL_LATENT_ROWS, LATENT_SUITE[:1]), *_rounding(NODE_ROWS, ()), *_rounding(MOVED_ROWS, ())]
+
+
+@pytest.mark.parametrize("row", [*BF16_ROWS, *OTHER_BF16_ROWS])
 def test_bf16(row: Row) -> None:
     """Casts, fp32 reductions and sums over slices, which fp64 cannot see: in the suite every trait once."""
     flags = still(row.reference_flags())

@@ -33,9 +33,12 @@ def ep_degrees(d: Drawn) -> list[int | None]:
 
 
 def nodes(d: Drawn) -> list[int]:
-    """Ranks of a node of which ep has several, the same number on each."""
+    """Ranks of a node of which ep has several, the same number on each; none beside a degree that no grid has."""
     degrees = {"pp": d.pp_degree, "cp": d.cp_degree, "mp": d.mp_degree, "ep": d.ep_degree, "emp": emp(d)}
-    grid = Grid(dp=rest(d) // sharding(d), sharding=sharding(d), **degrees, order=tuple(d.rank_order))
+    try:
+        grid = Grid(dp=rest(d) // sharding(d), sharding=sharding(d), **degrees, order=tuple(d.rank_order))
+    except ValueError:
+        return []
     return [ranks for ranks in divisors(grid.world_size) if grid.ep_node_ranks(ranks) in range(1, grid.ep)]
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,3 +68,19 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Its status and what it said since."""
     out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, out
+
+
+def wait_stopped(pid: int) -> None:
+    """Wait until a process, of whatever parent, is stopped by a signal."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while _state(pid) != "T":
+        assert time.monotonic() < deadline, f"process {pid} was not stopped"
+        time.sleep(0.005)
+
+
+def _state(pid: int) -> str:
+    """The letter of a process' state: T where it is stopped."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        return stat.read_text().rpartition(")")[2].split()[0]
+    return subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout[:1]

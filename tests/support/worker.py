@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
 STOP = b"stop"
 RELEASE = b"release"
@@ -141,4 +142,5 @@ def _reset() -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # it holds every mesh, and with it groups
     gc.collect()  # groups held by cycles keep gloo's threads and sockets

@@ -87,3 +87,19 @@ def test_every_page_has_a_command_that_runs(docs: ModuleType) -> None:
 def test_an_unknown_page_is_named_with_all_pages(docs: ModuleType) -> None:
     with pytest.raises(docs.PageError, match=r"no such page: none\.md\. Pages: README\.md, ampipe\.md"):
         docs.pages(["none.md"])
+
+
+def test_pages_run_at_once_and_are_told_in_order(
+    docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each of two pages waits for the other one's file."""
+    root, work = tmp_path / "root", tmp_path / "work"
+    root.mkdir()
+    monkeypatch.setattr(docs, "ROOT", root)
+    for own, other, then in (("one", "two", "false"), ("two", "one", "true")):
+        text = f"touch ../{own}.here\nuntil [ -e ../{other}.here ]; do sleep 0.05; done\n{then}"
+        (root / f"{own}.md").write_text(f"```bash\n{text}\n```\n", encoding="utf-8")
+    assert docs.run_pages([root / "one.md", root / "two.md"], work, 2) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("two.md: 3 commands in ")
+    assert err.startswith("one.md: line 4: false")

@@ -65,6 +65,7 @@ def step(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> S
         sent = trainer.step().sent_bytes
         trainer.job.sharding.wait()
         trainer.loader.close()
+        trainer.watch.close()
         world.close()
     return StepTraffic(sent, seen.messages)
 

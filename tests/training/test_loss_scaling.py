@@ -57,6 +57,7 @@ def train(
         trainer.monitor.add(trainer.step())
     records = trainer.monitor.flush()
     trainer.loader.close()
+    trainer.watch.close()
     trainer.job.sharding.wait()
     shards = trainer.job.sharding.master_shards
     masters = {

@@ -1,6 +1,6 @@
-"""An owner that is stopped in the middle of a save, as a process: ``sleeper.py ROOT PLACE``.
+"""An owner that is stopped in the middle of a save, for a process of its own.
 
-It saves 2, stops itself at PLACE in the save of 4, and goes on with 6 when somebody lets it. Says how each ended.
+It saves 2, stops itself in the save of 4, and goes on with 6 when somebody lets it. Says how each ended.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,20 +58,19 @@ PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
 }
 
 
-def main(root: Path, place: str) -> None:
-    """Save three times, and sleep in the second."""
+def sleep(root: Path, place: str, out: Path) -> None:
+    """Save three times, and sleep in the second, before it does what ``place`` names. out: takes what it says."""
     owner = take(root, claim(), Watch(print))
     save(owner, 2)
     where, name, when = PLACES[place]
-    with patch.object(where, name, stop_before(getattr(where, name), when)):
+    with (
+        out.open("w", encoding="utf-8") as told,
+        patch.object(where, name, stop_before(getattr(where, name), when)),
+    ):
         for iteration in (4, 6):
             try:
                 save(owner, iteration, keep=1 if place == "removal" else 0)
-                print("saved", flush=True)
+                print("saved", file=told, flush=True)
             except CheckpointError as error:
-                print(type(error).__name__, flush=True)
+                print(type(error).__name__, file=told, flush=True)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

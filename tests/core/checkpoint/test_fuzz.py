@@ -62,10 +62,8 @@ LAYOUTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
-@given(root=LAYOUTS | JSON, box=st.tuples(SHAPE, SHAPE))
-def test_any_json_is_a_layout_or_an_error(root: Any, box: tuple[list[int], list[int]]) -> None:
-    content = layout_file.seal(json.dumps(root)[1:].encode()) if isinstance(root, dict) else json.dumps(root).encode()
+def read_all(content: bytes) -> None:
+    """Every small tensor of a layout is refused, or its reads have each of its elements once."""
     try:
         layout = layout_file.parse(content)
     except CheckpointError:
@@ -75,6 +73,13 @@ def test_any_json_is_a_layout_or_an_error(root: Any, box: tuple[list[int], list[
             with contextlib.suppress(CheckpointError):
                 reads = find_reads(layout, Shard.whole(entry.name, torch.zeros(entry.shape, dtype=entry.dtype)))
                 assert sum(read.part.numel for read in reads) == int(np.prod(entry.shape))
+
+
+@settings(max_examples=400, deadline=None)
+@given(root=LAYOUTS | JSON, box=st.tuples(SHAPE, SHAPE))
+def test_any_json_is_a_layout_or_an_error(root: Any, box: tuple[list[int], list[int]]) -> None:
+    content = layout_file.seal(json.dumps(root)[1:].encode()) if isinstance(root, dict) else json.dumps(root).encode()
+    read_all(content)
 
 
 @st.composite
@@ -106,11 +111,7 @@ def sound_layouts(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=400, deadline=None)
 @given(root=sound_layouts())
 def test_one_wrong_spot_is_an_error_or_harmless(root: dict[str, Any]) -> None:
-    with contextlib.suppress(CheckpointError):
-        layout = layout_file.parse(layout_file.seal(json.dumps(root)[1:].encode()))
-        for entry in layout.tensors.values():
-            if sum(entry.shape) < 100:
-                find_reads(layout, Shard.whole(entry.name, torch.zeros(entry.shape, dtype=entry.dtype)))
+    read_all(layout_file.seal(json.dumps(root)[1:].encode()))
 
 
 @settings(max_examples=200, deadline=None)

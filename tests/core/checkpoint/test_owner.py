@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,10 +20,11 @@ from megapar.core.checkpoint.owner import Owner, take
 from megapar.core.health.process import Process
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
 from tests.core.checkpoint.owners import Waiting, claim
-from tests.core.checkpoint.sleeper import save
+from tests.core.checkpoint.sleeper import save, sleep
 from tests.core.checkpoint.states import SCALARS, load_on
+from tests.support.process import wait_stopped
+from tests.support.ranks import forked
 
-ROOT = Path(__file__).parents[3]
 ELSEWHERE = replace(Process.here(), host="another", boot="another")
 NEVER = 1e6  # seconds between beats
 
@@ -240,18 +239,21 @@ def test_only_earlier_owners_left_overs_are_removed(tmp_path: Path) -> None:
         ("removal", "last", "saved"),
     ],
 )
-def test_an_owner_that_slept_destroys_nothing(tmp_path: Path, place: str, woken: str, said: str) -> None:
+def test_an_owner_that_slept_destroys_nothing(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, place: str, woken: str, said: str
+) -> None:
     """woken: before its successor saves, or after."""
-    line = [sys.executable, "-m", "tests.core.checkpoint.sleeper", str(tmp_path), place]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    sleeper = subprocess.Popen(line, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    out = tmp_path_factory.mktemp("sleeper") / "out"
+    sleeper = forked().Process(target=sleep, args=(tmp_path, place, out), daemon=True)
+    sleeper.start()
 
     def wake() -> list[str]:
-        sleeper.send_signal(signal.SIGCONT)
-        return str(sleeper.communicate(timeout=60)[0]).split()
+        os.kill(sleeper.pid or 0, signal.SIGCONT)
+        sleeper.join(60)
+        return out.read_text().split()
 
     try:
-        assert os.WIFSTOPPED(os.waitpid(sleeper.pid, os.WUNTRACED)[1])
+        wait_stopped(sleeper.pid or 0)
         with owning(tmp_path, waiting := Waiting()) as owner:
             assert waiting.seconds >= 60
             heard = wake() if woken == "first" else []
@@ -267,5 +269,5 @@ def test_an_owner_that_slept_destroys_nothing(tmp_path: Path, place: str, woken:
             assert (tmp_path / "latest").read_text() == "iter_0000006 2\n"
     finally:
         sleeper.kill()
-        sleeper.wait()
+        sleeper.join()
     assert heard == [said, "FolderLostError"]

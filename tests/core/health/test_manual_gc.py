@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+
+import pytest
 
 from megapar.core.health.manual_gc import Collector
+
+
+@pytest.fixture(autouse=True)
+def _frozen_again() -> Iterator[None]:
+    """As tests/conftest.py leaves it."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Cycle:

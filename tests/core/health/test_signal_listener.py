@@ -30,12 +30,19 @@ def test_a_main_thread_that_is_stuck_in_c_hears(number: signal.Signals) -> None:
     assert finish(process) == (0, "heard 15\n")
 
 
-def test_where_no_thread_can_be_started_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_can_be_started_nothing_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+
     def full(self: threading.Thread) -> None:
+        tried.append(self.name)
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", full)
     write_stderr("to nobody")
+    assert tried == ["megapar-stderr"]
+    assert capfd.readouterr().err == ""
 
 
 def test_what_was_ignored_stays_ignored() -> None:

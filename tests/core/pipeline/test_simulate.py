@@ -19,6 +19,7 @@ from megapar.core.pipeline.simulate import (
     check,
     simulate,
 )
+from tests.support.pairwise import pairwise
 
 KINDS = [
     *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)),
@@ -43,7 +44,9 @@ def test_no_schedule_hangs_and_every_bubble_is_the_formula_s(name: str, chunks: 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_any_number_of_micro_batches_that_suffices_works(name: str) -> None:
     for micro_batches in range(min_micro_batches(name, 4), 12):
-        check(make_schedule(name, 4, 1, micro_batches))
+        schedule = make_schedule(name, 4, 1, micro_batches)
+        check(schedule)
+        assert simulate(schedule).bubble_share == pytest.approx(bubble_formula(name, 4, 1, micro_batches))
 
 
 def test_one_forward_one_backward_keeps_no_more_than_the_stages_that_follow() -> None:
@@ -88,12 +91,10 @@ def test_messages_that_share_a_queue_hold_each_other_up(case: tuple[str, int, in
 
 @pytest.mark.parametrize(("name", "chunks"), [*KINDS, ("interleaved", 4)])
 def test_what_the_runner_has_costs_nothing_over_free_messages(name: str, chunks: int) -> None:
-    """Half a percent at most, for 2 to 8 ranks and messages of 2 and 10 % of a forward."""
+    """Half a percent at most, for 2 to 8 ranks and messages of 2 and 10 % of a forward, each with each other."""
     found = {
         (ranks, times, message): slower(make_schedule(name, ranks, chunks, times * ranks), message, RUNNERS)
-        for ranks in range(2, 9)
-        for times in (1, 2, 4)
-        for message in (0.02, 0.1)
+        for ranks, times, message in pairwise((range(2, 9), (1, 2, 4), (0.02, 0.1)))
     }
     worst = max(found, key=lambda case: found[case])
     assert found[worst] <= 0.5, worst
