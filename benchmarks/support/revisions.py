@@ -1,7 +1,7 @@
 """Benchmarks of two trees of megapar, in turns. See scripts/compare_benchmarks.sh.
 
-Every round runs a benchmark once in each tree, each with the megapar of that tree. A figure is compared if both print it.
-Peers, which are the same code for both, show what is chance.
+Every round runs a benchmark once in each tree, each with the megapar of that tree. A figure is compared if both print
+it. Peers, which are the same code for both, show what is chance.
 """
 
 from __future__ import annotations

@@ -172,7 +172,9 @@ class _Batch:
             seed(number)(run(given(case=self.fuzzer.strategy())(self._example)))()
         except (CaseFailed, Flaky):
             assert self.failed is not None
-            self.tally.failures[self.failed] = self.seen[self.failed].text
+            text, seconds = self.seen[self.failed].text, self.fuzzer.shrink_seconds
+            smallest, text = smaller(self.failed, text, self.fuzzer.check, seconds)
+            self.tally.failures[smallest] = text
 
     def _example(self, case: Case) -> None:
         drawing = self.failed is None

@@ -131,4 +131,11 @@ REGRESSIONS: tuple[Regression, ...] = (
         "--mp-degree 2 --sharding-stage 3 --num-layers 1 --num-attention-heads 8 --num-query-groups 4 --hidden-size 64 "
         "--seq-length 16 --vocab-size 17 --num-experts 2 --moe-ffn-hidden-size 6",
     ),
+    Regression(
+        "a module and one inside it were in one group of stage 3, and the outer one took what other groups have",
+        "moe",
+        2,
+        f"{FOUR_EXPERTS} --moe-shared-experts 1 --moe-shared-expert-gate --sharding-stage 3 "
+        f"--recompute-granularity selective --segment-broadcast-MB 0.001",
+    ),
 )

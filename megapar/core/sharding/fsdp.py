@@ -83,7 +83,7 @@ class FullSharding:
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
         # The backward begins with the group that the forward uses last (if tied, also first): it stays unsharded.
         last = groups[0] if "head" in together else groups[-1]
-        for modules in groups:
+        for modules in _inner_first(groups):
             self._wrap(modules if len(modules) > 1 else modules[0], world, keep_unsharded=modules is last)
         self._wrap(model, world)
         _prefetch(groups, prefetch)
@@ -277,7 +277,31 @@ def _by_plan(
             joint += others
         else:
             groups.append(others)
-    return [modules for modules in (joint, *groups) if modules]
+    return [_outermost(modules) for modules in (joint, *groups) if modules]
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules without those that another of them contains, whose call needs their parameters, too."""
+    nested = {id(inner) for module in modules for inner in module.modules() if inner is not module}
+    return [module for module in modules if id(module) not in nested]
+
+
+def _inner_first(groups: Sequence[list[nn.Module]]) -> list[list[nn.Module]]:
+    """Return the groups in an order in which modules are wrapped before those that contain them.
+
+    A wrapped module takes all parameters below it that no other group has.
+    """
+    inside = {id(modules): {id(m) for module in modules for m in module.modules()} for modules in groups}
+    left, ordered = list(groups), []
+    while left:
+        ready = next(
+            modules
+            for modules in left
+            if not any(id(m) in inside[id(modules)] for others in left if others is not modules for m in others)
+        )
+        left.remove(ready)
+        ordered.append(ready)
+    return ordered
 
 
 def _called(
