@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megapar.errors import CheckpointError
 from megapar.model.hugging_face.folder import HfFolder
-from megapar.model.hugging_face.save import INDEX
+from megapar.files.published_names import INDEX_FILE
 
 MAX_MEMORY = 8 << 20
 DATA = bytes(range(64))
@@ -101,7 +101,7 @@ def test_any_bytes_as_a_header(tmp_path: Path, header: bytes, claimed: int | Non
 @example(index={"weight_map": {"a": "..", "b": "a.safetensors\0"}})
 def test_any_json_as_an_index(tmp_path: Path, index: Any) -> None:
     _file(tmp_path / "a.safetensors", json.dumps({"a": GOOD}).encode())
-    (tmp_path / INDEX).write_text(json.dumps(index))
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
     found = _read(tmp_path)
     if index == {"weight_map": {"a": "a.safetensors"}}:
         assert found is not None

@@ -425,7 +425,7 @@ def test_a_line_that_is_too_long_is_named_or_passed_over(
     assert [one for chunk in chunks for one in chunk.documents(bad)] == ["first", "third", "last"]
     assert bad.count == 2
     line = 3 if kind == "blank" else 2
-    assert f"{path}, line {line}: it has more than 16,777,216 bytes" in bad.first[0]
+    assert f"{path}, line {line}: it has more than 40 bytes" in bad.first[0]
     straight = BadRecords()  # by whoever trains on the file as it is
     assert list(all_documents(open_sources([str(path)]), straight)) == ["first", "third", "last"]
     assert straight.first == bad.first
