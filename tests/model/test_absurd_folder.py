@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.errors import CheckpointError
-from megapar.model.hugging_face.folder import HfFolder
 from megapar.files.published_names import INDEX_FILE
+from megapar.model.hugging_face.folder import HfFolder
 
 MAX_MEMORY = 8 << 20
 DATA = bytes(range(64))
