@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, GROUPS, SCRIPTS, Config, parse, parse_or_exit
@@ -18,7 +18,7 @@ from megapar.config.help import help_text
 from megapar.config.read import normal, spellings
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import ConfigError
-from megapar.schema.flag import from_flags
+from megapar.schema.flag import Flag, from_flags
 
 ROOT = Path(__file__).parents[1]
 
@@ -580,6 +580,30 @@ def test_plausible_lines_resolve_whole_or_are_refused(kind: str, argv: list[str]
         assert outcome.training.global_batch_size == batch
     else:
         assert outcome.complaints
+
+
+INTEGERS = [flag for flag in FLAGS.values() if flag.type == "int" and flag.name not in ("world_size", "config")]
+
+
+@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    kind=st.sampled_from(list(SCRIPTS)),
+    numbers=st.lists(
+        st.tuples(st.sampled_from(INTEGERS), st.sampled_from([0, -1, 1, 2, 3, 5, 8, 10**6])),
+        max_size=6,
+        unique_by=lambda pair: pair[0].name,
+    ),
+    world=st.sampled_from([1, 2, 3, 6, 64]),
+)
+@example(kind="moe", numbers=[(FLAGS["ep_degree"], 3), (FLAGS["dp_degree"], 0)], world=4)
+@example(kind="moe", numbers=[(FLAGS["ep_degree"], 2), (FLAGS["sharding_degree"], 0)], world=2)
+def test_a_complaint_about_one_number_does_not_fail_over_another(
+    kind: str, numbers: list[tuple[Flag, int]], world: int
+) -> None:
+    """Degrees of 0, which have no divisors and divide nothing, are complaints as well."""
+    argv = ["--validate-only", *(str(word) for flag, number in numbers for word in (flag.spelling, number))]
+    outcome = judge(kind, argv, world)
+    assert isinstance(outcome, Config) or outcome.complaints
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

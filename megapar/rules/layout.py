@@ -94,7 +94,7 @@ def _distance(value: int, wanted: int) -> float:
 def _expert_room(f: Facts) -> int:
     """Return the number of ranks that ep can use without spanning dp."""
     folded = f.mp_degree if f.expert_mp_degree == 1 else 1
-    return int(f.sharding_degree * f.cp_degree * folded)
+    return max(1, int(f.sharding_degree * f.cp_degree * folded))  # degrees of 0 are other complaints
 
 
 def _ep_fits(f: Facts) -> bool:
@@ -105,7 +105,7 @@ def _ep_fits(f: Facts) -> bool:
 
 def _ep_choices(f: Facts) -> str:
     room = _expert_room(f)
-    legal = sorted({*divisors(room), *(room * value for value in divisors(f.dp_degree))})
+    legal = sorted({*divisors(room), *(room * value for value in divisors(max(1, f.dp_degree)))})
     near = sorted(sorted(legal, key=lambda value: abs(value - f.ep_degree))[:5])
     folded = f.expert_mp_degree > 1 and f.sharding_degree * f.cp_degree * f.mp_degree % f.ep_degree == 0
     other = ", or --expert-mp-degree 1, with which the ranks of mp hold other experts" if folded else ""
