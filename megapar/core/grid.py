@@ -131,6 +131,16 @@ class Grid:
     def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only on these axes of one view, the last named axis fastest."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if (names, rank) not in self._groups:
+            self._groups[names, rank] = self._find_group(names, rank)
+        return self._groups[names, rank]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[tuple[str, ...], int], tuple[int, ...]]:
+        """The groups that were found: every parameter asks for the same few."""
+        return {}
+
+    def _find_group(self, names: tuple[str, ...], rank: int) -> tuple[int, ...]:
         dense = all(axis in DENSE_AXES for axis in names)
         if not dense and not all(axis in EXPERT_AXES for axis in names):
             raise ValueError(f"axes {names} are not of one view: {DENSE_AXES} or {EXPERT_AXES}")

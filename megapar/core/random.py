@@ -26,9 +26,14 @@ def stream_seed(seed: int, *path: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-def seed_micro_batch(seed: int, number: int) -> None:
-    """Seed torch's default generators before the forward of micro-batch ``number``, counted over the whole run."""
-    torch.manual_seed(stream_seed(seed, "dropout", number))
+def seed_micro_batch(seed: int, number: int, device: torch.device) -> None:
+    """Seed the default generators of host and device before the forward of micro-batch ``number`` of the whole run.
+
+    ``torch.manual_seed`` seeds the generators of all devices, and takes milliseconds where there is none.
+    """
+    drawn = stream_seed(seed, "dropout", number)
+    torch.default_generator.manual_seed(drawn)
+    _generator(device).manual_seed(drawn)
 
 
 @dataclass(frozen=True)

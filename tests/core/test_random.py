@@ -25,13 +25,13 @@ def mask(streams: Streams, place: str, rank: int = 0) -> list[bool]:
 
 def test_a_place_repeats_whatever_was_drawn_before() -> None:
     """Streams are functions, not states."""
-    seed_micro_batch(1, 5)
+    seed_micro_batch(1, 5, CPU)
     streams = Streams.current()
     first = mask(streams, "layers.0.mlp")
     mask(streams, "layers.1.mlp")
-    seed_micro_batch(1, 6)
+    seed_micro_batch(1, 6, CPU)
     assert mask(streams, "layers.0.mlp") == first
-    seed_micro_batch(1, 5)
+    seed_micro_batch(1, 5, CPU)
     assert mask(Streams.current(), "layers.0.mlp") == first
 
 
@@ -39,7 +39,7 @@ def test_places_ranks_and_micro_batches_differ() -> None:
     """No two of them share a mask."""
     drawn = []
     for seed, number in ((1, 5), (1, 6), (2, 5)):
-        seed_micro_batch(seed, number)
+        seed_micro_batch(seed, number, CPU)
         streams = Streams.current()
         drawn += [mask(streams, place, rank) for place in ("a", "b") for rank in (0, 1)]
     assert len({tuple(bits) for bits in drawn}) == len(drawn)
@@ -47,7 +47,7 @@ def test_places_ranks_and_micro_batches_differ() -> None:
 
 def test_drawing_leaves_the_micro_batch_current() -> None:
     """Whoever asks between two places gets the same streams."""
-    seed_micro_batch(1, 5)
+    seed_micro_batch(1, 5, CPU)
     streams = Streams.current()
     with pytest.raises(RuntimeError, match="inside"), streams.drawing(CPU, "a"):
         raise RuntimeError("inside")
@@ -67,7 +67,7 @@ def draws(rank: int, world_size: int, kind: str, sequence_parallel: bool) -> dic
             seen[place] = torch.rand(4).tolist()
         return drawing(streams, device, place, rank)
 
-    seed_micro_batch(1, 0)
+    seed_micro_batch(1, 0, CPU)
     with patch.object(Streams, "drawing", noted):
         model(batch_for(sizes))
     return seen

@@ -118,7 +118,7 @@ class Gradients:
             if self._watched is not None:
                 self._watched.micro_batch = number
             micro_batch = first + number * self._data.size
-            seed_micro_batch(work.dropout_seed, micro_batch)
+            seed_micro_batch(work.dropout_seed, micro_batch, job.world.device.torch_device)
             job.observer.forward_begins(micro_batch)
 
         def loss_of(terms: Terms) -> Tensor:
