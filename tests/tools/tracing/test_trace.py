@@ -77,6 +77,7 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "third stage": (2, 4, (*DENSE, *BF16, *PIPELINE)),
     "recompute": (0, 1, (*DENSE, *BF16, "--recompute-interval", "1", "--num-layers", "8")),
     "dropout": (1, 2, (*DENSE, *BF16, *DROPOUT, "--mp-degree", "2")),
+    "stage 3 on one rank": (0, 1, (*DENSE, *BF16, "--sharding-stage", "3")),
     "ep 8": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8")),
     "ep 2, emp 2": (1, 4, (*ROUTED, *BF16, "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
     # Lengths at which a balanced load has whole numbers of rows.
