@@ -2,54 +2,27 @@
 
     python -m benchmarks.communication_hiding.predicted
 
-The plan of the same run gets two rates from the serial step: its computation alone, and its messages alone. The cost of
-short products is from one measurement: at 512 positions, four slices take 1.13 times the serial computation.
+The plan of the same run gets two rates from the serial step: its computation alone, and its messages alone. Errors are
+shares of the messages' own time.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.communication_hiding.shape import WAYS, make_sizes
-from benchmarks.support.device import scaled
-from benchmarks.support.table import print_table
-from megapar.arguments import parse
-from megapar.core.device.kinds import DeviceKind, kinds
+from benchmarks.support.device import StepParts, fitted
+from benchmarks.support.prediction import Row, cpu_calibration, cpu_on_nodes, planned, print_rows
+from megapar.core.device.kinds import DeviceKind
 from megapar.moe.slicing import Slicing
 from megapar.planning.operator_time import OperatorTime
-from megapar.planning.planned_run import PlannedRun
 from megapar.planning.stage_time import StagePrograms, StageTime
 from megapar.planning.timeline import BETWEEN, LINKS
 
 RESULTS = Path(__file__).with_name("results")
-SMALL = 23.0  # rows at which a product of this CPU takes twice as long per row
-ALLOWED = 0.15  # of the messages' own time
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way of slicing at one rate, in seconds.
-
-    Attributes:
-        link: Rate of the link.
-        way: Name of the way.
-        messages: The serial step's messages alone.
-        measured: Measured time of waiting.
-        predicted: The same of the timeline.
-    """
-
-    link: str
-    way: str
-    messages: float
-    measured: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Error of the prediction as a share of the messages' own time."""
-        return (self.predicted - self.measured) / self.messages
+SERIAL = "serial"
 
 
 def rows() -> list[Row]:
@@ -57,30 +30,29 @@ def rows() -> list[Row]:
     found = []
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
+        length = result.get("seq_length", 1024)
         for rate in result["rates"]:
-            kind = _kind(result.get("seq_length", 1024), rate["seconds"]["alone serial"], rate["exposed"]["serial"])
+            messages = rate["exposed"][SERIAL]
+            parts = StepParts(rate["seconds"][f"alone {SERIAL}"], messages)
+            kind = fitted(cpu_on_nodes(1), partial(_serial, length), parts)
             for way in WAYS:
-                time = _time(WAYS[way], result.get("seq_length", 1024), kind)
+                time, name = _time(WAYS[way], length, kind), f"{rate['link']}, {way}"
                 waited = time.forward.waited + time.backward.waited
-                found.append(Row(rate["link"], way, rate["exposed"]["serial"], rate["exposed"][way], waited))
+                found.append(Row(name, "waiting, s", rate["exposed"][way], waited, messages, given=way == SERIAL))
     return found
 
 
-def _kind(length: int, computation: float, waiting: float) -> DeviceKind:
-    """Return a CPU whose serial step has the measured computation and messages."""
-    kind = replace(kinds()["cpu"], node=1)
-    serial = _time(WAYS["serial"], length, kind)
-    link = LINKS.index(BETWEEN)
-    messages = serial.forward.busy[link] + serial.backward.busy[link]
-    faster = (serial.both - serial.forward.waited - serial.backward.waited) / computation
-    return scaled(kind, faster, messages / waiting)
+def _serial(length: int, kind: DeviceKind) -> StepParts:
+    """Return the planned parts of the serial step."""
+    time, link = _time(WAYS[SERIAL], length, kind), LINKS.index(BETWEEN)
+    messages = time.forward.busy[link] + time.backward.busy[link]
+    return StepParts(time.both - time.forward.waited - time.backward.waited, messages)
 
 
 def _time(way: Slicing, length: int, kind: DeviceKind) -> StageTime:
     """Return the planned time of one sample."""
-    run = PlannedRun(parse("moe", _flags(way, length), {}, planning=True), kind)
-    calibration = replace(OperatorTime(run).calibration, small=SMALL, shown=0.0)
-    return StagePrograms(run, OperatorTime(run, calibration)).stage(0)
+    run = planned("moe", _flags(way, length), kind)
+    return StagePrograms(run, OperatorTime(run, cpu_calibration(run))).stage(0)
 
 
 def _flags(way: Slicing, length: int) -> list[str]:
@@ -101,7 +73,7 @@ def _flags(way: Slicing, length: int) -> list[str]:
         "--moe-router-topk": sizes.moe.topk,
         "--ampipe-degree": way.degree,
     }
-    line = ["--rules-only", "--dtype", "fp32", "--untie-embeddings-and-output-weights"]
+    line = ["--dtype", "fp32", "--untie-embeddings-and-output-weights"]
     line += [word for name, number in numbers.items() for word in (name, str(number))]
     line += ["--ampipe-cross-layer"] if way.cross_layer else []
     if way.expert_pieces:
@@ -112,14 +84,7 @@ def _flags(way: Slicing, length: int) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    columns = ["link", "way", "messages", "measured", "predicted", "error"]
-    print_table(
-        columns,
-        [
-            [r.link, r.way, f"{r.messages:.2f}", f"{r.measured:.2f}", f"{r.predicted:.2f}", f"{r.error:+.0%}"]
-            for r in rows()
-        ],
-    )
+    print_rows(rows())
 
 
 if __name__ == "__main__":

@@ -3,51 +3,25 @@
     python -m benchmarks.context_parallel.predicted
 
 The plan's attention core gets two rates that were measured separately: an algorithm's computation alone, and the time
-that its messages add if each is waited for where it is launched.
+that its messages add if each is waited for where it is launched. Errors are shares of that time.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.support.device import scaled
-from benchmarks.support.table import print_table
-from megapar.arguments import parse
+from benchmarks.support.prediction import Row, planned, print_rows
 from megapar.core.device.kinds import kinds
 from megapar.planning.operator_program import WHOLE, OperatorPrograms
 from megapar.planning.operator_time import OperatorTime
-from megapar.planning.planned_run import PlannedRun
 from megapar.planning.timeline import Event, ProgramPart, Send, Timeline, Wait, Work
 
 README = Path(__file__).with_name("README.md")
 MEASURED = re.compile(r"^\| (ring|gathered|Ulysses) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", re.MULTILINE)
 ALGORITHMS = {"ring": "megatron_cp_algo", "gathered": "allgather_cp_algo", "Ulysses": "ulysses_cp_algo"}
-ALLOWED = 0.15  # of the messages' own time
 LENGTH = 4096
-
-
-@dataclass(frozen=True)
-class Row:
-    """One algorithm, in seconds.
-
-    Attributes:
-        algorithm: Its name.
-        messages: Time that its messages add if each is waited for where it is launched.
-        measured: Measured time of waiting.
-        predicted: The same of the timeline.
-    """
-
-    algorithm: str
-    messages: float
-    measured: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Error of the prediction as a share of the messages' own time."""
-        return (self.predicted - self.measured) / self.messages
 
 
 def rows() -> list[Row]:
@@ -55,7 +29,8 @@ def rows() -> list[Row]:
     found = []
     for name, *numbers in MEASURED.findall(README.read_text()):
         alone, waiting, _, waited = map(float, numbers)
-        found.append(Row(name, waiting - alone, waited, _waited(ALGORITHMS[name], alone, waiting - alone)))
+        messages = waiting - alone
+        found.append(Row(name, "waiting, s", waited, _waited(ALGORITHMS[name], alone, messages), messages))
     return found
 
 
@@ -70,10 +45,10 @@ def _waited(algorithm: str, computation: float, messages: float) -> float:
 
 def _core(algorithm: str, faster: float, wider: float) -> ProgramPart:
     """Return the core's program on a CPU that is so many times as fast, with links that are so many times as wide."""
-    flags = ["--rules-only", "--dtype", "fp32", "--world-size", "2", "--cp-degree", "2", "--num-experts", "0"]
+    flags = ["--dtype", "fp32", "--world-size", "2", "--cp-degree", "2", "--num-experts", "0"]
     flags += ["--num-layers", "1", "--hidden-size", "512", "--num-attention-heads", "8", "--num-query-groups", "4"]
     flags += ["--seq-length", str(LENGTH), "--context-parallel-algo", algorithm]
-    run = PlannedRun(parse("moe", flags, {}, planning=True), scaled(kinds()["cpu"], faster, wider))
+    run = planned("moe", flags, scaled(kinds()["cpu"], faster, wider))
     programs = OperatorPrograms(run, OperatorTime(run), defers=False)
     operator = next(operator for operator in run.costs.attention if operator.name == "core")
     return programs.communicating("core", operator, WHOLE)
@@ -91,9 +66,7 @@ def _waiting(core: ProgramPart) -> list[Event]:
 
 def main() -> None:
     """Print the table."""
-    columns = ["algorithm", "messages", "measured", "predicted", "error"]
-    seconds = [(r, (r.messages, r.measured, r.predicted)) for r in rows()]
-    print_table(columns, [[r.algorithm, *(f"{s:.3f}" for s in all_), f"{r.error:+.0%}"] for r, all_ in seconds])
+    print_rows(rows())
 
 
 if __name__ == "__main__":

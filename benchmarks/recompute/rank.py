@@ -63,7 +63,7 @@ def main() -> None:
 def _peak(trainer: Trainer, device: Device) -> float:
     """Return the most bytes that a step holds in addition to what is held between steps.
 
-    On a CPU these are bytes of storages made in the step; buffers of gradients and host memory exist from earlier ones.
+    On a CPU these are bytes of storages made in the step, gradients among them; host memory exists from earlier ones.
     """
     if device.type == "cpu":
         with MemoryTracker() as tracker:

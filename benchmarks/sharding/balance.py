@@ -44,7 +44,7 @@ def held(kind: str, flags: Sequence[str], degree: int, stage: int, rank: int) ->
     place = {"WORLD_SIZE": str(degree), "RANK": str(rank)}
     more = ["--sharding-stage", str(stage), "--dtype", "bf16", "--device", "cpu", "--world-size", str(degree)]
     with pretend(parse(kind, [*flags, *_training(flags), *more], place), rank) as trainer:
-        return _count(trainer, stage)
+        return _count(trainer, stage, cut=stage == 3 and degree > 1)
 
 
 def _training(flags: Sequence[str]) -> list[str]:
@@ -52,18 +52,18 @@ def _training(flags: Sequence[str]) -> list[str]:
     return ["--data-path", "mock", "--micro-batch-size", "1"] if "--config" in flags else list(TRAINING)
 
 
-def _count(trainer: Trainer, stage: int) -> dict[str, int]:
+def _count(trainer: Trainer, stage: int, *, cut: bool) -> dict[str, int]:
+    """Return the bytes of a rank. If parameters are ``cut``, as at stage 3 of several ranks, they are the masters."""
     shards = trainer.job.sharding.master_shards
     masters = sum(shard.master.nbytes for shard in shards)
     parameters = sum(
-        p.to_local().nbytes if stage == 3 and hasattr(p, "to_local") else p.nbytes
-        for p in trainer.job.model.parameters()
+        p.to_local().nbytes if cut and hasattr(p, "to_local") else p.nbytes for p in trainer.job.model.parameters()
     )
     whole = sum(4 * p.numel() for p in trainer.job.model.parameters())
     return {
         "parameters": parameters,
         "gradients": whole if stage == 1 else masters,  # fp32, beside the masters
-        "state": (2 if stage == 3 else 3) * masters,  # moments, and masters where they are not the parameters
+        "state": (2 if cut else 3) * masters,  # moments, and masters where they are not the parameters
     }
 
 

@@ -17,19 +17,12 @@ from pathlib import Path
 
 from benchmarks.sharding.balance import measure as measure_balance
 from benchmarks.sharding.ideal import Message, shortest
-from benchmarks.sharding.shape import SEQ_LENGTH
+from benchmarks.sharding.shape import OURS, SEQ_LENGTH
 from benchmarks.support.contest import Contest, Figures, Rank, median
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.support.table import machine, print_json, print_table
 
 HERE = "benchmarks.sharding"
-SERIAL = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
-OURS = {
-    "stage 1": ("--sharding-stage", "1"),
-    "stage 1, nothing overlapped": ("--sharding-stage", "1", *SERIAL),
-    "stage 2": ("--sharding-stage", "2"),
-    "stage 3": ("--sharding-stage", "3"),
-}
 PEERS = {"DDP": "ddp", "FSDP2 per layer": "fsdp2"}
 TOKENS = 2 * SEQ_LENGTH
 

@@ -30,3 +30,11 @@ TRAINING = (
 # Timed steps of a turn, after an untimed one: messages that are in flight at the end of a turn arrive for free during
 # the turns of others, so the timed part must begin and end with equally many in flight.
 TIMED_STEPS = 2
+SERIAL = "stage 1, nothing overlapped"
+# Flags of megapar's contestants.
+OURS = {
+    "stage 1": ("--sharding-stage", "1"),
+    SERIAL: ("--sharding-stage", "1", "--no-overlap-grad-reduce", "--no-overlap-param-gather"),
+    "stage 2": ("--sharding-stage", "2"),
+    "stage 3": ("--sharding-stage", "3"),
+}

@@ -80,7 +80,7 @@ def _moe(decoder: Mapping[str, Any], experts: int, topk: int, width: int, micro_
 def _mla(
     decoder: Mapping[str, Any], experts: int, topk: int, width: int, ranks: tuple[int, int], heads: tuple[int, int, int]
 ) -> Shape:
-    """Return a decoder of the DeepSeek-V3 class.
+    """Return a decoder of the DeepSeek-V3 class, without the block of multi-token prediction that transformers lacks.
 
     Args:
         decoder: Settings of any decoder.
@@ -94,6 +94,7 @@ def _mla(
         **{**decoder, "intermediate_size": 4 * width, "moe_intermediate_size": width, "n_routed_experts": experts},
         **{"num_experts_per_tok": topk, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2},
         **{"topk_group": 1, "q_lora_rank": ranks[0], "kv_lora_rank": ranks[1], "attention_bias": False},
+        "num_nextn_predict_layers": 0,
         **dict(zip(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), heads, strict=True)),
     }
     del config["use_bias"]

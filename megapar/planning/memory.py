@@ -73,6 +73,7 @@ class _State:
         host: Master weights and moments on the host.
         whole: Main gradients before their reduction.
         row: Main gradients after their reduction.
+        alone: Main gradients of parameters that no other rank shards, which nothing reduces.
         scratch: Scratch buffers of the reduction.
         gathered: Gathered parameters after the optimizer's step; at stage 3 while the head runs.
         ahead: Parameters of a unit and of prefetched units during the unit's backward (stage 3).
@@ -87,6 +88,7 @@ class _State:
     host: float
     whole: float
     row: float
+    alone: float
     scratch: float
     gathered: float
     ahead: float
@@ -100,7 +102,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     """Return the memory of the first rank of a stage."""
     state = _state(run, stage)
     pooled = run.kind.kernels == "cpu"
-    full = run.config.sharding.sharding_stage == 3
+    full = run.cuts_parameters
     kept = activations(run, stage)
     # A CPU is its own host.
     steady = state.parameters + state.optimizer + (state.host + kept.host if pooled else 0.0)
@@ -112,9 +114,9 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         early = whole if not full else state.pool + (state.row + state.sent if later else 0.0)
         whole += state.row if full else 0.0
     elif full:
-        early = state.row + state.sent if later else 0.0
+        early = state.row + state.alone + state.sent if later else 0.0
     else:
-        early = (state.whole if stage_one else state.row) if later else 0.0
+        early = (state.whole if stage_one else state.row + state.alone) if later else 0.0
     waiting = _waiting(run, stage)
     moments = {
         "forward": (kept.forward, early, kept.forward_transient + (state.gathered if full else 0.0)),
@@ -122,7 +124,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         "reduction": (kept.reduction, early, state.tied + state.regathered + waiting[0]),
         "oldest layer": (kept.oldest, whole, state.tied + state.ahead),
         "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + state.regathered),
-        "gather": (0.0, whole if pooled else state.row, 0.0 if full or pooled else state.gathered),
+        "gather": (0.0, whole if pooled else state.row + state.alone, 0.0 if full or pooled else state.gathered),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     live, gradients, _ = moments[moment]
@@ -132,7 +134,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     return StageMemory(
         stage=stage,
         parameters=round(state.parameters),
-        gradients=round(state.whole + state.row if stage_one else state.row),
+        gradients=round(state.row + (state.whole if stage_one else state.alone)),
         optimizer=round(state.optimizer),
         activations=round(kept.backward),
         buffers=round(peak - steady - live - gradients),
@@ -151,7 +153,7 @@ def _waiting(run: PlannedRun, stage: int) -> tuple[float, float]:
     """
     sharding = run.config.sharding
     mixed = run.config.grid.pp > 1 and run.micro_batches > 1  # a bucket has gradients of several micro-batches
-    if mixed or sharding.sharding_stage == 3 or sharding.gradient_merge_mode != "step":
+    if mixed or run.cuts_parameters or sharding.gradient_merge_mode != "step":
         return 0.0, 0.0
     if not run.kind.device_class.packs_rows:
         return 0.0, 0.0
@@ -177,10 +179,9 @@ def num_queues(run: PlannedRun, stage: int) -> int:
 
 
 def _state(run: PlannedRun, stage: int) -> _State:
-    sharding, e, w = run.config.sharding, run.view.item_bytes, run.view.wide_bytes
-    reduce = run.reduce_bytes
-    stage_three = sharding.sharding_stage == 3
-    parameters = masters = moments = whole = row_bytes = scratch = 0.0
+    sharding, stage_three = run.config.sharding, run.cuts_parameters
+    e, w, reduce = run.view.item_bytes, run.view.wide_bytes, run.reduce_bytes
+    parameters = masters = moments = whole = row_bytes = alone = scratch = 0.0
     units: dict[str, float] = {}
     left = False  # stage 3 treats experts that are whole on their ranks like stage 2
     for spec in run.held(stage):
@@ -201,6 +202,7 @@ def _state(run: PlannedRun, stage: int) -> _State:
         if full or not stage_three:
             size = row * shards * item if full else row * (shards + 1) * item * is_cast_apart(run, spec)
             units[spec.unit] = units.get(spec.unit, 0.0) + size
+        alone += row * w if shards == 1 and not full else 0.0
         if shards > 1 or full:
             row_bytes += row * w
             if reduce < w and not full and not travels:
@@ -218,13 +220,13 @@ def _state(run: PlannedRun, stage: int) -> _State:
     if run.costs.tied and any(c.first for c in chunk_ends) and any(c.last for c in chunk_ends):
         pending = e * -(-run.sizes.vocab_size // run.view.mp) * run.sizes.hidden_size
     gathered = _gathered(run, units)
-    return _State(parameters, optimizer - host, host, whole, row_bytes, scratch, *gathered, pool, pending)
+    return _State(parameters, optimizer - host, host, whole, row_bytes, alone, scratch, *gathered, pool, pending)
 
 
 def _gathered(run: PlannedRun, units: dict[str, float]) -> tuple[float, float, float, float]:
     """Return ``gathered``, ``ahead``, ``regathered`` and ``sent`` of ``_State``."""
     sharding, sizes = run.config.sharding, sorted(units.values(), reverse=True)
-    if sharding.sharding_stage < 3:
+    if not run.cuts_parameters:
         return sum(sizes[: sharding.sharding_prefetch_segments + 1]), 0.0, 0.0, 0.0
     names = ("embedding", "head") if run.costs.tied else list(units)[-1:]
     stays = sum(size for name, size in units.items() if name in names)

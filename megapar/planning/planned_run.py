@@ -186,6 +186,11 @@ class PlannedRun:
         return (self.recompute or FirstLayers(0)).spans(num_layers)
 
     @property
+    def cuts_parameters(self) -> bool:
+        """Parameters are sharded between steps: stage 3 with more than one shard, as the run builds it."""
+        return self.config.sharding.sharding_stage == 3 and self.config.grid.shards > 1
+
+    @property
     def schedule(self) -> str:
         """Schedule of the pipeline."""
         return effective_schedule(self.config)

@@ -63,6 +63,24 @@ def test_optimizer_state_is_twelve_bytes_of_every_shard(capsys: pytest.CaptureFi
     assert stage["optimizer"] == pytest.approx(12 * found["parameters"] / 32, rel=0.01)
 
 
+def test_one_rank_holds_the_same_at_each_sharding_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        plan(capsys, "--model", "moe", *MOE, "--world-size", "1", "--dtype", "bf16", "--sharding-stage", stage)
+        for stage in ("1", "2", "3")
+    ]
+    for one in found:
+        held, elements = one["memory_bytes"][0], one["parameters"]
+        sizes = [held[part] for part in ("parameters", "gradients", "optimizer")]
+        assert sizes == [pytest.approx(each * elements, rel=0.01) for each in (2, 4, 12)]
+
+
+def test_gradients_of_whole_experts_are_held_at_stage_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """No other rank has these experts: each of 8 ranks holds an eighth of them, and of the other gradients."""
+    flags = ("--world-size", "8", "--ep-degree", "8", "--sharding-stage", "2")
+    found = plan(capsys, "--model", "moe", *MOE, *flags)
+    assert found["memory_bytes"][0]["gradients"] == pytest.approx(4 * found["parameters"] / 8, rel=0.01)
+
+
 def test_it_needs_neither_torch_nor_a_second_and_no_time_grows_with_ranks() -> None:
     code = (
         "import sys, time; start = time.process_time()\n"

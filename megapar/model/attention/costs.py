@@ -146,7 +146,7 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
         joined = t / shape.segments * later * (1 + shape.memory / length)
         core += 2 * e * joined * N * D + e * later * length * (length + shape.memory)
     if (shape.sizes.dropout and view.kernels == "cpu") or not shape.sizes.flash:
-        core += _scores_kept(view, shape, N, length + (shape.memory if later else 0))
+        core += _scores_kept(view, shape, heads, length + (shape.memory if later else 0))
     kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
     if view.attends_blockwise:
         kept += e * t * heads.out  # its output head by head, beside that of each position for the projection
@@ -169,10 +169,15 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
 
 
-def _scores_kept(view: RankView, shape: AttentionShape, N: float, length: float) -> float:
-    """Return the bytes kept without a fused kernel: softmax's output, and with dropout the weights and their mask."""
-    e, t = view.item_bytes, view.tokens
-    kept = e * t * N * length
-    if shape.sizes.dropout:
-        kept += (e + 1) * t * N * length
-    return kept
+def _scores_kept(view: RankView, shape: AttentionShape, heads: _Heads, length: float) -> float:
+    """Return the bytes kept without a fused kernel: softmax's output, and with dropout the weights and their mask.
+
+    In place of its fused kernel torch computes on a CPU in fp32, with copies of queries, keys and values.
+    """
+    e, t, mask = view.item_bytes, view.tokens, view.dropout_item_bytes
+    kept = 0.0
+    if shape.sizes.flash and view.kernels == "cpu" and e < view.wide_bytes:
+        e = mask = view.wide_bytes
+        kept = e * t * (heads.N + 2 * heads.G) * heads.D
+    scores = t * heads.N * length
+    return kept + e * scores + ((e + mask) * scores if shape.sizes.dropout else 0.0)

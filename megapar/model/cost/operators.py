@@ -67,8 +67,8 @@ class Operators:
         return whole * (2 if self.view.overlaps_mp else 1)
 
     def dropped(self) -> float:
-        """Return the bytes of a dropout mask over hidden states, one per element; 0 without dropout."""
-        return self.hidden_bytes / self.view.item_bytes if self.dropout else 0.0
+        """Return the bytes of a dropout mask over hidden states; 0 without dropout."""
+        return self.hidden_bytes / self.view.item_bytes * self.view.dropout_item_bytes if self.dropout else 0.0
 
     def embedding(self, more: float, input_bytes: float = 0.0) -> UnitCost:
         """Return the cost of the embedding.

@@ -84,6 +84,11 @@ class RankView:
         return max(4, self.item_bytes)
 
     @property
+    def dropout_item_bytes(self) -> int:
+        """Bytes of an element of a dropout mask. torch's dropout on a CPU keeps factors in the compute dtype."""
+        return self.item_bytes if self.kernels == "cpu" else 1
+
+    @property
     def tokens(self) -> int:
         """Positions of a micro-batch in this rank's matrix products, after the split over cp."""
         return round(self.samples * self.seq_length) // self.cp

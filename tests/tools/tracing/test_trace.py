@@ -43,6 +43,7 @@ GPT = (
     *("moe", "--num-experts", "0", "--normalization", "layernorm", "--position-embedding-type", "learned"),
     *("--activation", "gelu", "--add-bias-linear", "--untie-embeddings-and-output-weights"),
 )
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 ERNIE = ("ernie", "--attention-dropout", "0", "--hidden-dropout", "0")
 EVEN = ("moe", "--num-experts", "8", "--moe-model-type", "deepspeed_moe", "--num-query-groups", "2")
 ROUTED = ("moe", "--num-experts", "8", "--moe-shared-experts", "1", "--num-query-groups", "2")
@@ -75,6 +76,8 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "first stage": (0, 4, (*DENSE, *BF16, *PIPELINE)),
     "third stage": (2, 4, (*DENSE, *BF16, *PIPELINE)),
     "recompute": (0, 1, (*DENSE, *BF16, "--recompute-interval", "1", "--num-layers", "8")),
+    "dropout": (1, 2, (*DENSE, *BF16, *DROPOUT, "--mp-degree", "2")),
+    "stage 3 on one rank": (0, 1, (*DENSE, *BF16, "--sharding-stage", "3")),
     "ep 8": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8")),
     "ep 2, emp 2": (1, 4, (*ROUTED, *BF16, "--ep-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
     # Lengths at which a balanced load has whole numbers of rows.
