@@ -28,6 +28,7 @@ from megapar.tools.run_page.curve_sections import LOSSES, panels
 from megapar.tools.run_page.document import SCRIPTS, own_file
 from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
 from megapar.training.reports.monitor import _percentiles
+from megapar.training.reports.profile import Profile
 from megapar.training.reports.run_facts import NAME, _earlier_starts, write_facts
 from tests.support.training import run
 
@@ -259,6 +260,15 @@ def test_facts_that_do_not_fit_on_the_disk_leave_those_of_the_starts_before(tmp_
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
     assert (tmp_path / NAME).read_bytes() == before
     assert len(_earlier_starts(tmp_path / NAME, 5)) == 1
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    profile = Profile("1:1", tmp_path / "file" / "run", pick("cpu"), lambda: None)
+    profile.before_step(1)
+    with pytest.warns(RuntimeWarning, match=r"file/run/trace\.json cannot be written"):
+        profile.after_step(1)
+    profile.close()
 
 
 def test_a_page_of_several_runs_has_a_curve_of_each_and_the_flags_that_differ(finished: Path, tmp_path: Path) -> None:
