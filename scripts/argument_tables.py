@@ -74,10 +74,6 @@ def _added(call: ast.Call) -> Iterator[Argument]:
             yield Argument(name.value[2:], default, constant(choices) if choices is not None else "", kind)
 
 
-def _is_field(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-
-
 def _field(statement: ast.AnnAssign) -> Iterator[Argument]:
     """Yield the arguments of a dataclass field; fields that are true become --no-x and --disable-x."""
     assert isinstance(statement.target, ast.Name)
@@ -163,8 +159,7 @@ def arguments(sources: Sequence[str], fields: Sequence[str] = ()) -> list[Argume
     for name, left_out in {**_turned(trees), **{name: set() for name in fields}}.items():
         for owner in _bases(name, classes):
             for statement in owner.body:
-                if isinstance(statement, ast.AnnAssign) and _is_field(statement):
-                    assert isinstance(statement.target, ast.Name)
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                     found += _field(statement) if statement.target.id not in left_out else ()
     first: dict[str, Argument] = {}
     for item in found:

@@ -39,8 +39,12 @@ class FiguresError(Exception):
 class Figure:
     """A row of the table.
 
-    to: what it is relative to. files: pattern of its result files below benchmarks/, whose names sort by date.
-    value: the ratio as text, from the lines of a file up to one; KeyError or TypeError if that line is of another kind.
+    Attributes:
+        what: The figure.
+        to: What it is relative to.
+        files: Pattern of its result files below benchmarks/, whose names sort by date.
+        value: Returns the ratio as text, from the lines of a file up to one. Raises KeyError or TypeError if that line
+            is of another kind.
     """
 
     what: str
@@ -208,15 +212,15 @@ def read(path: Path) -> Iterator[Record]:
     )
 
 
-def digest(path: Path) -> str:
-    """Return what shows that a file has changed."""
+def content_hash(path: Path) -> str:
+    """Return 16 hexadecimal digits of SHA-256 over a file, which show that it has changed."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def committed(path: Path, known: Mapping[str, Mapping[str, str]], root: Path) -> dict[str, str]:
-    """Return date, commit and digest of a file without them: as known, or from git. Raises FiguresError."""
+    """Return date, commit and hash of a file without them: as known, or from git. Raises FiguresError."""
     entry = known.get(path.as_posix(), {})
-    if entry.get("sha256") == digest(root / path):
+    if entry.get("sha256") == content_hash(root / path):
         return dict(entry)
     ask = ["git", "-C", str(root)]
     changed = subprocess.run([*ask, "status", "--porcelain", "--", str(path)], capture_output=True, text=True).stdout
@@ -225,7 +229,7 @@ def committed(path: Path, known: Mapping[str, Mapping[str, str]], root: Path) ->
     ).stdout.split()
     if changed or not found:
         raise FiguresError(f"{path} states no commit: commit it, then run scripts/readme_figures.py")
-    return {"date": found[0], "commit": found[1][:8], "sha256": digest(root / path)}
+    return {"date": found[0], "commit": found[1][:8], "sha256": content_hash(root / path)}
 
 
 def table(root: Path, known: Mapping[str, Mapping[str, str]]) -> tuple[str, dict[str, dict[str, str]]]:

@@ -112,7 +112,11 @@ def run_page(
 ) -> tuple[int, float]:
     """Run a page in ``work``. Return (number of commands, seconds). Raises PageError with line, command and output.
 
-    started: called with the page's shell, which leads a process group.
+    Args:
+        path: The page.
+        work: Folder for the page's own folder and its output.
+        limit: Time limit in seconds.
+        started: Called with the page's shell, which leads a process group.
     """
     wanted = commands(path.read_text(encoding="utf-8"))
     folder = work / path.stem

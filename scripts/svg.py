@@ -65,7 +65,7 @@ def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float], str]], unit: str
     """Return bars that are stacked from parts.
 
     Args:
-        rows: For each bar its label, its parts (name -> value; the same names in all bars), and a note behind it.
+        rows: For each bar its label, its parts (name -> value; the same names in all bars), and a note after it.
         unit: Unit of the values.
         limit: A value to mark with a line; 0 for none.
     """

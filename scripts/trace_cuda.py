@@ -71,13 +71,15 @@ class Watch(Tally):
 class Tracer:
     """Traces runs on one device.
 
+    Args:
+        listed: Layers print the kernels and bytes of every operator.
+
     Attributes:
         calls: Calls per entry of the operator table.
         operators: Operators that ran on the device.
     """
 
     def __init__(self, *, listed: bool = False) -> None:
-        """Start. listed: Layers print the kernels and bytes of every operator."""
         self._listed = listed
         self.calls: Counter[str] = Counter()
         self.operators: set[str] = set()

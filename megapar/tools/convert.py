@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from megapar.errors import MegaparError
-from megapar.tools.parser import Parser
+from megapar.tools.parser import Parser, count
 
 
 def make_parser() -> Parser:
@@ -32,7 +32,7 @@ def make_parser() -> Parser:
         metavar="PATH",
         help="tokenizer to write with the model (default: the tokenizer of the run or of the imported folder)",
     )
-    exporter.add_argument("--shard-mb", type=int, default=2048, help="maximum size of a file in MiB (default: 2048)")
+    exporter.add_argument("--shard-mb", type=count, default=2048, help="maximum size of a file in MiB (default: 2048)")
     return parser
 
 
@@ -50,9 +50,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torch
-
     from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.training.building.build import DTYPES
     from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
     from megapar.training.checkpoints.export import UNDROPPED
 
@@ -61,9 +60,8 @@ def _run(args: argparse.Namespace) -> int:
         hint = f"; to train from it, use --load {done.folder}"
     else:
         tokenizer = load_tokenizer(args.tokenizer_model) if args.tokenizer_model else None
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-        size = max(1, args.shard_mb) << 20
-        done = megapar_to_hf(args.input, args.output, dtype=dtypes[args.dtype], shard_bytes=size, tokenizer=tokenizer)
+        dtype, size = DTYPES.get(args.dtype), args.shard_mb << 20
+        done = megapar_to_hf(args.input, args.output, dtype=dtype, shard_bytes=size, tokenizer=tokenizer)
         hint = ""
     print(f"{done.folder}: {done.architecture.name}, {done.tensors} tensors, {done.bytes:,} bytes{hint}")
     if args.command == "hf-to-megapar" and done.architecture.trained_as:

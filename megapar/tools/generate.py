@@ -81,14 +81,14 @@ def generate(options: Namespace) -> list[str]:
 
     from megapar.core.device.pick import pick
     from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.training.building.build import DTYPES
     from megapar.training.checkpoints.exported import exported
 
     device = pick(options.device).torch_device
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
     own = load_tokenizer(options.tokenizer_model) if options.tokenizer_model else None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    with exported(options.checkpoint, options.hf_cache, dtype=dtype, tokenizer=own) as folder:
+    with exported(options.checkpoint, options.hf_cache, dtype=DTYPES.get(options.dtype), tokenizer=own) as folder:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
     model = model.to(device).eval()

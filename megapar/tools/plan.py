@@ -30,7 +30,7 @@ REFUSED = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the plan. Return the exit status: 0 planned, 3 planned but does not fit, 2 refused, 1 if a trace fails."""
+    """Run the plan. Return the exit status: 0 planned, 3 planned but does not fit, 2 refused, 1 anything else."""
     args, flags = make_parser().parse_known_args(list(argv))
     try:
         return _run(args, flags)
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Plan a configuration: legality, ranks, memory, traffic, time. Flags that are not listed here are "
         "those of the trainer.",
         epilog="Exit status: 0 planned, 3 planned but does not fit (--search: no layout fits), 2 refused (--search: no "
-        "layout is legal), 1 if a trace fails.",
+        "layout is legal), 1 if a trace fails or --svg cannot be written.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -238,7 +238,11 @@ def _show(config: Config, args: argparse.Namespace) -> int:
     text, svg = show_schedule(config, chunk_costs=args.chunk_costs)
     sys.stdout.write(text)
     if args.svg is not None:
-        args.svg.write_text(svg)
+        try:
+            args.svg.write_text(svg, encoding="utf-8")
+        except OSError as error:
+            sys.stderr.write(f"megapar plan: --svg {args.svg} cannot be written: {error.strerror}\n")
+            return 1
         sys.stdout.write(f"wrote {args.svg}\n")
     return 0
 

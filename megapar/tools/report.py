@@ -31,7 +31,7 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page. Return 0, or 2 if a folder does not contain a run."""
+    """Write the page. Return 0, 2 if a folder does not contain a run, or 1 if the page cannot be written."""
     options = make_parser().parse_args(list(argv))
     try:
         page = report(*options.run)
@@ -39,7 +39,12 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
     output = options.output or options.run[0] / "report.html"
-    output.write_text(page, encoding="utf-8")
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        text = f"{output} cannot be written: {error.strerror}. Pass --output FILE in a folder that can be."
+        print(f"megapar report: {text}", file=sys.stderr)
+        return 1
     print(f"wrote {output}")
     return 0
 

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--commit", help="commit of this tree, if it is a copy without a git history")
     options = parser.parse_args()
     options.out = options.out.resolve()
-    options.models = tuple(model for model in MODELS if model in options.models.split(","))
-    options.parts = [part for part in PARTS if part in options.parts.split(",")]
-    unknown = set(parser.parse_args().parts.split(",")) - set(PARTS)
-    if unknown:
-        parser.error(f"no such parts: {', '.join(sorted(unknown))}. Choose from {', '.join(PARTS)}.")
+    options.models = tuple(_chosen(parser, "models", options.models, MODELS))
+    options.parts = _chosen(parser, "parts", options.parts, tuple(PARTS))
     return options
+
+
+def _chosen(parser: argparse.ArgumentParser, what: str, text: str, known: Sequence[str]) -> list[str]:
+    """Return the known names in a list with commas, in their own order. Exits with a message if one is unknown."""
+    named = text.split(",")
+    if unknown := sorted(set(named) - set(known)):
+        parser.error(f"no such {what}: {', '.join(unknown)}. Choose from {', '.join(known)}.")
+    return [name for name in known if name in named]
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-"""Runs in which experts are on other ranks than their numbers say, for comparisons with one process.
+"""Runs in which experts are on other ranks than in the order of their numbers, for comparisons with one process.
 
     update 1        all experts of a rank move to the next rank, and change places there
     later ones      what their load asks for, as in any run
@@ -22,7 +22,7 @@ RETURN = 2  # the step
 
 
 def turned(room: PlacementRoom) -> list[int]:
-    """A placement on the ranks after their own, each block of slots backwards: no expert of several ranks stays."""
+    """Return a placement on the next ranks, each block of slots reversed: with several ranks, every expert moves."""
     found: list[int] = []
     for first in range(0, room.local, room.block):
         found += reversed(range(first, min(first + room.block, room.local)))
@@ -30,14 +30,14 @@ def turned(room: PlacementRoom) -> list[int]:
 
 
 def begin(trainer: Trainer) -> None:
-    """Have the first update move all experts, if the run moves any."""
+    """Make the first update move all experts, if the run moves any."""
     if trainer.places.interval:
         layers = trainer.job.sizes.routed_layers
         trainer.places.restore({"next": [turned(trainer.places.room(layer)) for layer in layers]})
 
 
 def stepped(trainer: Trainer) -> list[Record]:
-    """What follows a step: a choice if it is due, and after the second one a return; the records that a choice read."""
+    """Choose places after a step if that is due, and restore the order after step 2. Return the flushed records."""
     records: list[Record] = []
     if trainer.places.due(trainer.progress.iteration):
         trainer.stepper.resolve_pending()
@@ -50,14 +50,14 @@ def stepped(trainer: Trainer) -> list[Record]:
 
 
 def end(trainer: Trainer, records: Sequence[Record]) -> None:
-    """Put experts in order. They were away, unless no step of the run changed anything."""
+    """Put experts in order. Asserts that they were away, unless no step changed anything."""
     updated = any(not record.skipped for record in records)
     assert bool(trainer.places._moved_at) == (updated and trainer.places.interval > 0)
     trainer._order_experts()
 
 
 def by_number(trainer: Trainer, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole parameters or gradients whose rows are slots, with experts in order."""
+    """Return whole parameters or gradients, whose rows are slots, with experts in order."""
     places = trainer.places
     for layer, row in zip(trainer.job.sizes.routed_layers, places.rows, strict=True):
         for spec in trainer.job.table:

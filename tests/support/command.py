@@ -1,6 +1,6 @@
-"""The ``megapar`` command as a process of its own: signals, status, output, environment; torch is not imported anew.
+"""The ``megapar`` command as a separate process, with its signals, status, output and environment.
 
-It is forked from the server of tests.support.ranks; the processes that it starts are new ones, as always.
+It is forked from the server of tests.support.ranks, which has imported torch. The processes that it starts are not.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ STREAMS = ("stdout", "stderr")
 
 
 def clean_environ(**extra: str) -> dict[str, str]:
-    """The environment of a launcher: this process's, with this package, and without a rank."""
+    """Return the environment of a launcher: this process's, with this package, and without a rank."""
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return {**kept, "PYTHONPATH": str(ROOT), **extra}
 
 
 class Command:
-    """``megapar ARGV`` that has been started. folder: takes what it and its children write. ignored: signals, as by
-    nohup; the others are not, whatever this process was started with.
+    """A started ``megapar ARGV``.
+
+    Args:
+        argv: Arguments of the command.
+        folder: Folder of the files that take its standard output and error.
+        environ: Its environment.
+        cwd: Its working directory.
+        ignored: Signals that it ignores, as by nohup. It does not inherit those that this process ignores.
     """
 
     def __init__(
@@ -47,16 +53,16 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Of the command itself."""
+        """Process number of the command."""
         assert self._process.pid
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """As ``subprocess.Popen`` has it."""
+        """Send a signal to the command."""
         os.kill(self.pid, number)
 
     def wait(self, seconds: float) -> subprocess.CompletedProcess[str]:
-        """What it came to; killed, and subprocess.TimeoutExpired, where that takes too long."""
+        """Wait for its end and return its status and output. Kills it and raises TimeoutExpired after ``seconds``."""
         self._process.join(seconds)
         status = self._process.exitcode
         if status is None:

@@ -13,7 +13,7 @@ from torch.distributed import _symmetric_memory
 
 @cache
 def on_a_cpu() -> torch.library.Library:
-    """Register them, once in a process; hold on to what is returned."""
+    """Register them, once per process."""
     library = torch.library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")

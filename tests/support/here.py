@@ -1,4 +1,4 @@
-"""Runs of one process, in the test's own, so that what they call can be replaced."""
+"""Runs of one process in the process of the test, so that a test can replace what they call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ BASE = ("--lr-decay-iters", "6", "--save-interval", "2")
 
 
 def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
-    """Six steps of a small decoder that saves every second one under ``root``, unless flags say otherwise.
+    """Train a small decoder for six steps, with a checkpoint under ``root`` after every second one.
 
-    environ: variables of the process meanwhile.
+    Args:
+        root: Folder of the checkpoints.
+        flags: Further flags, which override these.
+        environ: Environment variables during the run.
     """
     line = last_wins((*SMALL["moe"], *COMMON), (*BASE, "--save", str(root), *flags))
     with patch.dict(os.environ, environ):
@@ -24,5 +27,5 @@ def run_here(root: Path, *flags: str, **environ: str) -> Outcome:
 
 
 def losses(outcome: Outcome) -> dict[int, float]:
-    """Of every iteration that was run."""
+    """Return the loss of every iteration of a run."""
     return {record.iteration: record.loss for record in outcome.records}

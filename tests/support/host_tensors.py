@@ -25,7 +25,11 @@ COPIES = ("aten.copy_", "aten.index_put_", "aten._index_put_impl_")
 
 
 class HostTensors(TorchDispatchMode):
-    """waits: ``operator at file:line`` of each read of such a tensor, and how often."""
+    """Mode that finds such waits.
+
+    Attributes:
+        waits: ``operator at file:line`` of a read of such a tensor -> number of reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +37,7 @@ class HostTensors(TorchDispatchMode):
         self._lifted: dict[int, Tensor] = {}  # held, so that no other storage gets the number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Run it, then look at what it read."""
+        """Run the operator, then look at what it has read."""
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if name.startswith("aten.lift_fresh"):
@@ -57,7 +61,7 @@ def _moved(read: list[Tensor], result: Any) -> bool:
 
 
 def _where() -> str:
-    """The innermost line of the package on the stack."""
+    """Return the innermost line of the package on the stack."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

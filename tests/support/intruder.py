@@ -1,9 +1,9 @@
-"""Another user of this machine, who writes wherever a job's processes meet.
+"""An attacker: another user of this machine, who writes wherever the processes of a job meet.
 
-    intruder.py HOST PORT FILE     under every key of a store; what he writes would make FILE wherever it is unpickled
+    intruder.py HOST PORT FILE     under every key of a store; a process that unpickles a value creates FILE
     intruder.py FOLDER             in the folders of launchers there
 
-Without the right to become another user he stays who he is: a store on a port asks nobody.
+Without the right to become another user, it remains this one: a store on a port authenticates nobody.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECONDS = 5.0
 
 
 class Payload:
-    """Runs a command where it is unpickled."""
+    """Runs a command in the process that unpickles it."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -33,7 +33,7 @@ class Payload:
 
 
 def become_nobody() -> None:
-    """Give up every right of root, for good."""
+    """Give up all rights of root permanently."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -41,7 +41,7 @@ def become_nobody() -> None:
 
 
 def overwrite(store: TCPStore, payload: bytes) -> int:
-    """Put the payload under every key, as the store's users encode theirs; how many there were."""
+    """Write the payload under every key, encoded as the store's users do. Return the number of keys."""
     keys = store.list_keys()
     for number, key in enumerate(keys):
         name = key.removeprefix("/")
@@ -50,7 +50,7 @@ def overwrite(store: TCPStore, payload: bytes) -> int:
 
 
 def overwrite_all(host: str, port: str, file: str) -> None:
-    """Write everywhere for some seconds, or until the store is gone."""
+    """Write under all keys for some seconds, or until the store is gone."""
     payload = pickle.dumps(Payload(file))
     until, written = time.monotonic() + SECONDS, 0
     try:
@@ -64,7 +64,7 @@ def overwrite_all(host: str, port: str, file: str) -> None:
 
 
 def enter(place: str) -> None:
-    """Wait for folders of launchers in a place like /tmp; try to list, rename and write them."""
+    """Wait for folders of launchers in a folder such as /tmp, and try to list, rename and write them."""
     print("waiting", flush=True)
     until = time.monotonic() + 60
     while time.monotonic() < until and not any(name.startswith("megapar-launch-") for name in os.listdir(place)):
@@ -82,7 +82,7 @@ def enter(place: str) -> None:
 
 
 def is_refused(attempt: Callable[[], object]) -> bool:
-    """Whether the system says no."""
+    """Return True if the system refuses the attempt."""
     try:
         attempt()
     except PermissionError:

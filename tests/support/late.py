@@ -1,25 +1,25 @@
-"""The late backend: makes visible on a CPU what only streams show on an accelerator.
+"""The late backend: shows on a CPU the mistakes that only streams show on an accelerator.
 
     register()                                      # once per process; run_ranks(..., backend="late") does it
     dist.init_process_group("late", ...)            # or dist.new_group(backend="late")
 
-The backend is gloo with the worst timing an accelerator could have, and always the same one. Of a collective or a
+The backend is gloo with the worst timing that an accelerator could have, always the same. For a collective or a
 point-to-point call that is launched asynchronously:
 
-    launch    the inputs are taken; the output holds NaN (integers: the dtype's minimum, unsigned ones its maximum)
+    launch    the inputs are copied; the output contains NaN (integers: the dtype's minimum, unsigned ones its maximum)
     wait      the inputs must be bit for bit what they were at the launch, or LateError names the call;
-              the result lands in the output, in place, over whatever was written there meanwhile;
+              the result is written into the output, in place, over anything written there meanwhile;
               the inputs are overwritten like an output at launch
 
-so a program that reads early computes with NaN, one that reuses a buffer in flight is told, and one that counts on
-an input afterwards computes with NaN too. Three things are exempt from the overwriting: an input that is part of an
-output (gather in place), the tensor of a broadcast's source, and what is sent point to point (activations that are
-sent stay in use for the backward). ``keep_inputs()`` lifts it for a stretch of the program whose inputs live on by
+A program that reads early therefore computes with NaN, one that reuses a buffer in flight gets an error, and one that
+uses an input afterwards computes with NaN, too. Three things are not overwritten: an input that is part of an output
+(gather in place), the tensor of a broadcast's source, and what is sent point to point (activations that are sent stay
+in use for the backward). ``keep_inputs()`` switches it off for a part of the program whose inputs stay in use by
 design. Synchronous calls, and the functional collectives under DTensor, which wait by themselves, are plain gloo.
-``in_flight()`` names what was launched and not waited for.
+``in_flight()`` names the calls that were launched and not waited for.
 
-On the streams of ``tests.support.lazy`` a call runs on a queue of its own behind the stream that launched it, as NCCL's
-do: whoever waits for it has waited for what stood before it, and nobody else has.
+On the streams of ``tests.support.lazy`` a call runs on its own queue after the work of the stream that launched it, as
+with NCCL: a stream that waits for the call has also waited for that work, and no other stream has.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ class LateError(AssertionError):
 
 
 class Queue:
-    """Where a call runs beside the program, behind what was launched before it. This one knows of no streams."""
+    """The queue that a call runs on, after the work that was launched before it. This one has no streams."""
 
     def __init__(self, name: str, inputs: Sequence[Tensor]) -> None:
-        """inputs: what it reads until somebody has waited for it."""
+        """Create a queue. ``inputs``: tensors that the call reads until it was waited for."""
 
     def join(self, land: Callable[[], None] | None) -> None:
-        """Wait for it. land: what it still has to do; None where somebody else has waited before."""
+        """Wait for the call. ``land`` writes its result; None if the call was waited for before."""
         if land is not None:
             land()
 
 
 def register() -> None:
-    """Make the backend "late" known to torch.distributed in this process, and forget what an earlier test left."""
+    """Register the backend "late" in this process, and drop the state of an earlier test."""
     LateWork.flying = []
     LateWork.queue = Queue
     LateGroup.overwrite = True
@@ -64,13 +64,13 @@ def register() -> None:
 
 
 def in_flight() -> list[str]:
-    """The names of all calls of this process that were launched late and not waited for, oldest first."""
+    """Return the names of all calls of this process that were launched and not waited for, oldest first."""
     return [work.name for work in LateWork.flying]
 
 
 @contextmanager
 def keep_inputs() -> Iterator[None]:
-    """Calls launched inside keep their inputs after the wait (changing them before it stays an error)."""
+    """Let calls that are launched inside keep their inputs after the wait. Changing them before it stays an error."""
     previous, LateGroup.overwrite = LateGroup.overwrite, False
     try:
         yield
@@ -79,7 +79,7 @@ def keep_inputs() -> Iterator[None]:
 
 
 class LateWork(dist.Work):
-    """What a late launch returns. The result is private until ``wait``."""
+    """The handle of a late launch. The result is private until ``wait``."""
 
     flying: list[LateWork] = []  # noqa: RUF012 (shared by all works of the process on purpose)
     queue: Callable[[str, Sequence[Tensor]], Queue] = Queue
@@ -92,7 +92,7 @@ class LateWork(dist.Work):
         inputs: Sequence[tuple[Tensor, Tensor]],
         overwrite: bool,
     ) -> None:
-        """landings: (output, private result). inputs: (input, its copy at the launch)."""
+        """Create the handle. ``landings``: (output, private result); ``inputs``: (input, its copy at the launch)."""
         super().__init__()
         self.name = name
         self._inner = inner
@@ -104,7 +104,7 @@ class LateWork(dist.Work):
         LateWork.flying.append(self)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Check the inputs, land the result, overwrite the inputs; the second time nothing."""
+        """Check the inputs, write the result, overwrite the inputs. A second call does nothing."""
         land = None if self._done else self._land
         self._done = True
         self._queue.join(land)
@@ -124,20 +124,20 @@ class LateWork(dist.Work):
                 poison(tensor)
 
     def is_completed(self) -> bool:
-        """True only after the wait: a program that polls instead of waiting is not helped by luck."""
+        """Return True only after the wait, so that a program that polls instead of waiting fails."""
         return self._done
 
     def is_success(self) -> bool:
-        """Whether the call was waited for."""
+        """Return True if the call was waited for."""
         return self._done
 
     def result(self) -> list[Tensor]:
-        """The outputs."""
+        """Return the outputs."""
         return [output for output, _ in self._landings]
 
 
 class LateGroup(dist.ProcessGroup):
-    """Gloo behind late launches.
+    """Gloo with late launches.
 
     Methods carry the names that torch.distributed calls; torch 2.13 renamed some of them, and both names are here.
     """
@@ -147,12 +147,12 @@ class LateGroup(dist.ProcessGroup):
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._inner = inner
-        # What is not overridden below, names and devices among it, is asked of gloo.
+        # Methods that are not overridden below, including those for names and devices, are gloo's.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, inner)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     def getBackendName(self) -> str:
-        """The name that torch.distributed shows."""
+        """Return the name that torch.distributed shows."""
         return "late"
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -249,7 +249,7 @@ class LateGroup(dist.ProcessGroup):
     def _in_place(
         self, name: str, tensors: list[Tensor], opts: Any, call: Callable[[list[Tensor], Any], dist.Work]
     ) -> dist.Work:
-        """A call whose tensors are input and output."""
+        """Launch a call whose tensors are input and output."""
         return self._launch(name, tensors, tensors, opts, lambda _, ins: call(ins, opts))
 
     def _synchronous(self, name: str, opts: Any, call: Callable[[], dist.Work]) -> dist.Work:
@@ -266,7 +266,7 @@ class LateGroup(dist.ProcessGroup):
         call: Launch,
         overwrite: bool = True,
     ) -> dist.Work:
-        """Launch ``call(outputs, inputs)`` on private copies; in place where both lists are the same."""
+        """Launch ``call(outputs, inputs)`` on private copies; in place if both lists are the same."""
         if not (opts is None or opts.asyncOp) or not _by_program():
             return _by_gloo(lambda: call(outputs, inputs))
         with _disable_current_modes():
@@ -291,7 +291,7 @@ class LateGroup(dist.ProcessGroup):
 
 
 def poison(tensor: Tensor) -> None:
-    """Overwrite with NaN, or with an integer that no program means; autograd's version counter is not touched."""
+    """Overwrite with NaN, or with an extreme integer. Autograd's version counter does not change."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.data.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -306,13 +306,13 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Late
 
 
 def _by_gloo(call: Callable[[], dist.Work]) -> dist.Work:
-    """What watches the program's operators must not watch gloo's threads, which take the modes of this one over."""
+    """Call gloo without dispatch modes: its threads inherit those of this thread, which watch only the program."""
     with _disable_current_modes():
         return call()
 
 
 def _by_program() -> bool:
-    """Whether the group is called by torch.distributed's own functions, and not by a functional collective."""
+    """Return True if a function of torch.distributed calls the group, and not a functional collective."""
     frame = sys._getframe(1)
     while frame.f_globals["__name__"] == __name__ and frame.f_back is not None:
         frame = frame.f_back
@@ -326,5 +326,5 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors use one storage."""
+    """Return True if two tensors share a storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0

@@ -1,13 +1,13 @@
-"""A device with streams, played by the CPU: makes visible what only a host that runs ahead of its device shows.
+"""A device with streams, simulated on the CPU: shows the mistakes that only a host ahead of its device shows.
 
     with LazyDevice() as device:                    # collectives: under the late backend
         ...                                         # the program, on ``device``
         device.settle()                             # at the end of a step
 
-What is launched on a stream runs at once, because queueing it would keep its inputs alive and so hide what it is to
-show. It sees what its stream has waited for, and nobody else sees what it has written until they have waited for it: an
-event behind it, its stream, or a collective that it launched. Until then that memory holds NaN (integers: as
-``tests.support.late`` has it). LazyError names operator, shape and the line of the launch where
+Work on a stream runs at once, because a queue would keep its inputs alive and so hide mistakes. It sees what its stream
+has waited for. Other streams see what it has written only after they have waited for it: for an event after it, for its
+stream, or for a collective that it launched. Until then that memory contains NaN (integers: see
+``tests.support.late``). LazyError names operator, shape and the line of the launch for
 
     read early          an operator reads what another stream has written and was not waited for, on any stream
     overwritten         an operator writes what another stream may still read or write
@@ -38,7 +38,11 @@ OWN_FILES = ("tests/support/lazy.py", "tests/support/late.py", "megapar/core/dev
 
 
 class LazyStream:
-    """A queue of work. clock: how far each other stream was when this one last waited for it."""
+    """A queue of work.
+
+    Attributes:
+        clock: Position of each other stream when this one last waited for it.
+    """
 
     def __init__(self, device: LazyDevice, name: str, urgent: bool = False) -> None:
         self._device, self.name, self.urgent = device, name, urgent
@@ -49,28 +53,28 @@ class LazyStream:
         self.lent: list[tuple[Memory, Access]] = []  # uses of this stream's memory by others
 
     def sees(self, access: Access) -> bool:
-        """Whether this stream has waited for it."""
+        """Return True if this stream has waited for an access."""
         return access.stream is self or self.clock.get(access.stream, 0) >= access.position
 
     @property
     def place(self) -> dict[LazyStream, int]:
-        """The clock behind all that it was given."""
+        """The clock after all of its work."""
         return {**self.clock, self: self.position}
 
     def wait_stream(self, other: LazyStream) -> None:
-        """Behind all that the other one has been given."""
+        """Wait for all work of another stream."""
         self._device.order(self, other.place)
 
     def wait_event(self, event: LazyEvent) -> None:
-        """Behind what stands before the event."""
+        """Wait for the work before an event."""
         self._device.order(self, event.clock)
 
     def record_event(self) -> LazyEvent:
-        """Behind all that it has been given."""
+        """Return an event after all work of this stream."""
         return LazyEvent(self._device, self.place)
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Let the host wait for all work of this stream."""
         self._device.host_waits(self.place)
 
     def __enter__(self) -> LazyStream:
@@ -83,18 +87,18 @@ class LazyStream:
 
 
 class LazyEvent:
-    """A place in all streams."""
+    """A position in all streams."""
 
     def __init__(self, device: LazyDevice, clock: dict[LazyStream, int]) -> None:
         self._device, self.clock = device, clock
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Let the host wait for the event."""
         self._device.host_waits(self.clock)
 
 
 class LazyQueue(Queue):
-    """A collective's own stream, as NCCL has it."""
+    """A collective's own stream, as with NCCL."""
 
     def __init__(self, device: LazyDevice, name: str, inputs: Sequence[Tensor]) -> None:
         self._device = device
@@ -113,7 +117,7 @@ class LazyQueue(Queue):
 
 
 class LazyDevice(Device):
-    """A CPU whose host runs ahead."""
+    """A CPU that acts as a device whose host runs ahead."""
 
     is_async = True
     backend = "late"
@@ -130,23 +134,23 @@ class LazyDevice(Device):
         self._lock = threading.RLock()
         self._local = _Local()
 
-    # What the package asks of a device
+    # Methods that the package calls
 
     def new_stream(self, *, urgent: bool = False) -> LazyStream:
-        """A queue beside the main one."""
+        """Create a stream."""
         self.streams.append(LazyStream(self, str(len(self.streams)), urgent))
         return self.streams[-1]
 
     def current_stream(self) -> LazyStream:
-        """Of this thread."""
+        """Return the current stream of this thread."""
         return self._local.entered[-1] if self._local.entered else self.main
 
     def adopt(self, x: Tensor) -> None:
-        """The allocator waits for the current stream before it gives the memory of ``x`` away."""
+        """Make the allocator wait for the current stream before it reuses the memory of ``x``."""
         self._memory(x).adopted.add(self.current_stream())
 
     def host_copy(self, x: Tensor) -> tuple[Tensor, LazyEvent]:
-        """Of its own on the host, where only the host's wait shows it."""
+        """Return a copy on the host, which is hidden until the host has waited for it, and its event."""
         with self._lock:
             host = x.detach().clone()
             event = self.current_stream().record_event()
@@ -159,11 +163,11 @@ class LazyDevice(Device):
         return host, event
 
     def synchronize(self) -> None:
-        """The host waits for everything."""
+        """Let the host wait for all work."""
         for stream in (self.main, *self.streams):
             stream.synchronize()
 
-    # The kit's own part
+    # Methods of the test kit
 
     def __enter__(self) -> LazyDevice:
         LateWork.queue = lambda name, inputs: LazyQueue(self, name, inputs)
@@ -175,7 +179,7 @@ class LazyDevice(Device):
         LateWork.queue = Queue
 
     def settle(self) -> None:
-        """At the end of a step: raises LazyError where a stream was given what nothing on the main one waited for."""
+        """End a step. Raises LazyError if the main stream has not waited for the work of another stream."""
         for stream in self.streams:
             if stream.newest is not None and not self.main.sees(stream.newest):
                 raise LazyError(f"never landed: nothing waited for {stream.newest}")
@@ -201,7 +205,7 @@ class LazyDevice(Device):
         self.order(stream, self._host)
 
     def leave(self) -> None:
-        """Go back to the one before."""
+        """Return to the previous current stream."""
         self._local.entered.pop()
         if not self._local.entered:
             self._local.unwatch()
@@ -211,11 +215,11 @@ class LazyDevice(Device):
             self._lock.release()
 
     def checked_by_late(self, stream: LazyStream) -> AbstractContextManager[object]:
-        """Around the landing of a collective: what is wrong with its buffers the late backend tells."""
+        """Return a context for the landing of a collective, whose buffers the late backend checks."""
         return _Landing(self, stream)
 
     def order(self, stream: LazyStream, clock: dict[LazyStream, int]) -> None:
-        """From here on a stream is behind a clock."""
+        """Make a stream wait for a clock."""
         with self._lock:
             for other, position in clock.items():
                 if other is not stream:
@@ -226,14 +230,14 @@ class LazyDevice(Device):
                 self._turn(stream)
 
     def host_waits(self, clock: dict[LazyStream, int]) -> None:
-        """Whatever the host enqueues from here on is behind a clock."""
+        """Make all work that the host enqueues from now on wait for a clock."""
         for other, position in clock.items():
             self._host[other] = max(position, self._host.get(other, 0))
         for stream in (self.main, self.current_stream()):
             self.order(stream, clock)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One operator on the current stream."""
+        """Run one operator on the current stream."""
         with self._lock:
             stream = self.current_stream()
             used = uses(func, args, kwargs)
@@ -254,7 +258,7 @@ class LazyDevice(Device):
             return result
 
     def note(self, x: Tensor, stream: LazyStream, operator: str, kind: Callable[[Memory, Access], None]) -> Access:
-        """One use of a tensor."""
+        """Record one use of a tensor."""
         memory = self._memory(x)
         stream.position = max(stream.position, 1)
         access = Access(stream, stream.position, span_of(x), operator, tuple(x.shape), stream.line)
@@ -278,10 +282,10 @@ class LazyDevice(Device):
         self._hide(self.note(x, stream, operator, Memory.write), x)
 
     def _check_freed(self, stream: LazyStream) -> None:
-        """Raise where what was freed goes back to its stream while another one may still use it.
+        """Raise LazyError if freed memory returns to its stream while another stream may still use it.
 
-        The main stream allocates all the time, so there it is wrong to have been freed before the wait; the others
-        allocate where they are seen to.
+        The main stream allocates at any time, so its memory must not be freed before the wait. The others allocate
+        only where an operator shows it.
         """
         lent, stream.lent = stream.lent, []
         for memory, access in lent:
@@ -293,14 +297,14 @@ class LazyDevice(Device):
                 stream.lent.append((memory, access))
 
     def _memory(self, x: Tensor) -> Memory:
-        """Of what was never seen before: the main stream's."""
+        """Return the memory of a tensor; memory that was never seen before is the main stream's."""
         key = x.untyped_storage()._cdata
         if key not in self._memories:
             self._memories[key] = Memory(x, self.main)
         return self._memories[key]
 
     def _hide(self, access: Access, x: Tensor) -> None:
-        """Keep what a stream beside the main one has written from all others, from when it is left."""
+        """Hide what a stream other than the main one has written from the others, as soon as it is left."""
         memory = self._memory(x)
         if access.stream is self.main:
             return
@@ -311,7 +315,7 @@ class LazyDevice(Device):
         self._hidden.append(new)
 
     def _turn(self, stream: LazyStream) -> None:
-        """Let the memory be what a stream sees of it."""
+        """Make memory contain what a stream sees of it."""
         with _disable_current_modes(), torch.no_grad():
             for hidden in list(self._hidden):
                 if stream.sees(hidden.access):
@@ -338,14 +342,14 @@ class _Landing:
 
 
 class _Local(threading.local):
-    """Of one thread: the streams it has entered, and the modes that watch it."""
+    """State of one thread: the streams that it has entered, and the modes that watch it."""
 
     def __init__(self) -> None:
         self.entered: list[LazyStream] = []
         self._watching: list[_Watch | None] = []
 
     def watch(self, device: LazyDevice) -> None:
-        """Watch this thread's operators, if nobody does."""
+        """Watch this thread's operators, unless they are watched."""
         self._watching.append(_Watch(device) if not self._watching else None)
         if (watch := self._watching[-1]) is not None:
             watch.__enter__()
@@ -370,7 +374,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _line() -> str:
-    """The innermost line of the program, and of what called its launch."""
+    """Return the innermost line of the program on the stack."""
     frame = sys._getframe(1)
     while any(part in frame.f_code.co_filename for part in OWN_FILES) and frame.f_back is not None:
         frame = frame.f_back

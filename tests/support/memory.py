@@ -1,8 +1,8 @@
-"""Who reads and writes a piece of memory, on which stream, and in what order they must be.
+"""Reads and writes of pieces of memory by streams, and the order that they need.
 
 Two accesses of one place, one of them a write, must be ordered: the later one's stream has waited for the earlier's.
-Memory belongs to the stream that allocated it; freed, it is that stream's again at once, whoever else still reads it.
-Storages are held weakly, so that whatever the program frees is free.
+Memory belongs to the stream that allocated it. When it is freed, that stream may reuse it at once, even if another one
+still reads it. Storages are held weakly, so that memory that the program frees is free.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ Span = tuple[int, int]  # bytes of a storage, from and up to
 
 
 class LazyError(AssertionError):
-    """Something was read, written or freed without a wait for the stream that still works on it."""
+    """Memory was read, written or freed without a wait for the stream that still uses it."""
 
 
 class Access(NamedTuple):
-    """One operator's use of a place in memory. position: how far its stream was. line: where that was launched."""
+    """One operator's use of a place in memory.
+
+    Attributes:
+        stream: The stream.
+        position: Position of the stream.
+        span: The bytes.
+        operator: Name of the operator.
+        shape: Shape of the tensor.
+        line: Line of the launch.
+    """
 
     stream: LazyStream
     position: int
@@ -42,18 +51,22 @@ class Access(NamedTuple):
         return f"{self.operator} of {list(self.shape)} on stream {self.stream.name}{launched}"
 
     def by(self, stream: LazyStream) -> Access:
-        """As if that stream had done it now."""
+        """Return the access as one of that stream, now."""
         return self._replace(stream=stream, position=stream.position)
 
     def follows(self, other: Access) -> bool:
-        """Whether it was enqueued on the same stream, with it or later."""
+        """Return True if it was enqueued on the same stream, with the other one or later."""
         return self.stream is other.stream and self.position >= other.position
 
 
 class Memory:
-    """A storage: whose it is, what each stream reads and writes of it, and what the current stream may not see yet.
+    """A storage with its owner and the reads and writes of each stream.
 
-    adopted: streams for whose sake the allocator waits before it gives the memory away.
+    Attributes:
+        owner: The stream that allocated it.
+        adopted: Streams that the allocator waits for before it reuses the memory.
+        reads: The last read of each stream and span.
+        writes: The last write of each stream and span.
     """
 
     def __init__(self, tensor: Tensor, owner: LazyStream) -> None:
@@ -65,21 +78,21 @@ class Memory:
 
     @property
     def freed(self) -> bool:
-        """Whether nobody holds it any more."""
+        """True if the program has freed it."""
         return bool(self._reference.expired())
 
     def covered(self, access: Access) -> bool:
-        """Whether the allocator waits for an access: for its stream, or for one that has waited for it."""
+        """Return True if the allocator waits for an access: for its stream, or for one that has waited for it."""
         return any(stream is access.stream or stream.sees(access) for stream in self.adopted)
 
     def read(self, access: Access) -> None:
-        """Note a read. Raises LazyError where it is not behind a write of another stream."""
+        """Record a read. Raises LazyError if its stream has not waited for a write of another stream."""
         for write in self._unseen(self.writes, access):
             raise LazyError(f"{access} reads too early: nobody has waited for {write}")
         self.reads[access.stream, access.span] = access
 
     def write(self, access: Access) -> None:
-        """Note a write. Raises LazyError where another stream may still read or write there."""
+        """Record a write. Raises LazyError if another stream may still read or write there."""
         for earlier in self._unseen(self.reads, access):
             raise LazyError(f"{access} writes what is still read: nobody has waited for {earlier}")
         for earlier in self._unseen(self.writes, access):
@@ -87,7 +100,7 @@ class Memory:
         self.land(access)
 
     def land(self, access: Access) -> None:
-        """Note a write that somebody else has checked."""
+        """Record a write that the caller has checked."""
         self.writes[access.stream, access.span] = access
 
     def _unseen(self, accesses: dict[tuple[LazyStream, Span], Access], access: Access) -> Iterator[Access]:
@@ -96,7 +109,7 @@ class Memory:
                 yield other
 
     def forget(self, lasting: Collection[LazyStream], main: LazyStream) -> None:
-        """What streams that are gone did, and the main one has waited for, counts as its own."""
+        """Attribute accesses of streams that are gone to the main stream, if it has waited for them."""
         for accesses in (self.reads, self.writes):
             for access in [access for access in accesses.values() if access.stream not in lasting]:
                 if main.sees(access):
@@ -104,7 +117,7 @@ class Memory:
                     accesses[main, access.span] = access.by(main)
 
     def bytes(self, span: Span) -> Tensor | None:
-        """[n] uint8: the memory itself; None where it has been freed."""
+        """Return the bytes of a span, uint8 [n], which share the memory; None if it has been freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None:
             return None
@@ -112,27 +125,27 @@ class Memory:
 
 
 class Hidden:
-    """What a stream has written and others must not see. The true bytes are kept here while they are hidden."""
+    """Bytes that a stream has written and others must not see. The true bytes are kept here while they are hidden."""
 
     def __init__(self, memory: Memory, access: Access, dtype: torch.dtype | None) -> None:
-        """dtype: of the elements; None where they are of several."""
+        """Create a record of written bytes. ``dtype``: dtype of the elements; None if there are several."""
         self.memory, self.access, self.dtype = memory, access, dtype
         self._true: Tensor | None = None
         self._poison: Tensor | None = None
 
     def absorb(self, other: Hidden) -> None:
-        """Stand for both, which overlap; both are shown."""
+        """Extend this record to an overlapping one. Neither may be hidden now."""
         low, high = self.access.span
         span = (min(low, other.access.span[0]), max(high, other.access.span[1]))
         self.access = self.access._replace(span=span)
         self.dtype = self.dtype if self.dtype == other.dtype else None
 
     def overlaps(self, memory: Memory, span: Span) -> bool:
-        """Whether a place is part of this one."""
+        """Return True if a span overlaps this one."""
         return self.memory is memory and _overlap(self.access.span, span)
 
     def hide(self) -> None:
-        """Put a pattern of bits there that is no number, or none that a program means."""
+        """Replace the bytes by NaN, or by an extreme integer."""
         here = self.memory.bytes(self.access.span)
         if self._true is None and here is not None:
             self._true = here.clone()
@@ -143,7 +156,7 @@ class Hidden:
             self._poison = here.clone()
 
     def show(self) -> None:
-        """Put the true bytes there. Raises LazyError where somebody has written over the pattern."""
+        """Restore the true bytes. Raises LazyError if the replacement was overwritten."""
         here = self.memory.bytes(self.access.span)
         true, self._true = self._true, None
         if true is None or here is None:
@@ -154,14 +167,14 @@ class Hidden:
 
 
 class Uses(NamedTuple):
-    """What an operator reads and writes of its arguments."""
+    """The arguments that an operator reads, and those that it writes."""
 
     reads: list[Tensor]
     writes: list[Tensor]
 
 
 def uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Uses:
-    """By its schema; nothing for views, and for what only looks at shapes."""
+    """Return what an operator uses by its schema: nothing for views, and for operators that read only shapes."""
     looks, written = _signature(func)
     reads: list[Tensor] = []
     writes: list[Tensor] = []
@@ -175,7 +188,7 @@ def uses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Uses:
 
 @functools.cache
 def _signature(func: Any) -> tuple[bool, frozenset[int | str]]:
-    """(whether it reads no elements, places and names of the arguments that it writes)."""
+    """Return (True if it reads no elements, positions and names of the arguments that it writes)."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return False, frozenset()
@@ -190,7 +203,7 @@ def _signature(func: Any) -> tuple[bool, frozenset[int | str]]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All with elements in a value, in lists too."""
+    """Yield the tensors with elements in a value, also those in lists."""
     if isinstance(value, Tensor):
         if value.layout is torch.strided and value.device.type == "cpu" and value.numel():
             yield value
@@ -200,7 +213,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def span_of(tensor: Tensor) -> Span:
-    """From its first byte up to behind its last one."""
+    """Return the bytes of a tensor, from the first to the one after the last."""
     first = tensor.storage_offset() * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.itemsize

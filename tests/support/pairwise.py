@@ -1,4 +1,4 @@
-"""Covering sets: what stands together in some row of a table stands together in a few rows of it."""
+"""Covering sets: a few rows of a table that contain every combination that some row of it contains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def pairwise(factors: Sequence[Sequence[Any]], legal: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Rows of the product of ``factors`` with every legal pair of values of two factors."""
+    """Return rows of the product of ``factors`` that contain every legal pair of values of two factors."""
     return covering([row for row in itertools.product(*factors) if legal(row)], enumerate)
 
 
@@ -21,10 +21,15 @@ def covering(
     together: int = 2,
     cost: Callable[[R], float] = lambda row: 1.0,
 ) -> list[R]:
-    """Rows with every ``together`` traits that some row has at once.
+    """Return rows that contain every combination of ``together`` traits that some row has.
 
-    Chosen greedily and always the same: each row adds most that is new for what it costs. traits: of a row, always in
-    the same order.
+    The choice is greedy and deterministic: each row adds the most new combinations for its cost.
+
+    Args:
+        rows: The rows.
+        traits: Returns the traits of a row, always in the same order.
+        together: Number of traits in a combination.
+        cost: Returns the cost of a row.
     """
     had = [set(itertools.combinations(traits(row), together)) for row in rows]
     prices = [cost(row) for row in rows]

@@ -1,4 +1,4 @@
-"""Small Python programs as processes: what signals and deaths do to them."""
+"""Small Python programs as processes, for tests of signals and deaths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stick():
 def start(
     program: str, ignored: Sequence[signal.Signals] = (), environ: dict[str, str] | None = None, **options: object
 ) -> subprocess.Popen[str]:
-    """Run it; every signal has its usual effect there but those that are ignored. Output is in ``stdout``."""
+    """Start a program. Signals have their default effect there, unless ignored. Its output is in ``stdout``."""
     return subprocess.Popen(
         [*started(ignored), sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -46,7 +46,7 @@ def start(
 
 
 def started(ignored: Sequence[signal.Signals] = ()) -> list[str]:
-    """A prefix for a command line: no signal is ignored there but these, whatever this process was started with."""
+    """Return a prefix of a command line that ignores only these signals, not those that this process ignores."""
     prefix = "import os, signal, sys\n"
     prefix += f"for n in {[int(n) for n in SIGNALS]}:\n"
     prefix += f"    signal.signal(n, signal.SIG_IGN if n in {[int(n) for n in ignored]} else signal.SIG_DFL)\n"
@@ -54,7 +54,7 @@ def started(ignored: Sequence[signal.Signals] = ()) -> list[str]:
 
 
 def read_until(process: subprocess.Popen[str], line: str) -> None:
-    """Wait for a line of its output."""
+    """Wait for a line of a process's output."""
     assert process.stdout is not None
     seen = []
     for said in process.stdout:
@@ -65,13 +65,21 @@ def read_until(process: subprocess.Popen[str], line: str) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its status and what it said since."""
+    """Wait for the end of a process. Return its status and the output since the last read."""
     out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, out
 
 
+def wait_for(path: Path, seconds: float = 120.0) -> None:
+    """Wait until a file exists."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear within {seconds:g} s"
+        time.sleep(0.02)
+
+
 def wait_stopped(pid: int) -> None:
-    """Wait until a process, of whatever parent, is stopped by a signal."""
+    """Wait until a process, which need not be a child, is stopped by a signal."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while _state(pid) != "T":
         assert time.monotonic() < deadline, f"process {pid} was not stopped"
@@ -79,7 +87,7 @@ def wait_stopped(pid: int) -> None:
 
 
 def _state(pid: int) -> str:
-    """The letter of a process' state: T where it is stopped."""
+    """Return the letter of a process's state: T if it is stopped."""
     stat = Path(f"/proc/{pid}/stat")
     if stat.exists():
         return stat.read_text().rpartition(")")[2].split()[0]

@@ -4,10 +4,10 @@
     results = run_ranks(4, check, 1.5)                                  # one result per rank
 
 Workers are forked once from a server that has torch imported, and serve every call of the pytest session. Each call
-gets a file rendezvous of its own, so that no port is taken and no group outlives its call. Whatever goes wrong on
-any rank ends in one ``RanksFailed`` that tells of all of them; the pool is then thrown away and the next call gets
-a fresh one, as it does where too many of gloo's threads were left behind. The environment of the workers is that of
-the first call's moment, plus RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them.
+has its own file rendezvous, so that no port is taken and no group outlives its call. A failure on any rank becomes one
+``RanksFailed`` with the failures of all ranks; the pool is then discarded and the next call gets a new one, as it does
+if too many of gloo's threads remain. The environment of the workers is that at the first call, plus RANK, WORLD_SIZE,
+LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.support.worker import RELEASE, STOP, Call, Report, serve
 
 R = TypeVar("R")
 
-# What the server has imported its workers need not: a pool of four would pay for it four times.
+# The server imports these once; otherwise each worker of a pool would.
 # Torch's compiler is imported by its optimizers, at the first step.
 PRELOADED = [
     *("pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.optim"),
     *("megapar.trainer", "megapar.tools.launcher.agent"),
 ]
-# gloo's threads outlive their groups where something holds these (DTensor's caches hold every mesh) and wake a hundred
+# gloo's threads outlive their groups if something holds these (DTensor's caches hold every mesh) and wake a hundred
 # times a second: a pool with more is replaced, which takes half a second.
 MOST_THREADS = 16
 # After a first failure the other ranks get this long to report theirs (their peers' connections are closed by then).
@@ -50,8 +50,9 @@ GRACE_SECONDS = 5.0
 class RanksFailed(AssertionError):
     """At least one rank failed, died or did not answer.
 
-    failures: rank -> what happened, in the order in which it was noticed; ranks that succeeded are not in it.
-    signals: rank -> number of the signal that killed it, for those that died by one of their own.
+    Attributes:
+        failures: Rank -> description of its failure, in the order in which they were noticed.
+        signals: Rank -> number of the signal that killed it, for ranks that this kit did not kill.
     """
 
     def __init__(self, title: str, failures: dict[int, str], signals: dict[int, int]) -> None:
@@ -71,14 +72,14 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function`` on every rank of a warm pool and return the results in rank order.
 
-    group=True: called as ``function(rank, world_size, *args)`` with the default process group of ``backend`` made
-    ("gloo", or "late" of tests.support.late). group=False: called as ``function(rank, world_size, rendezvous, *args)``
-    without one; ``rendezvous`` is the path of a file for ``init_method=f"file://{rendezvous}"``. Whatever groups are
-    left are destroyed afterwards, when every rank has finished.
+    With ``group`` it is called as ``function(rank, world_size, *args)``, after the default process group of ``backend``
+    ("gloo", or "late" of tests.support.late) was made. Without ``group`` it is called as ``function(rank,
+    world_size, rendezvous, *args)``, where ``rendezvous`` is the path of a file for
+    ``init_method=f"file://{rendezvous}"``. Remaining groups are destroyed after every rank has finished.
 
-    timeout: seconds until the stacks of all ranks that have not finished are collected and the pool is killed.
-    Function, arguments and results travel by pickle; tensors are copied. Calls on numbers of ranks that differ may run
-    at once, from threads of the test. Raises RanksFailed.
+    After ``timeout`` seconds the stacks of all ranks that have not finished are collected and the pool is killed.
+    Function, arguments and results are pickled; tensors are copied. Calls on different numbers of ranks may run at
+    the same time, from threads of the test. Raises RanksFailed.
     """
     with _STARTING:
         pool = _POOLS.get(world_size)
@@ -95,7 +96,7 @@ def run_ranks(
 
 
 def forked() -> ForkServerContext:
-    """What starts processes that have torch and the trainer imported already."""
+    """Return the context whose processes start with torch and the trainer imported."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server imports torch
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
@@ -104,7 +105,7 @@ def forked() -> ForkServerContext:
 
 
 def side_by_side(world_size: int, layout: Callable[[], R], alone: Callable[[], R]) -> tuple[R, R]:
-    """What a call on ``world_size`` ranks and one on a single rank come to, both at once.
+    """Return the results of a call on ``world_size`` ranks and of one on a single rank, which run at the same time.
 
     Ranks wait for each other most of the time, and leave the cores to the single one.
     """
@@ -117,19 +118,25 @@ def side_by_side(world_size: int, layout: Callable[[], R], alone: Callable[[], R
 
 @dataclass(frozen=True)
 class Worker:
-    """The parent's end of one worker process. stacks: the file its stacks go to."""
+    """The parent's end of one worker process.
+
+    Attributes:
+        process: The process.
+        connection: Connection to it.
+        stacks: File that it writes its stacks to.
+    """
 
     process: ForkServerProcess
     connection: Connection
     stacks: Path
 
     def said(self) -> str:
-        """Its stacks; nothing where it had not begun."""
+        """Return its stacks; "" before it has begun."""
         return self.stacks.read_text() if self.stacks.exists() else ""
 
 
 class Pool:
-    """``world_size`` warm processes, each one rank for as long as it lives."""
+    """``world_size`` warm processes, each of which is the same rank in every call."""
 
     def __init__(self, world_size: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="megapar-ranks-"))
@@ -145,18 +152,18 @@ class Pool:
             self.workers.append(Worker(process, ours, stacks))
 
     def alive(self) -> bool:
-        """Whether every worker can take a call."""
+        """Return True if every worker can take a call."""
         return all(worker.process.is_alive() for worker in self.workers)
 
     def threads(self) -> int:
-        """Of the worker that has most; 0 where the system does not say."""
+        """Return the threads of the worker with the most; 0 if the system does not show them."""
         folders = [Path(f"/proc/{worker.process.pid}/task") for worker in self.workers]
         return max(len(os.listdir(folder)) if folder.is_dir() else 0 for folder in folders)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, group: bool, backend: str
     ) -> Any:
-        """One call; see ``run_ranks``. After a failure the pool is unusable."""
+        """Run one call, see ``run_ranks``. After a failure the pool is unusable."""
         self.calls += 1
         rendezvous = self.folder / f"rendezvous-{self.calls}"
         message = pickle.dumps(Call(function, args, group, backend, str(rendezvous), timeout))
@@ -173,7 +180,7 @@ class Pool:
         return [pickle.loads(watch.results[rank]) for rank in range(len(self.workers))]  # noqa: S301 (own children)
 
     def close(self) -> None:
-        """End all workers: those that wait for a call go by themselves, the others are killed."""
+        """End all workers: those that wait for a call exit, the others are killed."""
         for worker in self.workers:
             _send(worker, STOP)
             worker.connection.close()
@@ -237,16 +244,18 @@ class _Watch:
         self.failures[rank] = f"{cause}\n{worker.said()}"
 
     def collect_stacks(self) -> None:
-        """Make every rank that is still busy write its stacks and end."""
+        """Make every rank that is still busy write its stacks and exit."""
         for worker in self.pending.values():
-            os.kill(worker.process.pid or 0, signal.SIGUSR1)
+            assert worker.process.pid is not None
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(worker.process.pid, signal.SIGUSR1)
         for rank, worker in self.pending.items():
             worker.process.join(GRACE_SECONDS)
             stacks = worker.said() or "no stacks: the process did not answer SIGUSR1"
             self.failures[rank] = f"still running; its stacks:\n{stacks}"
 
     def title(self, name: str, world_size: int) -> str:
-        """The first line of the error."""
+        """Return the first line of the error."""
         if self.timed_out:
             late = sorted(self.pending)
             return f"{name} on {world_size} ranks: ranks {late} did not finish in {self.timeout:g} seconds"

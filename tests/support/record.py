@@ -8,7 +8,7 @@ from megapar.training.reports.record import Record
 
 
 def record(iteration: int, **values: Any) -> Record:
-    """A record of round numbers; ``values`` replace some of them."""
+    """Return a record of round numbers; ``values`` replace some of them."""
     numbers: dict[str, Any] = {
         **{"time": f"2026-01-01T00:00:{iteration % 60:02}.000+00:00", "consumed_samples": 8 * iteration},
         **{"consumed_tokens": 1024 * iteration, "lm_loss": 1.5, "sop_loss": None, "mtp_loss": None, "aux_loss": None},

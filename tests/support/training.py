@@ -29,7 +29,7 @@ COMMON = (
 
 
 def run(world_size: int, kind: str, *flags: str) -> Outcome:
-    """Train a small model; what rank 0 returned. Flags come after the small model's own and win over them."""
+    """Train a small model and return the outcome of rank 0. ``flags`` override those of the small model."""
     outcome = run_ranks(world_size, _train, kind, last_wins((*SMALL[kind], *COMMON), flags), group=False)[0]
     assert isinstance(outcome, Outcome)
     return outcome
@@ -42,6 +42,6 @@ def _train(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequen
 
 
 def last_wins(base: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """``base`` (pairs of name and value) without the names that ``flags`` give."""
+    """Return ``base`` (pairs of name and value) without the names in ``flags``, then ``flags``."""
     pairs = zip(base[::2], base[1::2], strict=True)
     return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)

@@ -12,10 +12,11 @@ from megapar.data.tokens.store import StoreBlend, TokenStore
 
 
 class Unigram(NamedTuple):
-    """Nats per token under the training tokens' own frequencies.
+    """Nats per token under the frequencies of the training tokens.
 
-    train: their entropy. heldout: the cross-entropy of the held-out tokens under them (counts plus one), not a number
-    where nothing is held out.
+    Attributes:
+        train: Their entropy.
+        heldout: Cross-entropy of the held-out tokens under them (counts plus one); NaN if nothing is held out.
     """
 
     train: float
@@ -23,7 +24,10 @@ class Unigram(NamedTuple):
 
 
 def unigram_entropy(corpus: Corpus) -> Unigram:
-    """Counted over all tokens, end tokens included; of random tokens it is known. Streamed tokens cannot be counted."""
+    """Return the entropy over all tokens, including end tokens; for random tokens, the known one.
+
+    Streamed tokens cannot be counted.
+    """
     if corpus.stores is None:
         assert isinstance(corpus.tokenizer, MockTokenizer)
         known = float(np.log(len(corpus.tokenizer.ordinary_ids)))
@@ -39,7 +43,7 @@ def unigram_entropy(corpus: Corpus) -> Unigram:
 
 
 def blend_counts(blend: StoreBlend, size: int) -> np.ndarray:
-    """[size]: how often each id occurs, each store as often as its weight says."""
+    """Return the counts of each id [size], in which each store has its weight."""
     counts = [store_counts(store, size) for store in blend.stores]
     if blend.weights is None:
         return np.asarray(sum(counts))
@@ -49,7 +53,7 @@ def blend_counts(blend: StoreBlend, size: int) -> np.ndarray:
 
 
 def store_counts(store: TokenStore, size: int) -> np.ndarray:
-    """[size] int64: how often each id occurs."""
+    """Return the counts of each id, int64 [size]."""
     total = np.zeros(size, dtype=np.int64)
     for start in range(0, len(store.tokens), 1 << 22):
         total += np.bincount(store.tokens[start : start + (1 << 22)], minlength=size)

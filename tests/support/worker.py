@@ -1,4 +1,4 @@
-"""What one worker process of the test kit does: take a call, be one rank of it, report, and start clean again."""
+"""A worker process of the test kit: it takes a call, runs it as one rank, reports, and resets itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ OBJECT_COLLECTIVES = (
 class Call:
     """One call of ``run_ranks``, the same for every rank.
 
-    group: whether the default process group is made for the function. rendezvous: path of this call's file store.
+    Attributes:
+        function: The function to call.
+        args: Its further arguments.
+        group: Make the default process group for the function.
+        backend: Backend of the group.
+        rendezvous: Path of the file store of this call.
+        timeout_seconds: Time limit of the parent.
     """
 
     function: Callable[..., Any]
@@ -46,16 +52,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Report:
-    """How one rank's call ended: its pickled result, or a traceback."""
+    """The end of one rank's call: its pickled result, or a traceback."""
 
     result: bytes | None
     failure: str
 
 
 def serve(connection: Connection, rank: int, world_size: int, stacks: Path) -> None:
-    """Serve calls until told to stop or until the parent is gone; never returns.
+    """Serve calls until ``STOP`` or until the parent is gone. Does not return.
 
-    stacks: file that takes the Python stacks of all threads on SIGUSR1 (which then ends the process) and on a crash.
+    Args:
+        connection: Connection to the parent.
+        rank: Rank of this worker.
+        world_size: Number of ranks.
+        stacks: File for the Python stacks of all threads, on a crash and on SIGUSR1, which then ends the process.
     """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
@@ -79,7 +89,7 @@ def serve(connection: Connection, rank: int, world_size: int, stacks: Path) -> N
 
 
 def _refuse_object_collectives() -> None:
-    """Ranks exchange tensors and JSON: whatever unpickles would run what any rank sends."""
+    """Refuse collectives that unpickle: they would run code that any rank sends. Ranks exchange tensors and JSON."""
 
     def refused(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +140,7 @@ def _invoke(call: Call, rank: int, world_size: int) -> Any:
 
 
 def _reset() -> None:
-    """Put back what a test may have changed in this process."""
+    """Undo what a test may have changed in this process."""
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)

@@ -80,14 +80,16 @@ def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
         assert json.loads((tmp_path / "kernels.json").read_text())["operators"]["mm"]["calls"] > 0
 
 
-def test_the_order_is_the_days_and_unknown_parts_are_refused(tmp_path):
+def test_the_order_is_the_days_and_unknown_parts_and_models_are_refused():
     assert list(run.PARTS) == [
         *("operators", "attention", "ampipe", "waits", "kernels"),
         *("equivalence", "micro", "throughput", "curve", "predicted"),
     ]
-    done = subprocess.run([str(ROOT / "scripts/gpu_day.sh"), "--parts", "ops"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "no such parts: ops" in done.stderr
+    for option, word in (("--parts", "ops"), ("--models", "gpt")):
+        line = [str(ROOT / "scripts/gpu_day.sh"), option, word]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert f"no such {option[2:]}: {word}" in done.stderr
 
 
 @pytest.fixture

@@ -153,6 +153,7 @@ TOOLS = [
     (["rules", "show", "mp-head"], "mp-head is not a row. Did you mean mp-heads", "or"),
     (["rules", "show"], "show needs the name of a row"),
     (["convert", "hf-to-megapar", "run", "out"], "run contains no config.json"),
+    (["convert", "megapar-to-hf", "run", "out", "--shard-mb", "0"], "'0' is not a whole number >= 1"),
     (
         ["data", "train-tokenizer", "--input", "corpus.jsonl", "--vocab-size", "300", "--output", "corpus.jsonl"],
         "--output corpus.jsonl already exists",

@@ -27,6 +27,14 @@ def test_it_draws_text_and_picture_for_a_cluster_that_is_not_there(
     assert svg.read_text().startswith("<svg")
 
 
+def test_a_picture_that_cannot_be_written_ends_in_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg = tmp_path / "missing" / "schedule.svg"
+    assert plan("--svg", str(svg), "pretrain_moe.py", *FOUR, "--gradient-merge-acc-step", "8") == 1
+    assert f"--svg {svg} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 def test_costs_of_chunks_move_the_bubble(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("pretrain_ernie.py", *FOUR, "--gradient-merge-acc-step", "8")
     assert plan("--chunk-costs", *flags) == 0

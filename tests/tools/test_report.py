@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import resource
 import shutil
 import struct
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from megapar.arguments import parse
+from megapar.core.comm.world import World
+from megapar.core.device.pick import pick
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.speed import Speed
@@ -22,7 +28,8 @@ from megapar.tools.run_page.curve_sections import LOSSES, panels
 from megapar.tools.run_page.document import SCRIPTS, own_file
 from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
 from megapar.training.reports.monitor import _percentiles
-from megapar.training.reports.run_facts import _earlier_starts
+from megapar.training.reports.profile import Profile
+from megapar.training.reports.run_facts import NAME, _earlier_starts, write_facts
 from tests.support.training import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -184,6 +191,14 @@ def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp
     assert "<b>12</b><span>iterations" in page
 
 
+def test_a_page_that_cannot_be_written_ends_in_no_traceback(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "missing" / "page.html"
+    assert main(["report", str(finished), "--output", str(output)]) == 1
+    assert f"{output} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: None, lambda path: path.write_text("{}")])
 def test_a_folder_without_metrics_is_refused(tmp_path: Path, make, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     make(tmp_path / "run")
@@ -225,6 +240,35 @@ def test_resumes_are_kept_and_layout_changes_told_apart(tmp_path: Path) -> None:
     run = run_folder.RunFolder("run", [], {"starts": starts}, [], {})
     assert [(start.iteration, start.changed) for start in run.restarts] == [(5, False), (9, True)]
     assert run.restarts[1].layout == "2 ranks: dp 2"
+
+
+def test_facts_that_do_not_fit_on_the_disk_leave_those_of_the_starts_before(tmp_path: Path) -> None:
+    config, world = parse("moe", ["--data-path", "mock"], {}), SimpleNamespace(device=pick("cpu"))
+
+    def write(first: int) -> None:
+        write_facts(tmp_path, config, cast(World, world), 1e12, "measured", 1000, first)
+
+    write(1)
+    before = (tmp_path / NAME).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert (tmp_path / NAME).read_bytes() == before
+    assert len(_earlier_starts(tmp_path / NAME, 5)) == 1
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    profile = Profile("1:1", tmp_path / "file" / "run", pick("cpu"), lambda: None)
+    profile.before_step(1)
+    with pytest.warns(RuntimeWarning, match=r"file/run/trace\.json cannot be written"):
+        profile.after_step(1)
+    profile.close()
 
 
 def test_a_page_of_several_runs_has_a_curve_of_each_and_the_flags_that_differ(finished: Path, tmp_path: Path) -> None:

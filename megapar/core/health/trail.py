@@ -40,18 +40,18 @@ class DigestRecord(NamedTuple):
     """A finished trail, on the host.
 
     Attributes:
-        places: The places, in order of execution.
-        digests: One for each place.
+        points: The points, in order of execution.
+        digests: One for each point.
     """
 
-    places: tuple[DigestPoint, ...]
+    points: tuple[DigestPoint, ...]
     digests: tuple[int, ...]
 
     def local(self) -> DigestRecord:
         """Return the record without the digests that depend on other ranks' micro-batches."""
-        kept = [number for number, place in enumerate(self.places) if place.phase != REDUCED]
+        kept = [number for number, point in enumerate(self.points) if point.phase != REDUCED]
         return DigestRecord(
-            tuple(self.places[number] for number in kept), tuple(self.digests[number] for number in kept)
+            tuple(self.points[number] for number in kept), tuple(self.digests[number] for number in kept)
         )
 
     def hash(self) -> int:
@@ -61,13 +61,13 @@ class DigestRecord(NamedTuple):
 
 
 def first_difference(one: DigestRecord, other: DigestRecord) -> DigestPoint | None:
-    """Return the earliest place at which two runs of the same step differ, or None if they are equal."""
-    if one.places != other.places:
-        pairs = zip(one.places, other.places, strict=False)
-        differing = [mine for mine, theirs in pairs if mine != theirs] or [*one.places, *other.places]
+    """Return the earliest point at which two runs of the same step differ, or None if they are equal."""
+    if one.points != other.points:
+        pairs = zip(one.points, other.points, strict=False)
+        differing = [mine for mine, theirs in pairs if mine != theirs] or [*one.points, *other.points]
         return differing[0]._replace(name=f"the order of work at {differing[0].name}")
-    pairs_of_digests = zip(one.places, one.digests, other.digests, strict=True)
-    return min((place for place, mine, theirs in pairs_of_digests if mine != theirs), default=None)
+    pairs_of_digests = zip(one.points, one.digests, other.digests, strict=True)
+    return min((point for point, mine, theirs in pairs_of_digests if mine != theirs), default=None)
 
 
 class DigestTrail:
@@ -79,7 +79,7 @@ class DigestTrail:
 
     def __init__(self, units: Sequence[str]) -> None:
         self._order: Mapping[str, int] = {name: number for number, name in enumerate(dict.fromkeys(units))}
-        self._places: list[DigestPoint] = []
+        self._points: list[DigestPoint] = []
         self._digests: list[Tensor] = []
 
     def output(self, unit: str, value: Any, name: str = "") -> None:
@@ -125,10 +125,10 @@ class DigestTrail:
     def end(self) -> DigestRecord:
         """Return the record. Waits for the device."""
         digests: list[int] = torch.stack(self._digests).tolist() if self._digests else []
-        return DigestRecord(tuple(self._places), tuple(digests))
+        return DigestRecord(tuple(self._points), tuple(digests))
 
-    def _add(self, place: DigestPoint, tensor: Tensor) -> None:
-        self._places.append(place)
+    def _add(self, point: DigestPoint, tensor: Tensor) -> None:
+        self._points.append(point)
         self._digests.append(digest(tensor))
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -105,6 +106,9 @@ class Watchdog:
         self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
         self._store = store
         self._listener = None if store is None else AlarmListener(store, self._pause)
+        if self._listener is not None:
+            # Of a watchdog that is dropped without a close, as a trainer's that never ran.
+            weakref.finalize(self, self._listener.close)
 
     def start(self) -> None:
         """Start the thread, unless it is running."""

@@ -56,7 +56,7 @@ class Figure:
         title: Caption.
         kind: Name of the function in ``page.js`` that draws it.
         body: Input of that function, as JSON values.
-        unit: Unit of its values, behind the caption.
+        unit: Unit of its values, after the caption.
         note: Sentence under it.
         wide: It has the whole width of the page.
         height: Height in pixels.

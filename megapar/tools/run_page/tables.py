@@ -21,7 +21,7 @@ _FLAG_ROW = '<tr class="flag">'
 
 
 def summary(run: RunFolder) -> dict[str, str]:
-    """Return what is said first of a run: name -> value."""
+    """Return the main figures of a run: name -> value."""
     last, facts = run.records[-1], run.facts
     parts = {"iterations": f"{last['iteration']:,}", "tokens": _count(float(last["consumed_tokens"]))}
     parts["loss"] = f"{last['loss']:.4f}"

@@ -10,7 +10,7 @@ micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,6 +30,7 @@ from megapar.training.building.pipeline_split import effective_schedule, make_st
 DENSE, EXPERTS = "dense", "moe"
 FULL = 3  # the sharding stage that also shards parameters
 Depth = Mapping[str, int]  # kind -> layers
+_MAKERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def _traced(config: Config) -> Sums:
     device = FakeGpu(torch.device(kind))
     tally = Tally(kind, device.locked)
     with ExitStack() as stack:
-        for context in (as_on_a_gpu(device), _NumbersWritten(tally)):
+        for context in (as_on_a_gpu(device), _NumbersCopied(tally)):
             stack.enter_context(context)
         trainer = stack.enter_context(pretend(config, rank, tally, device, WaitTally(tally), padded=False))
         trainer.step()  # the first step allocates buffers
@@ -193,18 +194,34 @@ def _traced(config: Config) -> Sums:
     return tally.sums
 
 
-class _NumbersWritten(TorchFunctionMode):
-    """Counts writes of a Python number to one element of a tensor: on a GPU, a copy that the host waits for."""
+class _NumbersCopied(TorchFunctionMode):
+    """Counts copies of Python numbers to a GPU, which the host waits for and which no operator on "meta" shows.
+
+    A tensor that is made of numbers is one, and a write of a number to one element of a tensor.
+    """
 
     def __init__(self, tally: Tally) -> None:
         super().__init__()
         self._tally = tally
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function and count a wait if it writes a number to one element."""
-        if func is Tensor.__setitem__ and isinstance(args[2], (int, float)):
-            tensor, index = args[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-            numbers = sum(isinstance(one, int) for one in index)
-            if isinstance(tensor, FakeTensor) and tensor.device.type == "meta" and numbers == tensor.dim():
-                self._tally.wait()
-        return func(*args, **(kwargs or {}))
+        """Run the function and count a wait if it copies numbers."""
+        result = func(*args, **(kwargs or {}))
+        if _made_of_numbers(func, args, result) or (func is Tensor.__setitem__ and _one_written(*args)):
+            self._tally.wait()
+        return result
+
+
+def _made_of_numbers(func: Any, args: Sequence[Any], made: Any) -> bool:
+    """Return True if a function has made a tensor on the device of Python numbers."""
+    data = args[1:] if func is Tensor.new_tensor else args
+    is_maker = func in _MAKERS and not any(isinstance(x, Tensor) for x in data)
+    return is_maker and isinstance(made, Tensor) and made.device.type == "meta"
+
+
+def _one_written(tensor: Tensor, index: Any, value: Any) -> bool:
+    """Return True if an assignment writes a number to one element of a tensor on the device."""
+    places = index if isinstance(index, tuple) else (index,)
+    on_device = isinstance(tensor, FakeTensor) and tensor.device.type == "meta"
+    numbers = sum(isinstance(one, int) for one in places)
+    return on_device and isinstance(value, (int, float)) and numbers == tensor.dim()

@@ -19,11 +19,9 @@ from megapar.tools.translation.verdict import (
     SAME,
     UNNECESSARY,
     UNSUPPORTED,
+    Decided,
 )
 from megapar.training.step.schedules import BatchSize
-
-# (verdict, megapar flags, reason)
-Decided = tuple[str, str, str]
 
 
 def _number(given: Mapping[str, str], name: str, default: float = 1.0) -> float:

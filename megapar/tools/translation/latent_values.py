@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megapar.tools.translation.verdict import IMPLIED, RENAMED, SAME, UNNECESSARY, UNSUPPORTED
-
-Given = Mapping[str, str]
-Decided = tuple[str, str, str]
+from megapar.tools.translation.verdict import IMPLIED, RENAMED, SAME, UNNECESSARY, UNSUPPORTED, Decided, Given
 
 _SWITCHES = ("multi-latent-attention", "multi-head-latent-attention")
 _WITHOUT = (UNNECESSARY, "", "no effect without --multi-latent-attention")

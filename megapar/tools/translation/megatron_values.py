@@ -23,10 +23,10 @@ from megapar.tools.translation.verdict import (
     SAME,
     UNNECESSARY,
     UNSUPPORTED,
+    Decided,
+    Given,
 )
 
-Decided = tuple[str, str, str]
-Given = Mapping[str, str]
 WARMUPS = ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens")
 SET_ELSEWHERE = "another argument sets the warmup"
 

@@ -5,12 +5,12 @@ Tested in ``tests/tools/translation/test_mindspeed.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from megapar.config.values import FALSE
-from megapar.tools.translation.verdict import UNNECESSARY, Foreign
+from megapar.tools.translation.verdict import UNNECESSARY, Decided, Foreign, Given
 
-Function = Callable[[str, Mapping[str, str]], tuple[str, str, str]]
+Function = Callable[[str, Given], Decided]
 
 
 def off(value: str) -> bool:
@@ -37,7 +37,7 @@ def unless(text: str, verdict: str) -> tuple[dict[str, Foreign], dict[str, Funct
 
 
 def _function(values: tuple[str, ...], requires: tuple[str, ...], verdict: str, reason: str) -> Function:
-    def decide(value: str, given: Mapping[str, str]) -> tuple[str, str, str]:
+    def decide(value: str, given: Given) -> Decided:
         if requires and not any(name in given and not off(given[name]) for name in requires):
             return UNNECESSARY, "", f"no effect without --{requires[0]}"
         if off(value) or any(_equal(value, word) for word in values):

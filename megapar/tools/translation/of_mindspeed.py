@@ -9,7 +9,7 @@ import ast
 from collections.abc import Mapping
 from itertools import accumulate
 
-from megapar.tools.translation.decided import DECIDED, Decided
+from megapar.tools.translation.decided import DECIDED
 from megapar.tools.translation.neutral import Function
 from megapar.tools.translation.verdict import (
     ANOTHER,
@@ -20,6 +20,7 @@ from megapar.tools.translation.verdict import (
     SAME,
     UNNECESSARY,
     UNSUPPORTED,
+    Decided,
 )
 
 _INERT = "MindSpeed parses it but does nothing since core_r0.12.1; megapar supports it, with the same numbers"

@@ -11,7 +11,6 @@ import math
 import shlex
 from collections.abc import Mapping
 
-from megapar.tools.translation.decided import Decided
 from megapar.tools.translation.given import by_ernie_4_5, first, is_on, number
 from megapar.tools.translation.neutral import Function, off
 from megapar.tools.translation.verdict import (
@@ -21,6 +20,7 @@ from megapar.tools.translation.verdict import (
     RENAMED,
     UNNECESSARY,
     UNSUPPORTED,
+    Decided,
 )
 
 

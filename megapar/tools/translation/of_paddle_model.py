@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megapar.tools.translation.decided import Decided
 from megapar.tools.translation.given import by_ernie_4_5, first, is_on, number
 from megapar.tools.translation.neutral import Function, off
-from megapar.tools.translation.verdict import ANOTHER, IMPLIED, OTHER, RENAMED, UNNECESSARY, UNSUPPORTED
+from megapar.tools.translation.verdict import ANOTHER, IMPLIED, OTHER, RENAMED, UNNECESSARY, UNSUPPORTED, Decided
 
 
 def _layers(value: str, given: Mapping[str, str]) -> Decided:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from megapar.tools.translation.verdict import ANOTHER, IMPLIED, RENAMED, SAME, UNNECESSARY
+from megapar.tools.translation.latent_values import is_latent
+from megapar.tools.translation.verdict import ANOTHER, IMPLIED, RENAMED, SAME, UNNECESSARY, Decided, Given
 
-Decided = tuple[str, str, str]
-Given = Mapping[str, str]
-_LATENT = ("multi-latent-attention", "multi-head-latent-attention")
 _KNOWN = ("llama3", "yarn")
 
 
@@ -25,10 +23,6 @@ def _number(text: str | None, default: float) -> float:
     except ValueError:
         return default
     return number if math.isfinite(number) else default
-
-
-def _latent(given: Given) -> bool:
-    return any(name in given for name in _LATENT)
 
 
 def _factor(given: Given) -> float:
@@ -42,7 +36,7 @@ def _scaling(given: Given) -> str:
     """Return the formula that a script scales by, "" for none."""
     if "rope-scaling-type" in given:
         return given["rope-scaling-type"]
-    if _latent(given):
+    if is_latent(given):
         return "yarn" if given.get("rope-type", "yarn") == "yarn" and _factor(given) != 1 else ""
     if "use-rope-scaling" in given:
         return "llama3"
@@ -69,7 +63,7 @@ def _type(value: str, given: Given) -> Decided:
 def _rope_type(value: str, given: Given) -> Decided:
     if value == "rope":
         return IMPLIED, "", "RoPE is scaled by other arguments only"
-    if not _latent(given):
+    if not is_latent(given):
         return UNNECESSARY, "", "no effect in Megatron-LM without --multi-latent-attention"
     if _scaling(given) == "yarn":
         return IMPLIED, "", "set by --rotary-scaling-factor"
@@ -77,13 +71,13 @@ def _rope_type(value: str, given: Given) -> Decided:
 
 
 def _llama3(value: str, given: Given) -> Decided:
-    if _latent(given):
+    if is_latent(given):
         return UNNECESSARY, "", "no effect in Megatron-LM with --multi-latent-attention"
     return RENAMED, "--rope-scaling-type llama3", ""
 
 
 def _rope_factor(value: str, given: Given) -> Decided:
-    if _scaling(given) not in _KNOWN or ("rope-scaling-type" not in given and _latent(given)):
+    if _scaling(given) not in _KNOWN or ("rope-scaling-type" not in given and is_latent(given)):
         return UNNECESSARY, "", "no effect without RoPE scaling"
     return SAME, f"--rope-scaling-factor {value}", ""
 
@@ -134,7 +128,7 @@ def _mscale_all_dim(value: str, given: Given) -> Decided:
 def _share(value: str, given: Given) -> Decided:
     if _number(value, 1.0) in (0.0, 1.0):
         return UNNECESSARY, "", "RoPE rotates all features of a head"
-    if _latent(given):
+    if is_latent(given):
         return ANOTHER, "", "in multi-latent attention all features of --qk-pos-emb-head-dim are rotated"
     return SAME, f"--rotary-percent {value}", ""
 

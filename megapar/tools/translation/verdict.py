@@ -5,6 +5,7 @@ Tested in ``tests/tools/translation/test_megatron_tables.py``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 SAME, RENAMED, IMPLIED, UNNECESSARY = "same", "renamed", "implied", "unnecessary"
@@ -17,6 +18,11 @@ VERDICTS = (SAME, RENAMED, IMPLIED, UNNECESSARY, UNSUPPORTED, OTHER, ANOTHER, LE
 
 # With one of these verdicts, the command is not the script's training.
 CHANGING = (OTHER, ANOTHER, UNKNOWN)
+
+Given = Mapping[str, str]
+"""Arguments of a script: normalized name -> value."""
+Decided = tuple[str, str, str]
+"""The translation of one argument: verdict, megapar flags, reason."""
 
 
 @dataclass(frozen=True)

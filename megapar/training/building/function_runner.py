@@ -45,7 +45,7 @@ def try_triton(world: World) -> None:
     if not reason:
         triton_operators.use(device)
     elif world.rank == 0:
-        message = f"Triton's kernels are not used, because {reason}; the numbers are the same but for rounding"
+        message = f"Triton's kernels are not used, because {reason}; the numbers are the same except for rounding"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 

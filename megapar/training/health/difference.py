@@ -26,29 +26,29 @@ def where(world: World) -> str:
     return f"rank {number} on {socket.gethostname()}, {world.device.torch_device} ({world.device.name})"
 
 
-class Named(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first difference between results.
 
     Attributes:
         text: Description for messages.
         ranks: Global ranks that differ there.
-        places: Names of the differing tensors.
+        tensors: Names of the differing tensors.
     """
 
     text: str
     ranks: tuple[int, ...]
-    places: tuple[str, ...]
+    tensors: tuple[str, ...]
 
 
-def first_over_ranks(place: DigestPoint | None, world: World) -> Named:
+def first_over_ranks(point: DigestPoint | None, world: World) -> FirstDifference:
     """Return the earliest difference over all ranks, with the ranks that differ there. Every rank must call it."""
     everyone, device = world.axis("world"), world.device.torch_device
-    rows = numbers_of_all([1, 0, 0] if place is None else [0, place.phase, place.order], everyone, device)
-    names = texts_of_all("" if place is None else place.name, everyone, device)
+    rows = numbers_of_all([1, 0, 0] if point is None else [0, point.phase, point.order], everyone, device)
+    names = texts_of_all("" if point is None else point.name, everyone, device)
     nodes = texts_of_all(where(world), everyone, device)
     ranks = tuple(rank for rank, row in enumerate(rows) if row == min(rows) and not row[0])
     text = listed([f"{names[rank]} of {nodes[rank]}" for rank in ranks])
-    return Named(text, ranks, tuple(dict.fromkeys(names[rank] for rank in ranks)))
+    return FirstDifference(text, ranks, tuple(dict.fromkeys(names[rank] for rank in ranks)))
 
 
 def listed(texts: Sequence[str]) -> str:

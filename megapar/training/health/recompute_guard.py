@@ -30,7 +30,7 @@ from megapar.core.pipeline.schedule import GPIPE
 from megapar.data.batches import Loader
 from megapar.errors import CorruptionError
 from megapar.training.building.job import Job
-from megapar.training.health.difference import ADVICE, Named, first_over_ranks, listed, suspects, where
+from megapar.training.health.difference import ADVICE, FirstDifference, first_over_ranks, listed, suspects, where
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.gradients import Gradients
 
@@ -173,12 +173,12 @@ class RecomputeGuard:
         pairs = [(one, other) for number, one in enumerate(runs) for other in runs[number + 1 :]]
         differences = [first_difference(one, other) for one, other in pairs]
         local = any(first_difference(one.local(), other.local()) for one, other in pairs)
-        flags = [*(place is not None for place in differences), local]
+        flags = [*(point is not None for point in differences), local]
         rows = numbers_of_all(flags, world.axis("world"), world.device.torch_device)
         *differ, local_count = (sum(column) for column in zip(*rows, strict=True))
         if not any(differ):
             return True
-        named = first_over_ranks(min((place for place in differences if place is not None), default=None), world)
+        named = first_over_ranks(min((point for point in differences if point is not None), default=None), world)
         # If only a minority of ranks do not repeat, they are faulty. If most do not, this kind of device does not.
         if len(runs) > 2 and all(differ) and (local_count == 0 or 2 * local_count > len(rows)):
             self.enabled = False
@@ -190,7 +190,7 @@ class RecomputeGuard:
         message = (
             f"iteration {iteration}: a micro-batch that was run again gave other bits: first {named.text}. {ADVICE}"
         )
-        raise CorruptionError(message, named.ranks, named.places)
+        raise CorruptionError(message, named.ranks, named.tensors)
 
     def _alike(self) -> bool:
         """Return True if all devices are of one kind, so that their results can be compared."""
@@ -209,7 +209,7 @@ class RecomputeGuard:
         wrong = [row[0] != rows[rank - 1][1] for rank, row in enumerate(rows)]
         if not any(wrong):
             return
-        first: Named | None = None
+        first: FirstDifference | None = None
         if len({length for row in rows for length in row[2:]}) == 1:
             everything = numbers_of_all([*own.digests, *swapped.digests], data, device)
             there = own._replace(digests=tuple(everything[data.rank - 1][len(own.digests) :]))
@@ -222,5 +222,5 @@ class RecomputeGuard:
             f"{'' if len(at_fault) == 1 else 'one of '}{named}"
             f"{f'; they first differ in {first.text}' if first else ''}. {ADVICE}",
             [data.ranks[rank] for rank in at_fault],
-            first.places if first else (),
+            first.tensors if first else (),
         )

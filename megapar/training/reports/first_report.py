@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -35,5 +36,7 @@ def is_first_to_report(text: str, environ: Mapping[str, str]) -> bool:
 
 def _store(environ: Mapping[str, str]) -> dist.Store:
     if file := environ.get(RANK_FILE):
+        if not Path(file).parent.is_dir():  # torch would wait for it for five minutes, with the interpreter lock
+            raise FileNotFoundError(f"{file} is gone with its launcher")
         return dist.FileStore(file)
     return dist.TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, timeout=_PATIENCE)

@@ -5,6 +5,7 @@ Tested in ``tests/tools/test_report.py``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,15 @@ class Profile:
             self.close()
 
     def close(self) -> None:
-        """Write the recorded steps, also if the run ends early."""
-        if self._profiler is not None and self._folder is not None:
-            self._profiler.stop()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._folder / NAME))
-            self._profiler = None
+        """Write the recorded steps, also if the run ends early. Warns if that fails: training goes on."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None or self._folder is None:
+            return
+        profiler.stop()
+        path = self._folder / NAME
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:  # of the folder; torch reports the file itself, without an error
+            message = f"--profile: {path} cannot be written: {error}. Training continues"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)

@@ -17,6 +17,7 @@ import torch
 
 from megapar import __version__
 from megapar.arguments import FLAGS, Config
+from megapar.core.checkpoint.durable import write_file
 from megapar.core.comm.world import World
 
 NAME = "run.json"
@@ -34,7 +35,7 @@ SHOWN_ENVIRONMENT = (
 def write_facts(
     folder: Path, config: Config, world: World, peak_flops: float, peak_source: str, parameters: int, first: int
 ) -> None:
-    """Write the effective configuration with origins, the ranks and the environment. One rank calls it.
+    """Write the effective configuration with origins, the ranks and the environment. One rank calls it. Raises OSError.
 
     Args:
         folder: Folder of the metrics.
@@ -70,7 +71,8 @@ def write_facts(
         },
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / NAME).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    # In one step: a kill or a full disk leaves the file of the earlier starts.
+    write_file(folder / NAME, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def _configuration(config: Config) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,6 +37,14 @@ def test_ranks_of_one_node_meet_by_the_launchers_file() -> None:
     (first, said), (second, also_said) = run_ranks(2, meet_by_the_launchers_file, group=False)
     assert (first, second) == (b"1", b"0")
     assert sorted(said + also_said) == [False, False, False, True]
+
+
+def test_an_error_is_printed_at_once_if_the_launchers_folder_is_gone(tmp_path: Path) -> None:
+    file = str(tmp_path / "gone" / "ranks-1")
+    environ = {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", RANK_FILE: file}
+    started = time.monotonic()
+    assert is_first_to_report("a", environ)
+    assert time.monotonic() - started < 60  # torch waits 300 s, and holds the interpreter lock meanwhile
 
 
 def test_a_file_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,24 +56,24 @@ def test_the_earliest_place_is_the_forward_s_first_unit_or_the_backward_s_last()
         trail.gradient(unit, f"{unit}.weight", one)
     trail.reduced(one)
     trace = trail.end()
-    assert len(trace.places) == 7
-    assert [place.phase for place in trace.places] == [FORWARD] * 4 + [BACKWARD] * 2 + [REDUCED]
+    assert len(trace.points) == 7
+    assert [point.phase for point in trace.points] == [FORWARD] * 4 + [BACKWARD] * 2 + [REDUCED]
 
     def changed(*numbers: int) -> DigestPoint | None:
         digests = [value + (number in numbers) for number, value in enumerate(trace.digests)]
         return first_difference(trace, trace._replace(digests=tuple(digests)))
 
     assert changed() is None
-    assert changed(2, 3, 4) == trace.places[2]
-    assert changed(4, 5, 6) == trace.places[4]
-    assert trace.places[4].name == "the gradient of layers.1.weight"
-    assert len(trace.local().places) == 6
+    assert changed(2, 3, 4) == trace.points[2]
+    assert changed(4, 5, 6) == trace.points[4]
+    assert trace.points[4].name == "the gradient of layers.1.weight"
+    assert len(trace.local().points) == 6
     assert trace.hash() != trace.local().hash()
 
 
 def test_runs_that_do_not_do_the_same_differ() -> None:
-    places = DigestPoint(FORWARD, 0, "a"), DigestPoint(FORWARD, 1, "b")
-    found = first_difference(DigestRecord(places, (1, 2)), DigestRecord(places[:1], (1,)))
+    points = DigestPoint(FORWARD, 0, "a"), DigestPoint(FORWARD, 1, "b")
+    found = first_difference(DigestRecord(points, (1, 2)), DigestRecord(points[:1], (1,)))
     assert found is not None
     assert found.name == "the order of work at a"
 
@@ -83,7 +83,7 @@ def test_outputs_of_units_are_noted_while_they_are_watched() -> None:
     with trail.watching({"layers.0": (layer,)}):
         layer(torch.ones(1, 2))
     layer(torch.ones(1, 2))
-    assert [place.name for place in trail.end().places] == ["the output of layers.0"]
+    assert [point.name for point in trail.end().points] == ["the output of layers.0"]
 
 
 def test_a_head_beside_the_copy_of_an_embedding_is_the_head() -> None:
@@ -92,4 +92,4 @@ def test_a_head_beside_the_copy_of_an_embedding_is_the_head() -> None:
     trail = DigestTrail(["embedding", "layers.0", "head"])
     with trail.watching({"embedding": (head,), "layers.0": (layer,), "head": (head,)}):
         head(layer(torch.ones(1, 2)))
-    assert [place.name for place in trail.end().places] == ["the output of layers.0", "the output of head"]
+    assert [point.name for point in trail.end().points] == ["the output of layers.0", "the output of head"]

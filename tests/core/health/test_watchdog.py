@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -268,6 +269,17 @@ def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: 
         assert ended.wait(30)
     watchdog.close()
     assert "save has taken" in told[0]
+
+
+def test_the_listener_of_a_watchdog_that_nobody_closes_ends_with_it() -> None:
+    before = set(threading.enumerate())
+    watchdog = Watchdog(Sections({"step": 0.5}))
+    watchdog.meet(0, 2, dist.HashStore(), FlightRecorder(), dict)
+    (listening,) = set(threading.enumerate()) - before
+    del watchdog
+    gc.collect()
+    listening.join(30)
+    assert not listening.is_alive()
 
 
 def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:

@@ -25,6 +25,7 @@ from megapar.tools.launcher.launch_options import read
 from megapar.tools.launcher.preflight import describe
 from megapar.tools.launcher.stopper import Stopper
 from tests.support.command import Command, clean_environ
+from tests.support.process import wait_for
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]
@@ -104,13 +105,6 @@ def test_ranks_get_flags_environment_and_threads(tmp_path: Path) -> None:
     done = launch(tmp_path, "--nproc-per-node", "2", script(tmp_path, body), "--lr", "1", OMP_NUM_THREADS="7")
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("got"))
     assert lines == [f"got {rank} 2 7 ['--lr', '1']" for rank in range(2)]
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not appear"
-        time.sleep(0.05)
 
 
 def start(tmp_path: Path, body: str, *options: str) -> Command:

@@ -16,7 +16,7 @@ from megapar.core.health.parent import started
 from megapar.tools.launcher.stopper import Stopped, Stopper, children
 from megapar.tools.launcher.waiting import Waiting
 from tests.support.command import Command, clean_environ
-from tests.support.process import finish, read_until
+from tests.support.process import finish, read_until, wait_for
 from tests.support.process import start as run
 
 ROOT = Path(__file__).parents[3]
@@ -38,13 +38,6 @@ while not os.path.exists(f'{folder}/go'): asked.wait(0.01)
 leave('saved')
 os._exit(0)
 """
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path.name} did not appear"
-        threading.Event().wait(0.02)
 
 
 def start(folder: Path, *options: str, ignored: Sequence[signal.Signals] = (), body: str = RANK) -> Command:

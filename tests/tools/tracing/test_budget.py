@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.arguments import parse
 from megapar.tools.main import main
-from megapar.tools.tracing.budget import Budget, budget
+from megapar.tools.tracing.budget import Budget, _NumbersCopied, budget
+from megapar.tools.tracing.tally import Tally
 from scripts.trace_cuda_budgets import BUDGETS, LAYERS
 from tests.support.ranks import run_ranks
 
@@ -94,6 +97,21 @@ def test_the_figures_are_those_that_the_trace_on_fake_cuda_is_held_to(name):
         if (row.layer, row.operator, row.label) == (name, "*", "*") and row.figure in figures:
             most, least = (row.bound, figures[row.figure])[:: -1 if row.figure == "rows" else 1]
             assert least <= most, row
+
+
+def test_numbers_that_become_a_tensor_or_an_element_are_waited_for():
+    tally = Tally("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True), tally, _NumbersCopied(tally):
+        x = torch.empty(3, device="meta")
+        torch.tensor([1, 2], device="meta")
+        torch.as_tensor([1.0], device="meta")
+        x.new_tensor([1])
+        x[0] = 2
+        assert tally.sums.waits.total() == 4
+        torch.tensor([1, 2])
+        torch.as_tensor(x)
+        x[:] = 2
+        assert tally.sums.waits.total() == 4
 
 
 def test_json_has_the_layers_and_the_waits(capsys):
