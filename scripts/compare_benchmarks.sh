@@ -6,13 +6,5 @@
 #   scripts/compare_benchmarks.sh 4f3c225
 #   scripts/compare_benchmarks.sh 4f3c225 checkpoint "sharding, link" --rounds 8 --results figures.jsonl
 set -euo pipefail
-cd "$(dirname "$0")/.."
 revision=${1:?pass a revision: scripts/compare_benchmarks.sh origin/main}
-shift
-tree=$(mktemp -d)
-trap 'git worktree remove --force "$tree"' EXIT
-git worktree add --quiet --detach "$tree" "$revision"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python=.venv/bin/python
-[ -x "$python" ] || python=python
-"$python" -m benchmarks.support.revisions "$tree" "$@"
+exec "$(dirname "$0")/with_revision.sh" "$revision" benchmarks.support.revisions "${@:2}"

@@ -6,13 +6,5 @@
 #   scripts/compare_speed.sh origin/main
 #   scripts/compare_speed.sh HEAD~3 --rounds 41
 set -euo pipefail
-cd "$(dirname "$0")/.."
 revision=${1:?pass a revision: scripts/compare_speed.sh origin/main}
-shift
-tree=$(mktemp -d)
-trap 'git worktree remove --force "$tree"' EXIT
-git worktree add --quiet --detach "$tree" "$revision"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python=.venv/bin/python
-[ -x "$python" ] || python=python
-"$python" -m benchmarks.throughput.compare "$tree" "$@"
+exec "$(dirname "$0")/with_revision.sh" "$revision" benchmarks.throughput.compare "${@:2}"

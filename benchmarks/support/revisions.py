@@ -99,8 +99,13 @@ def figures(entry: Entry, tree: Path) -> Figures:
 
 
 def compare(name: str, rounds: list[dict[str, Figures]]) -> dict[str, dict[str, Any]]:
-    """Return the ratio of this tree's time to the other's, and its 95 % interval, by figure."""
+    """Return the ratio of this tree's time to the other's, and its 95 % interval, by figure.
+
+    Raises RuntimeError if the trees have no figure in common.
+    """
     common = set.intersection(*(set(done) for both in rounds for done in both.values()))
+    if not common:
+        raise RuntimeError(f"{name}: no figure that both trees print matches {ENTRIES[name].figures}")
     result: dict[str, dict[str, Any]] = {}
     for path in sorted(common):
         mine, theirs = ([both[tree] for both in rounds] for tree in ("this tree", "the other"))
@@ -115,12 +120,16 @@ def main() -> int:
     """Race, print a table and a line of JSON per benchmark; status 1 if this tree is slower in one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="a checkout of another revision")
-    parser.add_argument("names", nargs="*", choices=[*ENTRIES, []], help="benchmarks (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(map(repr, ENTRIES))}; default: all"
+    )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--results", type=Path, help="add a line of JSON for each benchmark to this file")
     options = parser.parse_args()
     if options.rounds < 6:
         parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
+    if unknown := [name for name in options.names if name not in ENTRIES]:
+        parser.error(f"no benchmarks {unknown}; choose from {list(ENTRIES)}")
     trees = {"this tree": HERE, "the other": options.other.resolve()}
     slower = False
     for name in options.names or ENTRIES:
