@@ -51,28 +51,36 @@ ENTRIES = {
         "prepare/.*/(one|all|plain.*)",
         speeds=True,
     ),
+    "data, loader": _entry("benchmarks.data.run --part loader", "loader/(trained|read)", speeds=True),
+    "data, open": _entry("benchmarks.data.run --part open", "open/(seconds|sample_seconds)"),
+    "convert": _entry(
+        "benchmarks.convert.run --hidden 2048 --inner 7168 --experts 3",
+        "(hf-to-megapar|megapar-to-hf)/(seconds|peak_bytes)",
+    ),
     "pipeline": _entry("benchmarks.pipeline.run --rounds 1 --milliseconds 20", "bubble/.*/seconds"),
     "recompute": _entry("benchmarks.recompute.run --rounds 1", "rounds/.*/seconds"),
     "reliability": _entry("benchmarks.reliability.run --rounds 6 --steps 1", "step_seconds"),
     "sharding": _entry(
         "benchmarks.sharding.run --part machine --dtype fp32 --rounds 1", ".*tokens_per_second/.*", speeds=True
     ),
-    "sharding, link": _entry(
-        "benchmarks.sharding.run --part link --dtype fp32 --rounds 1", ".*tokens_per_second/.*", speeds=True
+    "sharding, link": _entry("benchmarks.sharding.run --part link --dtype fp32 --rounds 1", ".*/seconds/.*"),
+    "tensor parallel": _entry(
+        "benchmarks.tensor_parallel.run --part speed --rounds 1", "speed/tokens_per_second/.*", speeds=True
     ),
-    "tensor parallel": _entry("benchmarks.tensor_parallel.run --part speed --rounds 1", ".*seconds.*"),
     "tensor parallel, link": _entry("benchmarks.tensor_parallel.run --part hidden --rounds 1", ".*seconds/.*"),
     "communication hiding": _entry(
         "benchmarks.communication_hiding.run --rounds 1 --rates 170mbit", "rates/0/seconds/.*"
     ),
     "ERNIE": _entry(
-        "benchmarks.throughput.run --ranks 1 --model ernie --no-limit --rounds 1", ".*tokens.*", speeds=True
+        "benchmarks.throughput.run --ranks 1 --model ernie --dtype fp32 --peer eager --no-limit --rounds 5",
+        ".*/seconds/.*",
     ),
     "experts": _entry(
-        "benchmarks.throughput.run --ranks 1 --model moe --no-limit --rounds 1", ".*tokens.*", speeds=True
+        "benchmarks.throughput.run --ranks 1 --model moe --dtype fp32 --peer eager --no-limit --rounds 5",
+        ".*/seconds/.*",
     ),
     "experts, two processes": _entry(
-        "benchmarks.throughput.run --ranks 2 --model moe --no-limit --rounds 1", ".*tokens.*", speeds=True
+        "benchmarks.throughput.run --ranks 2 --model moe --dtype fp32 --peer ddp --no-limit --rounds 5", ".*/seconds/.*"
     ),
 }
 
@@ -87,14 +95,18 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def figures(entry: Entry, tree: Path) -> Figures:
-    """Run a benchmark in a tree and return its figures as times."""
+    """Run a benchmark in a tree and return its figures as times.
+
+    Raises RuntimeError if it printed none that are compared.
+    """
     environ = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", *entry.line]
     done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise RuntimeError(f"{' '.join(command)} in {tree} printed no line of JSON:\n{done.stderr[-2000:]}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")] or ["{}"]
     found = {path: value for path, value in leaves(json.loads(lines[-1])) if re.fullmatch(entry.figures, path)}
+    if not found:
+        told = f"status {done.returncode}\n{lines[-1][:2000]}\n{done.stderr[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} in {tree} printed nothing that matches {entry.figures}: {told}")
     return {path: 1 / value if entry.speeds else value for path, value in found.items() if value}
 
 
@@ -116,8 +128,35 @@ def compare(name: str, rounds: list[dict[str, Figures]]) -> dict[str, dict[str, 
     return result
 
 
+def race(name: str, trees: Mapping[str, Path], rounds: int, results: Path | None) -> bool:
+    """Run a benchmark in both trees in turns, and print a table and a line of JSON.
+
+    Returns False if this tree is slower or if the benchmark failed in one of the trees, which does not stop the others.
+    """
+    done: list[dict[str, Figures]] = []
+    try:
+        for number in range(rounds):
+            order = list(trees) if number % 2 else list(reversed(trees))
+            done.append({tree: figures(ENTRIES[name], trees[tree]) for tree in order})
+        found = compare(name, done)
+    except RuntimeError as error:
+        print(f"{name}: {error}\n", file=sys.stderr)
+        return False
+    rows = [
+        (path, f"{figure['ratio']:.3f}", "{:.3f} to {:.3f}".format(*figure["interval"]), "slower" * figure["slower"])
+        for path, figure in found.items()
+    ]
+    print_table((name, "time / the other's", "95 % interval", ""), rows)
+    result = {"benchmark": name, "machine": machine("cpu"), "rounds": rounds, "figures": found}
+    print_json(result)
+    if results:
+        with results.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+    return not any(figure["slower"] for figure in found.values())
+
+
 def main() -> int:
-    """Race, print a table and a line of JSON per benchmark; status 1 if this tree is slower in one of them."""
+    """Compare the named benchmarks; status 1 if this tree is slower in one of them, or one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="a checkout of another revision")
     parser.add_argument(
@@ -131,30 +170,8 @@ def main() -> int:
     if unknown := [name for name in options.names if name not in ENTRIES]:
         parser.error(f"no benchmarks {unknown}; choose from {list(ENTRIES)}")
     trees = {"this tree": HERE, "the other": options.other.resolve()}
-    slower = False
-    for name in options.names or ENTRIES:
-        rounds: list[dict[str, Figures]] = []
-        for number in range(options.rounds):
-            order = list(trees) if number % 2 else list(reversed(trees))
-            rounds.append({tree: figures(ENTRIES[name], trees[tree]) for tree in order})
-        found = compare(name, rounds)
-        slower = slower or any(figure["slower"] for figure in found.values())
-        rows = [
-            (
-                path,
-                f"{figure['ratio']:.3f}",
-                "{:.3f} to {:.3f}".format(*figure["interval"]),
-                "slower" * figure["slower"],
-            )
-            for path, figure in found.items()
-        ]
-        print_table((name, "time / the other's", "95 % interval", ""), rows)
-        result = {"benchmark": name, "machine": machine("cpu"), "rounds": options.rounds, "figures": found}
-        print_json(result)
-        if options.results:
-            with options.results.open("a") as file:
-                file.write(json.dumps(result) + "\n")
-    return int(slower)
+    passed = [race(name, trees, options.rounds, options.results) for name in options.names or ENTRIES]
+    return int(not all(passed))
 
 
 if __name__ == "__main__":
