@@ -1,0 +1,63 @@
+"""Two trees of megapar, compared benchmark by benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.support.revisions import ENTRIES, Entry, leaves, race
+
+RESULTS = Path(__file__).parents[2] / "benchmarks"
+
+
+def tree(folder: Path, seconds: float) -> Path:
+    package = folder / "benchmarks"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "drawn.py").write_text(f"print('{json.dumps({'seconds': {'step': seconds, 'peer': 1.0}})}')")
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    monkeypatch.setitem(ENTRIES, "drawn", Entry(("benchmarks.drawn",), "seconds/.*"))
+    return {"this tree": tree(tmp_path / "mine", 1.1), "the other": tree(tmp_path / "theirs", 1.0)}
+
+
+def test_a_slower_tree_fails_and_the_figures_say_where(two: dict[str, Path], tmp_path: Path) -> None:
+    assert not race("drawn", two, 6, tmp_path / "results.jsonl")
+    figures = json.loads((tmp_path / "results.jsonl").read_text())["figures"]
+    assert figures["seconds/step"]["ratio"] == pytest.approx(1.1)
+    assert {path for path, figure in figures.items() if figure["slower"]} == {"seconds/step"}
+    assert race("drawn", {"this tree": two["the other"], "the other": two["this tree"]}, 6, None)
+
+
+def test_speeds_are_compared_as_times(two: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENTRIES, "drawn", Entry(("benchmarks.drawn",), "seconds/.*", speeds=True))
+    assert race("drawn", two, 6, None)
+
+
+def test_no_figure_that_matches_fails_at_once_with_what_was_printed(
+    two: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(ENTRIES, "drawn", Entry(("benchmarks.drawn",), "tokens/.*"))
+    assert not race("drawn", two, 6, None)
+    told = capsys.readouterr().err
+    assert told.count("printed nothing that matches tokens/.*") == 1
+    assert '"step": 1.0' in told
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_pattern_matches_a_figure_of_a_committed_result(name: str) -> None:
+    entry = ENTRIES[name]
+    folder = RESULTS / entry.line[0].split(".")[1] / "results"
+    paths = [path for file in folder.glob("*.json*") for result in records(file) for path, _ in leaves(result)]
+    assert any(re.fullmatch(entry.figures, path) for path in paths)
+
+
+def records(file: Path) -> list[object]:
+    text = file.read_text()
+    return [json.loads(text)] if file.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
