@@ -91,9 +91,12 @@ class Row:
     @property
     def batch(self) -> int:
         """Samples of the global batch."""
-        flags = ("--mp-degree", "--pp-degree", "--cp-degree")
-        share = prod(int(self.layout[self.layout.index(flag) + 1]) for flag in flags if flag in self.layout)
+        share = prod(map(self.layout_degree, ("--mp-degree", "--pp-degree", "--cp-degree")))
         return self.world_size // share * self.micro_batch * self.accumulation
+
+    def layout_degree(self, flag: str) -> int:
+        """Return the value of a flag of the layout that takes a number; 1 without it."""
+        return int(self.layout[self.layout.index(flag) + 1]) if flag in self.layout else 1
 
     @property
     def kind(self) -> str:

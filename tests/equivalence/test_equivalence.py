@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -60,9 +61,14 @@ def _steps(row: Row) -> int:
     return MORE_STEPS if "--progressive-iters" in row.options or set(MOVES) <= set(row.layout) else STEPS
 
 
-def _cost(row: Row) -> float:
-    """Starting ranks costs more than their steps, except where ERNIE 3.0 writes: there each step is many passes."""
-    return 2 + row.world_size * (3 if row.model == "ernie3" else 1)
+def _cost(row: Row, steps: int = STEPS) -> float:
+    """Estimate what a row costs: starting ranks, and what they compute, of which a slice is a call of its own.
+
+    ERNIE 3.0 computes more, because it also writes.
+    """
+    ranks = row.world_size // row.layout_degree("--pp-degree")
+    calls = ranks * row.accumulation * row.layout_degree("--ampipe-degree")
+    return 2 + row.world_size + steps / STILL_STEPS * calls * (3 if row.model == "ernie3" else 1)
 
 
 def _marked(rows: Sequence[Row], suite: Collection[Row]) -> list[ParameterSet]:
@@ -75,12 +81,12 @@ def _covered_pairs(rows: Sequence[Row]) -> list[ParameterSet]:
     return _marked(rows, set(covering(rows, lambda row: row.traits, 2, _cost)))
 
 
-def _covered_layouts(rows: Sequence[Row]) -> list[ParameterSet]:
+def _covered_layouts(rows: Sequence[Row], steps: int = STEPS) -> list[ParameterSet]:
     """Rows, of which the suite runs a covering set of models and of what a layout consists of.
 
     What options of a model do to a layout is a matter of its mathematics, and in the rows of fp64.
     """
-    return _marked(rows, set(covering(rows, lambda row: row.layout_traits, 1, _cost)))
+    return _marked(rows, set(covering(rows, lambda row: row.layout_traits, 1, partial(_cost, steps=steps))))
 
 
 ALL_LATENT_ROWS = (*LATENT_ROWS, *LATENT_CONTEXT_ROWS)
@@ -168,8 +174,10 @@ def _rounding(rows: Sequence[Row], suite: Sequence[Row] | None = None) -> list[P
 
     What three traits do together is mathematics, and in the rows of fp64. suite: by default a covering set of layouts.
     """
-    steady = covering([_steady(row) for row in rows], lambda row: row.traits, 2, _cost)
-    return _covered_layouts(steady) if suite is None else _marked([*dict.fromkeys((*suite, *steady))], suite)
+    steady = covering([_steady(row) for row in rows], lambda row: row.traits, 2, partial(_cost, steps=STILL_STEPS))
+    return (
+        _covered_layouts(steady, STILL_STEPS) if suite is None else _marked([*dict.fromkeys((*suite, *steady))], suite)
+    )
 
 
 BF16_ROWS = _rounding(ROWS)
