@@ -25,7 +25,10 @@ def main() -> None:
         parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
     with tempfile.TemporaryDirectory() as folder:
         trees = {"this tree": HERE, "the other": options.other.resolve()}
-        ranks = {name: _ranks(tree, Path(folder) / name.replace(" ", "-")) for name, tree in trees.items()}
+        ranks = {
+            name: _ranks(tree, Path(folder) / name.replace(" ", "-"), trees["the other"])
+            for name, tree in trees.items()
+        }
         with Contest(ranks) as contest:
             times = contest.rounds(options.rounds, {name: (name, "step") for name in trees}, warmup=3)
     ratio = paired(times["this tree"], times["the other"])
@@ -41,13 +44,16 @@ def main() -> None:
     sys.exit(slower)
 
 
-def _ranks(tree: Path, folder: Path) -> list[Rank]:
-    """Return the ranks of a tree, which run its own package and benchmark, because module names differ."""
+def _ranks(tree: Path, folder: Path, other: Path) -> list[Rank]:
+    """Return the ranks of a tree, which run its own package and benchmark, because module names differ.
+
+    Both read the quickstart of the other tree, as it is usually older and would refuse a key that came later.
+    """
     folder.mkdir()
     for name in ("megapar", "benchmarks"):
         (folder / name).symlink_to(tree / name)
     script = ["-m", "benchmarks.throughput.quickstart_rank", "--rendezvous", f"file://{folder / 'meet'}"]
-    config = str(HERE / "configs/quickstart.yaml")
+    config = str(other / "configs/quickstart.yaml")
     path = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
     return [
         Rank(
