@@ -1,6 +1,9 @@
-"""``pretrain_moe.py`` that notes how many bytes of Python objects it holds, at the steps of BENCHMARK_COUNT_AT.
+"""``pretrain_moe.py`` that notes what rank 0 has in use, every few steps.
 
-BENCHMARK_COUNT_AT='{"at": [600, 2000], "file": "objects.jsonl"}' ... benchmarks/long_run/counted.py FLAGS
+BENCHMARK_COUNTED='{"every": 40, "file": "counted.jsonl"}' ... benchmarks/long_run/counted.py FLAGS
+
+A line of the file has the iteration, live_bytes and python_blocks (``benchmarks/support/heap.py``). It is written
+before a step that is saved, when nothing of the last save is left.
 """
 
 from __future__ import annotations
@@ -11,22 +14,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.objects import object_bytes
+from benchmarks.support.heap import live_bytes, python_blocks
 from megapar.arguments import parse_or_exit
 from megapar.trainer import Trainer, main
 
-WANTED = json.loads(os.environ["BENCHMARK_COUNT_AT"])
+WANTED = json.loads(os.environ["BENCHMARK_COUNTED"])
 
 
 def count() -> None:
-    """Make the trainer count its objects after the wanted steps, on rank 0."""
+    """Make the trainer note what is in use, on rank 0."""
     kept = Trainer.step
 
     def step(self: Trainer) -> Any:
         done = kept(self)
-        if self.progress.iteration in WANTED["at"]:
+        iteration = self.progress.iteration
+        if iteration % WANTED["every"] == WANTED["every"] - 1:
+            blocks = python_blocks()
+            line = {"iteration": iteration, "python_blocks": blocks, "live_bytes": live_bytes()}
             with Path(WANTED["file"]).open("a") as file:
-                line = {"iteration": self.progress.iteration, "bytes": object_bytes()}
                 file.write(json.dumps(line) + "\n")
         return done
 
