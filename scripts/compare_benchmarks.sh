@@ -7,4 +7,4 @@
 #   scripts/compare_benchmarks.sh 4f3c225 checkpoint "sharding, link" --rounds 8 --results figures.jsonl
 set -euo pipefail
 revision=${1:?pass a revision: scripts/compare_benchmarks.sh origin/main}
-exec "$(dirname "$0")/with_revision.sh" "$revision" benchmarks.support.revisions "${@:2}"
+exec "$(dirname "$0")/with_revision.sh" "$revision" benchmarks.revisions.run "${@:2}"

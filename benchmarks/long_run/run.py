@@ -172,13 +172,14 @@ def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
 
 
 def growth(done: Run, steps: int) -> dict[str, float]:
-    """Return late over early medians: of steps, of the fixed work, of what rank 0 held since the last start."""
+    """Return late over early medians: steps, the fixed work, what rank 0 held since the first save of the last start."""
     seconds = [(i, record["iteration_seconds"]) for i, record in done.records.items()]
     found = {"step_seconds": _late_over_early(seconds, 0, steps), "work_seconds": _late_over_early(done.work, 0, steps)}
     found["steps_over_work"] = found["step_seconds"] / found["work_seconds"]
     last = max(held.attempt for held in done.held)
     own = [held for held in done.held if held.rank == 0 and held.attempt == last]
-    start = min(held.iteration for held in own)
+    # Saving in the background takes a copy of the state in host memory and a thread, at the first save of a start.
+    start = (min(held.iteration for held in own) // SAVED_EVERY + 1) * SAVED_EVERY
     for name, early in (("resident_bytes", FILLED), ("files", EARLY), ("threads", EARLY)):
         values = [(held.iteration, getattr(held, name)) for held in own]
         found[name] = _late_over_early(values, start, steps, early)
@@ -253,6 +254,7 @@ def main() -> int:
         grown = growth(done, options.steps)
         losses = [done.records[i]["lm_loss"] for i in sorted(done.records)]
         found[name] = {"status": done.status, "steps": len(losses), "kills": done.kills, "late_over_early": grown}
+        found[name]["counted"] = list(done.counted.values())
         ends = (f"{statistics.mean(losses[:20]):.3f}", f"{statistics.mean(losses[-100:]):.3f}")
         rows.append(
             (name, str(len(losses)), *ends, str(len(done.kills)), *(f"{value:.3f}" for value in grown.values()))

@@ -37,9 +37,10 @@ UNPREDICTED: Mapping[str, str] = {
     "gpu_model": "a model of one H200 from traced kernels; nothing of it is measured yet",
     "guards": "a hundredth of a step, below the error of a plan",
     "host_time": "the host's time for a layer too small to compute; a plan has the launches of a GPU",
-    "long_run": "growth of times and memory over 2,000 steps; a plan has one step",
+    "long_run": "growth of times and memory over 600 steps; a plan has one step",
     "prediction": "published runs, in this folder's own tables",
     "reliability": "a thousandth of a step, and the start of processes",
+    "revisions": "ratios of two trees of megapar, which have the same plan",
 }
 ALLOWED = 0.2  # error of the others than the following
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.revisions import ENTRIES, Entry, leaves, race
+from benchmarks.revisions.run import ENTRIES, Entry, leaves, race
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
 
