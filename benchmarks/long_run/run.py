@@ -172,7 +172,7 @@ def _held(pid: int, rank: int, iteration: int, attempt: int) -> Held | None:
 
 
 def growth(done: Run, steps: int) -> dict[str, float]:
-    """Return late over early medians: steps, the fixed work, what rank 0 held since the first save of the last start."""
+    """Return late over early medians of steps, fixed work, and what rank 0 held since the last start's first save."""
     seconds = [(i, record["iteration_seconds"]) for i, record in done.records.items()]
     found = {"step_seconds": _late_over_early(seconds, 0, steps), "work_seconds": _late_over_early(done.work, 0, steps)}
     found["steps_over_work"] = found["step_seconds"] / found["work_seconds"]
