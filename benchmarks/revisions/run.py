@@ -105,8 +105,8 @@ def figures(entry: Entry, tree: Path) -> Figures:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")] or ["{}"]
     found = {path: value for path, value in leaves(json.loads(lines[-1])) if re.fullmatch(entry.figures, path)}
     if not found:
-        told = f"status {done.returncode}\n{lines[-1][:2000]}\n{done.stderr[-2000:]}"
-        raise RuntimeError(f"{' '.join(command)} in {tree} printed nothing that matches {entry.figures}: {told}")
+        printed = f"status {done.returncode}\n{lines[-1][:2000]}\n{done.stderr[-2000:]}"
+        raise RuntimeError(f"{' '.join(command)} in {tree} printed nothing that matches {entry.figures}: {printed}")
     return {path: 1 / value if entry.speeds else value for path, value in found.items() if value}
 
 

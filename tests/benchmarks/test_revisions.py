@@ -45,9 +45,9 @@ def test_no_figure_that_matches_fails_at_once_with_what_was_printed(
 ) -> None:
     monkeypatch.setitem(ENTRIES, "drawn", Entry(("benchmarks.drawn",), "tokens/.*"))
     assert not race("drawn", two, 6, None)
-    told = capsys.readouterr().err
-    assert told.count("printed nothing that matches tokens/.*") == 1
-    assert '"step": 1.0' in told
+    error = capsys.readouterr().err
+    assert error.count("printed nothing that matches tokens/.*") == 1
+    assert '"step": 1.0' in error
 
 
 @pytest.mark.parametrize("name", ENTRIES)
