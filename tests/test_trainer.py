@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.support.objects import object_bytes
 from megapar.arguments import parse
 from megapar.trainer import Trainer, train
 from megapar.training.step import bad_steps as numbers
+from tests.support.objects import object_bytes
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.training import COMMON, SMALL, last_wins, run
 

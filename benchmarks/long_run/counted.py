@@ -2,7 +2,7 @@
 
 BENCHMARK_COUNTED='{"every": 40, "file": "counted.jsonl"}' ... benchmarks/long_run/counted.py FLAGS
 
-A line of the file has the iteration, live_bytes and python_blocks (``benchmarks/support/heap.py``). It is written
+A line of the file has the iteration, and what the functions of ``benchmarks/support/heap.py`` return. It is written
 before a step that is saved, when nothing of the last save is left.
 """
 
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.heap import live_bytes, python_blocks
+from benchmarks.support.heap import bytes_outside_heap, live_bytes, python_blocks
 from megapar.arguments import parse_or_exit
 from megapar.trainer import Trainer, main
 
@@ -29,8 +29,8 @@ def count() -> None:
         done = kept(self)
         iteration = self.progress.iteration
         if iteration % WANTED["every"] == WANTED["every"] - 1:
-            blocks = python_blocks()
-            line = {"iteration": iteration, "python_blocks": blocks, "live_bytes": live_bytes()}
+            line = {"iteration": iteration, "python_blocks": python_blocks()}
+            line |= {"live_bytes": live_bytes(), "bytes_outside_heap": bytes_outside_heap()}
             with Path(WANTED["file"]).open("a") as file:
                 file.write(json.dumps(line) + "\n")
         return done

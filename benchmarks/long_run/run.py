@@ -32,13 +32,16 @@ from benchmarks.support.table import machine, print_json, print_table
 
 ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 2.0
-SHORTEST = 100  # steps of a start, below which there is nothing to compare
+SHORTEST_START = 100  # steps of a start, below which there is no look at it
 # Parts of a run, or of its last start, that are compared. glibc's heap, from which megapar lets it return nothing,
-# grows during the first half, while what is in use does not: what a process holds is compared after that (FILLED).
+# grows during the first half, while what is in use does not: the sum of heap and rest is compared after that (FILLED),
+# what is in use of the heap, and the rest, throughout.
 EARLY, FILLED, LATE = (0.1, 0.3), (0.6, 0.8), (0.8, 1.0)
 # Kills are in the first part of a run, so that the last start has many steps, over which its memory is compared.
 KILLS_UNTIL = 0.5
 SAVED_EVERY = 40  # steps; no kill comes at a step that is saved
+# Steps of a run, below which the early part of its last start, after its first save, may have no count.
+SHORTEST = round((SAVED_EVERY / (EARLY[1] - EARLY[0]) + SAVED_EVERY) / (1 - KILLS_UNTIL))
 EVALUATED_EVERY = 20  # steps; each start evaluates before the early part, so that what this loads is there
 # Late over early. steps_over_work: seconds of a step relative to those of the fixed work. live_bytes: malloc has handed
 # them out on rank 0. resident_bytes includes what an allocator keeps; files may not grow. python_blocks_per_step is not
@@ -46,6 +49,7 @@ EVALUATED_EVERY = 20  # steps; each start evaluates before the early part, so th
 LIMITS = {
     "steps_over_work": 1.1,
     "live_bytes": 1.01,
+    "bytes_outside_heap": 1.05,
     "resident_bytes": 1.05,
     "files": 1.0,
     "threads": 1.0,
@@ -183,8 +187,10 @@ def growth(done: Run, steps: int) -> dict[str, float]:
     for name, early in (("resident_bytes", FILLED), ("files", EARLY), ("threads", EARLY)):
         values = [(held.iteration, getattr(held, name)) for held in own]
         found[name] = _late_over_early(values, start, steps, early)
-    counted = {name: [(i, line[name]) for i, line in done.counted.items()] for name in ("live_bytes", "python_blocks")}
-    found["live_bytes"] = _late_over_early(counted["live_bytes"], start, steps)
+    names = ("live_bytes", "bytes_outside_heap", "python_blocks")
+    counted = {name: [(i, line[name]) for i, line in done.counted.items()] for name in names}
+    for name in names[:2]:
+        found[name] = _late_over_early(counted[name], start, steps)
     between = (sum(LATE) - sum(EARLY)) / 2 * (steps - start)
     before, after = (_part(counted["python_blocks"], start, steps, part) for part in (EARLY, LATE))
     found["python_blocks_per_step"] = (after - before) / between
@@ -242,8 +248,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    if options.steps * KILLS_UNTIL < SHORTEST * options.restarts:
-        parser.error(f"a look every {LOOK_SECONDS:g} s needs {SHORTEST} steps and more of every start")
+    if options.steps < SHORTEST or options.steps * KILLS_UNTIL < SHORTEST_START * options.restarts:
+        parser.error(f"compares {SHORTEST} steps and more, and {SHORTEST_START} and more of every start")
     kills = [round(options.steps * KILLS_UNTIL * part / options.restarts) for part in range(1, options.restarts + 1)]
     runs: dict[str, Run] = {}
     for name in options.only:
@@ -261,7 +267,7 @@ def main() -> int:
         )
     heads = ("run", "steps", "first 20 losses", "last 100", "kills")
     ratios = ("late / early: seconds of a step", "of fixed work", "steps / work", "memory held", "files", "threads")
-    print_table((*heads, *ratios, "memory in use", "blocks of Python a step"), rows)
+    print_table((*heads, *ratios, "memory in use", "outside the heap", "blocks of Python a step"), rows)
     bad = any(done.status or len(done.records) != options.steps for done in runs.values())
     for name in runs:
         for what, value in found[name]["late_over_early"].items():

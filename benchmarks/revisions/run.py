@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.contest import Figures, paired, paired_interval
+from benchmarks.support.contest import SLOWER, Figures, paired, paired_interval
 from benchmarks.support.table import machine, print_json, print_table
 
 HERE = Path(__file__).resolve().parents[2]
-SLOWER = 1.03
 
 
 @dataclass(frozen=True)

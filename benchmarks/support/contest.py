@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 Figures = dict[str, float]
+SLOWER = 1.03  # a median ratio of times above this, with an interval above 1, is slower
 ANSWER = "answer: "  # begins the lines of ``serve``
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import sys
+from pathlib import Path
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
@@ -20,10 +22,23 @@ def live_bytes() -> int:
 
     Needs glibc 2.33 or later.
     """
+    info = _malloc_info()
+    return int(info.uordblks + info.hblkhd)
+
+
+def bytes_outside_heap() -> int:
+    """Return the resident bytes that do not belong to malloc: code, small Python objects, mapped files and memory."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    info = _malloc_info()
+    return resident - int(info.arena + info.hblkhd)
+
+
+def _malloc_info() -> _MallocInfo:
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallocInfo
     info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    assert isinstance(info, _MallocInfo)
+    return info
 
 
 def python_blocks() -> int:

@@ -7,12 +7,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.support.contest import Contest, Rank, median, paired, paired_interval
+from benchmarks.support.contest import SLOWER, Contest, Rank, median, paired, paired_interval
 from benchmarks.support.table import print_json, print_table
 
 HERE = Path(__file__).resolve().parents[2]
 RANKS = 2
-SLOWER = 1.03
 
 
 def main() -> None:

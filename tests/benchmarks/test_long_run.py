@@ -13,7 +13,9 @@ from benchmarks.support.heap import live_bytes, python_blocks
 STEPS = 600
 
 
-def run(*, blocks_a_step: float = 0, live_a_step: float = 0, held: float = 0, start: int = 0) -> Run:
+def run(
+    *, blocks_a_step: float = 0, live_a_step: float = 0, held: float = 0, outside: float = 0, start: int = 0
+) -> Run:
     """A run whose last start is after a step, and which grows by so much."""
     steps = range(1, STEPS + 1)
     return Run(
@@ -22,7 +24,11 @@ def run(*, blocks_a_step: float = 0, live_a_step: float = 0, held: float = 0, st
         held=[Held(i, 0, int(i > start), int(8e8 * (1 + held * (i > STEPS / 2))), 9, 5) for i in steps],
         work=[(i, 0.02) for i in steps],
         counted={
-            i: {"python_blocks": 900_000 + blocks_a_step * i, "live_bytes": 4e8 + live_a_step * i}
+            i: {
+                "python_blocks": 900_000 + blocks_a_step * i,
+                "live_bytes": 4e8 + live_a_step * i,
+                "bytes_outside_heap": 2e8 * (1 + outside * i / STEPS),
+            }
             for i in range(39, STEPS, 40)
         },
     )
@@ -40,9 +46,10 @@ def test_a_run_that_keeps_a_record_of_each_step_is_found_and_a_flat_one_is_not()
 def test_kept_tensors_are_found_and_what_the_allocator_takes_in_the_first_half_is_not() -> None:
     assert too_large(run(live_a_step=16 << 10)) == ["live_bytes"]
     assert too_large(run(held=0.5)) == []
+    assert too_large(run(outside=0.2)) == ["bytes_outside_heap"]
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="another C library, or glibc before 2.33")
 def test_memory_in_use_is_what_was_not_freed() -> None:
     size = 32 << 20
     before, blocks = live_bytes(), python_blocks()
