@@ -2,7 +2,7 @@
 # Run a Python module of this tree with a checkout of another revision as its first argument; the checkout is removed.
 # compare_speed.sh and compare_benchmarks.sh call this.
 #
-#   scripts/with_revision.sh origin/main benchmarks.throughput.compare --rounds 41
+#   scripts/with_revision.sh origin/main benchmarks.revisions.steps --rounds 41
 set -euo pipefail
 cd "$(dirname "$0")/.."
 revision=$1 module=$2

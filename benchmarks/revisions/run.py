@@ -1,7 +1,7 @@
 """Benchmarks of two trees of megapar, in turns. See scripts/compare_benchmarks.sh.
 
 Every round runs a benchmark once in each tree, each with the megapar of that tree. A figure is compared if both print
-it. Peers, which are the same code for both, show what is chance.
+it. Peers, which are the same code for both, show what is chance. ``steps`` compares training steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.contest import SLOWER, Figures, paired, paired_interval
-from benchmarks.support.table import machine, print_json, print_table
-
-HERE = Path(__file__).resolve().parents[2]
+from benchmarks.revisions.ratios import compare, report, trees
+from benchmarks.support.contest import Figures
 
 
 @dataclass(frozen=True)
@@ -62,24 +60,12 @@ ENTRIES = {
     "sharding": _entry(
         "benchmarks.sharding.run --part machine --dtype fp32 --rounds 1", ".*tokens_per_second/.*", speeds=True
     ),
-    "sharding, link": _entry("benchmarks.sharding.run --part link --dtype fp32 --rounds 1", ".*/seconds/.*"),
     "tensor parallel": _entry(
         "benchmarks.tensor_parallel.run --part speed --rounds 1", "speed/tokens_per_second/.*", speeds=True
     ),
     "tensor parallel, link": _entry("benchmarks.tensor_parallel.run --part hidden --rounds 1", ".*seconds/.*"),
     "communication hiding": _entry(
         "benchmarks.communication_hiding.run --rounds 1 --rates 170mbit", "rates/0/seconds/.*"
-    ),
-    "ERNIE": _entry(
-        "benchmarks.throughput.run --ranks 1 --model ernie --dtype fp32 --peer eager --no-limit --rounds 5",
-        ".*/seconds/.*",
-    ),
-    "experts": _entry(
-        "benchmarks.throughput.run --ranks 1 --model moe --dtype fp32 --peer eager --no-limit --rounds 5",
-        ".*/seconds/.*",
-    ),
-    "experts, two processes": _entry(
-        "benchmarks.throughput.run --ranks 2 --model moe --dtype fp32 --peer ddp --no-limit --rounds 5", ".*/seconds/.*"
     ),
 }
 
@@ -109,25 +95,7 @@ def figures(entry: Entry, tree: Path) -> Figures:
     return {path: 1 / value if entry.speeds else value for path, value in found.items() if value}
 
 
-def compare(name: str, rounds: list[dict[str, Figures]]) -> dict[str, dict[str, Any]]:
-    """Return the ratio of this tree's time to the other's, and its 95 % interval, by figure.
-
-    Raises RuntimeError if the trees have no figure in common.
-    """
-    common = set.intersection(*(set(done) for both in rounds for done in both.values()))
-    if not common:
-        raise RuntimeError(f"{name}: no figure that both trees print matches {ENTRIES[name].figures}")
-    result: dict[str, dict[str, Any]] = {}
-    for path in sorted(common):
-        mine, theirs = ([both[tree] for both in rounds] for tree in ("this tree", "the other"))
-        low, high = paired_interval(mine, theirs, path)
-        ratio = paired(mine, theirs, path)
-        slower = low > 1.0 and ratio > SLOWER
-        result[path] = {"ratio": ratio, "interval": [low, high], "slower": slower}
-    return result
-
-
-def race(name: str, trees: Mapping[str, Path], rounds: int, results: Path | None) -> bool:
+def race(name: str, folders: Mapping[str, Path], rounds: int, results: Path | None) -> bool:
     """Run a benchmark in both trees in turns, and print a table and a line of JSON.
 
     Returns False if this tree is slower or if the benchmark failed in one of the trees, which does not stop the others.
@@ -135,23 +103,13 @@ def race(name: str, trees: Mapping[str, Path], rounds: int, results: Path | None
     done: list[dict[str, Figures]] = []
     try:
         for number in range(rounds):
-            order = list(trees) if number % 2 else list(reversed(trees))
-            done.append({tree: figures(ENTRIES[name], trees[tree]) for tree in order})
-        found = compare(name, done)
+            order = list(folders) if number % 2 else list(reversed(folders))
+            done.append({tree: figures(ENTRIES[name], folders[tree]) for tree in order})
+        found = compare(done)
     except RuntimeError as error:
         print(f"{name}: {error}\n", file=sys.stderr)
         return False
-    rows = [
-        (path, f"{figure['ratio']:.3f}", "{:.3f} to {:.3f}".format(*figure["interval"]), "slower" * figure["slower"])
-        for path, figure in found.items()
-    ]
-    print_table((name, "time / the other's", "95 % interval", ""), rows)
-    result = {"benchmark": name, "machine": machine("cpu"), "rounds": rounds, "figures": found}
-    print_json(result)
-    if results:
-        with results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-    return not any(figure["slower"] for figure in found.values())
+    return report(name, rounds, found, results)
 
 
 def main() -> int:
@@ -168,8 +126,7 @@ def main() -> int:
         parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
     if unknown := [name for name in options.names if name not in ENTRIES]:
         parser.error(f"no benchmarks {unknown}; choose from {list(ENTRIES)}")
-    trees = {"this tree": HERE, "the other": options.other.resolve()}
-    passed = [race(name, trees, options.rounds, options.results) for name in options.names or ENTRIES]
+    passed = [race(name, trees(options.other), options.rounds, options.results) for name in options.names or ENTRIES]
     return int(not all(passed))
 
 

@@ -66,8 +66,11 @@ class Contest:
         group = self._processes[name]
         for process in group:
             assert process.stdin is not None
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
+            try:
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise _ended(name, process) from None
         answers = [_answer(name, process) for process in group]
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
@@ -94,7 +97,11 @@ def _answer(name: str, process: subprocess.Popen[str]) -> Figures:
             figures: Figures = json.loads(line.removeprefix(ANSWER))
             return figures
         sys.stderr.write(line.lstrip("\n"))
-    raise RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
+    raise _ended(name, process)
+
+
+def _ended(name: str, process: subprocess.Popen[str]) -> RuntimeError:
+    return RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
 
 
 def _start(rank: Rank) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""One rank of the quickstart; a turn is one optimizer step. ``compare.py`` of any revision calls it."""
+"""One rank of the quickstart; a turn is one optimizer step. ``revisions.steps`` calls that of any revision."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def main() -> None:
     began, longest = time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as folder:
         weights = options.folder or Path(folder)
-        _prepare(weights, options.device, models)
+        prepare(weights, options.device, models)
         for model, dtype in product(models, options.dtype or DTYPES[options.device]):
             before = time.monotonic() - began
             if before + longest > 60 * options.minutes:
@@ -103,7 +103,7 @@ def _commit() -> str:
         return "unknown"
 
 
-def _prepare(folder: Path, device: str, models: Sequence[str]) -> None:
+def prepare(folder: Path, device: str, models: Sequence[str]) -> None:
     """Prepare the missing weights and samples of all models in parallel."""
     running = []
     for model in models:

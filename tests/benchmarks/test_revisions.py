@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.revisions import steps
 from benchmarks.revisions.run import ENTRIES, Entry, leaves, race
 
 RESULTS = Path(__file__).parents[2] / "benchmarks"
@@ -48,6 +49,50 @@ def test_no_figure_that_matches_fails_at_once_with_what_was_printed(
     error = capsys.readouterr().err
     assert error.count("printed nothing that matches tokens/.*") == 1
     assert '"step": 1.0' in error
+
+
+RANK = """
+import json, sys
+for request in sys.stdin:
+    print("answer: " + json.dumps({"seconds": SECONDS}), flush=True)
+"""
+
+
+def stepping(folder: Path, seconds: float) -> Path:
+    for name in ("megapar", "benchmarks"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    (folder / "benchmarks" / "drawn_rank.py").write_text(RANK.replace("SECONDS", str(seconds)))
+    return folder
+
+
+@pytest.fixture
+def steppers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    lines = {"fast": ["benchmarks.drawn_rank"], "slow": ["benchmarks.drawn_rank", "--more"]}
+    monkeypatch.setitem(steps.ENTRIES, "drawn", steps.Entry(lambda tree, other, weights: lines, 1))
+    return {"this tree": stepping(tmp_path / "mine", 1.1), "the other": stepping(tmp_path / "theirs", 1.0)}
+
+
+def test_steps_are_those_of_each_trees_own_processes(steppers: dict[str, Path], tmp_path: Path) -> None:
+    assert not steps.race("drawn", steppers, 6, tmp_path / "results.jsonl")
+    figures = json.loads((tmp_path / "results.jsonl").read_text())["figures"]
+    assert {name: figure["ratio"] for name, figure in figures.items()} == pytest.approx({"fast": 1.1, "slow": 1.1})
+    assert steps.race("drawn", {"this tree": steppers["the other"], "the other": steppers["this tree"]}, 6, None)
+
+
+def test_a_process_that_ends_is_named(steppers: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (steppers["the other"] / "benchmarks" / "drawn_rank.py").write_text("raise SystemExit(3)")
+    assert not steps.race("drawn", steppers, 6, None)
+    assert re.search("drawn: a process of .*, the other ended with status 3", capsys.readouterr().err)
+
+
+def test_a_tree_without_its_own_package_is_not_measured(
+    steppers: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (steppers["the other"] / "megapar" / "__init__.py").unlink()
+    (steppers["the other"] / "megapar").rmdir()
+    assert not steps.race("drawn", steppers, 6, None)
+    assert "not that of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ENTRIES)

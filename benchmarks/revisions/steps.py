@@ -1,0 +1,174 @@
+"""Training steps of two trees of megapar, in turns. See scripts/compare_speed.sh.
+
+The processes of both trees stay alive and take turns step by step, so that the ratio is far steadier than that of two
+runs. Each has the megapar and the benchmark of its tree, because names of modules differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.revisions.ratios import OTHER, compare, report, trees
+from benchmarks.sharding.shape import OURS
+from benchmarks.support.contest import Contest, Figures, Rank
+from benchmarks.support.slow_link import SlowLink, slow_link
+from benchmarks.throughput.run import OWN_FLAGS, prepare
+
+Lines = dict[str, list[str]]  # module and arguments by name of a figure
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Steps that are compared.
+
+    Attributes:
+        lines: Returns the command lines, given the folder of a tree, the other tree and a folder for weights.
+        ranks: Processes of each contestant. They share the cores of the machine.
+        rate: Limit of a link between two processes, as tc writes it; None: no link.
+        rounds: Rounds if the command line does not set them.
+    """
+
+    lines: Callable[[Path, Path, Path], Lines]
+    ranks: int
+    rate: str | None = None
+    rounds: int = 21
+
+
+def _quickstart(tree: Path, other: Path, weights: Path) -> Lines:
+    """Both trees read the configuration of the other one, which is usually older: it would refuse a newer key."""
+    config = str(other / "configs/quickstart.yaml")
+    return {"seconds": ["benchmarks.throughput.quickstart_rank", "--expect", str(tree), "--config", config]}
+
+
+def _sharding(tree: Path, other: Path, weights: Path) -> Lines:
+    common = ["benchmarks.sharding.ours_rank", "--device", "cpu", "--", "--dtype", "fp32", "--global-batch-size", "2"]
+    return {name: [*common, *flags] for name, flags in OURS.items()}
+
+
+def _race(model: str, ranks: int) -> Callable[[Path, Path, Path], Lines]:
+    def lines(tree: Path, other: Path, weights: Path) -> Lines:
+        prepare(weights, "cpu", [model])
+        flags = OWN_FLAGS.get(("cpu", ranks), "").split()
+        line = ["benchmarks.throughput.ours_rank", "--device", "cpu", "--model", model, "--dtype", "fp32"]
+        return {"seconds": [*line, str(weights / f"cpu-{model}"), "--", *flags]}
+
+    return lines
+
+
+ENTRIES = {
+    "quickstart": Entry(_quickstart, 2),
+    "sharding, link": Entry(_sharding, 2, rate="258mbit", rounds=8),
+    "ERNIE": Entry(_race("ernie", 1), 1, rounds=12),
+    "experts": Entry(_race("moe", 1), 1),
+    "experts, two processes": Entry(_race("moe", 2), 2),
+}
+
+
+@dataclass(frozen=True)
+class _Contestant:
+    """Processes of one tree that step for one figure."""
+
+    figure: str
+    tree: str
+    ranks: Sequence[Rank]
+
+    @property
+    def name(self) -> str:
+        return f"{self.figure}, {self.tree}"
+
+
+def _contestants(
+    entry: Entry, folders: Mapping[str, Path], folder: Path, link: SlowLink | None
+) -> Iterator[_Contestant]:
+    """Yield the contestants of all trees, whose files are in ``folder``."""
+    for tree, path in folders.items():
+        home = folder / tree.replace(" ", "-")
+        home.mkdir()
+        for name in ("megapar", "benchmarks"):
+            (home / name).symlink_to(path / name)
+        env = {"PYTHONPATH": str(home), "PYTHONSAFEPATH": "1"}
+        _check(path, env)
+        lines = entry.lines(path, folders[OTHER], folder / "weights")
+        for number, (figure, (module, *argv)) in enumerate(lines.items()):
+            meet = ["--rendezvous", f"file://{home / f'meet{number}'}"] if entry.ranks > 1 else []
+            command = [sys.executable, "-m", module, *meet, *argv]
+            ranks = [_rank(number, entry.ranks, command, env, link) for number in range(entry.ranks)]
+            yield _Contestant(figure, tree, ranks)
+
+
+def _check(tree: Path, env: Mapping[str, str]) -> None:
+    """Raise RuntimeError unless a process with ``env`` has the megapar of ``tree``."""
+    look = [sys.executable, "-c", "import megapar; print(megapar.__file__)"]
+    done = subprocess.run(look, env={**os.environ, **env}, capture_output=True, text=True, check=True)
+    if (file := Path(done.stdout.strip()).resolve()) != tree / "megapar/__init__.py":
+        raise RuntimeError(f"megapar would be {file}, not that of {tree}")
+
+
+def _rank(number: int, ranks: int, command: Sequence[str], env: Mapping[str, str], link: SlowLink | None) -> Rank:
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    place = {**env, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
+    place["OMP_NUM_THREADS"] = str(threads)
+    if link is None:
+        return Rank(command, place)
+    there = link.rank(number, command)
+    return Rank(there.argv, {**place, **there.env}, there.core)
+
+
+def turns(entry: Entry, folders: Mapping[str, Path], rounds: int) -> list[dict[str, Figures]]:
+    """Return the seconds of a step by figure, of each tree in each round."""
+    with tempfile.TemporaryDirectory() as folder, slow_link() if entry.rate else nullcontext() as link:
+        if link is not None and entry.rate is not None:
+            link.set_rate(entry.rate)
+        running = list(_contestants(entry, folders, Path(folder), link))
+        with Contest({one.name: one.ranks for one in running}) as contest:
+            times = contest.rounds(rounds, {one.name: (one.name, "step") for one in running}, warmup=3)
+    done: list[dict[str, Figures]] = [{tree: {} for tree in folders} for _ in range(rounds)]
+    for one in running:
+        for number, figures in enumerate(times[one.name]):
+            done[number][one.tree][one.figure] = figures["seconds"]
+    return done
+
+
+def race(name: str, folders: Mapping[str, Path], rounds: int | None, results: Path | None) -> bool:
+    """Compare the steps of an entry, and print a table and a line of JSON.
+
+    Returns False if this tree is slower or if a process failed, which does not stop the other entries.
+    """
+    rounds = rounds or ENTRIES[name].rounds
+    try:
+        found = compare(turns(ENTRIES[name], folders, rounds))
+    except RuntimeError as error:
+        print(f"{name}: {error}\n", file=sys.stderr)
+        return False
+    return report(name, rounds, found, results)
+
+
+def main() -> int:
+    """Compare both trees; status 1 if this tree is slower by more than 3 % in one figure, and not by chance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="a checkout of another revision")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(map(repr, ENTRIES))}; default: 'quickstart'"
+    )
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--results", type=Path, help="add a line of JSON for each entry to this file")
+    options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 6:
+        parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
+    if unknown := [name for name in options.names if name not in ENTRIES]:
+        parser.error(f"no steps {unknown}; choose from {list(ENTRIES)}")
+    folders = trees(options.other)
+    passed = [race(name, folders, options.rounds, options.results) for name in options.names or ["quickstart"]]
+    return int(not all(passed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
