@@ -64,9 +64,6 @@ ENTRIES = {
         "benchmarks.tensor_parallel.run --part speed --rounds 1", "speed/tokens_per_second/.*", speeds=True
     ),
     "tensor parallel, link": _entry("benchmarks.tensor_parallel.run --part hidden --rounds 1", ".*seconds/.*"),
-    "communication hiding": _entry(
-        "benchmarks.communication_hiding.run --rounds 1 --rates 170mbit", "rates/0/seconds/.*"
-    ),
 }
 
 

@@ -16,13 +16,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.communication_hiding.shape import WAYS
 from benchmarks.revisions.ratios import OTHER, compare, report, trees
 from benchmarks.sharding.shape import OURS
 from benchmarks.support.contest import Contest, Figures, Rank
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.throughput.run import OWN_FLAGS, prepare
 
-Lines = dict[str, list[str]]  # module and arguments by name of a figure
+Lines = dict[str, list[str]]  # module and arguments by name; "{rank}" in an argument is the number of the process
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,20 @@ class Entry:
         ranks: Processes of each contestant. They share the cores of the machine.
         rate: Limit of a link between two processes, as tc writes it; None: no link.
         rounds: Rounds if the command line does not set them.
+        requests: Kinds of steps that a process runs.
     """
 
     lines: Callable[[Path, Path, Path], Lines]
     ranks: int
     rate: str | None = None
     rounds: int = 21
+    requests: Sequence[str] = ("step",)
 
 
 def _quickstart(tree: Path, other: Path, weights: Path) -> Lines:
     """Both trees read the configuration of the other one, which is usually older: it would refuse a newer key."""
     config = str(other / "configs/quickstart.yaml")
-    return {"seconds": ["benchmarks.throughput.quickstart_rank", "--expect", str(tree), "--config", config]}
+    return {"": ["benchmarks.throughput.quickstart_rank", "--expect", str(tree), "--config", config]}
 
 
 def _sharding(tree: Path, other: Path, weights: Path) -> Lines:
@@ -58,14 +61,19 @@ def _race(model: str, ranks: int) -> Callable[[Path, Path, Path], Lines]:
         prepare(weights, "cpu", [model])
         flags = OWN_FLAGS.get(("cpu", ranks), "").split()
         line = ["benchmarks.throughput.ours_rank", "--device", "cpu", "--model", model, "--dtype", "fp32"]
-        return {"seconds": [*line, str(weights / f"cpu-{model}"), "--", *flags]}
+        return {"": [*line, str(weights / f"cpu-{model}"), "--", *flags]}
 
     return lines
+
+
+def _hiding(tree: Path, other: Path, weights: Path) -> Lines:
+    return {"": ["benchmarks.communication_hiding.rank", "--device", "cpu", "--rank", "{rank}"]}
 
 
 ENTRIES = {
     "quickstart": Entry(_quickstart, 2),
     "sharding, link": Entry(_sharding, 2, rate="258mbit", rounds=8),
+    "communication hiding, link": Entry(_hiding, 2, rate="170mbit", rounds=8, requests=tuple(WAYS)),
     "ERNIE": Entry(_race("ernie", 1), 1, rounds=12),
     "experts": Entry(_race("moe", 1), 1),
     "experts, two processes": Entry(_race("moe", 2), 2),
@@ -74,15 +82,15 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class _Contestant:
-    """Processes of one tree that step for one figure."""
+    """Processes of one tree with one command line."""
 
-    figure: str
+    line: str
     tree: str
     ranks: Sequence[Rank]
 
     @property
     def name(self) -> str:
-        return f"{self.figure}, {self.tree}"
+        return f"{self.line}, {self.tree}".removeprefix(", ")
 
 
 def _contestants(
@@ -97,11 +105,11 @@ def _contestants(
         env = {"PYTHONPATH": str(home), "PYTHONSAFEPATH": "1"}
         _check(path, env)
         lines = entry.lines(path, folders[OTHER], folder / "weights")
-        for number, (figure, (module, *argv)) in enumerate(lines.items()):
-            meet = ["--rendezvous", f"file://{home / f'meet{number}'}"] if entry.ranks > 1 else []
+        for meeting, (name, (module, *argv)) in enumerate(lines.items()):
+            meet = ["--rendezvous", f"file://{home / f'meet{meeting}'}"] if entry.ranks > 1 else []
             command = [sys.executable, "-m", module, *meet, *argv]
             ranks = [_rank(number, entry.ranks, command, env, link) for number in range(entry.ranks)]
-            yield _Contestant(figure, tree, ranks)
+            yield _Contestant(name, tree, ranks)
 
 
 def _check(tree: Path, env: Mapping[str, str]) -> None:
@@ -116,6 +124,7 @@ def _rank(number: int, ranks: int, command: Sequence[str], env: Mapping[str, str
     threads = max(1, (os.cpu_count() or 1) // ranks)
     place = {**env, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
     place["OMP_NUM_THREADS"] = str(threads)
+    command = [argument.replace("{rank}", str(number)) for argument in command]
     if link is None:
         return Rank(command, place)
     there = link.rank(number, command)
@@ -129,11 +138,15 @@ def turns(entry: Entry, folders: Mapping[str, Path], rounds: int) -> list[dict[s
             link.set_rate(entry.rate)
         running = list(_contestants(entry, folders, Path(folder), link))
         with Contest({one.name: one.ranks for one in running}) as contest:
-            times = contest.rounds(rounds, {one.name: (one.name, "step") for one in running}, warmup=3)
+            steps = {
+                (one.line, one.tree, request): (one.name, request) for one in running for request in entry.requests
+            }
+            times = contest.rounds(rounds, steps, warmup=3)
     done: list[dict[str, Figures]] = [{tree: {} for tree in folders} for _ in range(rounds)]
-    for one in running:
-        for number, figures in enumerate(times[one.name]):
-            done[number][one.tree][one.figure] = figures["seconds"]
+    for (line, tree, request), taken in times.items():
+        figure = " ".join(part for part in (line, request) if part)
+        for number, figures in enumerate(taken):
+            done[number][tree][figure] = figures["seconds"]
     return done
 
 

@@ -20,8 +20,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TypeVar
 
 Figures = dict[str, float]
+Name = TypeVar("Name")
 SLOWER = 1.03  # a median ratio of times above this, with an interval above 1, is slower
 ANSWER = "answer: "  # begins the lines of ``serve``
 
@@ -74,12 +76,12 @@ class Contest:
         answers = [_answer(name, process) for process in group]
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
-    def rounds(self, count: int, entries: Mapping[str, tuple[str, str]], warmup: int = 1) -> dict[str, list[Figures]]:
+    def rounds(self, count: int, entries: Mapping[Name, tuple[str, str]], warmup: int = 1) -> dict[Name, list[Figures]]:
         """Run ``count`` rounds in which every entry (contestant, request) has one turn, after ``warmup`` other rounds.
 
         Every other round is in reverse order, so that no entry always runs after the same one.
         """
-        results: dict[str, list[Figures]] = {name: [] for name in entries}
+        results: dict[Name, list[Figures]] = {name: [] for name in entries}
         for number in range(-warmup, count):
             order = list(entries.items())
             for name, (contestant, request) in order if number % 2 else reversed(order):

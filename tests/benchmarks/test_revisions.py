@@ -76,7 +76,9 @@ def steppers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]
 def test_steps_are_those_of_each_trees_own_processes(steppers: dict[str, Path], tmp_path: Path) -> None:
     assert not steps.race("drawn", steppers, 6, tmp_path / "results.jsonl")
     figures = json.loads((tmp_path / "results.jsonl").read_text())["figures"]
-    assert {name: figure["ratio"] for name, figure in figures.items()} == pytest.approx({"fast": 1.1, "slow": 1.1})
+    assert {name: figure["ratio"] for name, figure in figures.items()} == pytest.approx(
+        {"fast step": 1.1, "slow step": 1.1}
+    )
     assert steps.race("drawn", {"this tree": steppers["the other"], "the other": steppers["this tree"]}, 6, None)
 
 
