@@ -20,6 +20,7 @@ def covering(
     traits: Callable[[R], Iterable[Hashable]],
     together: int = 2,
     cost: Callable[[R], float] = lambda row: 1.0,
+    chosen: Sequence[R] = (),
 ) -> list[R]:
     """Return rows that contain every combination of ``together`` traits that some row has.
 
@@ -30,13 +31,14 @@ def covering(
         traits: Returns the traits of a row, always in the same order.
         together: Number of traits in a combination.
         cost: Returns the cost of a row.
+        chosen: Rows of another test that show the same: their combinations are not needed again.
     """
     had = [set(itertools.combinations(traits(row), together)) for row in rows]
     prices = [cost(row) for row in rows]
-    missing = set().union(*had)
-    chosen = []
+    missing = set().union(*had).difference(*(itertools.combinations(traits(row), together) for row in chosen))
+    found = []
     while missing:
         best = max(range(len(rows)), key=lambda number: len(had[number] & missing) / prices[number])
-        chosen.append(rows[best])
+        found.append(rows[best])
         missing -= had[best]
-    return chosen
+    return found

@@ -23,3 +23,5 @@ def test_cheap_rows_are_taken_first_and_all_that_is_needed() -> None:
     assert covering(rows, str, 1) == ["abcd"]
     assert sorted(covering(rows, str, 1, lambda row: len(row) ** 2)) == ["ab", "bd", "c"]
     assert covering(rows[:3], str, 2) == ["abc"]
+    assert covering(rows, str, 1, chosen=["ab"]) == ["abcd"]
+    assert covering(rows, str, 1, lambda row: len(row) ** 2, chosen=["ab", "bd"]) == ["c"]
