@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.worker import GLOO_NICENESS
 
 
 def add_up(rank: int, world_size: int, value: float) -> tuple[int, torch.Tensor]:
@@ -39,6 +40,25 @@ def make_own_group(rank: int, world_size: int, rendezvous: str) -> tuple[int, st
 def test_a_function_can_make_the_group_itself_and_nothing_of_it_is_left() -> None:
     for _ in range(2):
         assert run_ranks(2, make_own_group, group=False) == [(2, "0"), (2, "1")]
+
+
+def priorities(rank: int, world_size: int) -> dict[str, set[tuple[int, int]]]:
+    """Policies and niceness of this process's threads by name."""
+    dist.new_group([0, 1])
+    found: dict[str, set[tuple[int, int]]] = {}
+    for thread in Path("/proc/self/task").iterdir():
+        number = int(thread.name)
+        name = "rank" if number == os.getpid() else (thread / "comm").read_text().strip()
+        found.setdefault(name, set()).add((os.sched_getscheduler(number), os.getpriority(os.PRIO_PROCESS, number)))
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setscheduler"), reason="no priorities of threads here")
+def test_threads_that_serve_sockets_let_the_rank_go_first() -> None:
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    for found in run_ranks(2, priorities):
+        assert found["gloo_tcp_loop"] == {(os.SCHED_BATCH, GLOO_NICENESS)}
+        assert found["rank"] == {(os.SCHED_OTHER, niceness)}
 
 
 def dirty_the_process(rank: int, world_size: int) -> None:
