@@ -22,6 +22,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,8 +80,16 @@ def run_ranks(
 
     After ``timeout`` seconds the stacks of all ranks that have not finished are collected and the pool is killed.
     Function, arguments and results are pickled; tensors are copied. Calls on different numbers of ranks may run at
-    the same time, from threads of the test. Raises RanksFailed.
+    the same time, from threads of the test; those on the same number run one after the other. Raises RanksFailed.
     """
+    with _TURNS[world_size]:
+        return _in_turn(world_size, function, args, timeout, group, backend)
+
+
+def _in_turn(
+    world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, group: bool, backend: str
+) -> list[Any]:
+    """Call ``function`` on the pool, which no other thread uses."""
     with _STARTING:
         pool = _POOLS.get(world_size)
         if pool is not None and pool.threads() > MOST_THREADS:
@@ -274,4 +283,5 @@ def _close_all() -> None:
 
 _POOLS: dict[int, Pool] = {}
 _STARTING = threading.Lock()
+_TURNS: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)  # of the pool of a number of ranks
 atexit.register(_close_all)

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_every_rank_returns_its_result_and_the_workers_stay() -> None:
     assert [total.item() for _, total in first] == [3.0, 3.0]
     assert [total.item() for _, total in second] == [5.0, 5.0]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
+
+
+def large(rank: int, world_size: int, rendezvous: str, value: int) -> torch.Tensor:
+    return torch.full((1 << 20,), value)
+
+
+def test_calls_of_two_threads_on_as_many_ranks_take_turns() -> None:
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(run_ranks, 1, large, value, group=False) for value in range(8)]
+        found = [call.result()[0] for call in calls]
+    assert [(len(one), int(one.min()), int(one.max())) for one in found] == [(1 << 20, n, n) for n in range(8)]
 
 
 def make_own_group(rank: int, world_size: int, rendezvous: str) -> tuple[int, str]:
