@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,7 @@ from benchmarks.support.table import machine, print_json, print_table
 
 HERE = Path(__file__).resolve().parents[2]
 MINE, OTHER = "this tree", "the other"
-
-
-def trees(other: Path) -> dict[str, Path]:
-    """Return the folders of both trees by name."""
-    return {MINE: HERE, OTHER: other.resolve()}
+Comparison = Callable[[str, Mapping[str, Path], Any, Path | None], bool]
 
 
 def compare(rounds: Sequence[dict[str, Figures]]) -> dict[str, dict[str, Any]]:
@@ -53,3 +50,32 @@ def report(name: str, rounds: int, found: dict[str, dict[str, Any]], results: Pa
         with results.open("a") as file:
             file.write(json.dumps(result) + "\n")
     return not any(figure["slower"] for figure in found.values())
+
+
+def compare_all(
+    title: str | None, race: Comparison, entries: Mapping[str, Any], default: Sequence[str], rounds: int | None = None
+) -> int:
+    """Compare what the command line names; return 1 if this tree is slower in one of them, or one failed.
+
+    Args:
+        title: What ``--help`` says first.
+        race: Compares one entry, given its name, the folders of both trees, the rounds and a file for results.
+        entries: What can be compared, by name.
+        default: Names if the command line has none.
+        rounds: Rounds if the command line does not set them; None: the entry's own.
+    """
+    parser = argparse.ArgumentParser(description=title, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="a checkout of another revision")
+    chosen = "all" if set(default) == set(entries) else ", ".join(map(repr, default))
+    named = f"any of {', '.join(map(repr, entries))}; default: {chosen}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=named)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--results", type=Path, help="add a line of JSON for each entry to this file")
+    options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 6:
+        parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
+    if unknown := [name for name in options.names if name not in entries]:
+        parser.error(f"no entries {unknown}; choose from {list(entries)}")
+    folders = {MINE: HERE, OTHER: options.other.resolve()}
+    passed = [race(name, folders, options.rounds, options.results) for name in options.names or default]
+    return int(not all(passed))

@@ -6,7 +6,6 @@ it. Peers, which are the same code for both, show what is chance. ``steps`` comp
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.revisions.ratios import compare, report, trees
+from benchmarks.revisions.ratios import compare, compare_all, report
 from benchmarks.support.contest import Figures
 
 
@@ -109,23 +108,5 @@ def race(name: str, folders: Mapping[str, Path], rounds: int, results: Path | No
     return report(name, rounds, found, results)
 
 
-def main() -> int:
-    """Compare the named benchmarks; status 1 if this tree is slower in one of them, or one failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="a checkout of another revision")
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(map(repr, ENTRIES))}; default: all"
-    )
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--results", type=Path, help="add a line of JSON for each benchmark to this file")
-    options = parser.parse_args()
-    if options.rounds < 6:
-        parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
-    if unknown := [name for name in options.names if name not in ENTRIES]:
-        parser.error(f"no benchmarks {unknown}; choose from {list(ENTRIES)}")
-    passed = [race(name, trees(options.other), options.rounds, options.results) for name in options.names or ENTRIES]
-    return int(not all(passed))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_all(__doc__, race, ENTRIES, list(ENTRIES), rounds=6))

@@ -6,7 +6,6 @@ runs. Each has the megapar and the benchmark of its tree, because names of modul
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.communication_hiding.shape import WAYS
-from benchmarks.revisions.ratios import OTHER, compare, report, trees
+from benchmarks.revisions.ratios import OTHER, compare, compare_all, report
 from benchmarks.sharding.shape import OURS
 from benchmarks.support.contest import Contest, Figures, Rank
 from benchmarks.support.slow_link import SlowLink, slow_link
@@ -164,24 +163,5 @@ def race(name: str, folders: Mapping[str, Path], rounds: int | None, results: Pa
     return report(name, rounds, found, results)
 
 
-def main() -> int:
-    """Compare both trees; status 1 if this tree is slower by more than 3 % in one figure, and not by chance."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", type=Path, help="a checkout of another revision")
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"any of {', '.join(map(repr, ENTRIES))}; default: 'quickstart'"
-    )
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--results", type=Path, help="add a line of JSON for each entry to this file")
-    options = parser.parse_args()
-    if options.rounds is not None and options.rounds < 6:
-        parser.error(f"--rounds {options.rounds}: an interval takes at least 6")
-    if unknown := [name for name in options.names if name not in ENTRIES]:
-        parser.error(f"no steps {unknown}; choose from {list(ENTRIES)}")
-    folders = trees(options.other)
-    passed = [race(name, folders, options.rounds, options.results) for name in options.names or ["quickstart"]]
-    return int(not all(passed))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_all(__doc__, race, ENTRIES, ["quickstart"]))

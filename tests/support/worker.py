@@ -113,7 +113,7 @@ def _let_ranks_go_first() -> None:
     from it, finds the connection locked, and polls until its time slice ends: with four ranks on a core, half of all
     time. As a batch thread it waits until the rank's thread blocks or has had its share.
     """
-    if not hasattr(os, "sched_setscheduler"):
+    if not hasattr(os, "SCHED_BATCH"):  # Linux
         return
     make_group = dist.distributed_c10d._new_process_group_helper
 
