@@ -37,6 +37,7 @@ from megapar.planning.plan import Plan
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.step_profile import profiled
 from scripts.gpu_day.trainers import losses, trainer
 
 WAYS = ("--compile", "")  # megapar's contestants; the first is the basis of all comparisons
@@ -55,6 +56,8 @@ def run(day: Day) -> None:
             day.attempt(f"race of {model}", partial(_race, day, model, Path(folder), path, share), least=10.0)
             for way in _ways(day):
                 day.attempt(f"plan of {model} {way}".strip(), partial(_planned, day, model, way, Path(folder)))
+                work = partial(_profiled, day, model, way, Path(folder))
+                day.attempt(f"profile of {model} {way}".strip(), work, least=10.0)
         moe = "tiny-moe" if day.small else "moe"
         if moe not in models:
             return
@@ -75,6 +78,7 @@ def _race(day: Day, model: str, folder: Path, path: Path, share: float) -> Answe
     line += ["--jsonl", str(path), "--folder", str(folder), "--dtype", "bf16" if day.on_gpu else "fp32"]
     line += [] if day.on_gpu else ["--peer", "eager"]
     output, status = _ended([*line], max(5.0, day.seconds_left * share))
+    (day.out / f"race_{model}.txt").write_text(output, encoding="utf-8")
     found = (
         [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()[known:]] if path.exists() else []
     )
@@ -150,6 +154,13 @@ def _planned(day: Day, model: str, way: str, folder: Path) -> Answer:
     plan = Plan(config, device_kind(kind))
     figures = {"kind": kind, "seconds": plan.speed.step_seconds, "peak_bytes": plan.fullest.peak}
     return Answer(None, {**figures, "reserved_bytes": plan.fullest.reserved, "mfu": plan.speed.mfu})
+
+
+def _profiled(day: Day, model: str, way: str, folder: Path) -> Answer:
+    """Record where the time of megapar's step goes."""
+    _, config = _config(day, model, way, folder)
+    with trainer(config, day.device) as made:
+        return Answer(None, profiled(day, made))
 
 
 def planned_kind(device: str) -> str:

@@ -37,14 +37,25 @@ RUNS = {
 # (file, function) -> reason why it may wait. One process receives no counts from other ranks and reads its gradient
 # norm a step late, so that no part of a step requires a host wait.
 ALLOWED: dict[tuple[str, str], str] = {}
-WARNED = "synchronizing"
+WARNED = "called a synchronizing"  # the detector also says once that it is a prototype
 PACKAGE = Path(megapar.__file__).parent
 
 
 def run(day: Day) -> None:
-    """Run two steps, then one with the detector, for every configuration."""
+    """Check the detector, then run two steps and one with the detector for every configuration."""
+    day.attempt("the detector", partial(_detector_works, day))
     for name, (model, more, slices) in RUNS.items():
         day.attempt(name, partial(watched, day, model, more, slices), least=3.0)
+
+
+def _detector_works(day: Day) -> Answer:
+    """Wait on purpose, once; the detector must report it."""
+    x = torch.ones(1, device=day.place)
+    with seen() as waits, detector(day):
+        x.item()
+    if not day.on_gpu:
+        return Answer(None, {"not_to_be_had": "a CPU has no detector"})
+    return Answer(sum(waits.values()) == 1, {"waits": dict(waits)})
 
 
 def watched(day: Day, model: str, more: str, slices: int) -> Answer:

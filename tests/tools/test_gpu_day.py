@@ -31,6 +31,7 @@ from scripts.gpu_day import (
     kernels,
     operators,
     run,
+    step_profile,
     throughput,
     waits,
 )
@@ -211,7 +212,7 @@ def test_waits_are_told_by_the_last_line_of_the_package():
     with waits.seen() as found:
         scope["wait"](ask)  # type: ignore[operator]
         scope["wait"](ask)  # type: ignore[operator]
-        warnings.warn("of something else", UserWarning, stacklevel=1)
+        warnings.warn("a prototype, which does not yet detect all synchronizing operations", UserWarning, stacklevel=1)
     assert dict(found) == {"megapar/core/thing.py:4 wait": 2}
     assert waits.place_of("megapar/core/thing.py:4 wait") == ("megapar/core/thing.py", "wait")
 
@@ -259,23 +260,75 @@ def test_a_race_that_raced_nothing_is_wrong(findings, monkeypatch):
     assert not ampipe.race(day, ampipe.RUNS["plain"], 2).ok
 
 
-def test_equivalence_finds_a_device_that_rounds_too_much(findings, monkeypatch):
+@pytest.fixture
+def worse(monkeypatch):
+    """Traces of the equivalence part, of which those with these numbers have scaled gradients."""
+
+    def scale(numbers, by):
+        real, made = equivalence.traced, []
+
+        def traced(*arguments):
+            found: Trace = real(*arguments)
+            made.append(found)
+            if len(made) in numbers:
+                found.gradients = [{name: by * x for name, x in step.items()} for step in found.gradients]
+            return found
+
+        monkeypatch.setattr(equivalence, "traced", traced)
+        return made
+
+    return scale
+
+
+def test_equivalence_finds_a_device_that_rounds_too_much(findings, worse):
     row = equivalence.rows(small=True)[0]
     assert not any("dropout" in flag for row in equivalence.rows(small=False) for flag in row.options)
-    real = equivalence.traced
-    made = []
-
-    def traced(*arguments):
-        found: Trace = real(*arguments)
-        made.append(found)
-        if len(made) == 3:  # the device's
-            found.gradients = [{name: 1.1 * x for name, x in step.items()} for step in found.gradients]
-        return found
-
-    monkeypatch.setattr(equivalence, "traced", traced)
+    worse([2], 1.1)  # the device's
     answer = equivalence.compared(day_of(findings), row)
     assert not answer.ok
-    assert "bf16 gradient" in answer.figures["wrong"][0]
+    assert list(answer.figures["wrong"]) == list(equivalence.ROUNDINGS)
+    for found in answer.figures["wrong"].values():
+        assert "bf16 gradient" in found[0]
+
+
+def test_equivalence_allows_what_another_rounding_of_the_cpu_shows(findings, worse):
+    made = worse([2, 4], 1.1)  # the device's and the CPU's second one
+    answer = equivalence.compared(day_of(findings), equivalence.rows(small=True)[0])
+    assert answer.ok
+    assert len(made) == 4
+    assert answer.figures["wrong"]["fused attention"]
+    assert not answer.figures["wrong"]["plain attention"]
+
+
+def test_rows_whose_packages_are_missing_are_figures(findings, monkeypatch):
+    def lacking(*_):
+        raise ModuleNotFoundError("No module named 'ahocorasick'", name="ahocorasick")
+
+    monkeypatch.setattr(equivalence, "traced", lacking)
+    answer = equivalence.compared(day_of(findings), equivalence.rows(small=True)[0])
+    assert (answer.ok, answer.figures) == (None, {"not_to_be_had": "No module named 'ahocorasick'"})
+
+
+def test_a_profile_adds_kernels_up_and_finds_the_time_without_one():
+    def ran(name, start, end, launched=()):
+        span = types.SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        kernels = [types.SimpleNamespace(duration=took) for took in launched]
+        return types.SimpleNamespace(
+            name=name,
+            time_range=span,
+            device_type=types.SimpleNamespace(name="CPU"),
+            kernels=kernels,
+            input_shapes=[[2, 3], []],
+        )
+
+    events = [ran("a", 0.0, 4e6), ran("b", 3e6, 5e6), ran("c", 8e6, 9e6)]
+    assert step_profile.busy(events) == 6.0
+    launches = list(step_profile.launches([ran("aten::mm", 0.0, 1.0, [3000.0, 1000.0]), ran("aten::view", 0.0, 1.0)]))
+    assert launches == [("mm [[2, 3]]", 3000.0), ("mm [[2, 3]]", 1000.0)]
+    assert step_profile.longest([("short", 10.0), *launches]) == {
+        "mm [[2, 3]]": {"calls": 1.0, "milliseconds": 2.0},
+        "short": {"calls": 0.5, "milliseconds": 0.005},
+    }
 
 
 def test_a_curve_that_leaves_the_other_is_wrong(findings, monkeypatch):

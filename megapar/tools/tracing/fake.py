@@ -22,6 +22,7 @@ _PLAIN = frozenset(
 _UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _NAMESPACES = ("aten", "fsdp", "prims")
 _GROUPED = torch.ops.aten._grouped_mm.default
+_WIDE_SUMS = (torch.ops.aten.addmm.dtype, torch.ops.aten.addmm.dtype_out)
 
 
 class _UnfitError(Exception):
@@ -115,8 +116,12 @@ class RememberingMode(FakeTensorMode):
         known = self._known.get(key, _UnfitError)
         if isinstance(known, _Result):
             return known.again(tensors)
-        unknown = func is _GROUPED and args[0].dtype != torch.bfloat16
-        result = self._grouped(args, kwargs) if unknown else super().dispatch(func, types, args, kwargs)
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:
+            result = self._grouped(args, kwargs)
+        elif func in _WIDE_SUMS:
+            result = self._wide_sum(args, kwargs)
+        else:
+            result = super().dispatch(func, types, args, kwargs)
         if known is _UnfitError:
             self._known[key] = _learn(result, tensors)
         return result
@@ -127,6 +132,15 @@ class RememberingMode(FakeTensorMode):
             pair = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=x.device) for x in args[:2]]
             like = _GROUPED(*pair, *args[2:], **kwargs)
             return torch.empty_strided(like.shape, like.stride(), dtype=args[0].dtype, device=like.device)
+
+    def _wide_sum(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return the result of ``addmm`` with a dtype, for which torch 2.11 takes the decomposition of another form."""
+        if "out" in kwargs:
+            out: Tensor = kwargs["out"]
+            return out
+        with self:
+            rows, columns = args[1].shape[0], args[2].shape[1]
+            return torch.empty(rows, columns, dtype=args[3], device=args[0].device)
 
     def _is_fit(self, func: Any) -> bool:
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in _NAMESPACES:

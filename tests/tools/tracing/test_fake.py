@@ -89,3 +89,16 @@ def test_products_of_groups_are_known_in_every_dtype_that_has_them(dtype: torch.
             for x in (rows_RI, weight_EIO):
                 assert x.grad is not None
                 assert (x.grad.shape, x.grad.dtype) == (x.shape, dtype)
+
+
+def test_a_wide_sum_of_a_product_has_the_shape_and_dtype_that_torch_gives_it() -> None:
+    """torch 2.11 derives it by the decomposition of the sum without a dtype, which fails."""
+    half = {"dtype": torch.bfloat16, "device": "meta"}
+    total, a, b = torch.empty(4, 3, device="meta"), torch.empty(4, 5, **half), torch.empty(5, 3, **half)
+    for mode in (FakeTensorMode, RememberingMode):
+        with mode(allow_non_fake_inputs=True):
+            for _ in range(2):
+                new = torch.ops.aten.addmm.dtype(total, a, b, torch.float32)
+                assert (new.shape, new.dtype, new.device.type) == ((4, 3), torch.float32, "meta")
+                out = torch.empty(4, 3, device="meta")
+                assert torch.addmm(total, a, b, out_dtype=torch.float32, out=out) is out
