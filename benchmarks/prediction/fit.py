@@ -88,6 +88,7 @@ class Constants:
         software = Software(
             MEGATRON,
             scores=value["scores"],
+            memory=value["memory"],
             bytes={
                 "head": HEAD,
                 **dict.fromkeys(LINEAR, value["linear_bytes"]),
@@ -100,7 +101,7 @@ class Constants:
             fp8_launches_per_expert=value["fp8_launches_per_expert"],
             cast=value["cast"],
         )
-        shares = {name: value[name] for name in ("product", "fp8", "memory", "small")}
+        shares = {name: value[name] for name in ("product", "fp8", "small")}
         return replace(base, **shares, clocks=clocks, software=software)
 
 
@@ -187,7 +188,7 @@ def fit(rows: Sequence[Target]) -> np.ndarray:
 
 def module(calibration: Calibration) -> str:
     """Return the text of ``fitted.py``, as the formatter leaves it."""
-    names = ("product", "small", "fp8", "memory", "inside", "between", "shown", "jitter")
+    names = ("product", "small", "fp8", "inside", "between", "shown", "jitter")
     shares = {name: getattr(calibration, name) for name in names}
     fields = {**vars(calibration.software)}
     software = {**fitted.SOFTWARE, fields.pop("name"): fields}

@@ -34,7 +34,7 @@ UNPREDICTED: Mapping[str, str] = {
     "convert": "memory of reading and writing files; no step",
     "data": "time and memory of reading text; a plan takes batches as given",
     "ernie_tasks": "losses and accuracies; a plan has no values",
-    "gpu_model": "a model of one H200 from traced kernels; nothing of it is measured yet",
+    "gpu_model": "a model of layers with messages from traced kernels; one GPU has run no such layer",
     "guards": "a hundredth of a step, below the error of a plan",
     "host_time": "the host's time for a layer too small to compute; a plan has the launches of a GPU",
     "long_run": "growth of times and memory over 600 steps; a plan has one step",

@@ -5,6 +5,7 @@
 One process: the plan gets three rates of ERNIE's kernels, each alone: of a large product, of attention and of the
 optimizer. DeepSeek-V3's form is planned with the rate of a large product on its own day. Two processes: the plan gets
 the computation of ERNIE's race in the same layout, for ep 2 that of the sharded MoE, and the links of the device table.
+One H200: the plan as a user gets it, whose shares of attention and of the bandwidth were measured on the same day.
 Nothing is planned of other software.
 """
 
@@ -23,12 +24,13 @@ from benchmarks.support.device import scaled
 from benchmarks.support.prediction import Row, cpu_calibration, cpu_on_nodes, planned, print_rows
 from benchmarks.throughput.run import OURS, OWN_FLAGS, SHARED_EXPERTS
 from benchmarks.throughput.shape import SHAPES
-from megapar.core.device.kinds import DeviceKind
+from megapar.core.device.kinds import DeviceKind, kinds
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import predict
 
 RESULTS = Path(__file__).with_name("results")
-DTYPE = "fp32"
+DTYPE, GPU_DTYPE, GPU = "fp32", "bf16", "h200-141g"
+AGAINST = "against eager"  # the later race of an H200
 BACKWARD = 2.5  # of attention's core, relative to its forward
 STATE_PASSES = 7  # over fp32 masters, moments and gradients: four are read, three written
 
@@ -49,8 +51,8 @@ class Machine:
         """Return the planned seconds of a step."""
         run = _run(model, self.kind, ranks, flags)
         calibration = cpu_calibration(run)
-        software = replace(calibration.software, scores=self.scores)
-        return predict(run, replace(calibration, product=1.0, memory=1.0, software=software)).step_seconds
+        software = replace(calibration.software, scores=self.scores, memory=1.0)
+        return predict(run, replace(calibration, product=1.0, software=software)).step_seconds
 
     def with_rate(self, flops: float) -> Machine:
         """Return the machine with another rate of large products."""
@@ -73,7 +75,7 @@ def rows() -> list[Row]:
     found += _pair(machine, ("sharded", ()), ("ernie", ernie), ("moe", moe))
     same = machine.with_step(_measured(moe, "moe"), "moe", 2, ())
     shared = same.seconds("moe", 2, SHARED_EXPERTS.split())
-    return [*found, Row("moe, two processes, ep 2", "step, s", _measured(experts, "moe"), shared)]
+    return [*found, Row("moe, two processes, ep 2", "step, s", _measured(experts, "moe"), shared), *_on_gpu()]
 
 
 def _machine(kernels: dict[str, float]) -> Machine:
@@ -84,6 +86,15 @@ def _machine(kernels: dict[str, float]) -> Machine:
     state = STATE_PASSES * run.view.wide_bytes * sum(run.row_numel(row) for row in run.held(0) if row.trainable)
     kind = replace(kind, flops={DTYPE: flops}, memory_bandwidth=state / kernels["optimizer"])
     return Machine(kind, scores / kernels["attention"] / flops)
+
+
+def _on_gpu() -> Iterator[Row]:
+    """Yield the steps on one H200, planned as a user plans them."""
+    for line in (RESULTS / "2026-11-26-h200.jsonl").read_text(encoding="utf-8").splitlines():
+        race = json.loads(line)
+        if (race["race"], race["contestant"]) == (AGAINST, OURS):
+            run = _run(race["model"], kinds()[GPU], 1, (), "cuda")
+            yield Row(f"{race['model']}, one H200", "step, s", race["seconds"], predict(run).step_seconds)
 
 
 def _latent(machine: Machine) -> Iterator[Row]:
@@ -119,13 +130,13 @@ def _measured(race: dict[str, Any], model: str) -> float:
     return float(race[f"{model} {DTYPE}"]["seconds"][OURS])
 
 
-def _run(model: str, kind: DeviceKind, ranks: int, flags: Sequence[str]) -> PlannedRun:
+def _run(model: str, kind: DeviceKind, ranks: int, flags: Sequence[str], device: str = "cpu") -> PlannedRun:
     """Return the planned run of a model, which is read from its class's config.json."""
-    shape = SHAPES["cpu"][model]
+    shape, dtype = SHAPES[device][model], DTYPE if device == "cpu" else GPU_DTYPE
     config = getattr(transformers, shape.config_class)(**shape.config, architectures=[shape.architecture])
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        line = ["--load-hf", folder, "--seq-length", str(shape.seq_length), *shape.flags, "--dtype", DTYPE]
+        line = ["--load-hf", folder, "--seq-length", str(shape.seq_length), *shape.flags, "--dtype", dtype]
         line += ["--micro-batch-size", str(shape.micro_batch // ranks), "--world-size", str(ranks), *flags]
         return planned(shape.kind, line, kind)
 

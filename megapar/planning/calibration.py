@@ -4,7 +4,9 @@ Devices, models and layouts share one calibration. A prediction names its softwa
 bytes of this package's budgets (``scripts/trace_cuda_budgets.py``), or ``megatron``, with those of Megatron-LM and its
 fused kernels, by which published runs are predicted. They differ in the costs of operators alone.
 
-The numbers are in ``fitted.py``, which ``benchmarks/prediction/fit.py`` writes.
+The numbers are in ``fitted.py``, which ``benchmarks/prediction/fit.py`` writes. Those of ``megatron`` and the shares of
+devices are fitted to published runs. ``scores`` and ``memory`` of ``megapar`` were measured on one H200
+(``benchmarks/throughput/results/2026-11-26-h200-day.jsonl``); its other costs are counts of the budgets.
 
 Tested in ``tests/planning/test_calibration.py``.
 """
@@ -29,6 +31,7 @@ class Software:
     Attributes:
         name: ``megapar`` or ``megatron``.
         scores: Share of peak FLOP/s of attention's core.
+        memory: Share of the memory bandwidth of kernels that no product bounds.
         bytes: Factor of the bytes that memory-bound kernels of an operator move, by operator; 1 for others.
         grouped: Rate of grouped products, relative to a single one.
         launches: Launches of an operator's forward and of its backward; 1 and 2 for others.
@@ -40,6 +43,7 @@ class Software:
 
     name: str
     scores: float
+    memory: float
     bytes: Mapping[str, float]
     grouped: float
     launches: Mapping[str, tuple[float, float]]
@@ -62,7 +66,6 @@ class Calibration:
         product: Share of peak FLOP/s of a large matrix product.
         small: Smallest dim at which a matrix product reaches half of that.
         fp8: Share of peak fp8 FLOP/s of a matrix product, without the casts of its inputs.
-        memory: Share of the memory bandwidth.
         inside: Share of the bandwidth inside a node.
         between: Share of the bandwidth between nodes.
         shown: Share of a collective that even a long enough matrix product does not hide.
@@ -75,7 +78,6 @@ class Calibration:
     product: float
     small: float
     fp8: float
-    memory: float
     inside: float
     between: float
     shown: float

@@ -9,7 +9,6 @@ SHARES: dict[str, Any] = {
     "product": 0.7893,
     "small": 295.7,
     "fp8": 0.6962,
-    "memory": 0.5792,
     "inside": 0.8,
     "between": 0.85,
     "shown": 0.25,
@@ -23,7 +22,8 @@ CLOCKS: dict[str, tuple[float, float]] = {
 }
 SOFTWARE: dict[str, dict[str, Any]] = {
     "megapar": {
-        "scores": 0.38,
+        "scores": 0.5,
+        "memory": 0.87,
         "bytes": {},
         "grouped": 1.0,
         "launches": {
@@ -41,6 +41,7 @@ SOFTWARE: dict[str, dict[str, Any]] = {
     },
     "megatron": {
         "scores": 0.5664,
+        "memory": 0.5792,
         "bytes": {
             "head": 0.25,
             "qkv": 0.7019,

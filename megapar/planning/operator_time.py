@@ -107,7 +107,7 @@ class OperatorTime:
 
     def moved(self, size: float) -> float:
         """Return the time of memory-bound work that reads and writes ``size`` bytes."""
-        return size / (self._kind.memory_bandwidth * self.calibration.memory)
+        return size / (self._kind.memory_bandwidth * self.calibration.software.memory)
 
     def _narrow(self, product: Product) -> bool:
         fp8 = self._run.assumed.fp8
