@@ -77,9 +77,19 @@ def latent_to(peer: str) -> Callable[[Sequence[Record]], str]:
     """Return a reader of the same where each contestant has a line: the median of the ratios within a round."""
 
     def value(records: Sequence[Record]) -> str:
-        rounds = {record["contestant"]: record["rounds"] for record in records}
+        rounds = {record["contestant"]: record["rounds"] for record in records if "rounds" in record}
         pairs = zip(rounds[peer], rounds["megapar"], strict=True)
         return times(median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs))
+
+    return value
+
+
+def on_gpu(model: str, peer: str) -> Callable[[Sequence[Record]], str]:
+    """Return a reader of the same for one model of the newest race that has the peer."""
+
+    def value(records: Sequence[Record]) -> str:
+        race = {(one["model"], one["contestant"]): one["race"] for one in records}[model, peer]
+        return latent_to(peer)([one for one in records if (one["race"], one["model"]) == (race, model)])
 
     return value
 
@@ -147,8 +157,17 @@ def guarded(records: Sequence[Record]) -> str:
 
 
 RACES = "throughput/results/*cpu.jsonl"
+GPU_RACES = "throughput/results/*h200.jsonl"
 RECOMPUTE = "recompute/results/20*cpu.json"
 FIGURES = (
+    *(
+        Figure(f"speed: {name}, one H200, bf16", "transformers, not compiled", GPU_RACES, on_gpu(model, "eager"))
+        for name, model in (
+            ("dense decoder, 1.4 B", "dense"),
+            ("mixture of experts, 2.7 B", "moe"),
+            ("ERNIE, 1.5 B", "ernie"),
+        )
+    ),
     Figure("speed: ERNIE, one process", "transformers with torch.compile", RACES, to_peer("ernie fp32", "compile")),
     Figure(
         "speed: decoder in DeepSeek-V3's form, one process",

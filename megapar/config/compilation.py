@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from megapar.config.config import Config
 
-# auto stays off until runs on GPUs have shown that bf16 losses are unchanged and steps are shorter.
+# auto stays off until steps on GPUs are shorter. On an H200 bf16 losses are unchanged, and steps take 0.99 to 1.01 of
+# the time (benchmarks/throughput).
 AUTO_COMPILES = False
 TRITON = "triton"
 
@@ -42,7 +43,7 @@ def compilation(config: Config, compiler: str) -> Compilation:
         (training.dtype == "fp64", "fp64 runs the reference forms"),
         (config.values().get("ernie_model") == "ernie3", "sizes of ERNIE 3.0's segments change from step to step"),
         (compiler != TRITON, "only for devices that Triton compiles for"),
-        (not AUTO_COMPILES, "not yet measured on a GPU"),
+        (not AUTO_COMPILES, "steps on an H200 were no shorter"),
     ):
         if excluded:
             return Compilation(False, reason)

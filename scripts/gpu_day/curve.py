@@ -15,8 +15,8 @@ from scripts.gpu_day.trainers import flags, losses, parsed, trainer
 STEPS, SMALL_STEPS, LAST = 200, 6, 20
 APART = 0.02  # of the mean loss of the last steps
 WAY_STEPS = 20
-# ERNIE's tokens are random. At the rate of the other models, rounding decides its loss after a few steps: on an H200 the
-# fp32 loss stayed at 10.6, and the bf16 losses rose to 10.8 to 11.1 depending on the mode.
+# ERNIE's tokens are random. At the rate of the other models, rounding decides its loss after a few steps: on an H200
+# the fp32 loss stayed at 10.6, and the bf16 losses rose to 10.8 to 11.1 depending on the mode.
 RATES = {"ernie": "--lr 1e-4"}
 # Allowed relative difference of the last loss from the plain run's.
 WAYS = {"--compile": 0.02, "--fp8": 0.05, "--manual-gc": 0.005}

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: the longest kernels and operators, and the time without a kernel."""
+"""Profile of a training step: its longest kernels and operators, and the time without a kernel."""
 
 from __future__ import annotations
 
