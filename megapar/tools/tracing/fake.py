@@ -116,6 +116,7 @@ class RememberingMode(FakeTensorMode):
         known = self._known.get(key, _UnfitError)
         if isinstance(known, _Result):
             return known.again(tensors)
+        result: Any
         if func is _GROUPED and args[0].dtype != torch.bfloat16:
             result = self._grouped(args, kwargs)
         elif func in _WIDE_SUMS:
