@@ -138,4 +138,16 @@ REGRESSIONS: tuple[Regression, ...] = (
         f"{FOUR_EXPERTS} --moe-shared-experts 1 --moe-shared-expert-gate --sharding-stage 3 "
         f"--recompute-granularity selective --segment-broadcast-MB 0.001",
     ),
+    Regression(
+        "a rank whose piece of an expert's tensor is empty could not take part when experts moved",
+        "moe",
+        6,
+        "--cp-degree 2 --sharding-degree 3 --dp-degree 1 --sharding-stage 1 --ep-degree 2 --rank-order "
+        "pp,mp,dp,cp,sharding --num-layers 2 --num-attention-heads 1 --hidden-size 4 --ffn-hidden-size 3 "
+        "--seq-length 24 --vocab-size 33 --init-std 0.1 --num-experts 4 --moe-ffn-hidden-size 4 --moe-router-topk 3 "
+        "--first-k-dense 1 "
+        "--sharding-segment-strategy segment_broadcast_MB --segment-broadcast-MB 0.001 --sharding-prefetch-segments 1 "
+        "--overlap-grad-reduce --overlap-param-gather --micro-batch-size 3 --global-batch-size 27 "
+        "--moe-rebalance-interval 2",
+    ),
 )

@@ -10,6 +10,7 @@ Tested in ``tests/training/step/test_expert_places.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,6 @@ def move_rows(tensors: Sequence[Tensor], moves: RowMoves, axis: Axis, device: De
     received = sent.new_empty(len(moves.arriving), sent.shape[1])
     with axis.waiting("all_to_all"):
         collectives.all_to_all(received, sent, axis, moves.receive, moves.send)
-    widths = [tensor[0].numel() for tensor in tensors]
+    widths = [math.prod(tensor.shape[1:]) for tensor in tensors]  # also of an empty piece
     for tensor, rows in zip(tensors, received.split(widths, dim=1), strict=True):
         tensor.index_copy_(0, arriving, rows.reshape(-1, *tensor.shape[1:]))
