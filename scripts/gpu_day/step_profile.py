@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from megapar.core.device.pick import pick
 from megapar.trainer import Trainer
 from scripts.gpu_day.day import Day
 from scripts.gpu_day.kernels import OPERATOR
+from scripts.gpu_day.trainers import step_seconds
 
 STEPS, LONGEST, NAME = 2, 40, 110
 
@@ -27,9 +27,9 @@ def profiled(day: Day, made: Trainer) -> dict[str, Any]:
     """
     for _ in range(3):
         made.monitor.add(made.step())
-    alone = _steps(day, made)
+    alone = step_seconds(day, made, STEPS)
     with profile(activities=pick(day.device).profiled, record_shapes=True) as profiler:
-        watched = _steps(day, made)
+        watched = step_seconds(day, made, STEPS)
     every = profiler.events() or ()
     on_device = "CUDA" if day.on_gpu else "CPU"
     events = [event for event in every if event.device_type.name == on_device and not event.is_user_annotation]
@@ -42,15 +42,6 @@ def profiled(day: Day, made: Trainer) -> dict[str, Any]:
         "kernels": longest(named),
         "operators": longest(launches(every)),
     }
-
-
-def _steps(day: Day, made: Trainer) -> float:
-    day.synchronize()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        made.monitor.add(made.step())
-    day.synchronize()
-    return (time.perf_counter() - began) / STEPS
 
 
 def busy(events: Iterable[FunctionEvent]) -> float:

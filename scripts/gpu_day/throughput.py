@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -34,11 +33,10 @@ from megapar.model.flops import step_flops
 from megapar.moe.router import Router
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
-from megapar.trainer import Trainer
 from megapar.training.building import build
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.step_profile import profiled
-from scripts.gpu_day.trainers import losses, trainer
+from scripts.gpu_day.trainers import losses, step_seconds, trainer
 
 WAYS = ("--compile", "")  # megapar's contestants; the first is the basis of all comparisons
 LOAD_BALANCE = "--moe-aux-loss-coeff 0.01"
@@ -174,12 +172,14 @@ def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
     forced = not steps
     shape, config = _config(day, model, f"{'--compile' if day.on_gpu else ''} {LOAD_BALANCE}", folder)
     with balanced() if forced else nullcontext(), trainer(config, day.device) as made:
-        first = _seconds(day, made, 3)
+        made.monitor.add(made.step())
+        first = step_seconds(day, made, 3)
         left = steps
         while left > 0 and day.seconds_left > 3 * TIMED * first:
             losses(made, min(left, TIMED))
             left -= TIMED
-        seconds = _seconds(day, made, 2 if day.small else TIMED)
+        made.monitor.add(made.step())
+        seconds = step_seconds(day, made, 2 if day.small else TIMED)
         made.monitor.add(made.step())
         made.stepper.resolve_pending()
         last = made.monitor.flush()[-1]
@@ -194,17 +194,6 @@ def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
         "expert_load": load[:: max(1, len(load) // 4)],
     }
     return Answer(None, {**figures, "tokens_per_second": shape.tokens / seconds, "forced_balance": forced})
-
-
-def _seconds(day: Day, made: Trainer, steps: int) -> float:
-    """Return the mean seconds per step, after one warmup step."""
-    made.monitor.add(made.step())
-    day.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        made.monitor.add(made.step())
-    day.synchronize()
-    return (time.perf_counter() - began) / steps
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,3 +94,13 @@ def losses(made: Trainer, steps: int) -> list[float]:
         made.monitor.add(made.step())
     made.stepper.resolve_pending()
     return [record.lm_loss for record in made.monitor.flush()]
+
+
+def step_seconds(day: Day, made: Trainer, steps: int) -> float:
+    """Return the mean seconds per step. A first step, which warms up, is the caller's."""
+    day.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        made.monitor.add(made.step())
+    day.synchronize()
+    return (time.perf_counter() - began) / steps
