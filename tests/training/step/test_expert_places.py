@@ -11,13 +11,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.core.optimizer.adamw import MOMENTS
-from megapar.core.sharding.moved_rows import RowMoves
+from megapar.core.sharding.moved_rows import RowMoves, move_rows
 from megapar.data.batches import Loader
 from megapar.trainer import Trainer
 from megapar.training.building import build
@@ -167,3 +169,23 @@ def test_moves_agree_on_both_sides() -> None:
         for target in range(3):
             assert ranks[source].send[target] == ranks[target].receive[source]
     assert ranks[0] == RowMoves((0,), (0,), (0, 1, 0), (0, 0, 1))
+
+
+def _exchange(rank: int, world_size: int, rows: int) -> list[Tensor]:
+    """Slots 0 and 2 of four change places; ``rows`` of a rank's two slots are in this shard's piece."""
+    axis = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
+    moves = RowMoves.between((0, 1, 2, 3), (2, 1, 0, 3), range(2 * rank, 2 * rank + rows), world_size)
+    tensors = [torch.full((rows, 2, 3), float(rank)), torch.full((rows, 4), 10.0 + rank)]
+    move_rows(tensors, moves, axis, pick("cpu"))
+    return tensors
+
+
+def test_rows_of_all_tensors_move_together() -> None:
+    for rank, (weight, bias) in enumerate(run_ranks(2, _exchange, 2)):
+        assert weight[:, 1, 2].tolist() == [1 - rank, rank]
+        assert bias[:, 3].tolist() == [11 - rank, 10 + rank]
+
+
+def test_ranks_whose_piece_is_empty_take_part() -> None:
+    for weight, bias in run_ranks(2, _exchange, 0):
+        assert (weight.shape, bias.shape) == ((0, 2, 3), (0, 4))
