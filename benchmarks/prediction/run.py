@@ -29,6 +29,7 @@ class Row:
 
     Attributes:
         name: Name of its file in configs/, with more flags.
+        device: Kind of its devices.
         published: Published MFU in percent, on the publication's basis.
         predicted: The predicted MFU on the same basis.
         fits: It fits into the memory of its devices.
@@ -38,6 +39,7 @@ class Row:
     """
 
     name: str
+    device: str
     published: float
     predicted: float
     fits: bool
@@ -82,7 +84,9 @@ def rows() -> list[Row]:
         predicted = mfu(plan, entry["basis"])
         unstated, techniques = entry.get("unstated", ""), bool(plan.run.assumed.words)
         name = f"{entry['config']} {flags}".strip()
-        found.append(Row(name, entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"]))
+        found.append(
+            Row(name, plan.kind.name, entry["mfu"], predicted, plan.fits, techniques, unstated, entry["source"])
+        )
     return found
 
 

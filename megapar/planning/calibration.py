@@ -86,6 +86,10 @@ class Calibration:
     software: Software = field(default_factory=lambda: Software.of(MEGAPAR, SOFTWARE[MEGAPAR]))
 
 
+# Kinds of device with a published run that plans are held against (benchmarks/prediction): the shares are theirs.
+COMPARED = frozenset(
+    ("h100-80g", "h200-141g", "h800-80g", "b200-180g", "b300-288g", "gb200-186g", "gb300-288g"),
+)
 CALIBRATIONS: Mapping[str, Calibration] = MappingProxyType(
     {name: Calibration(**SHARES, software=Software.of(name, values)) for name, values in SOFTWARE.items()}
 )

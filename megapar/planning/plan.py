@@ -13,6 +13,7 @@ from megapar.core.units import GIBIBYTE
 from megapar.errors import ConfigError
 from megapar.model.spec import ParameterCounts
 from megapar.planning.assume import Assumed, check_assumed
+from megapar.planning.calibration import COMPARED
 from megapar.planning.kept_inputs import host_traffic
 from megapar.planning.memory import StageMemory, stage_memory
 from megapar.planning.planned_run import PlannedRun
@@ -88,6 +89,11 @@ class Plan:
     def fullest(self) -> StageMemory:
         """Memory of the stage that needs most."""
         return max(self.memory, key=lambda stage: stage.reserved)
+
+    @property
+    def compared(self) -> bool:
+        """Plans for this kind of device are held against published runs; others have the shares of those devices."""
+        return self.kind.name in COMPARED
 
     @property
     def fits(self) -> bool:
@@ -214,6 +220,7 @@ class Plan:
         return {
             "device_kind": self.kind.name,
             "device_figures": list(self.kind.replaced),
+            "device_compared": self.compared,
             "world_size": world,
             "layout": {axis: self.config.grid.size(axis) for axis in _AXES},
             "software": self.run.assumed.software,

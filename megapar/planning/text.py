@@ -87,7 +87,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 def _speed(plan: Plan) -> Iterator[str]:
     speed, world = plan.speed, plan.config.grid.world_size
     yield ""
-    yield "time (predicted; see benchmarks/prediction for the accuracy)"
+    yield f"time (predicted; {_accuracy(plan)})"
     yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
@@ -98,6 +98,12 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}"
     yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
     yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"
+
+
+def _accuracy(plan: Plan) -> str:
+    if plan.compared:
+        return "see benchmarks/prediction for the accuracy"
+    return f"no run on {plan.kind.name} was compared: it is taken to reach the same share of its peak as an H100"
 
 
 def _gib(size: float) -> str:

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.prediction import run
 from benchmarks.prediction.fit import TARGET, module
+from benchmarks.prediction.rows import published_rows
 from megapar.arguments import parse
 from megapar.core.device.kinds import LINK_SHARE
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
 from megapar.planning.assume import Assumed
-from megapar.planning.calibration import CALIBRATIONS, MEGAPAR, MEGATRON, NAMES
+from megapar.planning.calibration import CALIBRATIONS, COMPARED, MEGAPAR, MEGATRON, NAMES
 from megapar.planning.devices import device_kind
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.plan import Plan
@@ -36,6 +38,15 @@ def test_softwares_share_the_shares_of_devices() -> None:
 
 def test_the_numbers_are_as_the_fit_writes_them() -> None:
     assert module(CALIBRATIONS[MEGATRON]) == TARGET.read_text(encoding="utf-8")
+
+
+def test_plans_say_which_devices_were_compared() -> None:
+    scored = {row.columns["device"] for row in published_rows() if not row.left_out and not row.unscored}
+    assert scored | {row.device for row in run.rows() if not row.why} == COMPARED
+    for kind, compared in (("b200-180g", True), ("ascend-910b", False)):
+        planned = Plan(plan().config, device_kind(kind))
+        assert planned.to_dict()["device_compared"] is compared
+        assert (f"no run on {kind} was compared" in describe(planned)) is not compared
 
 
 def test_no_device_exceeds_its_peak() -> None:
