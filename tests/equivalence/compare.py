@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.equivalence.run import Trace, relative
 
 STILL = ("--lr", "1e-30", "--weight-decay", "0")
@@ -100,9 +102,16 @@ def rounding_differences(got: Trace, alone: Trace, exact: Trace, unit: float) ->
         for name, b in want.items():
             error, allowed = (float((t.gradients[step][name].double() - b).norm()) for t in (got, alone))
             # A small gradient is the sum of larger terms, and rounded as these are.
-            if not error <= TIMES * (allowed + unit * exact.norms[step]):
+            if not math.isfinite(error) or error > TIMES * (allowed + unit * exact.norms[step]):
                 found.append(f"gradient of {name}, step {step}: error {error:.3g}, of one process {allowed:.3g}")
     return found
+
+
+def overflows(got: Trace) -> list[int]:
+    """The steps with a gradient that is not finite, which fp16 skips to go on with a smaller loss scale."""
+    return [
+        step for step, grads in enumerate(got.gradients) if not all(bool(g.isfinite().all()) for g in grads.values())
+    ]
 
 
 def _rms(values: list[float]) -> float:

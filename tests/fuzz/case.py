@@ -100,6 +100,10 @@ class Case:
         continued = self.continued and self.continued.without(name)
         return replace(self, settings=left, wild=self.wild or ("left out",), continued=continued)
 
+    def scaled_by(self, loss_scale: float) -> Case:
+        """The case with this first loss scale of fp16."""
+        return replace(self, settings=tuple((dict(self.settings) | {"initial_loss_scale": loss_scale}).items()))
+
     def pairs(self, rows: Sequence[Option] = OPTIONS) -> set[Pair]:
         """Every two options with the values they have here, left-out ones too; sizes are not counted."""
         given = dict(self.settings)

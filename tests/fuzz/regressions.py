@@ -150,4 +150,10 @@ REGRESSIONS: tuple[Regression, ...] = (
         "--overlap-grad-reduce --overlap-param-gather --micro-batch-size 3 --global-batch-size 27 "
         "--moe-rebalance-interval 2",
     ),
+    Regression(
+        "gradients that overflow on one process, too, were compared in fp16",
+        "moe",
+        2,
+        f"{MOE} --vocab-size 101 --num-experts 0 --norm-placement output --dtype fp16 --initial-loss-scale 65536",
+    ),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import RULES
-from tests.equivalence.compare import UNITS, differences, rounding_differences
+from tests.equivalence.compare import UNITS, differences, overflows, rounding_differences
 from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_of, cases
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
 from tests.fuzz.fuzzer import Fuzzer, Tally
@@ -220,6 +220,10 @@ def test_a_coarse_precision_is_held_to_what_it_rounds() -> None:
     wrong.losses[1] = math.nan
     found = rounding_differences(wrong, alone, exact, UNITS["fp32"])
     assert [text.split(",")[0] for text in found] == ["loss", f"gradient of {name}"]
+    wrong.gradients[0][name][:] = math.inf
+    assert len(rounding_differences(wrong, wrong, exact, UNITS["fp32"])) == 2  # not finite, as one process or not
+    assert overflows(wrong) == [0]
+    assert overflows(alone) == []
 
 
 def test_rules_that_refuse_are_rows() -> None:
