@@ -1,8 +1,9 @@
 """Profiler counts of kernels per torch operator and per layer, next to the table and the budgets.
 
-The kernels of a layer are the difference between two depths. ``kernels.json`` next to the findings contains the calls
-and kernels per call of every operator, as needed for the table in ``megapar.tools.tracing.kernels``: a row with a count
-is no longer estimated.
+The kernels of a layer are the difference between two depths. Buffers that a library clears before its kernels count
+apart, as the driver fills them. ``kernels.json`` next to the findings contains the calls, and the kernels and fills per
+call of every operator, as needed for the table in ``megapar.tools.tracing.kernels``: a row with a count is no longer
+estimated.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ RUNS = {
     "ernie": ("ernie", ""),
 }
 OPERATOR = "aten::"
+MOVES, FILL = ("Memcpy HtoD", "Memcpy DtoH"), "Memset"  # as the profiler names what is no kernel
 PLAN_SECONDS = 90.0
 
 
@@ -41,15 +43,19 @@ class Counted:
 
     Attributes:
         launches: Kernels of any kind.
+        fills: Buffers that a kernel's library clears before it, which the driver does without a kernel.
         copies: Copies between host and device.
         calls: Calls per operator.
         kernels: Kernels per operator.
+        filled: Fills per operator.
     """
 
     launches: int = 0
+    fills: int = 0
     copies: int = 0
     calls: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
+    filled: Counter[str] = field(default_factory=Counter)
 
 
 def run(day: Day) -> None:
@@ -67,8 +73,10 @@ def _layer(day: Day, model: str, more: str, total: Counted) -> Answer:
     few, many = (_step(day, model, f"{more} --num-layers {layers}") for layers in (2, 3))
     total.calls += many.calls
     total.kernels += many.kernels
+    total.filled += many.filled
     figures: dict[str, Any] = {
         "launches_of_a_layer": many.launches - few.launches,
+        "fills_of_a_layer": many.fills - few.fills,
         "launches_beside": 3 * few.launches - 2 * many.launches,
         "copies_of_a_step": many.copies,
         "operators_of_a_layer": dict((many.calls - few.calls).most_common(40)),
@@ -98,20 +106,23 @@ def counted(events: Iterable[FunctionEvent]) -> Counted:
     for event in events:
         on_host = event.device_type.name == "CPU"
         if not on_host:
-            moves = event.name.startswith(("Memcpy HtoD", "Memcpy DtoH"))
+            moves, fills = event.name.startswith(MOVES), event.name.startswith(FILL)
             found.copies += moves
-            found.launches += not moves and not event.is_user_annotation
+            found.fills += fills
+            found.launches += not moves and not fills and not event.is_user_annotation
         elif event.name.startswith(OPERATOR):
             name = event.name.removeprefix(OPERATOR)
             found.calls[name] += 1
-            found.kernels[name] += launched_by(event)
+            fills, launched = (launched_by(event, fills=which) for which in (True, False))
+            found.kernels[name] += launched
+            found.filled[name] += fills
     return found
 
 
-def launched_by(event: FunctionEvent) -> int:
-    """Return the kernels of an operator and of the operators that it calls, except copies from and to the host."""
-    own = sum(not kernel.name.startswith(("Memcpy HtoD", "Memcpy DtoH")) for kernel in event.kernels)
-    return own + sum(launched_by(child) for child in event.cpu_children)
+def launched_by(event: FunctionEvent, *, fills: bool) -> int:
+    """Return the kernels, or the fills, of an operator and of the operators that it calls."""
+    own = sum(kernel.name.startswith(FILL) == fills for kernel in event.kernels if not kernel.name.startswith(MOVES))
+    return own + sum(launched_by(child, fills=fills) for child in event.cpu_children)
 
 
 def _table(day: Day, total: Counted) -> Answer:
@@ -121,6 +132,7 @@ def _table(day: Day, total: Counted) -> Answer:
         row = KERNELS.get(name)
         each = total.kernels[name] / calls
         rows[name] = {"calls": calls, "kernels": round(each, 3), "table": kernels_of(name)}
+        rows[name]["fills"] = round(total.filled[name] / calls, 3)
         rows[name]["estimated"] = row is not None and row.estimated
     path = day.out / "kernels.json"
     path.write_text(json.dumps({**day.findings.facts, "operators": rows}, indent=1) + "\n", encoding="utf-8")

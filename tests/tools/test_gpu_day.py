@@ -228,12 +228,14 @@ def event(name, host=True, kernels=(), children=()):
 def test_kernels_are_counted_for_who_called_them():
     copy = event("aten::copy_", kernels=["Memcpy HtoD (Pageable -> Device)", "elementwise"])
     cast = event("aten::_to_copy", children=[copy])
-    product = event("aten::mm", kernels=["gemm", "splitKreduce"])
-    device = [event(name, host=False) for name in ("gemm", "splitKreduce", "elementwise", "Memcpy HtoD (Pageable)")]
+    product = event("aten::mm", kernels=["Memset (Device)", "gemm", "splitKreduce"])
+    names = ("Memset (Device)", "gemm", "splitKreduce", "elementwise", "Memcpy HtoD (Pageable)")
+    device = [event(name, host=False) for name in names]
     found = kernels.counted([cast, copy, product, event("cudaLaunchKernel"), *device])
-    assert (found.launches, found.copies) == (3, 1)
+    assert (found.launches, found.fills, found.copies) == (3, 1, 1)
     assert found.calls == {"_to_copy": 1, "copy_": 1, "mm": 1}
     assert found.kernels == {"_to_copy": 1, "copy_": 1, "mm": 2}
+    assert +found.filled == {"mm": 1}
 
 
 @pytest.mark.parametrize(
