@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from megapar.core.sharding.replicas import digest
+from megapar.core.sharding.replicas import replica_digest
 from megapar.trainer import Trainer
 
 SMALL = (
@@ -44,6 +44,6 @@ def look_seconds(trainer: Trainer) -> float:
     """Return the seconds of one look at all parameters and master weights, as the replica guard takes it."""
     start = time.perf_counter()
     held = (*trainer.job.model.parameters(), *(shard.master for shard in trainer.job.sharding.master_shards))
-    torch.stack([digest(tensor) for tensor in held])
+    torch.stack([replica_digest(tensor) for tensor in held])
     trainer.world.device.synchronize()
     return time.perf_counter() - start

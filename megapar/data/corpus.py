@@ -20,7 +20,7 @@ from megapar.data.tasks.build import TaskData
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.source import MOCK, all_documents, sources_hash
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
-from megapar.data.tokens.cache import digest, made_once
+from megapar.data.tokens.cache import hash_parts, made_once
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
@@ -257,7 +257,7 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
     from megapar.data.tokenizers.sentencepiece_tokenizer import TRAINING_VERSION, SentencePieceTokenizer, train
 
     content, *more = key
-    entry = digest(str(TRAINING_VERSION), sentencepiece.__version__, content, str(vocab_size), *more)
+    entry = hash_parts(str(TRAINING_VERSION), sentencepiece.__version__, content, str(vocab_size), *more)
 
     def make(path: Path) -> None:
         first = next(documents, None)

@@ -17,7 +17,15 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megapar.core.health.state_digest import FlatRange, IntBlocks, digest, digest_blocks, int_blocks, places, rotation
+from megapar.core.health.state_digest import (
+    FlatRange,
+    IntBlocks,
+    digest_blocks,
+    digest_tensors,
+    int_blocks,
+    places,
+    rotation,
+)
 
 # The last comparisons. The host learns of a difference up to two updates later.
 _KEPT = 4
@@ -141,14 +149,14 @@ class VisitingTensors:
         if number in self._held:
             pieces = self._groups[self._turn][number]
             here = _pieces(tensors, pieces)
-            different = digest(here) != self._held[number]
+            different = digest_tensors(here) != self._held[number]
             self._now.append(_Comparison(here, different, _pieces(self._homes[number], pieces)))
 
     def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Digest a part after the update, before it is copied back to host memory."""
         pieces = self._groups[(self._turn + 1) % len(self._groups)].get(number)
         if pieces:
-            self._next[number] = digest(_pieces(tensors, pieces))
+            self._next[number] = digest_tensors(_pieces(tensors, pieces))
 
     def hold(self) -> None:
         """Start the next turn. Call this after all parts are back in host memory."""

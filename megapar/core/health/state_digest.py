@@ -86,7 +86,7 @@ def int_blocks(flat: Tensor) -> IntBlocks:
     return IntBlocks(blocks, tuple((at, rest) for at, rest in rests if rest.numel()), first)
 
 
-def digest(tensors: Sequence[Tensor]) -> Tensor:
+def digest_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Digest flat, contiguous fp32 or fp64 tensors on one device. Returns [n] int32; n depends only on the sizes.
 
     Launches one kernel for each tensor with a whole block, and one for the remainders of all tensors.
@@ -95,7 +95,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def digest_blocks(cuts: Sequence[IntBlocks], device: torch.device | None) -> Tensor:
-    """Digest tensors that are divided into blocks already, as ``digest`` does."""
+    """Digest tensors that are divided into blocks already, as ``digest_tensors`` does."""
     counts = [0 if cut.blocks is None else len(cut.blocks) for cut in cuts]
     rests = [rest for cut in cuts for _, rest in cut.rests]
     sums = 2 * sum(counts)

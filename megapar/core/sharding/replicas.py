@@ -53,7 +53,7 @@ def axes_of(spec: ParameterInfo, world: World, *, sharded: bool) -> list[Axis]:
     return [axis for axis in map(world.axis, names) if axis.group is not None]
 
 
-def digest(tensor: Tensor) -> Tensor:
+def replica_digest(tensor: Tensor) -> Tensor:
     """Return a 64-bit digest of a tensor, int64 on its device: equal for equal bits, different if a few bits differ.
 
     The elements, as integers, are summed in WIDTH columns, which are added with different odd weights, modulo 2**64.
@@ -106,7 +106,7 @@ def _error(rows: Sequence[Row], when: str) -> CorruptionError:
 def _compare(replicas: Sequence[Replica], device: torch.device) -> list[Row]:
     axis = replicas[0].axis
     # Offloaded masters are in host memory, and the group may reach only the device.
-    digests = torch.stack([digest(replica.tensor).to(device) for replica in replicas])
+    digests = torch.stack([replica_digest(replica.tensor).to(device) for replica in replicas])
     extremes = torch.cat([digests, ~digests])
     reduce_numbers(extremes, axis, "replicas", dist.ReduceOp.MAX)
     greatest, least = extremes[: len(replicas)], ~extremes[len(replicas) :]

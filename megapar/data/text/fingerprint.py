@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megapar.data.blend import Group, groups_of
 from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
-from megapar.data.tokens.cache import digest
+from megapar.data.tokens.cache import hash_parts
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.data.tokens.remembered import Unread, remembered
@@ -67,7 +67,7 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
     if len(found) == 1 or found[0].weight is not None:
         return tuple(found)
     values = [one.value for one in found if one.value is not None]
-    whole = digest(*values) if len(values) == len(found) else None
+    whole = hash_parts(*values) if len(values) == len(found) else None
     names = _names([path for group in groups for path in group.paths])
     cut = "+".join(sorted({one.cut for one in found}))
     return (Fingerprint(names, whole, None, cut, sum(one.unread for one in found)),)
@@ -94,7 +94,9 @@ def _names(paths: Sequence[str]) -> str:
 def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
     """Return the hash of ``source.sources_hash``, which also names the tokens of the same text in the cache."""
     try:
-        return digest(*(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read)))
+        return hash_parts(
+            *(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read))
+        )
     except Unread:  # it counts only the first unread file
         raise Unread(unread_bytes(paths, field)) from None
 
@@ -113,7 +115,7 @@ def _indexed(path: str, may_read: bool) -> str:
             unread += error.bytes if maximum is None else min(maximum, error.bytes)
     if unread:
         raise Unread(unread)
-    return digest(*values)
+    return hash_parts(*values)
 
 
 def _blocks(tokens: Path) -> str:
@@ -167,7 +169,7 @@ def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
             parts = ["name", name, *_cached(name)]
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error}") from error
-    return Fingerprint(name, digest(*parts, field), None, BY_POSITION)
+    return Fingerprint(name, hash_parts(*parts, field), None, BY_POSITION)
 
 
 def _listed(folder: Path) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 from megapar.data.text import builtin
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
-from megapar.data.tokens.cache import digest, known, made_once
+from megapar.data.tokens.cache import hash_parts, known, made_once
 from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
 from megapar.files.data_files import (
@@ -111,7 +111,7 @@ class _File:
         packed = is_compressed(self.path)
         unpacked = ("unpacked",) if packed else ()
         try:
-            return digest(*self._reading(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
+            return hash_parts(*self._reading(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
         except Unread as unread:
             raise Unread(unread.bytes * (_UNPACKED if packed else 1)) from None
 
@@ -310,4 +310,4 @@ def check_first_records(sources: Iterable[TextSource]) -> None:
 
 def sources_hash(sources: Sequence[TextSource]) -> str:
     """Return one hash of the content of all sources, in order."""
-    return digest(*(source.content_hash() for source in sources))
+    return hash_parts(*(source.content_hash() for source in sources))

@@ -10,7 +10,7 @@ from typing import Any
 from megapar.core.checkpoint.manifest import sha256_of
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
-from megapar.data.tokens.cache import digest, known, made_once
+from megapar.data.tokens.cache import hash_parts, known, made_once
 
 _VERSION = "2"  # version of the facts
 _LARGE_BYTES = 16 << 20
@@ -43,12 +43,12 @@ def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
         return None
     ids = None
     if not isinstance(getattr(tokenizer, "model", None), bytes):
-        ids = digest(*(json.dumps(one) for one in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
-        ids = digest(ids, json.dumps(getattr(tokenizer, "vocabulary", {}), sort_keys=True))
+        ids = hash_parts(*(json.dumps(one) for one in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
+        ids = hash_parts(ids, json.dumps(getattr(tokenizer, "vocabulary", {}), sort_keys=True))
     facts: Facts = {"fingerprint": tokenizer.fingerprint(), "ids": ids, "size": tokenizer.size}
     joins = getattr(tokenizer, "joins", None)
     if joins is not None:
-        facts["joins"] = digest(json.dumps(joins))
+        facts["joins"] = hash_parts(json.dumps(joins))
     if path is not None and ids is not None:
         made_once(_entry(Path(path)), lambda entry: _write(entry, facts))
     return facts
@@ -86,7 +86,9 @@ def _write(entry: Path, facts: Facts) -> None:
 def _entry(path: Path) -> str:
     """Return the cache entry for everything that may decide the ids; large files, such as weights, are not read."""
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
-    return f"tokenizer-facts/{digest(_VERSION, *(part for one in files for part in (one.name, _content(one))))}.json"
+    return (
+        f"tokenizer-facts/{hash_parts(_VERSION, *(part for one in files for part in (one.name, _content(one))))}.json"
+    )
 
 
 def _content(file: Path) -> str:

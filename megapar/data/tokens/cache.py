@@ -46,7 +46,7 @@ def cache_folder() -> Path:
     return Path(base) / "megapar"
 
 
-def digest(*parts: str | bytes) -> str:
+def hash_parts(*parts: str | bytes) -> str:
     """Return the first 32 hexadecimal digits of SHA-256 over the parts, each preceded by its length."""
     state = hashlib.sha256()
     for part in parts:

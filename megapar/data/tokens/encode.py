@@ -31,7 +31,7 @@ from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, describe
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megapar.data.tokens.cache import digest
+from megapar.data.tokens.cache import hash_parts
 from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
 from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
@@ -93,7 +93,7 @@ class EncodeJob:
         """Return a hash of everything that decides the parts."""
         encoding = self.encoding
         parts = [VERSION, describe(self.chunks), tokenizer.fingerprint(), encoding.dtype, encoding.end]
-        return digest(json.dumps(parts))
+        return hash_parts(json.dumps(parts))
 
 
 def encode(

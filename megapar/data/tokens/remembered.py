@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megapar.data.tokens.cache import digest, known, made_once
+from megapar.data.tokens.cache import hash_parts, known, made_once
 
 
 class Unread(Exception):
@@ -30,7 +30,7 @@ def remembered(path: Path, make: Callable[[], str], *kind: str, may_read: bool =
     is False.
     """
     status = path.stat()
-    name = f"hashes/{digest(str(path.resolve()), str(status.st_size), str(status.st_mtime_ns), *kind)}"
+    name = f"hashes/{hash_parts(str(path.resolve()), str(status.st_size), str(status.st_mtime_ns), *kind)}"
     if not may_read and known(name) is None:
         raise Unread(status.st_size)
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapar.data.tokens.cache import digest, made_once
+from megapar.data.tokens.cache import hash_parts, made_once
 from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.prepared import hashes_path, index_hash, read_hashes
 from megapar.data.tokens.remembered import remembered
@@ -41,7 +41,7 @@ def split_stores(dataset: IndexedDataset, split: Split, notes: tuple[str, ...] =
         cut = first < dataset.documents
         heldout = indexed_store(dataset, first, last) if split.heldout else None
         return TrainHeldout(indexed_store(dataset, 0, first, (*notes, note) if cut else notes), heldout)
-    key = digest(index_hash(dataset.prefix), _hash_of(hashes), f"{split.train!r},{split.heldout!r}")
+    key = hash_parts(index_hash(dataset.prefix), _hash_of(hashes), f"{split.train!r},{split.heldout!r}")
     folder = made_once(f"selected/{key}", lambda path: _select(path, dataset, hashes, split))
     heldout = _selected(dataset, folder / "1") if split.heldout else None
     return TrainHeldout(_selected(dataset, folder / "0", notes), heldout)

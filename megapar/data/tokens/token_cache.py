@@ -19,7 +19,7 @@ from megapar.core.health.process import cores
 from megapar.data.text.bad_records import skipped_text
 from megapar.data.text.source import TextSource, check_first_records, sources_hash
 from megapar.data.tokenizers.tokenizer import Tokenizer
-from megapar.data.tokens.cache import cache_folder, digest, made_once
+from megapar.data.tokens.cache import cache_folder, hash_parts, made_once
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.encode_process import encode_in_process
 from megapar.data.tokens.indexed import IndexedDataset
@@ -64,7 +64,7 @@ class TokenCache:
         skipping = ("skip",) if self.skip_bad else ()
         # A content hash names the same bytes, however long a document may be.
         content = (sources_hash(sources), self.tokenizer.fingerprint(), str(encoding.end))
-        key = digest(str(VERSION), str(LONGEST_LINE), *content, *skipping)
+        key = hash_parts(str(VERSION), str(LONGEST_LINE), *content, *skipping)
         folder = made_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
         notes = folder / _NOTES
         messages = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()

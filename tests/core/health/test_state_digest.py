@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapar.core.device.base import Device
 from megapar.core.health.digested import RestingTensors, VisitingTensors
-from megapar.core.health.state_digest import BLOCK, digest, places, rotation
+from megapar.core.health.state_digest import BLOCK, digest_tensors, places, rotation
 from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.sharding.master_shard import MasterShard
@@ -31,14 +31,14 @@ def test_every_flipped_bit_shows_and_where_it_is(dtype: torch.dtype, offset: int
     torch.manual_seed(1)
     storages = [torch.randn(size + offset, dtype=dtype) for size in SIZES]
     tensors = [storage[offset:] for storage in storages]
-    clean, draw = digest(tensors), random.Random(1)
-    assert torch.equal(digest(tensors), clean)
+    clean, draw = digest_tensors(tensors), random.Random(1)
+    assert torch.equal(digest_tensors(tensors), clean)
     for tensor in tensors:
         size = tensor.element_size()
         for element in {0, tensor.numel() - 1, *(draw.randrange(tensor.numel()) for _ in range(20))}:
             for bit in (0, 8 * size - 1, draw.randrange(8 * size)):
                 flip(tensor, element, bit)
-                different = digest(tensors) != clean
+                different = digest_tensors(tensors) != clean
                 flip(tensor, element, bit)
                 address = tensor.data_ptr() + element * size
                 (place,) = {
@@ -47,24 +47,24 @@ def test_every_flipped_bit_shows_and_where_it_is(dtype: torch.dtype, offset: int
                     if place[0] < address + size and place[1] > address
                 }
                 assert place[1] - place[0] <= 4 * BLOCK
-    assert torch.equal(digest(tensors), clean)
+    assert torch.equal(digest_tensors(tensors), clean)
 
 
 def test_blocks_that_change_places_show() -> None:
     flat = torch.randn(4 * BLOCK)
-    clean = digest([flat])
+    clean = digest_tensors([flat])
     rows = flat.view(4, BLOCK)
     rows[[0, 2]] = rows[[2, 0]].clone()
-    assert (digest([flat]) != clean).any()
+    assert (digest_tensors([flat]) != clean).any()
 
 
 def test_bits_are_compared_not_numbers() -> None:
     flat = torch.zeros(8)
-    clean = digest([flat])
+    clean = digest_tensors([flat])
     flat[3] = -0.0
-    assert (digest([flat]) != clean).any()
+    assert (digest_tensors([flat]) != clean).any()
     flat.fill_(torch.nan)
-    assert torch.equal(digest([flat]), digest([flat]))
+    assert torch.equal(digest_tensors([flat]), digest_tensors([flat]))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7, 100])

@@ -13,7 +13,7 @@ import pytest
 
 from megapar.core.checkpoint import manifest
 from megapar.data.tokens import cache
-from megapar.data.tokens.cache import cache_folder, digest, known, made_once
+from megapar.data.tokens.cache import cache_folder, hash_parts, known, made_once
 from megapar.data.tokens.remembered import remembered
 from megapar.errors import DataError
 
@@ -63,8 +63,8 @@ def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_digest_tells_where_parts_end() -> None:
-    assert digest("ab", "c") != digest("a", "bc")
-    assert digest("ab", b"c") == digest(b"ab", "c")
+    assert hash_parts("ab", "c") != hash_parts("a", "bc")
+    assert hash_parts("ab", b"c") == hash_parts(b"ab", "c")
 
 
 def _ask(log: Path) -> None:

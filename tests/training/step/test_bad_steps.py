@@ -256,10 +256,10 @@ def test_a_run_goes_on_behind_the_samples_it_steps_over(tmp_path: Path) -> None:
 def test_a_digest_knows_every_bit_and_the_order(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).to(dtype)
     other = x.clone()
-    assert replicas.digest(other) == replicas.digest(x)
+    assert replicas.replica_digest(other) == replicas.replica_digest(x)
     other.view(torch.uint8)[2, 77] ^= 1
-    assert replicas.digest(other) != replicas.digest(x)
-    assert replicas.digest(x[:, [1, 0, *range(2, 5000)]]) != replicas.digest(x)
+    assert replicas.replica_digest(other) != replicas.replica_digest(x)
+    assert replicas.replica_digest(x[:, [1, 0, *range(2, 5000)]]) != replicas.replica_digest(x)
 
 
 def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], name: str, bad_rank: int) -> None:
