@@ -33,7 +33,7 @@ RUNS = {
     "ernie": ("ernie", ""),
 }
 OPERATOR = "aten::"
-MOVES, FILL = ("Memcpy HtoD", "Memcpy DtoH"), "Memset"  # as the profiler names what is no kernel
+MOVES, FILL = ("Memcpy HtoD", "Memcpy DtoH"), "Memset"  # names in a profile of what is not a kernel
 PLAN_SECONDS = 90.0
 
 
