@@ -47,6 +47,11 @@ ENTRIES = {
         "prepare/.*/(one|all|plain.*)",
         speeds=True,
     ),
+    "data, sentencepiece": _entry(
+        "benchmarks.data.run --part prepare --tokenizer sentencepiece --rounds 1",
+        "prepare/.*/(one|all|plain.*)",
+        speeds=True,
+    ),
     "data, loader": _entry("benchmarks.data.run --part loader", "loader/(trained|read)", speeds=True),
     "data, open": _entry("benchmarks.data.run --part open", "open/(seconds|sample_seconds)"),
     "convert": _entry(

@@ -33,14 +33,14 @@ from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokeniz
 from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.tokens.cache import hash_parts
 from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
-from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened
+from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, named, opened
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 4
+VERSION = 5
 _BATCH = 32  # documents encoded at a time; more would not fit the caches of a core
 _CODES = {"uint16": "H", "int32": "i"}  # array.array converts lists four times as fast as numpy does
 
@@ -122,7 +122,7 @@ def encode(
         try:
             total = _written(job, tokenizer, workers, progress)
         except DataError as error:
-            kept = sum(finished(folder, number) is not None for number in range(len(job.chunks)))
+            kept = named(folder)
             if kept == 0 or not keep_parts:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise

@@ -4,6 +4,9 @@ key             hash of the work; locked by the run and its worker processes
 00000000.part   a part: ids of its documents | their lengths, int32 | their texts' hashes, uint64 |
                 a record of its content, JSON | bytes of the JSON, uint64
 
+The record has the CRC-32 of what is before it, by which a later run finds parts that a power failure cut or zeroed. So
+encoding does not wait until each part is on the disk.
+
 Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
@@ -14,9 +17,10 @@ import json
 import os
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,7 +32,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 KEY = "key"
+_SUFFIX = ".part"
 _END = struct.Struct("<Q")
+_BLOCK_BYTES = 1 << 20
 _LOCK_SECONDS = 5.0  # the workers of a killed run exit by themselves within this time
 
 
@@ -105,6 +111,7 @@ class PartWriter:
         self._file = open(self._aside, "wb")  # noqa: SIM115
         self._lengths: list[bytes] = []
         self._hashes: list[bytes] = []
+        self._crc = 0
 
     def __enter__(self) -> PartWriter:
         return self
@@ -115,31 +122,41 @@ class PartWriter:
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, hashes: np.ndarray) -> None:
         """Add n documents: the ids ``tokens`` [T] of all, ``lengths`` [n] with sum T, and ``hashes`` [n] uint64."""
-        self._file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
+        self._write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
         self._lengths.append(lengths.astype("<i4").tobytes())
         self._hashes.append(hashes.astype("<u8").tobytes())
 
     def finish(self, done: Done) -> None:
-        """Write the record of the part's content, sync the file and rename it."""
-        record = json.dumps({**asdict(done), "bytes": self._file.tell()}).encode()
-        self._file.write(b"".join((*self._lengths, *self._hashes, record, _END.pack(len(record)))))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write the record of the part's content and rename the file."""
+        size = self._file.tell()
+        self._write(b"".join((*self._lengths, *self._hashes)))
+        record = json.dumps({**asdict(done), "bytes": size, "crc": self._crc}).encode()
+        self._file.write(record + _END.pack(len(record)))
         self._file.close()
         os.replace(self._aside, self._path)
 
+    def _write(self, content: bytes | memoryview) -> None:
+        self._crc = zlib.crc32(content, self._crc)
+        self._file.write(content)
+
 
 def finished(folder: Path, number: int) -> Done | None:
-    """Return the result of a part; None if it is not finished, or if a crash of the machine truncated it."""
+    """Return the result of a part, which is read whole; None if it is not finished, or damaged by a power failure."""
     try:
         with open(_path(folder, number), "rb") as file:
             record = _record(file)
+            if record is None or _crc(file, record["end"]) != record["crc"]:
+                return None
     except FileNotFoundError:
         return None
-    if record is None:
-        return None
-    del record["bytes"]
-    return Done(**{**record, "first_bad": tuple(record["first_bad"])})
+    return Done(
+        **{field.name: record[field.name] for field in fields(Done)} | {"first_bad": tuple(record["first_bad"])}
+    )
+
+
+def named(folder: Path) -> int:
+    """Return the number of parts that have their names."""
+    return len(list(folder.glob(f"*{_SUFFIX}")))
 
 
 @contextmanager
@@ -161,7 +178,7 @@ def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, n
 
 
 def _record(file: IO[bytes]) -> dict[str, Any] | None:
-    """Return the record at the end of a part; None if it does not match the file."""
+    """Return the record at the end of a part, and the ``end`` of what its CRC is of; None if the file is another."""
     size = os.fstat(file.fileno()).st_size
     if size < _END.size:
         return None
@@ -174,8 +191,18 @@ def _record(file: IO[bytes]) -> dict[str, Any] | None:
         record: dict[str, Any] = json.loads(file.read(length))
     except ValueError:
         return None
-    return record if record["bytes"] + 12 * record["documents"] + length + _END.size == size else None
+    end = record["bytes"] + 12 * record["documents"]
+    return {**record, "end": end} if end + length + _END.size == size else None
+
+
+def _crc(file: IO[bytes], size: int) -> int:
+    """Return the CRC-32 of the first bytes of a file."""
+    file.seek(0)
+    found = 0
+    while block := file.read(min(size, _BLOCK_BYTES)):
+        found, size = zlib.crc32(block, found), size - len(block)
+    return found
 
 
 def _path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}.part"
+    return folder / f"{number:08d}{_SUFFIX}"

@@ -191,7 +191,7 @@ def test_a_killed_run_goes_on_where_it_stood(
     assert not (tmp_path / "broken.parts").exists()
 
 
-def test_a_part_that_a_crash_of_the_machine_has_cut_is_made_again(
+def test_a_part_that_a_crash_of_the_machine_has_damaged_is_made_again(
     tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
@@ -203,8 +203,9 @@ def test_a_part_that_a_crash_of_the_machine_has_cut_is_made_again(
     for path, size in ((parts[0], 0), (parts[1], 7), (parts[2], parts[2].stat().st_size - 3)):
         os.truncate(path, size)
     parts[3].write_bytes(parts[3].read_bytes()[2:])
+    parts[4].write_bytes(bytes(9) + parts[4].read_bytes()[9:])
     folder = parts[0].parent
-    assert [finished(folder, number) is None for number in range(6)] == [True] * 4 + [False] * 2
+    assert [finished(folder, number) is None for number in range(6)] == [True] * 5 + [False]
     done = prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1, overwrite=True)
     assert done.documents == 200
     assert _bytes(tmp_path / "out") == _bytes(tmp_path / "whole")
