@@ -82,7 +82,8 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
             for backend, got in runs.items()
             if overflows(got) != overflows(alone)
         ]
-        return found + check(case.scaled_by(1.0), rows).text.splitlines()
+        small = check(case.scaled_by(1.0), rows)
+        return found if small.kind == EQUAL else [*found, f"{small.kind} with a loss scale of 1:", small.text]
     unit = max(UNITS[dtype] for dtype in (config.training.dtype, config.sharding.grad_reduce_dtype))
     return [
         f"{backend}: {text}" for backend, got in runs.items() for text in rounding_differences(got, alone, exact, unit)

@@ -33,7 +33,7 @@ from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokeniz
 from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.tokens.cache import hash_parts
 from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
-from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, named, opened
+from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
 
@@ -122,7 +122,7 @@ def encode(
         try:
             total = _written(job, tokenizer, workers, progress)
         except DataError as error:
-            kept = named(folder)
+            kept = parts_in(folder)
             if kept == 0 or not keep_parts:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise

@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -149,13 +149,11 @@ def finished(folder: Path, number: int) -> Done | None:
                 return None
     except FileNotFoundError:
         return None
-    return Done(
-        **{field.name: record[field.name] for field in fields(Done)} | {"first_bad": tuple(record["first_bad"])}
-    )
+    return Done(record["documents"], record["tokens"], record["bad"], tuple(record["first_bad"]))
 
 
-def named(folder: Path) -> int:
-    """Return the number of parts that have their names."""
+def parts_in(folder: Path) -> int:
+    """Return the number of parts that have their names, without reading them."""
     return len(list(folder.glob(f"*{_SUFFIX}")))
 
 
