@@ -59,7 +59,7 @@ def test_the_norm_does_not_depend_on_which_kernel_takes_a_tensor(monkeypatch, dt
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_norm_does_not_depend_on_the_length_of_a_shard(exact):
-    """A CPU adds the squares of a tensor one after another, in the tensor's dtype: 4 M of them lose 7e-5 of the norm."""
+    """A CPU adds the squares of a tensor one after another, in its dtype: 4 M of them lose 7e-5 of the norm."""
     grad = torch.rand((1 << 22) + 3, generator=torch.Generator().manual_seed(0))
     expected = grad.double().norm().item()
     for pieces in (1, 64):  # the sum over pieces is in fp64
