@@ -12,11 +12,14 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import FLAGS
 from megapar.errors import CheckpointError, MegaparError
 from megapar.tools.parser import Parser, count, whole
+
+if TYPE_CHECKING:
+    import torch
 
 
 def make_parser() -> ArgumentParser:
@@ -90,10 +93,17 @@ def generate(options: Namespace) -> list[str]:
     transformers.logging.disable_progress_bar()
     with exported(options.checkpoint, options.hf_cache, dtype=DTYPES.get(options.dtype), tokenizer=own) as folder:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
-    model = model.to(device).eval()
+        model = loaded(folder, device)
     torch.manual_seed(options.seed)
     return [_continued(options, model, tokenizer, prompt) for prompt in options.prompt]
+
+
+def loaded(folder: Path, device: torch.device) -> Any:
+    """Return the model of a Hugging Face folder on a device, ready to generate."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    return model.to(device).eval()
 
 
 def _continued(options: Namespace, model: Any, tokenizer: Any, prompt: str) -> str:

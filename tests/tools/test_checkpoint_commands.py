@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 
 from megapar.arguments import FLAGS, SCRIPTS, parse
@@ -19,7 +20,7 @@ from megapar.data.text.fingerprint import Fingerprint
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.tools import evaluate
-from megapar.tools.generate import prompt_ids
+from megapar.tools.generate import loaded, prompt_ids
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints import exported
@@ -186,6 +187,21 @@ def test_generate_continues_prompts_and_leaves_nothing(
     assert printed.startswith("a rank")
     assert "\nthe rest" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("widths", [(16, 8), (18, 8), (16, 6)])
+def test_experts_of_any_width_continue_a_prompt(tmp_path: Path, widths: tuple[int, int]) -> None:
+    """torch's grouped product takes rows of a multiple of 16 bytes only: in fp32 not those of 18 and 6 features."""
+    hidden, ffn = widths
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 4}
+    config = transformers.MixtralConfig(**sizes, **heads, num_local_experts=4, max_position_embeddings=16)
+    model = transformers.MixtralForCausalLM._from_config(config, experts_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.arange(3, 9)[None]
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    found = loaded(tmp_path, torch.device("cpu")).generate(prompt, max_new_tokens=6, do_sample=False)
+    assert found.tolist() == expected.tolist()
 
 
 def test_a_cache_keeps_the_export(
