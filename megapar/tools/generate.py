@@ -99,10 +99,19 @@ def generate(options: Namespace) -> list[str]:
 
 
 def loaded(folder: Path, device: torch.device) -> Any:
-    """Return the model of a Hugging Face folder on a device, ready to generate."""
+    """Return the model of a Hugging Face folder on a device, ready to generate.
+
+    transformers multiplies the rows of all experts at once, which torch takes only where rows are multiples of 16
+    bytes; experts of other widths are multiplied one after another.
+    """
     import transformers
 
+    from megapar.core.device.grouped import ALIGNMENT_BYTES
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
+    experts = (weight for weight in model.parameters() if weight.dim() == 3)
+    if any(width * weight.itemsize % ALIGNMENT_BYTES for weight in experts for width in weight.shape[1:]):
+        model.set_experts_implementation("eager")
     return model.to(device).eval()
 
 
