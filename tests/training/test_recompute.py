@@ -156,6 +156,14 @@ def test_resumed_runs_draw_the_same_masks(tmp_path: Path) -> None:
     assert [record.loss for record in resumed.records] == [record.loss for record in whole.records[3:]]
 
 
+@pytest.mark.parametrize("layout", ["pp", "ep", "stage 2", "stage 3"])
+def test_masks_depend_on_no_layout_but_mp_and_cp(layout: str) -> None:
+    flags = ("--dtype", "fp64", "--global-batch-size", "8", "--num-layers", "6")
+    split, whole = train("moe", layout, *flags), train("moe", "alone", *flags)
+    assert split.losses == pytest.approx(whole.losses, rel=1e-12)
+    assert split.norms == pytest.approx(whole.norms, rel=1e-12)
+
+
 def pretended(rank: int, world_size: int, rendezvous: str, *flags: str) -> dict[str, int]:
     """What rank 5 of 8 sends in a step, on fake tensors."""
     line = (*MODELS["gpt"], *COMMON, "--micro-batch-size", "1", "--mp-degree", "2", "--num-layers", "4", *flags)
