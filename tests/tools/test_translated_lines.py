@@ -1,0 +1,96 @@
+"""Lines in, lines out: what ``megapar translate`` prints for words that stand around a known argument."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.tools.main import main
+from megapar.tools.translate import OTHER_TRAINING, SAME_TRAINING
+from tests.tools.translation.tables import declared
+
+# A decoder that means the same in Megatron-LM and here, so that only what a test adds can change the status.
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --bf16 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1 "
+    "--vocab-size 512 --tokenizer-type NullTokenizer --mock-data --eval-iters 0 --lr 1e-3"
+)
+PLAIN = f"{MODEL} --train-iters 10 --global-batch-size 32"
+
+
+@pytest.fixture
+def translated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return (status, output) of the command for a file of this name with this text."""
+
+    def run(text: str, name: str = "train.sh", *options: str) -> tuple[int, str]:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        status = main(["translate", *options, str(path)])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def head(output: str) -> str:
+    return output.partition("\n\n")[0]
+
+
+def command(output: str) -> str:
+    """The command that is printed, on one line."""
+    start = output.index("megapar launch")
+    return " ".join(output[start:].partition("\n\n")[0].replace("\\\n", " ").split())
+
+
+def test_a_switch_never_takes_the_open_word_after_it(translated: Any) -> None:
+    tables = ("megatron_lm", "megatron_deepspeed", "mindspeed", "mindspeed_llm")
+    rows = [row for table in tables for row in declared(table)]
+    valued = {row.name for row in rows if row.kind == "value"}
+    switches = sorted({row.name for row in rows if row.kind != "value"} - valued)
+    assert len(switches) > 500
+    words = " ".join(f"--{name} $AFTER_{place}" for place, name in enumerate(switches))
+    _, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", "train.sh", "--json")
+    items = json.loads(output)
+    assert [item["flag"] for item in items if "AFTER" in item["value"] and item["flag"]] == []
+    alone = [item for item in items if item["value"].startswith("$AFTER")]
+    assert len(alone) == len(switches)
+    assert {(item["verdict"], item["decides"]) for item in alone} == {("left to you", True)}
+
+
+def test_an_argument_with_a_value_takes_the_open_word_after_it(translated: Any) -> None:
+    rows = [row for table in ("megatron_lm", "mindspeed") for row in declared(table) if row.kind == "value"]
+    names = sorted({row.name for row in rows} - {row.name for row in rows if row.default in ("true", "false")})
+    words = " ".join(f"--{name} $VALUE_{place}" for place, name in enumerate(names))
+    _, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", "train.sh", "--json")
+    assert [item["value"] for item in json.loads(output) if not item["flag"]] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--log-throughput $MORE", "LEFT TO YOU: $MORE"),
+        ("--log-throughput ${MORE}$REST", "LEFT TO YOU: $MORE$REST"),
+        ("--log-throughput more", "UNKNOWN: more"),
+        ("--dataset MMAP $MORE", "LEFT TO YOU: $MORE"),
+        ("--wandb-project $NAME $MORE", "LEFT TO YOU: $MORE"),
+        ("--warp-speed $MORE", "LEFT TO YOU: $MORE"),
+    ],
+)
+def test_a_word_that_belongs_to_no_argument_decides(translated: Any, words: str, named: str) -> None:
+    status, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {PLAIN} {words}\n")
+    assert status == OTHER_TRAINING
+    assert f"# {named}\n" in head(output) + "\n"
+
+
+def test_no_private_mark_is_printed(translated: Any) -> None:
+    line = f"torchrun --standalone $A pretrain_gpt.py {PLAIN} --wandb-project $B --log-throughput $C --lr $D x-$E\n"
+    for options in ((), ("--json",)):
+        _, output = translated(line, "train.sh", *options)
+        assert not re.search("[\ue000-\uf8ff]|ue00[0-9]", output)
+        assert all(f"${name}" in output for name in "ABCDE")
+    _, output = translated(f"torchrun pretrain_gpt.py {PLAIN}\ntorchrun $HERE/pretrain_gpt.py --lr 1\n")
+    assert not re.search("[\ue000-\uf8ff]", output)
