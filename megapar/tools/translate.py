@@ -179,7 +179,10 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
         lines.append("Not checked against the rules of the trainers, because sizes are left to you")
     lines += source.remarks if source else ()
     others = [one for one in source.lines if one is not line] if source else []
-    return lines + [f"line {one.at} also starts {Path(one.script).name}: not translated" for one in others]
+    names = [Path(open_values.as_written(one.script)).name for one in others]
+    return lines + [
+        f"line {one.at} also starts {name}: not translated" for one, name in zip(others, names, strict=True)
+    ]
 
 
 def _differences(translation: Translation) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapar.tools.main import main
-from megapar.tools.translate import OTHER_TRAINING, SAME_TRAINING
+from megapar.tools.translate import OTHER_TRAINING
 from tests.tools.translation.tables import declared
 
 # A decoder that means the same in Megatron-LM and here, so that only what a test adds can change the status.
@@ -84,6 +84,13 @@ def test_a_word_that_belongs_to_no_argument_decides(translated: Any, words: str,
     status, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {PLAIN} {words}\n")
     assert status == OTHER_TRAINING
     assert f"# {named}\n" in head(output) + "\n"
+
+
+def test_a_switch_of_paddle_that_has_no_counterpart_takes_no_open_word(translated: Any) -> None:
+    for words, named in (("--do_train $MORE", "$MORE"), ("--bf16 $BF16", "--dtype")):
+        status, output = translated(f"torchrun run_pretrain.py --max_steps 10 {words}\n")
+        assert status == OTHER_TRAINING
+        assert f"# LEFT TO YOU: {named}\n" in output
 
 
 def test_no_private_mark_is_printed(translated: Any) -> None:

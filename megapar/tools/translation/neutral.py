@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megapar.config.values import FALSE
-from megapar.tools.translation.verdict import UNNECESSARY, Decided, Foreign, Given
+from megapar.tools.translation.verdict import UNNECESSARY, Decided, Foreign, Given, named
 
 Function = Callable[[str, Given], Decided]
 
@@ -30,9 +30,10 @@ def unless(text: str, verdict: str) -> tuple[dict[str, Foreign], dict[str, Funct
     functions: dict[str, Function] = {}
     for line in text.strip().splitlines():
         names, values, requires, reason = (part.strip() for part in line.split("|"))
-        for name in names.split():
+        for word in names.split():
+            name = word.rstrip("=")
             functions[f"unless {name}"] = _function(tuple(values.split()), tuple(requires.split()), verdict, reason)
-            rows[name] = Foreign(verdict, f"@unless {name}", reason)
+            rows |= named(word, verdict, f"@unless {name}", reason)
     return rows, functions
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from megapar.compatibility import NOT_BUILT, RULES
@@ -79,14 +79,21 @@ def translate(
         launcher: (launcher, word) pairs.
     """
     framework = framework or detect([name for name, _ in _pairs(arguments)])
-    pairs = _pairs(arguments, framework)
+    pairs = _pairs(arguments, FOREIGN[framework])
     starting = [
         (tool, *pair) for tool in dict.fromkeys(tool for tool, _ in launcher) for pair in _arguments_of(tool, launcher)
     ]
     given = {normal(name): value for _, name, value in starting} | {normal(name): value for name, value in pairs}
     given = _effective({name: value for name, value in given.items() if not _unset(name, value)}, framework)
     items = [_translate_argument(name, value, given, LAUNCHERS[tool]) for tool, name, value in starting]
-    return items + [_translate_argument(name, value, given, FOREIGN[framework]) for name, value in pairs]
+    items += [_translate_argument(name, value, given, FOREIGN[framework]) for name, value in pairs]
+    return [_as_written(item) for item in items]
+
+
+def _as_written(item: Translated) -> Translated:
+    """Return a translation with the expressions of the script in place of their marks."""
+    flag, value, ours, reason = map(open_values.as_written, (item.flag, item.value, item.ours, item.reason))
+    return replace(item, flag=flag, value=value, ours=ours, reason=reason)
 
 
 def _unset(name: str, value: str) -> bool:
@@ -107,7 +114,7 @@ def _with_last_parts(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _arguments_of(tool: str, launcher: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return _pairs([word for of, word in launcher if of == tool and word])
+    return _pairs([word for of, word in launcher if of == tool and word], LAUNCHERS[tool])
 
 
 def framework_of(line: Line) -> str:
@@ -186,33 +193,38 @@ def changing(found: Sequence[Translated]) -> list[Translated]:
     return [item for item in found if item.verdict in CHANGING or item.decides]
 
 
-def _pairs(arguments: Sequence[str], framework: str = "") -> list[tuple[str, str]]:
+def _pairs(arguments: Sequence[str], table: Mapping[str, Foreign] | None = None) -> list[tuple[str, str]]:
     """Return (name without hyphens, joined values) pairs; the name is empty for a word that belongs to no argument."""
     found: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
-        elif found and not _holds_arguments(word, *found[-1], framework):
+        elif found and _belongs(word, *found[-1], table or {}):
             found[-1][1].append(word)
         else:
             found.append(("", [word]))
     return [(name, shlex.join(_unquoted(value) for value in values)) for name, values in found]
 
 
-def _holds_arguments(word: str, name: str, values: Sequence[str], framework: str) -> bool:
-    """Return True for an unset variable after an argument that is complete: the variable may hold further arguments."""
-    if open_values.marks(word) != [word]:
-        return False
-    key = normal(name).rpartition(".")[2]
-    spelling, row = spellings().get(key), FOREIGN["megatron"].get(key)
-    if values:
-        return "data" not in key and not (spelling is not None and spelling.flag.takes_list)
-    if framework == "paddle":  # whose switches have values
-        return False
-    if spelling is not None:
-        return spelling.value is not None or not spelling.flag.takes_value
-    return row is not None and row.ours.startswith("--") and "{value}" not in row.ours
+def _belongs(word: str, name: str, values: Sequence[str], table: Mapping[str, Foreign]) -> bool:
+    """Return True if a word is a value of the argument before it.
+
+    An unset variable may hold further arguments: it is a value only of an argument that surely takes one.
+    """
+    key, is_open = normal(name), word.startswith(open_values.BEGIN)
+    row = table.get(_find(key, table) or "")
+    spelling = spellings().get(key) or spellings().get(key.rpartition(".")[2])
+    valued = spelling is not None and spelling.value is None and spelling.flag.takes_value
+    if values or not name:
+        listed = key.endswith("data-path") or (spelling is not None and spelling.flag.takes_list)
+        return bool(name and listed) or not is_open
+    if row.takes_value if row is not None else valued:
+        return True
+    of_paddle = table is FOREIGN["paddle"]  # its switches may have values
+    if is_open:
+        return of_paddle and _decides(key, row)
+    return row is None or valued or of_paddle or word.lower() in (*TRUE, *FALSE, *_NOTHING)
 
 
 def _unquoted(value: str) -> str:
@@ -228,7 +240,7 @@ def _find(key: str, table: Mapping[str, Foreign] | frozenset[str]) -> str | None
 def _translate_argument(name: str, value: str, given: Mapping[str, str], table: Mapping[str, Foreign]) -> Translated:
     written = f"--{name}" if name else ""
     if not name and open_values.is_open(value):
-        return Translated("", open_values.as_written(value), LEFT, "", "further arguments", decides=True)
+        return Translated("", " ".join(shlex.split(value)), LEFT, "", "further arguments", decides=True)
     if not name:
         return Translated("", value, UNKNOWN, "", "belongs to no argument")
     key = normal(name)
@@ -241,7 +253,7 @@ def _translate_argument(name: str, value: str, given: Mapping[str, str], table: 
     if reason and not (row is not None and "@" not in table[row].ours and "{value}" not in table[row].ours):
         foreign = table[row] if row is not None else None
         decides, here = _decides(key, foreign), _here(key, foreign)
-        return Translated(written, open_values.as_written(value), LEFT, "", reason, decides=decides, here=here)
+        return Translated(written, value, LEFT, "", reason, decides=decides, here=here)
     if row is not None:
         verdict, ours, why = _apply(table[row], value, given, key)
         decides = verdict == LEFT and table[row].ours[1:] in DECIDING

@@ -33,21 +33,29 @@ class Foreign:
         verdict: One of ``VERDICTS``.
         ours: megapar flags to write, with ``{value}``; or ``@`` and the name of a function in ``functions``.
         reason: Explanation for the user.
+        takes_value: The argument takes the word after it: its name ends in ``=`` in the table, or ``ours`` has the
+            value. Otherwise it is a switch, or it is not known.
     """
 
     verdict: str
     ours: str = ""
     reason: str = ""
+    takes_value: bool = False
 
 
 def rows(text: str, verdict: str) -> dict[str, Foreign]:
     """Parse lines ``names | ours | reason``. Several names may share a line."""
-    found = {}
+    found: dict[str, Foreign] = {}
     for line in text.strip().splitlines():
         names, ours, reason = (part.strip() for part in line.split("|"))
-        for name in names.split():
-            found[name] = Foreign(verdict, ours, reason)
+        found |= named(names, verdict, ours, reason)
     return found
+
+
+def named(names: str, verdict: str, ours: str, reason: str) -> dict[str, Foreign]:
+    """Return one row for each of these names."""
+    takes = "{value}" in ours
+    return {name.rstrip("="): Foreign(verdict, ours, reason, takes or name[-1] == "=") for name in names.split()}
 
 
 def defaults(text: str) -> dict[str, Foreign]:
