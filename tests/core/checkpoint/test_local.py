@@ -165,12 +165,32 @@ def test_another_run_is_not_taken(tmp_path: Path) -> None:
     assert local_of(0, 1, tmp_path).find() is not None
 
 
+@pytest.mark.parametrize("job", ["..", ".", "../..", "a/../..", "...", "x" * 300, "\udcff", "a b"])
+def test_a_job_of_any_name_stays_in_its_folder(tmp_path: Path, job: str) -> None:
+    (tmp_path / "precious").touch()
+    neighbour = tmp_path / "node0" / "other" / "data.bin"
+    neighbour.parent.mkdir(parents=True)
+    neighbour.touch()
+    tmp_path.chmod(0o755)
+    local = local_of(0, 1, tmp_path, job=job)
+    assert local.folder.resolve().parent == tmp_path / "node0"
+    local.save(5, state(0, 1.0), {})
+    assert local.find() is not None
+    local.remove()
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "node0", neighbour.parent, neighbour, tmp_path / "precious"]
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_job_keeps_the_folder_of_earlier_versions(tmp_path: Path) -> None:
+    assert local_of(0, 1, tmp_path, job="run 7/b").folder.name == "run%207%2Fb"
+
+
 def test_a_job_whose_owners_are_gone_gives_its_memory_back(tmp_path: Path) -> None:
     local = local_of(0, 1, tmp_path)
     old = tmp_path / "node0" / "old"
     old.mkdir()
     gone = replace(Process.here(), started=Process.here().started - 1)  # its number is another one's by now
-    (old / "owner-4711.json").write_text(json.dumps({"launch": "a", "launcher": gone.to_json()}))
+    (old / "owner-0123456789ab.json").write_text(json.dumps({"launch": "a", "launcher": gone.to_json()}))
     local_of(0, 1, tmp_path, job="new")
     assert not old.exists()
     assert len(list((tmp_path / "node0" / "job").glob("owner-*"))) == 1

@@ -108,12 +108,32 @@ def test_what_is_no_job_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "ours", "somebody's"]
 
 
+@pytest.mark.parametrize("name", ["owner-manual.txt", "owner-4711", "owner-0123456789ab.json", "owner-0123456789ab"])
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"launch": "x", "launcher": {}}'])
-def test_claims_that_nobody_understands_are_watched(tmp_path: Path, content: str) -> None:
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "owner-4711").write_text(content)
+def test_claims_that_nobody_understands_are_strangers(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / name).write_text(content)
+    now = [0.0]
+    ours = LocalOwner(tmp_path, tmp_path / "ours", "y", lambda: now[0])
+    now[0] = 9 * PATIENCE_SECONDS
+    ours.remove_orphans()
+    assert (tmp_path / "thesis" / name).exists()
+
+
+def test_files_of_others_outlast_the_job_around_them(tmp_path: Path) -> None:
+    job = note(tmp_path, replace(Process.here(), started=1))
+    for path in (job / "iter_0000005" / "rank-00000.json", job / "corruption.json", job / "data.bin", job / "iter_x"):
+        path.touch()
     LocalOwner(tmp_path, tmp_path / "ours", "y")
-    assert (tmp_path / "old").exists()
+    assert sorted(path.name for path in job.iterdir()) == ["data.bin", "iter_x"]
+
+
+def test_a_folder_of_somebody_else_is_no_job_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir(0o755)
+    (tmp_path / "thesis" / "data.bin").touch()
+    with pytest.raises(TrainingError, match=r"thesis contains data\.bin"):
+        LocalOwner(tmp_path, tmp_path / "thesis", "y")
+    assert (tmp_path / "thesis").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_folder_of_ones_own_is_nobody_elses(tmp_path: Path) -> None:

@@ -340,6 +340,10 @@ def test_two_runs_do_not_write_one_file(
     with pytest.raises(DataError, match="contains other files"):
         prepare(str(tmp_path / "mine"), [str(small_jsonl)], model, workers=1)
     assert (tmp_path / "mine.parts" / "letter.txt").read_text() == "keep"
+    (tmp_path / "mine.parts" / "key").write_text("of something else")
+    (tmp_path / "mine.parts" / "00000000.part").touch()
+    prepare(str(tmp_path / "mine"), [str(small_jsonl)], model, workers=1)
+    assert [path.name for path in (tmp_path / "mine.parts").iterdir()] == ["letter.txt"]
 
 
 def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jsonl: Path, model: str) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
+from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
+from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.data.tokens.cache import cache_folder
 from megapar.errors import ConfigError
-from megapar.files.tokenizer_folder import FOLDER
+from megapar.files.tokenizer_folder import FACTS, FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.building.outline import outline
 from megapar.training.checkpoints.identity import Identity, code_hash
@@ -169,6 +171,22 @@ def test_a_checkpoint_that_does_not_say_which_triples_is_taken(knowing: Callable
     assert "trained on" not in knowing(True, 4, "t2.tsv")
     assert knowing(False, 4, "t2.tsv").iteration == 4
     assert "has different content" in knowing(True, 6, "t1.tsv")
+
+
+def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(tmp_path: Path) -> None:
+    facts = {0: None, 1: "{}", 2: '{"fingerprint": "/../../x"}', 3: '{"fingerprint": "../abcdef"}'}
+    tokenizer = SentencePieceTokenizer(train_model(iter(["some words of a text"] * 40), 280))
+    for number, text in facts.items():
+        (tmp_path / FOLDER).mkdir()
+        (tmp_path / FOLDER / f"file-{number}").touch()
+        if text:
+            (tmp_path / FOLDER / FACTS).write_text(text)
+        (note,) = store_tokenizer(tokenizer, tmp_path)
+        assert "is now tokenizer-unknown" in note
+        (tmp_path / FOLDER).rename(tmp_path / f"stored-{number}")
+    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("tokenizer-*/file-*"))
+    names = ["tokenizer-unknown", *(f"tokenizer-unknown-{number}" for number in (2, 3, 4))]
+    assert kept == [f"{name}/file-{number}" for number, name in enumerate(names)]
 
 
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
