@@ -133,6 +133,22 @@ def local(kind: str = "kill in step") -> Callable[[Path], Outcome]:
     return case
 
 
+def beside_others(folder: Path) -> Outcome:
+    """Local checkpoints of a job named '..': files around its folder, and what looks like a job but is none, stay."""
+    root = folder / "memory" / "jobs"
+    others = (folder / "memory" / "precious", root / "thesis" / "owner-manual.txt", root / "other" / "data.bin")
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    flags = (*SHARDING, "--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(root), "--save-interval", "0")
+    ended = run_job(folder, 2, Fault("kill in step", 1, 5), *flags, restarts=1, launcher=("--rdzv-id", ".."))
+    outcome = compared(ended, uninterrupted(2, *SHARDING))
+    left = sorted(path.name for path in root.iterdir())
+    if "taking the local checkpoint" not in ended.output or not all(map(Path.exists, others)) or len(left) > 2:
+        outcome.survived, outcome.note = 0, f"{left} are left: {ended.output[-1500:]}"
+    return outcome
+
+
 def moved(*flags: str) -> Callable[[Path], Outcome]:
     """Killed on one layout, continued by hand on another."""
 
@@ -287,6 +303,7 @@ def cases(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Path], Outcome
     yield "kill -9 at random moments", random_kills("kill at random", kills, 1.0, seed)
     yield "kill -9 at random moments of every phase", random_kills("kill in a phase at random", kills, 0.005, seed)
     yield "kill -9 with local checkpoints only", local()
+    yield "kill -9 with local checkpoints of a job named '..' beside strangers' files", beside_others
     yield "one of two nodes killed, no other comes", node_lost(False)
     yield "one of two nodes killed, another comes", node_lost(True)
     yield "SIGTERM", stopped("SIGTERM")

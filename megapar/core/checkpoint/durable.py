@@ -109,3 +109,14 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def unused(path: Path) -> Path:
+    """Return this name, or if it exists the same with the first unused number."""
+    number = 2
+    free = path
+    while os.path.lexists(free):
+        stem, suffix = (path.stem, path.suffix) if path.suffix == ".json" else (path.name, "")
+        free = path.with_name(f"{stem}-{number}{suffix}")
+        number += 1
+    return free

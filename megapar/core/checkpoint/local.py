@@ -21,13 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 
 from megapar.core.checkpoint.layout import FileEntry, seal
-from megapar.core.checkpoint.local_owner import LocalOwner
+from megapar.core.checkpoint.local_owner import LocalOwner, remove_job
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import (
     ShardFile,
@@ -39,6 +38,7 @@ from megapar.core.checkpoint.shard_file import (
 )
 from megapar.core.comm import host_messages, json_messages
 from megapar.errors import CheckpointError
+from megapar.files.path_part import path_part
 
 KEPT = 2  # if a rank dies while it writes the newest, the previous one is still complete
 MAX_HEADER_BYTES = 1 << 26
@@ -86,7 +86,7 @@ class LocalCheckpoints:
         group: dist.ProcessGroup | None,
         launch: str = "",
     ) -> None:
-        self._folder = root / quote(job, safe="")
+        self._folder = root / path_part(job)
         self._rank = rank
         self._world_size = world_size
         self._neighbour = neighbour
@@ -273,7 +273,7 @@ class LocalCheckpoints:
     def remove(self) -> None:
         """Remove all checkpoints of the job at the end of the run. Every rank calls this, in any order."""
         self.release()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_job(self._folder)
 
 
 def _all_written(file: io.FileIO, data: memoryview) -> bool:

@@ -2,6 +2,9 @@
 
 root/job/owner-4f2a...json       the claim of one rank: its launcher and launch; locked by the rank while it lives
 
+Only a folder with a claim that can be read is a job, and only files with the names of a job's are removed from it: the
+root may be a folder in which a user keeps other things.
+
 A job is alive while one of its ranks holds its lock, or while its launcher, which restarts ranks, is running. If the
 launcher is not visible, for example from another container, the job has ended when for ten minutes no lock was taken
 and no file changed.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -22,9 +26,13 @@ from pathlib import Path
 
 from megapar.core.health.process import Process
 from megapar.errors import TrainingError
+from megapar.files.suspects import RECORD
 
 PATIENCE_SECONDS = 600.0  # a launcher restarts its ranks within this time
 _MOST_BYTES = 1 << 14
+_CLAIM = re.compile(r"owner-[0-9a-f]{12}\.json")
+_CHECKPOINT = re.compile(r"iter_[0-9]{7,18}")
+_FILE = re.compile(rf"(?:owner|tmp)-[0-9a-f]{{1,12}}(?:\.json)?|{re.escape(RECORD)}(?:\.tmp-[0-9a-f]{{12}})?")
 
 
 def private_folder(path: Path, *, mine: bool) -> None:
@@ -63,6 +71,7 @@ class LocalOwner:
     def __init__(self, root: Path, folder: Path, launch: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._folder, self._clock = root, folder, clock
         self._watched: dict[Path, tuple[float, list[str]]] = {}
+        _refuse_strangers(folder)
         private_folder(folder, mine=True)
         for path in _claims(folder):
             self._refuse_another(path, launch)
@@ -95,7 +104,7 @@ class LocalOwner:
             if lives:
                 self._watched.pop(job, None)
             elif lives is False or (lives is None and self._is_idle(job)):
-                shutil.rmtree(job, ignore_errors=True)
+                remove_job(job)
 
     def _is_idle(self, job: Path) -> bool:
         names = sorted(str(path.relative_to(job)) for path in job.rglob("*"))
@@ -112,16 +121,46 @@ class LocalOwner:
             os.close(descriptor)
 
 
+def remove_job(job: Path) -> None:
+    """Remove the checkpoints and the files of a job, and its folder unless something else is in it."""
+    for path in sorted(_names(job), key=lambda path: path.name.startswith("owner-")):  # claims last: they mark the job
+        with suppress(OSError):
+            if _CHECKPOINT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            elif _FILE.fullmatch(path.name):
+                path.unlink()
+    with suppress(OSError):  # other files are left, or another rank was first
+        job.rmdir()
+
+
+def _refuse_strangers(job: Path) -> None:
+    """Raise TrainingError if the folder has no claim and contains something that a job does not write."""
+    names = [path.name for path in _names(job)]
+    other = sorted(name for name in names if not _CHECKPOINT.fullmatch(name) and not _FILE.fullmatch(name))
+    if other and not any(map(_read, _claims(job))):
+        raise TrainingError(
+            f"local checkpoints: {job} contains {other[0]} and is not the folder of a job. Set --rdzv-id to another "
+            "name, or --local-checkpoint-dir to another folder."
+        )
+
+
+def _names(job: Path) -> list[Path]:
+    try:
+        return list(job.iterdir())
+    except OSError:  # missing, or another user's
+        return []
+
+
 def _claims(job: Path) -> list[Path]:
-    return sorted(job.glob("owner-*"))
+    return sorted(path for path in _names(job) if _CLAIM.fullmatch(path.name))
 
 
 def _lives(job: Path) -> bool | None:
     """Return True if a job is alive or the folder is not a job at all, and None if that cannot be seen from here."""
     claims = _claims(job)
-    if not claims or any(_is_locked(path) for path in claims):
+    launchers = [claim[1].lives() for path in claims if (claim := _read(path))]
+    if not launchers or any(_is_locked(path) for path in claims):
         return True
-    launchers = [claim[1].lives() if (claim := _read(path)) else None for path in claims]
     return True if True in launchers else None if None in launchers else False
 
 
@@ -142,7 +181,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _read(path: Path) -> tuple[str, Process] | None:
-    """Return (launch, launcher) of a claim, or None if it has neither, like those of older versions."""
+    """Return (launch, launcher) of a claim, or None if it is not one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:

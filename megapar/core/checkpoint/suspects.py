@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megapar.core.checkpoint import folder as folders
-from megapar.core.checkpoint.durable import sync_folder
+from megapar.core.checkpoint.durable import sync_folder, unused
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LATEST
@@ -35,7 +35,7 @@ def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Co
     unaffected = [path for paths in every.values() for path in paths if path.name in others]
     try:
         _set_back_latest(root, left or unaffected, suspect, owner)
-        renamed = [path.rename(_unused(path.with_name(f"{path.name}.suspect"))) for path in suspect]
+        renamed = [path.rename(unused(path.with_name(f"{path.name}.suspect"))) for path in suspect]
         if renamed:
             sync_folder(root)
     except OSError as error:
@@ -48,7 +48,7 @@ def put_away(root: Path, iteration: int) -> None:
     try:
         path = root / RECORD
         if path.exists():
-            path.rename(_unused(path.with_name(f"{path.stem}-{iteration:07d}{path.suffix}")))
+            path.rename(unused(path.with_name(f"{path.stem}-{iteration:07d}{path.suffix}")))
             sync_folder(root)
     except OSError as error:
         raise CheckpointError(f"{root / RECORD} cannot be renamed: {error}") from error
@@ -64,14 +64,3 @@ def _set_back_latest(root: Path, left: list[Path], suspect: list[Path], owner: O
         folders.publish_folder(root, left[-1], owner)
     else:
         (root / LATEST).unlink()
-
-
-def _unused(path: Path) -> Path:
-    """Return this name, or if it exists the same with the first unused number."""
-    number = 2
-    free = path
-    while free.exists():
-        stem, suffix = (path.stem, path.suffix) if path.suffix == ".json" else (path.name, "")
-        free = path.with_name(f"{stem}-{number}{suffix}")
-        number += 1
-    return free

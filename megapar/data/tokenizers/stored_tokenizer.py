@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import put_new
+from megapar.core.checkpoint.durable import put_new, unused
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, DataError
@@ -38,8 +39,8 @@ def store_tokenizer(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
         (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         moved = None
         if folder.exists():
-            moved = root / f"{FOLDER}-{(previous or 'unknown')[:8]}"
-            shutil.rmtree(moved, ignore_errors=True)
+            known = previous[:8] if re.fullmatch("[0-9a-f]{8,}", previous or "") else "unknown"
+            moved = unused(root / f"{FOLDER}-{known}")
             folder.rename(moved)
         put_new(aside, folder)
     except OSError as error:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -33,7 +32,7 @@ from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokeniz
 from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.tokens.cache import hash_parts
 from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
-from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in
+from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in, remove_parts
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
 
@@ -124,13 +123,13 @@ def encode(
         except DataError as error:
             kept = parts_in(folder)
             if kept == 0 or not keep_parts:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_parts(folder)
                 raise
             raise DataError(
                 f"{error} ({kept} of {len(job.chunks)} chunks are finished and kept in {folder}; the same command "
                 "resumes from them, also with --on-bad-record skip)"
             ) from error
-        shutil.rmtree(folder)
+        remove_parts(folder)
     return total
 
 
@@ -149,7 +148,7 @@ def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progr
             seen += result
             progress(count, len(job.chunks), seen)
         if join.total.documents == 0:
-            shutil.rmtree(folder)
+            remove_parts(folder)
             raise DataError(f"{job.names}: the corpus contains no documents")
         builder.finalize(hashes.finish)
     return join.total

@@ -15,11 +15,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import struct
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 KEY = "key"
 _SUFFIX = ".part"
+_PART = re.compile(r"[0-9]{8,}\.(?:part|unfinished)")
 _END = struct.Struct("<Q")
 _BLOCK_BYTES = 1 << 20
 _LOCK_SECONDS = 5.0  # the workers of a killed run exit by themselves within this time
@@ -73,15 +75,27 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
         _wait_for(lock.fileno(), folder)
         lock.seek(0)
         if lock.read() != key:
-            for old in folder.iterdir():
-                if old != mark:
-                    old.unlink()
+            _unlink_parts(folder)
             sync_folder(folder)  # so that even after a power failure no part of other work is next to this key
             lock.truncate(0)
             lock.write(key)
             lock.flush()
             os.fsync(lock.fileno())
         yield
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the finished parts and their key, and the folder unless it contains other files."""
+    _unlink_parts(folder)
+    (folder / KEY).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _unlink_parts(folder: Path) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _PART.fullmatch(path.name):
+            path.unlink()
 
 
 def _wait_for(lock: int, folder: Path) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import tempfile
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from megapar.core.health.signal_listener import write_stderr
+from megapar.files.path_part import path_part
 from megapar.launch_environment import starts_before
 
 
@@ -62,7 +62,7 @@ class RankLogs(LogsSpecs):
 
 def log_file(folder: str, environ: dict[str, str]) -> Path:
     """Return the log file of the rank with this environment."""
-    job = re.sub(r"[^\w.-]", "_", environ.get("TORCHELASTIC_RUN_ID", "")).lstrip(".") or "job"
+    job = path_part(environ.get("TORCHELASTIC_RUN_ID") or "job")
     return Path(folder) / job / f"attempt-{starts_before(environ)}" / f"rank-{environ['RANK']}.log"
 
 

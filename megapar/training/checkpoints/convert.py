@@ -364,6 +364,7 @@ def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:
     """Call ``write`` with a temporary folder, and rename it to ``out`` when it is complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists; choose a new folder")
+    out = Path(os.path.abspath(out))  # "." has no name
     aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -20,7 +20,7 @@ def ranks(*numbers: int) -> dict[int, dict[str, str]]:
 def test_nodes_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ROUND, "3")
     found = [RankLogs(str(tmp_path)).reify(envs) for envs in (ranks(0, 1), ranks(2, 3))]
-    folder = tmp_path / "job_1" / "attempt-3"
+    folder = tmp_path / "job%2F1" / "attempt-3"
     assert [dest.stdouts for dest in found] == [
         {local: str(folder / f"rank-{2 * node + local}.log") for local in range(2)} for node in range(2)
     ]

@@ -184,9 +184,8 @@ def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(tmp_
         (note,) = store_tokenizer(tokenizer, tmp_path)
         assert "is now tokenizer-unknown" in note
         (tmp_path / FOLDER).rename(tmp_path / f"stored-{number}")
-    kept = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("tokenizer-*/file-*"))
     names = ["tokenizer-unknown", *(f"tokenizer-unknown-{number}" for number in (2, 3, 4))]
-    assert kept == [f"{name}/file-{number}" for number, name in enumerate(names)]
+    assert all((tmp_path / name / f"file-{number}").is_file() for number, name in enumerate(names))
 
 
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
