@@ -39,7 +39,7 @@ def store_tokenizer(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
         (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         moved = None
         if folder.exists():
-            known = previous[:8] if re.fullmatch("[0-9a-f]{8,}", previous or "") else "unknown"
+            known = previous[:8] if previous and re.fullmatch("[0-9a-f]{8,}", previous) else "unknown"
             moved = unused(root / f"{FOLDER}-{known}")
             folder.rename(moved)
         put_new(aside, folder)
