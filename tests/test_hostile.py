@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, Config, parse
+from megapar.config.check_data import check_data
+from megapar.config.files import check_files
 from megapar.config.published import Unsupported, flags_of, wrong_values
 from megapar.config.published import read_config as read_published
 from megapar.config.stored import stored_facts, stored_scalars, stored_schedule
 from megapar.core.checkpoint import layout
 from megapar.core.checkpoint.folder import candidates
+from megapar.core.checkpoint.lease import highest
+from megapar.core.checkpoint.lease import read as read_lease
+from megapar.core.checkpoint.manifest import Manifest
+from megapar.data.text.fingerprint import fingerprint_of_dataset
 from megapar.data.tokenizers.tokenizer import load_tokenizer
-from megapar.errors import CheckpointError, ConfigError, DataError
+from megapar.data.tokens.parts import claims
+from megapar.data.tokens.prepared import read_hashes
+from megapar.errors import CheckpointError, ConfigError, DataError, MegaparError
+from megapar.files.suspects import read_fault
+from megapar.files.tokenizer_folder import stored_fingerprint
+from megapar.files.vocabulary import BadTokenizer, vocabulary_of
 from megapar.model.architectures import ARCHITECTURES
+from megapar.planning.expert_load import recorded_imbalance
+from megapar.tools.launcher.deaths import describe
+from megapar.tools.launcher.failures import first_failure
 from megapar.tools.translation.source import UnreadableError, read_source
+from megapar.training.reports.json_lines import JsonLinesLogger
+from megapar.training.reports.run_facts import _earlier_starts
 
 ONE_FILE = [HealthCheck.function_scoped_fixture]
 JSON = st.recursive(
@@ -116,6 +134,53 @@ def test_special_and_endless_files_are_refused_at_once(tmp_path: Path, kind: str
     found, problem = candidates(tmp_path)
     assert "latest" in problem or not found
     assert time.monotonic() - start < 10
+
+
+DAMAGE = {
+    "bytes": b"\xff\x00{",
+    "deep": b'{"a": ' + b"[" * 200_000,
+    "list": b"[]",
+    "number": b"5\n",
+    "values": b'{"layers": [[{}]], "step": 1e999, "iteration": 1e999, "features": 3, "weight_map": [[]], "own": 1, "lost": 1}',
+    "zeros": b'{"layers": [{"p0": 0, "p50": 0, "p95": 0, "p100": 0, "median": 0, "max": 0, "min": 0}], "starts": 3}',
+}
+READERS: dict[str, Callable[[Path], object]] = {
+    "corruption.json": lambda path: read_fault(path.parent),
+    "latest": lambda path: (highest(path.parent), candidates(path.parent)),
+    "owner/1.json": lambda path: read_lease(path.parents[1], 1),
+    "run.json": lambda path: _earlier_starts(path, 3),
+    "metrics.jsonl": lambda path: path.is_file() and JsonLinesLogger(path, 3).close(),
+    "x.experts.jsonl": lambda path: recorded_imbalance(path, 8, 4),
+    "dataset_info.json": lambda path: list(check_data({"hf_dataset": str(path.parent), "data_source": "hf"})),
+    "model.safetensors.index.json": lambda path: list(check_files({"load_hf": str(path.parent)})),
+    "vocab.txt": lambda path: vocabulary_of(path.parent),
+    "vocab.json": lambda path: vocabulary_of(path.parent),
+    "a.model": lambda path: vocabulary_of(path.parent),
+    "key": lambda path: claims(path.parent, "a"),
+    "datasets--a--b/refs/main": lambda path: fingerprint_of_dataset("a/b"),
+    "note.json": lambda path: (first_failure([str(path)]), describe({0: 1}, {0: str(path)}, "")),
+    "c.hashes": lambda path: read_hashes(str(path.with_suffix("")), 1),
+    "manifest.json": lambda path: Manifest.read(path),
+    "megapar.json": lambda path: stored_fingerprint(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_a_file_of_a_folder_is_its_reader_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "pipe"))
+    for kind in ("folder", "pipe", *DAMAGE):
+        path = tmp_path / kind / name
+        path.parent.mkdir(parents=True)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / kind))
+        (tmp_path / kind / "w.safetensors").touch()
+        if kind in DAMAGE:
+            path.write_bytes(DAMAGE[kind])
+        else:
+            (os.mkfifo if kind == "pipe" else os.mkdir)(path)
+        with suppress(MegaparError, BadTokenizer):
+            READERS[name](path)
 
 
 def _huge(path: Path) -> None:

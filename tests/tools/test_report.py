@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 from pathlib import Path
@@ -183,8 +185,8 @@ def test_the_plan_beside_a_run_has_the_flags_of_several_files(finished: Path) ->
 
 def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp_path: Path) -> None:
     shutil.copy(finished / "metrics.jsonl", tmp_path / "m.jsonl")
-    with (tmp_path / "m.jsonl").open("a") as file:
-        file.write('{"iteration": 13, "lo')  # killed while it wrote
+    with (tmp_path / "m.jsonl").open("ab") as file:
+        file.write(b'{"iteration": 14, "\xff": 0}\n{"iteration": 13, "lo')  # killed while it wrote
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Losses" in page
@@ -197,6 +199,27 @@ def test_a_page_that_cannot_be_written_ends_in_no_traceback(
     output = tmp_path / "missing" / "page.html"
     assert main(["report", str(finished), "--output", str(output)]) == 1
     assert f"{output} cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_path_that_is_not_unicode_has_a_page_and_no_page_is_cut_off(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / os.fsdecode(b"run-\xff")
+    shutil.copytree(finished, folder)
+    assert main(["report", str(folder)]) == 0
+    page = folder / "report.html"
+    assert "run-?" in page.read_text(encoding="utf-8")
+    whole = page.read_bytes()
+    monkeypatch.setattr("megapar.tools.report.report", lambda *folders: "x" * 10**7)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, limits[1]))
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        assert main(["report", str(folder)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert page.read_bytes() == whole
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: None, lambda path: path.write_text("{}")])

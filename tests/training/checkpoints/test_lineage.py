@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from megapar.core.checkpoint import folder as folders
+from megapar.core.checkpoint.layout import LAYOUT_FILE
+from megapar.core.checkpoint.layout import read as read_layout
+from megapar.core.checkpoint.shard_file import write_bytes
 from megapar.errors import CheckpointError, UnverifiedError
 from megapar.files.suspects import RECORD
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before
@@ -132,3 +136,38 @@ def test_of_a_checkpoint_in_memory_and_one_on_disk_the_newer_is_taken(tmp_path: 
     told.clear()
     assert min(losses(run_here(root, *line, *local, "--ckpt-step", "2", **JOB_A))) == 3
     assert not [text for text in told if "taking the local checkpoint" in text]
+
+
+def reseal(folder: Path, **other: object) -> None:
+    """Write other scalars whose hash is right."""
+    layout = read_layout(folder)
+    scalars = {**json.loads((folder / layout.scalars.name).read_text()), **other}
+    (folder / layout.scalars.name).unlink()
+    entry = write_bytes(folder / layout.scalars.name, json.dumps(scalars).encode())
+    (folder / LAYOUT_FILE).write_bytes(replace(layout, scalars=entry).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({NAMES: [{}]}, "lineage is [{}], where a list of names of checkpoints is needed"),
+        ({"identity": {"version": 1, "phases": []}}, "identity is {"),
+    ],
+)
+def test_scalars_that_no_run_wrote_give_way_to_an_older_checkpoint(
+    tmp_path: Path, told: list[str], other: dict[str, object], said: str
+) -> None:
+    run_here(tmp_path, "--exit-interval", "4", **JOB_A)
+    reseal(tmp_path / "iter_0000004", **other)
+    assert min(losses(run_here(tmp_path, "--load", str(tmp_path), **RESTART))) == 3
+    assert any(said in line for line in told)
+    assert "taking iter_0000002 instead" in told
+
+
+def test_memory_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Path, told: list[str]) -> None:
+    (tmp_path / "file").touch()
+    local = ("--local-checkpoint-interval", "1", "--local-checkpoint-dir", str(tmp_path / "file" / "m"))
+    assert max(losses(run_here(tmp_path / "c", *local, **JOB_A))) == 6
+    (line,) = [line for line in told if "no local checkpoints" in line]
+    assert line.startswith("WARNING: no local checkpoints: ")
+    assert "--local-checkpoint-dir" in line
