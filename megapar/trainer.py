@@ -279,7 +279,8 @@ class Trainer:
         self.checkpoints = Checkpoints(config.checkpoint, self.job, self.watch.section)
         if config.checkpoint.save_hf and self.job.sizes.drops_tokens:
             self._notes += (export.UNDROPPED,)
-        self.local_saves = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
+        self.local_saves, note = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
+        self._notes += (note,)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
         self.bad_steps = build.make_bad_step_policy(config)
         self._stragglers = Stragglers(config.reliability.straggler_factor)

@@ -9,7 +9,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -141,8 +140,9 @@ DAMAGE = {
     "deep": b'{"a": ' + b"[" * 200_000,
     "list": b"[]",
     "number": b"5\n",
-    "values": b'{"layers": [[{}]], "step": 1e999, "iteration": 1e999, "features": 3, "weight_map": [[]], "own": 1, "lost": 1}',
-    "zeros": b'{"layers": [{"p0": 0, "p50": 0, "p95": 0, "p100": 0, "median": 0, "max": 0, "min": 0}], "starts": 3}',
+    "values": b'{"layers": [[{}]], "step": 1e999, "iteration": 1%b, "features": 3, "weight_map": [[]]}\n'
+    % (b"0" * 400),
+    "zeros": b'{"layers": [{"min": 0, "p50": 0, "p90": 0, "max": 0}], "starts": 3, "own": 1, "lost": 1}',
 }
 READERS: dict[str, Callable[[Path], object]] = {
     "corruption.json": lambda path: read_fault(path.parent),
@@ -160,7 +160,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "datasets--a--b/refs/main": lambda path: fingerprint_of_dataset("a/b"),
     "note.json": lambda path: (first_failure([str(path)]), describe({0: 1}, {0: str(path)}, "")),
     "c.hashes": lambda path: read_hashes(str(path.with_suffix("")), 1),
-    "manifest.json": lambda path: Manifest.read(path),
+    "manifest.json": Manifest.read,
     "megapar.json": lambda path: stored_fingerprint(path.parent),
 }
 
@@ -169,7 +169,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_whatever_a_file_of_a_folder_is_its_reader_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "pipe"))
+    raw = []
     for kind in ("folder", "pipe", *DAMAGE):
         path = tmp_path / kind / name
         path.parent.mkdir(parents=True)
@@ -179,8 +179,13 @@ def test_whatever_a_file_of_a_folder_is_its_reader_answers(
             path.write_bytes(DAMAGE[kind])
         else:
             (os.mkfifo if kind == "pipe" else os.mkdir)(path)
-        with suppress(MegaparError, BadTokenizer):
+        try:
             READERS[name](path)
+        except (MegaparError, BadTokenizer):
+            continue
+        except Exception as error:
+            raw.append(f"{kind}: {error!r}")
+    assert raw == []
 
 
 def _huge(path: Path) -> None:

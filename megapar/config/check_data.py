@@ -6,7 +6,6 @@ Tested in ``tests/tools/test_mistakes.py``.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -32,6 +31,7 @@ from megapar.files.data_files import (
 )
 from megapar.files.near_path import near_path
 from megapar.files.record import FIELD, JSONL, decoded, text_of_line
+from megapar.files.regular_file import read_json
 from megapar.files.token_index import check_corpus
 from megapar.rules.data import blend_of
 
@@ -263,7 +263,7 @@ def _dataset(name: str, field: str) -> Iterator[Complaint]:
 
 def _columns(info: Path) -> list[str]:
     try:
-        return list(json.loads(info.read_text(encoding="utf-8"))["features"])
+        return list(read_json(info)["features"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

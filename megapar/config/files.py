@@ -5,7 +5,6 @@ Tested in ``tests/tools/test_mistakes.py``.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from megapar.errors import Complaint
 from megapar.files.checkpoint_names import LAYOUT_FILE, folders_below, holds_checkpoints, parse_checkpoint_name
 from megapar.files.metrics_file import METRICS
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE
-from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.suspects import suspects
 from megapar.schema.rule import either
 
@@ -160,7 +159,7 @@ def _published(path: Path) -> Iterator[Complaint]:
         )
         return
     try:
-        index = json.loads(read_regular(path / INDEX_FILE, INDEX_BYTES))
+        index = read_json(path / INDEX_FILE, INDEX_BYTES)
         lacking = sorted(name for name in set(index["weight_map"].values()) if not (path / name).exists())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or refused by the run
         return

@@ -5,7 +5,6 @@ Tested in ``tests/training/checkpoints/test_convert.py``.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from megapar.config.config import FLAGS
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
 from megapar.files.published_names import CONFIG_FILE
-from megapar.files.regular_file import read_regular
+from megapar.files.regular_file import read_json
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.published import Json, PublishedArchitecture
 
@@ -40,12 +39,9 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise Unsupported(f"{folder} contains no config.json, which every published model has")
     try:
-        config = json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path)
+    except (OSError, ValueError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error
-    if not isinstance(config, dict):
-        raise Unsupported(f"{path} does not contain a JSON object")
-    return config
 
 
 def architecture_of(config: Json) -> PublishedArchitecture:

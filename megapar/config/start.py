@@ -7,7 +7,6 @@ Tested in ``tests/tools/test_mistakes.py``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megapar.config.files import saved_steps
 from megapar.config.stored import MAX_BYTES
 from megapar.errors import Complaint
 from megapar.files.checkpoint_names import SCALARS_FILE, newest_name, parse_checkpoint_name, read_latest
-from megapar.files.regular_file import read_regular
+from megapar.files.regular_file import read_json
 from megapar.launch_environment import job_id, starts_before
 from megapar.machine import no_device
 
@@ -76,8 +75,8 @@ def _best(save: Path, last: int) -> Path:
 def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:
     """Return True if this job saved the checkpoint."""
     try:
-        saved = json.loads(read_regular(folder / SCALARS_FILE, MAX_BYTES)).get("job")
-    except (OSError, ValueError, RecursionError, AttributeError):
+        saved = read_json(folder / SCALARS_FILE, MAX_BYTES).get("job")
+    except (OSError, ValueError):
         return False
     return bool(job_id(environ)) and saved == job_id(environ)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, newest_name, parse_checkpoint_name, read_latest
-from megapar.files.regular_file import open_regular, read_regular
+from megapar.files.regular_file import open_regular, read_json
 from megapar.files.suspects import suspects
 
 MAX_BYTES = 1 << 20
@@ -50,7 +50,6 @@ def stored_schedule(folder: Path) -> dict[str, Any] | None:
 def stored_scalars(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's ``scalars.json``, unverified; {} if it cannot be read."""
     try:
-        scalars = json.loads(read_regular(folder / SCALARS_FILE, MAX_SCALARS_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return read_json(folder / SCALARS_FILE, MAX_SCALARS_BYTES)
+    except (OSError, ValueError):
         return {}
-    return scalars if isinstance(scalars, dict) else {}

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from pathlib import Path
+
+from megapar.files.regular_file import UnfitFileError, open_regular
 
 LAYOUT_FILE = "layout.json"
 SCALARS_FILE = "scalars.json"
@@ -113,12 +114,9 @@ def _parsed(text: str) -> tuple[str, int] | None:
 
 
 def _read(path: Path) -> str | None:
-    """Return the beginning of a regular file, or None if there is none. Pipes and devices are not read."""
+    """Return the beginning of a regular file, or None if there is none. Folders, pipes and devices are not read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError:
+        with open_regular(path) as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except (FileNotFoundError, UnfitFileError):
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        return file.read(_MOST_BYTES).decode(errors="replace")

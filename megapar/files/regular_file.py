@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import stat
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 SMALL = 1 << 24
 """Maximum bytes of a file of settings; one that also lists the tokens of a vocabulary still needs less."""
@@ -62,6 +63,17 @@ def read_given(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
 def read_regular_text(path: str | os.PathLike[str], limit: int = SMALL) -> str:
     """Read a regular file as UTF-8. Raises OSError, or UnicodeDecodeError, which is a ValueError."""
     return text_of(read_regular(path, limit))
+
+
+def read_json(path: str | os.PathLike[str], limit: int = SMALL) -> dict[str, Any]:
+    """Read a regular file with a JSON object. Raises OSError, or ValueError for any other content."""
+    try:
+        found = json.loads(read_regular(path, limit))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("it does not contain a JSON object")
+    return found
 
 
 def text_of(content: bytes) -> str:

@@ -9,16 +9,14 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megapar.errors import UnverifiedError
+from megapar.files.regular_file import read_json
 
 RECORD = "corruption.json"
 NEVER = -1
@@ -94,24 +92,18 @@ def read_fault(folder: Path) -> Fault | None:
     """
     path = folder / RECORD
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        return fault_of(read_json(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError("it is not a regular file")
-            return fault_of(json.loads(file.read(_MAX_BYTES)))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _unreadable(path, error) from error
+    except (OSError, ValueError) as error:
+        raise UnverifiedError(
+            f"{path} records that a run found wrong numbers, and cannot be read: {str(error)[:200]}. Inspect the "
+            f"checkpoints next to it; choose one with --ckpt-step, or move the file away."
+        ) from error
 
 
-def fault_of(record: Any) -> Fault:
+def fault_of(record: Mapping[str, Any]) -> Fault:
     """Parse the output of ``to_json``. Raises ValueError."""
-    if not isinstance(record, dict):
-        raise ValueError("it does not contain a JSON object")
     try:
         return Fault(
             _text(record["check"]),
@@ -137,13 +129,6 @@ def _count(value: object, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{value!r:.50} is not a count")
     return value
-
-
-def _unreadable(path: Path, error: Exception) -> UnverifiedError:
-    return UnverifiedError(
-        f"{path} records that a run found wrong numbers, and cannot be read: {str(error)[:200]}. Inspect the "
-        f"checkpoints next to it; choose one with --ckpt-step, or move the file away."
-    )
 
 
 def suspects(root: Path) -> dict[int, Path]:

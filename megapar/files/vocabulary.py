@@ -7,15 +7,15 @@ Tested in ``tests/test_vocabulary.py``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from megapar.errors import Complaint
-from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.files.regular_file import INDEX_BYTES, read_json, read_regular, read_regular_text
 
 TRAINED_SIZE = 4096
 """Vocabulary size of a tokenizer that a run trains on its data, if --vocab-size is not given."""
@@ -84,8 +84,11 @@ def _counted(path: Path) -> Vocabulary | None:
         ids = {str(token): int(number) for token, number in _json(path / "vocab.json").items()}
         return _complete(ids, config)
     if (path / "vocab.txt").exists():
-        with (path / "vocab.txt").open(encoding="utf-8") as file:
-            lines = [line.rstrip("\n") for line in file]  # str.splitlines would also split at other characters
+        try:
+            text = read_regular_text(path / "vocab.txt", INDEX_BYTES)
+        except OSError as error:
+            raise BadTokenizer(f"{path / 'vocab.txt'} cannot be read ({error})") from error
+        lines = [line.rstrip("\n") for line in StringIO(text)]  # str.splitlines would also split at other characters
         # A file of this name is WordPiece, whatever class the folder names.
         return _complete(dict(zip(lines, range(len(lines)), strict=True)), {"tokenizer_class": "Bert", **config})
     models = sorted(path.glob("*.model"))
@@ -159,14 +162,9 @@ def _content(value: Any) -> str | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_regular(path, INDEX_BYTES))
-    except OSError as error:
+        return read_json(path, INDEX_BYTES)
+    except (OSError, ValueError) as error:
         raise BadTokenizer(f"{path} cannot be read ({error})") from error
-    except (ValueError, RecursionError) as error:
-        raise BadTokenizer(f"{path} is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise BadTokenizer(f"{path} does not contain a JSON object")
-    return content
 
 
 def _text(message: bytes) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megapar.errors import Complaint, ConfigError
+from megapar.files.regular_file import INDEX_BYTES, read_regular
 
 RECORDED_STEPS = 100  # the last ones that count
 KNOTS = ((0.0, "min"), (0.5, "p50"), (0.9, "p90"), (1.0, "max"))
@@ -67,10 +68,10 @@ def as_factor(text: str) -> float | None:
 def recorded_imbalance(path: Path, experts: int, ranks: int) -> float:
     """Return the mean over layers and the last recorded steps. Raises ConfigError for other files."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[-RECORDED_STEPS:]
+        lines = read_regular(path, INDEX_BYTES).splitlines()[-RECORDED_STEPS:]
         layers = [layer for line in lines for layer in json.loads(line)["layers"]]
         found = [busiest(layer, experts, ranks) for layer in layers]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         message = f"--expert-imbalance {path}: neither a number nor a run's metrics.experts.jsonl ({error})."
         raise ConfigError([Complaint("expert-imbalance", message, "Name the file beside the run's metrics.")]) from None
     return fmean(found) if found else 1.0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapar.config.report import refusal
+from megapar.core.checkpoint.durable import write_file
 from megapar.errors import Complaint, ConfigError
 from megapar.tools.parser import Parser
 from megapar.tools.run_page import tables
@@ -39,13 +40,18 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(refusal(error.complaints))
         return ConfigError.exit_status
     output = options.output or options.run[0] / "report.html"
+    content = page.encode(errors="replace")  # a path of other bytes than UTF-8 has characters that no file can have
+    name = str(output).encode(errors="replace").decode()
     try:
-        output.write_text(page, encoding="utf-8")
+        if output.exists() and not output.is_file():  # a pipe or a device
+            output.write_bytes(content)
+        else:
+            write_file(output.resolve(), content)
     except OSError as error:
-        text = f"{output} cannot be written: {error.strerror}. Pass --output FILE in a folder that can be."
+        text = f"{name} cannot be written: {error.strerror}. Pass --output FILE in a folder that can be."
         print(f"megapar report: {text}", file=sys.stderr)
         return 1
-    print(f"wrote {output}")
+    print(f"wrote {name}")
     return 0
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from megapar.core.health.process import MAX_TEXT, Process
 from megapar.files.checkpoint_names import OWNERS, epochs_of, owners_latest, parse_checkpoint_name, read_latest
-from megapar.files.regular_file import open_regular
+from megapar.files.regular_file import open_regular, read_json
 
 ENDED = "ended"
 LOCK_SECONDS = 5.0
@@ -112,9 +112,8 @@ def highest(root: Path) -> int:
 def read(root: Path, epoch: int) -> Lease | None:
     """Return that owner, or None if its record cannot be read."""
     try:
-        with open_regular(root / OWNERS / f"{epoch}.json") as file:
-            return Lease.from_json(epoch, json.loads(file.read(_MOST_BYTES)))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Lease.from_json(epoch, read_json(root / OWNERS / f"{epoch}.json", _MOST_BYTES))
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megapar.core.checkpoint.layout import FileEntry, seal
-from megapar.core.checkpoint.local_owner import LocalOwner, remove_job
+from megapar.core.checkpoint.local_owner import LocalOwner, private_folder, remove_job
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import (
     ShardFile,
@@ -73,6 +73,9 @@ class LocalCheckpoints:
         facts: Model and grid; a checkpoint is loaded only if its facts are equal.
         group: All ranks, for use from a thread; None with one rank.
         launch: The launcher's identity.
+        private: ``root`` must be this user's, too.
+
+    Raises OSError, on every rank, if the memory of a node cannot be written.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class LocalCheckpoints:
         facts: Facts,
         group: dist.ProcessGroup | None,
         launch: str = "",
+        private: bool = False,
     ) -> None:
         self._folder = root / path_part(job)
         self._rank = rank
@@ -92,7 +96,17 @@ class LocalCheckpoints:
         self._neighbour = neighbour
         self._facts = json.loads(json.dumps(facts))
         self._group = group
-        self._owner = LocalOwner(root, self._folder, launch)
+        problem = ""
+        try:
+            private_folder(root, mine=private)
+            self._owner = LocalOwner(root, self._folder, launch)
+        except OSError as error:
+            problem = str(error)
+        problems = [problem] if group is None else json_messages.all_gather(problem, group)
+        if any(problems):
+            if not problem:
+                self._owner.release()
+            raise OSError(next(filter(None, problems)))
         for path in self._folder.glob("iter_*/rank-*"):
             if path.name >= f"rank-{world_size:05d}":  # from a start with more ranks: no rank would ever overwrite it
                 _remove(path)

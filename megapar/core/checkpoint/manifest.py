@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megapar.files.regular_file import read_json
+
 FILE_NAME = "manifest.json"
 MAX_BYTES = 64 << 20
 _BLOCK = 1 << 20
@@ -41,12 +43,10 @@ class Manifest:
     def read(cls, path: Path) -> Manifest | None:
         """Read a manifest. Return None if the file is missing or is not a manifest."""
         try:
-            if path.stat().st_size > MAX_BYTES:
-                return None
-            found = json.loads(path.read_bytes())
+            found = read_json(path, MAX_BYTES)
             files = {str(part): (_number(size), str(digest)) for part, (size, digest) in found["files"].items()}
             return cls(str(found["name"]), files)
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def to_bytes(self) -> bytes:

@@ -25,6 +25,7 @@ from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
 from megapar.files.data_files import bare_name
 from megapar.files.record import FIELD
+from megapar.files.regular_file import read_regular_text
 
 BLOCKS = 64  # blocks of a file of tokens that are hashed
 BLOCK_BYTES = 1 << 20
@@ -187,8 +188,8 @@ def _cached(name: str) -> Iterator[str]:
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"datasets--{name.replace('/', '--')}"
     try:
-        revision = (hub / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
+        revision = read_regular_text(hub / "refs" / "main").strip()
+    except (OSError, ValueError):
         cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
         wanted = bare_name(name)
         folders = sorted(cache.iterdir()) if cache.is_dir() else []

@@ -11,6 +11,7 @@ from megapar.core.checkpoint.manifest import sha256_of
 from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.data.tokens.cache import hash_parts, known, made_once
+from megapar.files.regular_file import read_json
 
 _VERSION = "2"  # version of the facts
 _LARGE_BYTES = 16 << 20
@@ -63,10 +64,9 @@ def known_facts(path: str) -> Facts | None:
         if place.is_file() and place.suffix != ".json":
             return {"fingerprint": sha256_of(place)[:32], "ids": None, "size": None}
         entry = known(_entry(place))
-        found = None if entry is None else json.loads(entry.read_text(encoding="utf-8"))
+        return None if entry is None else read_json(entry)
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def same_ids(first: Facts, second: Facts) -> bool:

@@ -32,6 +32,7 @@ from megapar.core.checkpoint.durable import put, rename
 from megapar.core.checkpoint.manifest import FILE_NAME, Manifest
 from megapar.core.health.process import boot_id
 from megapar.errors import DataError
+from megapar.files.regular_file import read_json
 
 SMALL_BYTES = 4 << 20
 """Entries up to this size are hashed whenever they are opened."""
@@ -134,10 +135,10 @@ def _manifest_path(target: Path, folder: bool) -> Path:
 def _mark(target: Path) -> dict[str, Any]:
     """Return the boots under which the entry was hashed, and the mtimes of its files then; empty without a record."""
     try:
-        record = json.loads(target.with_name(f".{target.name}.checked").read_bytes())
-        if isinstance(record, dict) and isinstance(record.get("boots"), list):
+        record = read_json(target.with_name(f".{target.name}.checked"))
+        if isinstance(record.get("boots"), list):
             return {"boots": record["boots"], "times": record.get("times")}
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         pass
     return {"boots": [], "times": None}
 

@@ -71,7 +71,7 @@ def claimed(folder: Path, key: str) -> Iterator[None]:
     mark = folder / KEY
     if not mark.exists() and any(folder.iterdir()):
         raise DataError(f"{folder} is for finished parts but contains other files; move it, or choose another --output")
-    with open(mark, "a+", encoding="utf-8") as lock:
+    with open(mark, "a+", encoding="utf-8", errors="replace") as lock:
         _wait_for(lock.fileno(), folder)
         lock.seek(0)
         if lock.read() != key:
@@ -113,7 +113,7 @@ def _wait_for(lock: int, folder: Path) -> None:
 def claims(folder: Path, key: str) -> bool:
     """Return True if the folder exists and its parts are of this work."""
     mark = folder / KEY
-    return mark.is_file() and mark.read_text(encoding="utf-8") == key
+    return mark.is_file() and mark.read_bytes() == key.encode()
 
 
 class PartWriter:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from megapar.core.checkpoint.manifest import sha256_of
 from megapar.data.tokens.remembered import remembered
 from megapar.errors import DataError
+from megapar.files.regular_file import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,8 +91,11 @@ def read_hashes(prefix: str, documents: int) -> np.memmap | None:
     path = hashes_path(prefix)
     if not path.exists():
         return None
-    with path.open("rb") as file:
-        head = file.read(HEADER.size)
+    try:
+        with open_regular(path) as file:
+            head = file.read(HEADER.size)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     fix = "prepare the corpus again, or remove the file to split documents by their numbers"
     if len(head) < HEADER.size or head[:8] != MAGIC:
         raise DataError(f"{path} is not a file of hashes; {fix}")

@@ -5,7 +5,6 @@ Tested in ``tests/model/hugging_face/test_save.py``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -17,7 +16,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint.shard_file import CODES, DTYPES, ShardFile
 from megapar.errors import CheckpointError
 from megapar.files.published_names import INDEX_FILE, WEIGHTS_FILE
-from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.model.hugging_face.block_fp8 import BLOCK, SUFFIX, dequantized, scale_shape, stored_rows
 from megapar.model.hugging_face.save import some
 from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, stored_pieces, to_pairs
@@ -252,8 +251,8 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 def _weight_map(index: Path) -> dict[str, str]:
     """Read the file name of each tensor. Raises CheckpointError for a damaged index."""
     try:
-        places = json.loads(read_regular(index, INDEX_BYTES))["weight_map"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        places = read_json(index, INDEX_BYTES)["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{index} is damaged: {str(error)[:200]}") from error
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{index} is damaged: its weight_map does not name a file for each tensor")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping
 
+from megapar.files.regular_file import read_json
 from megapar.tools.launcher.failures import MOST_BYTES, REFUSED
 from megapar.tools.launcher.warm import ending
 
@@ -51,7 +51,6 @@ def next_action(maximum: int, left: int, *, job_ends: bool) -> str:
 def _lost_peer(note: str | None) -> bool:
     """Return True if the rank recorded that it failed because it lost another rank."""
     try:
-        with open(note or "", "rb") as opened:
-            return bool(json.loads(opened.read(MOST_BYTES))["lost"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(read_json(note or "", MOST_BYTES)["lost"])
+    except (OSError, ValueError, KeyError):
         return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from megapar.files.regular_file import read_json
 
 MOST_BYTES = 10_000
 REFUSED = 2
@@ -54,13 +55,12 @@ def is_refusal(failures: Mapping[int, Any]) -> bool:
 
 def _read(file: str) -> Failure | None:
     try:
-        with open(file, "rb") as opened:
-            note = json.loads(opened.read(MOST_BYTES))
+        note = read_json(file, MOST_BYTES)
         if not note["own"]:
             return None
         name, where, samples = (str(note[key]) for key in ("type", "where", "samples"))
         return Failure(name, where, int(note["step"]), bool(note["saved"]), samples, float(note["at"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

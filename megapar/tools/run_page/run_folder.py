@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.errors import Complaint, ConfigError
-from megapar.files.regular_file import read_regular
+from megapar.files.regular_file import read_json
 from megapar.schema.rule import either
 
 _MAX_JSON_BYTES = 1 << 30  # enough for a trace
@@ -111,10 +111,10 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError):  # the incomplete last line of a killed run
+        except (ValueError, RecursionError):  # damaged, or the incomplete last line of a killed run
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -123,7 +123,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(read_regular(path, _MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return read_json(path, _MAX_JSON_BYTES)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}

@@ -36,7 +36,7 @@ from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
-from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.model.architectures import ARCHITECTURES, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import SHARD_BYTES, config_of
@@ -223,14 +223,14 @@ def megapar_to_hf(
 def _facts(path: Path) -> dict[str, Any]:
     """Read the file that ``_write_beside`` wrote. It may have been edited since. Raises CheckpointError."""
     try:
-        facts = json.loads(read_regular(path, INDEX_BYTES))
+        facts = read_json(path, INDEX_BYTES)
         if (architecture := ARCHITECTURES.get(facts["family"])) is None:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path} names the family {facts['family']!r}; known families are {known}")
         doubled = architecture.of_folder(read_config(path.parent)).doubled
         valid = set(facts["dtypes"].values()) <= set(DTYPES) and set(facts["tied"]) <= set(doubled)
         valid = valid and all(isinstance(pattern, str) for pattern in facts["absent"])
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
     if not valid:
         raise CheckpointError(f"{path} is damaged: it contains unknown dtypes or tied tensors")
@@ -317,7 +317,7 @@ def _write_config(
     """Write config.json: the published folder's own bytes unless something has changed since, or a new one."""
     own = config_of(architecture, saved.sizes, dtype or torch.float32)
     exists = path.exists()
-    config = json.loads(path.read_text(encoding="utf-8")) if exists else dict(own)
+    config = read_config(path.parent) if exists else dict(own)
     before = dict(config)
     config = architecture.without_code(config)
     config.pop("quantization_config", None)  # weights that were in FP8 are written in bf16

@@ -14,6 +14,7 @@ from typing import Any
 from megapar.core.checkpoint import storage, store
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.training.checkpoints.scalars import check_scalars
 
 NAMES = "lineage"
 """The scalar with the names of the checkpoints before this one on its lineage."""
@@ -83,11 +84,13 @@ def in_order(checkpoints: Sequence[Path]) -> tuple[list[Path], set[str]]:
 
 
 def scalars_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return the scalars of a checkpoint, or None if they cannot be read."""
+    """Return the scalars of a checkpoint, or None if they cannot be read, or no run wrote them."""
     try:
-        return storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
+        scalars = storage.read_scalars(folder, store.read_layout(folder).scalars, "full")
+        check_scalars(str(folder), scalars, None, optimizer=False)
     except CheckpointError:
         return None
+    return scalars
 
 
 def _place(name: str) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from typing import Any
 from megapar.arguments import Config
 from megapar.core.checkpoint.background import Background, Section, no_copy, unwatched
 from megapar.core.checkpoint.local import FoundLocal, LocalCheckpoints
-from megapar.core.checkpoint.local_owner import private_folder
 from megapar.core.comm.world import World
 from megapar.errors import TrainingError
 from megapar.files.suspects import RECORD
@@ -96,14 +95,15 @@ class LocalSaves:
         self._local.remove()
 
 
-def make(config: Config, job: Job, job_name: str, section: Section = unwatched) -> LocalSaves | None:
-    """Return the local checkpoints of the flags, or None without --local-checkpoint-interval.
+def make(config: Config, job: Job, job_name: str, section: Section = unwatched) -> tuple[LocalSaves | None, str]:
+    """Return the local checkpoints of the flags, and a line for the log.
 
-    ``section`` watches the thread that saves. Raises TrainingError if no launcher has named the job.
+    There are none without --local-checkpoint-interval, or if the memory of a node cannot be written, which the line
+    says. ``section`` watches the thread that saves. Raises TrainingError if no launcher has named the job.
     """
     options, world = config.reliability, job.world
     if not options.local_checkpoint_interval:
-        return None
+        return None, ""
     if not job_name:
         raise TrainingError(
             "--local-checkpoint-interval serves restarts of one job: start it with megapar launch --max-restarts N, or "
@@ -113,10 +113,14 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
     facts = {"model": state.model_facts(job), "grid": state.grid_facts(job)}
     group = world.spare_group("local")
     size = world.grid.world_size
-    private_folder(root, mine=not options.local_checkpoint_dir)
-    local = LocalCheckpoints(root, job_name, world.rank, size, _neighbour(world), facts, group, launch_id(os.environ))
+    launch, private = launch_id(os.environ), not options.local_checkpoint_dir
+    try:
+        local = LocalCheckpoints(root, job_name, world.rank, size, _neighbour(world), facts, group, launch, private)
+    except OSError as error:
+        fix = "Point --local-checkpoint-dir at a folder in each node's memory that can be written"
+        return None, f"WARNING: no local checkpoints: {error}. {fix}"
     world.on_leave.append(local.release)
-    return LocalSaves(local, options.local_checkpoint_interval, job, section)
+    return LocalSaves(local, options.local_checkpoint_interval, job, section), ""
 
 
 def _neighbour(world: World) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import parse_checkpoint_name
 from megapar.files.suspects import NEVER
 from megapar.schema.legal_values import MAX_INT
+from megapar.training.checkpoints.identity import RECORD, Identity
 
 MAX_SEED = 2**64 - 1
 SHOWN = 6
@@ -78,6 +79,7 @@ _FREE: Mapping[str, tuple[Check, str]] = {
     "expert_places": (_placements, "an object of lists of whole numbers from 0 on"),
     "verified": (_iterations, "an object of whole numbers from 0 on, or -1 for never"),
     "lineage": (_names, "a list of names of checkpoints"),
+    RECORD: (lambda value: Identity.from_json(value) is not None, "a run's record of its data and its tokenizer"),
 }
 _INSIDE: Mapping[str, Mapping[str, tuple[Check, str]]] = {
     "loss_scale": {

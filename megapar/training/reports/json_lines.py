@@ -105,7 +105,7 @@ def _is_before(line: bytes, first_iteration: int) -> bool:
     """Return True for a whole line with the record of an iteration before ``first_iteration``."""
     try:
         return line.endswith(b"\n") and float(json.loads(line)["iteration"]) < first_iteration
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 

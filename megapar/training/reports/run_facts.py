@@ -19,6 +19,7 @@ from megapar import __version__
 from megapar.arguments import FLAGS, Config
 from megapar.core.checkpoint.durable import write_file
 from megapar.core.comm.world import World
+from megapar.files.regular_file import read_json
 
 NAME = "run.json"
 SHOWN_ENVIRONMENT = (
@@ -93,7 +94,7 @@ def _configuration(config: Config) -> dict[str, dict[str, Any]]:
 def _earlier_starts(path: Path, first: int) -> list[dict[str, Any]]:
     """Return the starts in a file from iterations before the first, which a resumed run continues; none without any."""
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+        starts = read_json(path)["starts"]
         return [start for start in starts if start["iteration"] < first]
     except (OSError, ValueError, LookupError, TypeError):
         return []
