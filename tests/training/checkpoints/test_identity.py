@@ -15,7 +15,7 @@ from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokeniz
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.data.tokens.cache import cache_folder
-from megapar.errors import ConfigError
+from megapar.errors import CheckpointError, ConfigError
 from megapar.files.tokenizer_folder import FACTS, FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.building.outline import outline
@@ -276,18 +276,18 @@ def test_what_is_told_and_never_refused(runs: Runs, told: list[str], monkeypatch
     assert line.endswith(f"code {code_hash()} -> 0123456789ab, --weight-decay 0.1 -> 0.2")
 
 
-@pytest.mark.parametrize("spoil", [{}, None, {"phases": [{"start": -1}]}, 3, []])
-def test_a_checkpoint_that_does_not_say_is_taken_and_told(runs: Runs, told: list[str], spoil: Any) -> None:
+def test_a_checkpoint_of_an_older_version_is_taken_and_told(runs: Runs, told: list[str]) -> None:
     runs.run(2, ["mock"])
     path = runs.root / "iter_0000002" / "scalars.json"
     scalars = json.loads(path.read_text())
-    scalars.update({"identity": spoil} if spoil is not None else {})
-    if spoil is None:
-        del scalars["identity"]
+    for identity in ({}, {"phases": [{"start": -1}]}, 3, []):
+        path.write_text(json.dumps({**scalars, "identity": identity}))
+        with pytest.raises(CheckpointError, match="no run wrote: identity is"):
+            runs.run(4, ["mock"], "--seed", "7", "--checkpoint-verify", "off")
+    del scalars["identity"]
     path.write_text(json.dumps(scalars))
-    verify = ("--checkpoint-verify", "off")
     assert "trained on" not in runs.asked(4, ["mock"], "--seed", "7")
-    assert runs.run(4, ["mock"], "--seed", "7", *verify).iteration == 4
+    assert runs.run(4, ["mock"], "--seed", "7", "--checkpoint-verify", "off").iteration == 4
     assert any("does not record what it was trained on" in line for line in told)
     assert runs.identity(4)["phases"][0]["seed"] == 7
 
