@@ -101,3 +101,43 @@ def test_no_private_mark_is_printed(translated: Any) -> None:
         assert all(f"${name}" in output for name in "ABCDE")
     _, output = translated(f"torchrun pretrain_gpt.py {PLAIN}\ntorchrun $HERE/pretrain_gpt.py --lr 1\n")
     assert not re.search("[\ue000-\uf8ff]", output)
+
+
+# Numbers.
+
+BLOOM = (
+    "--global-batch-size 2048 --rampup-batch-size 192 16 9_765_625 --train-samples 220_000_000 "
+    "--lr-decay-samples 200_000_000 --lr-warmup-samples 183_105"
+)
+
+
+def test_every_number_that_python_reads_is_read(translated: Any) -> None:
+    _, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {BLOOM}\n")
+    written = command(output)
+    for flags in ("--train-iters 115311 ", "--lr-decay-iters 105545 ", "--lr-warmup-iters 910 "):
+        assert flags in written + " "
+    _, output = translated(
+        f"torchrun --nproc_per_node 1_6 pretrain_gpt.py {PLAIN} --pipeline-model-parallel-size 1_6 --noop-layers 0,1 "
+        "--num-layers 3_4 --make-vocab-size-divisible-by 1_28\n"
+    )
+    written = command(output)
+    assert "--nproc-per-node 16 " in written
+    assert "--num-layers 32 " in written
+    assert "--vocab-size 640 " in written
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "unread"),
+    [
+        ("--rampup-batch-size 192 16 9,765 --train-samples 2200", "--train-samples", "9,765"),
+        ("--global-batch-size many --train-samples 2200", "--train-samples", "many"),
+        ("--lr-warmup-fraction nan --train-iters 10", "--lr-warmup-fraction", "nan"),
+        ("--mtp-num-layers one", "--mtp-num-layers", "one"),
+    ],
+)
+def test_a_number_that_cannot_be_read_is_named(translated: Any, words: str, flag: str, unread: str) -> None:
+    status, output = translated(f"torchrun pretrain_gpt.py {MODEL} {words}\n", "train.sh", "--json")
+    (item,) = [item for item in json.loads(output) if item["flag"] == flag]
+    assert status == OTHER_TRAINING
+    assert item["verdict"] == "other numbers"
+    assert f"{unread} is not a number" in item["reason"]
