@@ -160,8 +160,8 @@ VALUES = [
     ("--train-samples 1000", "--train-samples", OTHER, ""),
     ("--train-samples 1007 --global-batch-size 8", "--train-samples", "renamed", "--train-iters 125"),
     ("--train-samples 100 --global-batch-size inf", "--train-samples", OTHER, ""),
-    ("--lr-warmup-fraction nan --train-iters 10", "--lr-warmup-fraction", "renamed", "--lr-warmup-iters 0"),
-    ("--vocab-size inf", "--vocab-size", "same", "--vocab-size inf"),
+    ("--lr-warmup-fraction nan --train-iters 10", "--lr-warmup-fraction", OTHER, ""),
+    ("--vocab-size inf", "--vocab-size", OTHER, ""),
     (
         "--num-layers 8 --pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 2",
         "--num-layers-per-virtual-pipeline-stage",

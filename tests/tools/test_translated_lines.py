@@ -129,7 +129,7 @@ def test_every_number_that_python_reads_is_read(translated: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "flag", "unread"),
     [
-        ("--rampup-batch-size 192 16 9,765 --train-samples 2200", "--train-samples", "9,765"),
+        ("--rampup-batch-size 192 16 9,765 --train-samples 2200 --global-batch-size 256", "--train-samples", "9,765"),
         ("--global-batch-size many --train-samples 2200", "--train-samples", "many"),
         ("--lr-warmup-fraction nan --train-iters 10", "--lr-warmup-fraction", "nan"),
         ("--mtp-num-layers one", "--mtp-num-layers", "one"),

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from megapar.arguments import parse, resolved_values
 from megapar.errors import Complaint, ConfigError
+from megapar.tools.translation.number import whole
 
 # Rules about files on this machine. The files of the script may be elsewhere.
 _ABOUT_FILES = ("file", "file-missing", "checkpoint-missing", "checkpoint", "record", "tokenizer", "package")
@@ -73,8 +74,8 @@ def _ranks(launcher: Sequence[str]) -> int | None:
     """Return nodes x ranks per node; None if one of them is unspecified."""
     words = [word for flags in launcher for word in flags.split()]
     values = dict(pairwise(words))
-    per_node, nodes = values.get("--nproc-per-node", ""), values.get("--nnodes", "1").rpartition(":")[2]
-    return int(per_node) * int(nodes) if per_node.isdigit() and nodes.isdigit() else None
+    per_node, nodes = whole(values.get("--nproc-per-node", "")), whole(values.get("--nnodes", "1").rpartition(":")[2])
+    return per_node * nodes if per_node is not None and nodes is not None else None
 
 
 def _minimum(kind: str, words: Sequence[str]) -> int:

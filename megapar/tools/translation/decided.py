@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from megapar.config.read import spellings
-from megapar.tools.translation import megatron_values
+from megapar.tools.translation import megatron_values, open_values
+from megapar.tools.translation.number import NotANumberError, first, number, whole
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -24,18 +25,10 @@ from megapar.tools.translation.verdict import (
 from megapar.training.step.schedules import BatchSize
 
 
-def _number(given: Mapping[str, str], name: str, default: float = 1.0) -> float:
-    try:
-        number = float(given[name])
-    except (KeyError, ValueError):
-        return default
-    return number if math.isfinite(number) else default
-
-
 def _chunks(value: str, given: Mapping[str, str]) -> Decided:
-    layers = _number(given, "num-layers", 0)
-    stages = max(1, _number(given, "pipeline-model-parallel-size", _number(given, "pp-degree")))
-    per_chunk = _number({"": value}, "", 0)
+    layers = first(given, "num-layers")
+    stages = max(1, first(given, "pipeline-model-parallel-size", otherwise=first(given, "pp-degree", otherwise=1)))
+    per_chunk = number(value)
     chunks = round(layers / stages / per_chunk) if per_chunk else 0
     if chunks < 1:
         return (
@@ -50,13 +43,15 @@ def _chunks(value: str, given: Mapping[str, str]) -> Decided:
 
 def _ramp(given: Mapping[str, str]) -> BatchSize | None:
     """Return the global batch size as a function of consumed samples; None if the script does not set it."""
-    final = int(_number(given, "global-batch-size", 0))
-    words = given.get("rampup-batch-size", "").split()
-    if final < 1:
+    final = int(first(given, "global-batch-size"))
+    ramp = given.get("rampup-batch-size", "")
+    if final < 1 or open_values.is_open(ramp):
         return None
-    if len(words) != 3 or not all(word.isdigit() for word in words):
+    if not ramp:
         return BatchSize(final)
-    start, increment, samples = (int(word) for word in words)
+    if len(ramp.split()) != 3:
+        raise NotANumberError(f"--rampup-batch-size has three numbers; {ramp} is not a number each")
+    start, increment, samples = (int(number(word)) for word in ramp.split())
     return BatchSize(final, start, increment, samples) if increment and final > start else BatchSize(final)
 
 
@@ -75,9 +70,9 @@ def _steps(samples: float, given: Mapping[str, str], whole: Callable[[float], in
 def _warmup(value: str, given: Mapping[str, str]) -> Decided:
     if megatron_values.warmed_otherwise("lr-warmup-fraction", value, given):
         return UNNECESSARY, "", megatron_values.SET_ELSEWHERE
-    share = _number({"": value}, "", 0)
-    steps = _number(given, "lr-decay-iters", _number(given, "train-iters", 0))
-    samples = _number(given, "lr-decay-samples", _number(given, "train-samples", 0))
+    share = number(value)
+    steps = first(given, "lr-decay-iters", otherwise=first(given, "train-iters"))
+    samples = first(given, "lr-decay-samples", otherwise=first(given, "train-samples"))
     if samples and not steps:
         steps = _steps(samples, given) or 0
     if not steps:
@@ -86,7 +81,7 @@ def _warmup(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _counted(ours: str, value: str, given: Mapping[str, str], whole: Callable[[float], int] = round) -> Decided:
-    samples = _number({"": value}, "", -1)
+    samples = number(value, -1)
     steps = _steps(samples, given, whole) if samples >= 0 else None
     if steps is None:
         return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not set"
@@ -104,7 +99,7 @@ def _warmup_samples(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _decay_samples(value: str, given: Mapping[str, str]) -> Decided:
-    return _counted("--lr-decay-iters", value, given)
+    return _counted("--lr-decay-iters", value, given, math.floor)  # as --train-samples, which it often equals
 
 
 def _wsd_samples(value: str, given: Mapping[str, str]) -> Decided:
@@ -112,6 +107,7 @@ def _wsd_samples(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _ramped(value: str, given: Mapping[str, str]) -> Decided:
+    _ramp(given)  # says what it cannot read
     warmed = any(name.startswith("lr-warmup-") for name in given)
     if not warmed and given.get("lr-decay-style") == "constant":
         return SAME, f"--rampup-batch-size {value}", ""
@@ -120,11 +116,11 @@ def _ramped(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _tokens(value: str, given: Mapping[str, str]) -> Decided:
-    length = _number(given, "seq-length", 0)
+    length = first(given, "seq-length")
     if not length:
         return OTHER, "", "left to you: --train-iters = tokens / (--global-batch-size x --seq-length)"
-    verdict, ours, reason = _counted("--train-iters", str(_number({"": value}, "", 0) / length), given)
-    steps = int(_number(given, "train-iters", 0))
+    verdict, ours, reason = _counted("--train-iters", str(number(value) / length), given)
+    steps = int(first(given, "train-iters"))
     if ours and 0 < steps < int(ours.split()[1]):
         return verdict, f"--train-iters {steps}", "the earlier of both ends"
     return verdict, ours, reason
@@ -133,7 +129,7 @@ def _tokens(value: str, given: Mapping[str, str]) -> Decided:
 def _iterations(value: str, given: Mapping[str, str]) -> Decided:
     if not value:
         return LEFT, "", "it has no value"
-    if _number(given, "train-tokens", 0) > 0 and _tokens(given["train-tokens"], given)[1]:
+    if first(given, "train-tokens") > 0 and _tokens(given["train-tokens"], given)[1]:
         return IMPLIED, "", "--train-tokens ends the run earlier"
     return SAME, f"--train-iters {value}", ""
 
@@ -213,14 +209,14 @@ def _experts(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _leading(value: str, given: Mapping[str, str]) -> Decided:
-    if _number({"": value}, "", 0) <= 0:
+    if number(value) <= 0:
         return UNNECESSARY, "", "all layers have experts"
     return RENAMED, f"--first-k-dense {value}", ""
 
 
 def _chooses(given: Mapping[str, str]) -> bool:
     """Return True if a token has several experts, whose weights are renormalized by default."""
-    return _number(given, "moe-router-topk", 2) >= 2
+    return first(given, "moe-router-topk", otherwise=2) >= 2
 
 
 def _pre_softmax(value: str, given: Mapping[str, str]) -> Decided:
@@ -318,7 +314,7 @@ def _per_layer(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _mtp_weight(value: str, given: Mapping[str, str]) -> Decided:
-    if not _number(given, "mtp-num-layers", 0):
+    if not first(given, "mtp-num-layers"):
         return UNNECESSARY, "", "multi-token prediction is off"
     return RENAMED, "--mtp-loss-weight 0.1", ""
 
@@ -339,10 +335,10 @@ def _noop(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _layers(value: str, given: Mapping[str, str]) -> Decided:
-    skipped = _skipped(given)
-    if not skipped or not value.isdigit():
+    skipped, layers = _skipped(given), whole(value)
+    if not skipped or layers is None:
         return SAME, f"--num-layers {value}", ""
-    return RENAMED, f"--num-layers {int(value) - skipped}", f"without {skipped} empty layers"
+    return RENAMED, f"--num-layers {layers - skipped}", f"without {skipped} empty layers"
 
 
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
@@ -352,14 +348,14 @@ def _cut(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _algorithm(value: str, given: Mapping[str, str]) -> Decided:
-    if _number(given, "context-parallel-size", _number(given, "cp-degree")) == 1:
+    if first(given, "context-parallel-size", otherwise=first(given, "cp-degree", otherwise=1)) == 1:
         return UNNECESSARY, "", "a single cp rank has the whole sequence"
     return SAME, f"--context-parallel-algo {value}", ""
 
 
 def _shares(value: str) -> list[float]:
     words = value.strip("'\"").split(",")
-    return [_number({"": word}, "", 0) for word in words]
+    return [number(word) for word in words]
 
 
 def _holds_out(given: Mapping[str, str]) -> bool:
@@ -384,7 +380,7 @@ def _usual_split(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _usual_eval_iters(value: str, given: Mapping[str, str]) -> Decided:
-    if not _number(given, "eval-interval", 0) or not _holds_out(given):
+    if not first(given, "eval-interval") or not _holds_out(given):
         return UNNECESSARY, "", "nothing is evaluated"
     return RENAMED, "--eval-iters 100", ""
 
@@ -406,7 +402,7 @@ def _test_path(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _evaluates(given: Mapping[str, str]) -> bool:
-    return _number(given, "eval-iters", 100) > 0 and "eval-interval" in given and _holds_out(given)
+    return first(given, "eval-iters", otherwise=100) > 0 and "eval-interval" in given and _holds_out(given)
 
 
 def _evaluations(value: str, given: Mapping[str, str]) -> Decided:
@@ -461,9 +457,9 @@ def _node_rank(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _ranks_here(value: str, given: Mapping[str, str]) -> Decided:
-    if not value.isdigit():
+    if (ranks := whole(value)) is None:
         return LEFT, "", "--nproc-per-node is a number of ranks"
-    return RENAMED, f"megapar launch --nproc-per-node {value}", ""
+    return RENAMED, f"megapar launch --nproc-per-node {ranks}", ""
 
 
 def _listed(value: str, given: Mapping[str, str]) -> Decided:

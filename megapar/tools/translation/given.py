@@ -1,4 +1,4 @@
-"""Values of a Paddle script, read as numbers and switches.
+"""Values of a Paddle script, read as switches.
 
 Tested in ``tests/tools/translation/test_paddle.py``.
 """
@@ -11,19 +11,6 @@ from megapar.tools.translation.neutral import off
 
 # Arguments that only ERNIE 4.5's trainer has. Its schedule and defaults differ from PaddleNLP's.
 ERNIE_4_5 = ("moe-group", "base-seq-length", "moe-gate-lr-ratio", "moe-use-aux-free-update-coef", "use-sp-callback")
-
-
-def number(value: str, otherwise: float = 0.0) -> float:
-    """Return the value as a number, or ``otherwise`` if it is not a number."""
-    try:
-        return float(value)
-    except ValueError:
-        return otherwise
-
-
-def first(given: Mapping[str, str], *names: str, otherwise: float = 0.0) -> float:
-    """Return the number of the first of these arguments that is given."""
-    return next((number(given[name], otherwise) for name in names if name in given), otherwise)
 
 
 def is_on(given: Mapping[str, str], *names: str) -> bool:

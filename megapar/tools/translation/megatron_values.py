@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from megapar.model.decoder.layer_pattern import listed, to_pattern
 from megapar.tools.translation import latent_values, rope_values
 from megapar.tools.translation.latent_values import is_latent
+from megapar.tools.translation.number import first, number, whole
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -31,22 +32,10 @@ WARMUPS = ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples", "lr-war
 SET_ELSEWHERE = "another argument sets the warmup"
 
 
-def _as_number(text: str, default: float = 0.0) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        return default
-    return number if math.isfinite(number) else default
-
-
-def _number(given: Given, name: str, default: float = 0.0) -> float:
-    return _as_number(given.get(name, ""), default)
-
-
 def mp_ranks(given: Given) -> float:
     """Return the tensor parallel degree, also by its old name and megapar's name; 1 if it is not set."""
     names = ("tensor-model-parallel-size", "model-parallel-size", "mp-degree")
-    return next((_number(given, name, 1) for name in names if name in given), 1)
+    return first(given, *names, otherwise=1)
 
 
 def _has_experts(given: Given) -> bool:
@@ -101,9 +90,9 @@ def _gelu(value: str, given: Given) -> Decided:
 
 
 def _blocks_after(value: str, given: Given) -> Decided:
-    if _as_number(value) < 1:
+    if number(value) < 1:
         return UNNECESSARY, "", "multi-token prediction is off"
-    if _as_number(value) > 1:
+    if number(value) > 1:
         return ANOTHER, "", "multi-token prediction has a single block"
     return RENAMED, "--mtp-depth 1 --mtp-block layer", "the block is like the last layer, with a separate norm"
 
@@ -116,7 +105,7 @@ def _specification(value: str, given: Given) -> Decided:
 
 def _vocabulary(value: str, given: Given) -> Decided:
     """Translate to the padded vocabulary size: Megatron's embedding and softmax include the padded rows."""
-    size, multiple = int(_as_number(value)), int(_number(given, "make-vocab-size-divisible-by", 128))
+    size, multiple = int(number(value)), int(first(given, "make-vocab-size-divisible-by", otherwise=128))
     counted = size + (given.get("tokenizer-type") == "NullTokenizer")  # which adds an end-of-document id
     multiple *= int(mp_ranks(given))
     if "padded-vocab-size" in given:
@@ -162,9 +151,11 @@ def _bias(value: str, given: Given) -> Decided:
 
 
 def _router_groups(value: str, given: Given) -> Decided:
-    if _as_number(value, 2) <= 1:
+    if number(value, 2) <= 1:
         return UNNECESSARY, "", "a single group is not a limit"
-    per_group = _number(given, "moe-router-topk", 2) / max(1.0, _number(given, "moe-router-group-topk", 1))
+    per_group = first(given, "moe-router-topk", otherwise=2) / max(
+        1.0, first(given, "moe-router-group-topk", otherwise=1)
+    )
     scores = given.get("moe-router-score-function", "softmax")
     if scores != "softmax" or per_group <= 1 or "moe-router-pre-softmax" in given:
         return SAME, f"--moe-router-num-groups {value}", ""
@@ -173,7 +164,7 @@ def _router_groups(value: str, given: Given) -> Decided:
 
 
 def _chosen_groups(value: str, given: Given) -> Decided:
-    if _number(given, "moe-router-num-groups", 2) <= 1:
+    if first(given, "moe-router-num-groups", otherwise=2) <= 1:
         return UNNECESSARY, "", "a single group is not a limit"
     return SAME, f"--moe-router-group-topk {value}", ""
 
@@ -186,7 +177,7 @@ def _score_function(value: str, given: Given) -> Decided:
 
 def _shared_width(value: str, given: Given) -> Decided:
     names = ("moe-ffn-hidden-size", "moe-intermediate-size", "ffn-hidden-size")
-    width, total = next((_number(given, name) for name in names if name in given), 0.0), _as_number(value)
+    width, total = first(given, *names), number(value)
     if width and total % width == 0:
         return RENAMED, f"--moe-shared-experts {round(total / width)}", "counted in widths of one routed expert"
     return SAME, f"--moe-shared-expert-intermediate-size {value}", ""
@@ -249,7 +240,7 @@ def _own_fsdp(value: str, given: Given) -> Decided:
 
 
 def _communication(value: str, given: Given) -> Decided:
-    if _number(given, "context-parallel-size", 1) == 1:
+    if first(given, "context-parallel-size", otherwise=1) == 1:
         return UNNECESSARY, "", "a single cp rank has the whole sequence"
     ours = {"p2p": "megatron", "a2a": "ulysses", "allgather": "allgather", "all_gather": "allgather"}
     if value not in ours:
@@ -265,7 +256,7 @@ def _communication(value: str, given: Given) -> Decided:
 
 
 def _warmup_start(value: str, given: Given) -> Decided:
-    if _as_number(value) == 0:
+    if number(value) == 0:
         return UNNECESSARY, "", "warmup starts at 0"
     return OTHER, "", "warmup always starts at 0"
 
@@ -273,7 +264,7 @@ def _warmup_start(value: str, given: Given) -> Decided:
 def warmed_otherwise(name: str, value: str, given: Given) -> bool:
     """Return True if this argument sets no warmup, but another one does."""
     others = [given[other] for other in WARMUPS if other != name and other in given]
-    return _as_number(value, 1) == 0 and any(_as_number(other, 1) != 0 for other in others)
+    return number(value, 1) == 0 and any(number(other, 1) != 0 for other in others)
 
 
 def _warmup_steps(value: str, given: Given) -> Decided:
@@ -302,21 +293,21 @@ def _document_masks(value: str, given: Given) -> Decided:
 
 
 def _extra_ids(value: str, given: Given) -> Decided:
-    if _as_number(value) == 0:
+    if number(value) == 0:
         return UNNECESSARY, "", "no extra ids"
     return OTHER, "", "extra ids are not supported: add them to the tokenizer"
 
 
 def _stages(value: str, given: Given) -> Decided:
     """Translate layer counts of the first or last stage; the other layers are distributed evenly."""
-    layers, stages = int(_number(given, "num-layers")), int(_number(given, "pipeline-model-parallel-size", 1))
-    first = int(_number(given, "decoder-first-pipeline-num-layers"))
-    last = int(_number(given, "decoder-last-pipeline-num-layers"))
-    inner, rest = stages - bool(first) - bool(last), layers - first - last
+    layers, stages = int(first(given, "num-layers")), int(first(given, "pipeline-model-parallel-size", otherwise=1))
+    head = int(first(given, "decoder-first-pipeline-num-layers"))
+    tail = int(first(given, "decoder-last-pipeline-num-layers"))
+    inner, rest = stages - bool(head) - bool(tail), layers - head - tail
     virtual = any(name.startswith(("num-layers-per-virtual", "num-virtual-stages")) for name in given)
     if inner < 1 or rest < inner or rest % inner or virtual:
         return LEFT, "", "set --pp-seg-method to the first layer of every stage, such as 0,3,7"
-    lengths = [*([first] if first else []), *[rest // inner] * inner, *([last] if last else [])]
+    lengths = [*([head] if head else []), *[rest // inner] * inner, *([tail] if tail else [])]
     starts = [sum(lengths[:stage]) for stage in range(len(lengths))]
     return RENAMED, f"--pp-seg-method {','.join(map(str, starts))}", ""
 
@@ -397,18 +388,18 @@ def _one_layer(value: str, given: Given) -> Decided:
 
 
 def _load_tag(value: str, given: Given) -> Decided:
-    step = value.removeprefix("global_step")
-    if step.isdigit():
+    step = whole(value.removeprefix("global_step"))
+    if step is not None:
         return RENAMED, f"--ckpt-step {step}", ""
     return LEFT, "", "set --ckpt-step to the number of a step"
 
 
 def _from_tokens(ours: str, value: str, given: Given) -> Decided:
-    per_step = _number(given, "global-batch-size") * _number(given, "seq-length")
+    per_step = first(given, "global-batch-size") * first(given, "seq-length")
     if not per_step:
         return OTHER, "", f"left to you: {ours} = tokens / (--global-batch-size x --seq-length)"
     reason = "counts steps instead of tokens: equal if all steps have the same number of tokens"
-    return RENAMED, f"{ours} {round(_as_number(value) / per_step)}", reason
+    return RENAMED, f"{ours} {round(number(value) / per_step)}", reason
 
 
 def _warmup_tokens(value: str, given: Given) -> Decided:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megapar.config.values import FALSE
+from megapar.tools.translation.number import NotANumberError, number
 from megapar.tools.translation.verdict import UNNECESSARY, Decided, Foreign, Given, named
 
 Function = Callable[[str, Given], Decided]
@@ -50,6 +51,6 @@ def _function(values: tuple[str, ...], requires: tuple[str, ...], verdict: str, 
 
 def _equal(value: str, word: str) -> bool:
     try:
-        return float(value) == float(word)
-    except ValueError:
+        return value != "" and number(value) == number(word)
+    except NotANumberError:
         return value.lower() == word.lower()

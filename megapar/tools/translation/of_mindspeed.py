@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from megapar.tools.translation.decided import DECIDED
 from megapar.tools.translation.neutral import Function
+from megapar.tools.translation.number import first, number, whole
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -26,15 +27,8 @@ from megapar.tools.translation.verdict import (
 _INERT = "MindSpeed parses it but does nothing since core_r0.12.1; megapar supports it, with the same numbers"
 
 
-def _size(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return 0.0
-
-
 def _adaptive(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(given.get("adaptive-recompute-device-size", "")) > 0:
+    if first(given, "adaptive-recompute-device-size") > 0:
         return IMPLIED, "", "set by --adaptive-recompute-device-size"
     return (
         LEFT,
@@ -44,19 +38,19 @@ def _adaptive(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _adaptive_size(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(value) <= 0:
+    if number(value) <= 0:
         return UNNECESSARY, "", "no memory is set for it"
     return SAME, f"--adaptive-recompute-device-size {value}", ""
 
 
 def _slices(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(value) <= 1:
+    if number(value) <= 1:
         return UNNECESSARY, "", "one slice"
     return SAME, f"--ampipe-degree {value}", _INERT
 
 
 def _slices_overlap(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(given.get("ampipe-degree", "")) <= 1:
+    if first(given, "ampipe-degree") <= 1:
         return UNNECESSARY, "", "no effect without --ampipe-degree"
     return SAME, "--ampipe-tp-sp-comm-overlap", _INERT
 
@@ -84,7 +78,7 @@ def _undropped(value: str, given: Mapping[str, str]) -> Decided:
 def _expert_ranks(value: str, given: Mapping[str, str]) -> Decided:
     if "moe-tp-extend-ep" not in given:
         return RENAMED, f"--ep-degree {value}", ""
-    ranks = round(_size(value) * max(1, _size(given.get("tensor-model-parallel-size", "1"))))
+    ranks = round(number(value) * max(1, first(given, "tensor-model-parallel-size", otherwise=1)))
     return RENAMED, f"--ep-degree {ranks}", "with --moe-tp-extend-ep, mp ranks are expert ranks"
 
 
@@ -92,7 +86,7 @@ _SHARED = {"megatron_cp_algo": "megatron_cp_algo", "ulysses_cp_algo": "ulysses_c
 
 
 def _algorithm(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(given.get("context-parallel-size", given.get("cp-degree", "1"))) <= 1:
+    if first(given, "context-parallel-size", "cp-degree", otherwise=1) <= 1:
         return UNNECESSARY, "", "a single cp rank has the whole sequence"
     if value in _SHARED:
         return SAME, f"--context-parallel-algo {value}", ""
@@ -113,7 +107,7 @@ def _balancing(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _placement(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(given.get("expert-model-parallel-size", "1")) <= 1:
+    if first(given, "expert-model-parallel-size", otherwise=1) <= 1:
         return UNNECESSARY, "", "a single ep rank has all experts"
     steps = given.get("expert-placement-freq", "50")
     return RENAMED, f"--moe-rebalance-interval {steps}", "moves experts by the load since the last move"
@@ -146,9 +140,9 @@ def _mask(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _past(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(given.get("sparse-mode", "0")) == 2:
+    if first(given, "sparse-mode") == 2:
         return UNNECESSARY, "", "--sparse-mode 2 is the causal mask"
-    if _size(value) >= _size(given.get("seq-length", "0")):
+    if number(value) >= first(given, "seq-length"):
         return UNNECESSARY, "", "it covers the whole sample"
     return ANOTHER, "", "attention covers all earlier tokens"
 
@@ -162,9 +156,10 @@ def _layers_of_stages(value: str, given: Mapping[str, str]) -> Decided:
     words = value.strip("'\"").split(",")
     if "noop-layers" in given:
         return UNNECESSARY, "", "MindSpeed ignores it with --noop-layers"
-    if not all(word.strip().isdigit() for word in words):
+    counts = [layers for layers in map(whole, words) if layers is not None]
+    if len(counts) < len(words):
         return LEFT, "", "not a list of layer counts: set --pp-seg-method to the first layer of each stage"
-    return _starts([int(word) for word in words])
+    return _starts(counts)
 
 
 def _layers_of_chunks(value: str, given: Mapping[str, str]) -> Decided:
@@ -179,23 +174,23 @@ def _layers_of_chunks(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _output_multiplier(value: str, given: Mapping[str, str]) -> Decided:
-    if _size(value) <= 0:
+    if number(value) <= 0:
         return UNNECESSARY, "", "the logits have no factor"
-    return RENAMED, f"--logits-scaling {1 / _size(value)!r}", "divides the logits by the inverse of this factor"
+    return RENAMED, f"--logits-scaling {1 / number(value)!r}", "divides the logits by the inverse of this factor"
 
 
 def _depth(value: str, given: Mapping[str, str]) -> Decided:
-    layers = _size(given.get("num-layers", ""))
-    if layers <= 0 or _size(value) <= 0:
+    layers = first(given, "num-layers")
+    if layers <= 0 or number(value) <= 0:
         return LEFT, "", "set --residual-multiplier to this value / sqrt(--num-layers)"
-    return RENAMED, f"--residual-multiplier {_size(value) / layers**0.5!r}", "is this value / sqrt(--num-layers)"
+    return RENAMED, f"--residual-multiplier {number(value) / layers**0.5!r}", "is this value / sqrt(--num-layers)"
 
 
 def _base_width(value: str, given: Mapping[str, str]) -> Decided:
-    width = _size(given.get("hidden-size", ""))
-    if width <= 0 or _size(value) <= 0 or "output-multiplier-scale" in given:
+    width = first(given, "hidden-size")
+    if width <= 0 or number(value) <= 0 or "output-multiplier-scale" in given:
         return LEFT, "", "set --logits-scaling to --hidden-size / this value, divided by --output-multiplier-scale"
-    return RENAMED, f"--logits-scaling {width / _size(value)!r}", "is --hidden-size / this value"
+    return RENAMED, f"--logits-scaling {width / number(value)!r}", "is --hidden-size / this value"
 
 
 FUNCTIONS: Mapping[str, Function] = {

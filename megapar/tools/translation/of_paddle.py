@@ -11,8 +11,9 @@ import math
 import shlex
 from collections.abc import Mapping
 
-from megapar.tools.translation.given import by_ernie_4_5, first, is_on, number
+from megapar.tools.translation.given import by_ernie_4_5, is_on
 from megapar.tools.translation.neutral import Function, off
+from megapar.tools.translation.number import first, number
 from megapar.tools.translation.verdict import (
     IMPLIED,
     LEFT,

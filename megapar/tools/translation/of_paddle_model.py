@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megapar.tools.translation.given import by_ernie_4_5, first, is_on, number
+from megapar.tools.translation.given import by_ernie_4_5, is_on
 from megapar.tools.translation.neutral import Function, off
+from megapar.tools.translation.number import first, number, whole
 from megapar.tools.translation.verdict import ANOTHER, IMPLIED, OTHER, RENAMED, UNNECESSARY, UNSUPPORTED, Decided
 
 
 def _layers(value: str, given: Mapping[str, str]) -> Decided:
     tail = int(first(given, "remove-tail-layer"))
-    if not value.isdigit() or not tail:
+    layers = whole(value)
+    if layers is None or not tail:
         return RENAMED, f"--num-layers {value}", ""
-    return RENAMED, f"--num-layers {int(value) - tail}", f"without the {tail} that remove_tail_layer removes"
+    return RENAMED, f"--num-layers {layers - tail}", f"without the {tail} that remove_tail_layer removes"
 
 
 def _tail(value: str, given: Mapping[str, str]) -> Decided:

@@ -12,24 +12,17 @@ import math
 from collections.abc import Callable, Mapping
 
 from megapar.tools.translation.latent_values import is_latent
+from megapar.tools.translation.number import first, number
 from megapar.tools.translation.verdict import ANOTHER, IMPLIED, RENAMED, SAME, UNNECESSARY, Decided, Given
 
 _KNOWN = ("llama3", "yarn")
-
-
-def _number(text: str | None, default: float) -> float:
-    try:
-        number = float(text or "")
-    except ValueError:
-        return default
-    return number if math.isfinite(number) else default
 
 
 def _factor(given: Given) -> float:
     names = (
         ("rope-scaling-factor", "yarn-scaling-factor") if "rope-scaling-type" in given else ("rotary-scaling-factor",)
     )
-    return next((_number(given[name], 1.0) for name in names if name in given), 1.0)
+    return next((first(given, name, otherwise=1.0) for name in names if name in given), 1.0)
 
 
 def _scaling(given: Given) -> str:
@@ -40,7 +33,7 @@ def _scaling(given: Given) -> str:
         return "yarn" if given.get("rope-type", "yarn") == "yarn" and _factor(given) != 1 else ""
     if "use-rope-scaling" in given:
         return "llama3"
-    return "linear" if _number(given.get("rotary-seq-len-interpolation-factor"), 1.0) not in (0.0, 1.0) else ""
+    return "linear" if first(given, "rotary-seq-len-interpolation-factor", otherwise=1.0) not in (0.0, 1.0) else ""
 
 
 def _only(kind: str, flag: str) -> Callable[[str, Given], Decided]:
@@ -84,13 +77,13 @@ def _rope_factor(value: str, given: Given) -> Decided:
 
 def _latent_factor(value: str, given: Given) -> Decided:
     if "rope-scaling-type" in given or _scaling(given) != "yarn":
-        reason = "the factor is one" if _number(value, 1.0) == 1 else "no effect without YaRN in multi-latent attention"
+        reason = "the factor is one" if number(value, 1.0) == 1 else "no effect without YaRN in multi-latent attention"
         return UNNECESSARY, "", reason
     return RENAMED, f"--rope-scaling-type yarn --rope-scaling-factor {value}", ""
 
 
 def _interpolated(value: str, given: Given) -> Decided:
-    if _number(value, 1.0) in (0.0, 1.0):
+    if number(value, 1.0) in (0.0, 1.0):
         return UNNECESSARY, "", "the factor is one"
     if _scaling(given) != "linear":
         return ANOTHER, "", "RoPE is scaled by one formula: linear, llama3 or yarn"
@@ -108,17 +101,17 @@ def _mscale(value: str, given: Given) -> Decided:
     if _scaling(given) != "yarn":
         return UNNECESSARY, "", "no effect without scaling by yarn"
     names = ("rope-scaling-mscale-all-dim", "mscale-all-dim")
-    if any(_number(given.get(name), 0.0) for name in names) and _number(value, 1.0):
+    if any(first(given, name) for name in names) and number(value, 1.0):
         return SAME, f"--mscale {value}", ""
-    if _number(value, 1.0) == 1:
+    if number(value, 1.0) == 1:
         return UNNECESSARY, "", "one, as without --mscale"
-    return RENAMED, f"--rope-attention-factor {0.1 * _number(value, 1.0) * math.log(_factor(given)) + 1}", ""
+    return RENAMED, f"--rope-attention-factor {0.1 * number(value, 1.0) * math.log(_factor(given)) + 1}", ""
 
 
 def _mscale_all_dim(value: str, given: Given) -> Decided:
     if _scaling(given) != "yarn":
         return UNNECESSARY, "", "no effect without scaling by yarn"
-    if _number(value, 0.0) == 0:
+    if number(value, 0.0) == 0:
         return UNNECESSARY, "", "off"
     if "mscale" in given or "rope-scaling-mscale" in given:
         return SAME, f"--mscale-all-dim {value}", ""
@@ -126,7 +119,7 @@ def _mscale_all_dim(value: str, given: Given) -> Decided:
 
 
 def _share(value: str, given: Given) -> Decided:
-    if _number(value, 1.0) in (0.0, 1.0):
+    if number(value, 1.0) in (0.0, 1.0):
         return UNNECESSARY, "", "RoPE rotates all features of a head"
     if is_latent(given):
         return ANOTHER, "", "in multi-latent attention all features of --qk-pos-emb-head-dim are rotated"

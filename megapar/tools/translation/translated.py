@@ -18,6 +18,7 @@ from megapar.tools.translation import open_values
 from megapar.tools.translation.functions import DECIDING, FUNCTIONS
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import Line
+from megapar.tools.translation.number import NotANumberError
 from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN
 from megapar.tools.translation.verdict import (
     CHANGING,
@@ -296,7 +297,10 @@ def _here(key: str, row: Foreign | None) -> str:
 def _apply(row: Foreign, value: str, given: Mapping[str, str], key: str = "") -> tuple[str, str, str]:
     """Return (verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
-        verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
+        try:
+            verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
+        except NotANumberError as error:
+            return OTHER, "", str(error)
         return verdict, ours.replace("{name}", key), reason or row.reason
     if value.lower() == "false" and "{value}" not in row.ours:
         return UNNECESSARY, "", _OFF
