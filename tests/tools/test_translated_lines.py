@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapar.tools.main import main
-from megapar.tools.translate import OTHER_TRAINING
+from megapar.tools.translate import OTHER_TRAINING, SAME_TRAINING
 from tests.tools.translation.tables import declared
 
 # A decoder that means the same in Megatron-LM and here, so that only what a test adds can change the status.
@@ -141,3 +141,21 @@ def test_a_number_that_cannot_be_read_is_named(translated: Any, words: str, flag
     assert status == OTHER_TRAINING
     assert item["verdict"] == "other numbers"
     assert f"{unread} is not a number" in item["reason"]
+
+
+# Shell scripts.
+
+
+def test_what_a_branch_not_taken_assigns_is_empty(translated: Any) -> None:
+    text = (
+        'if [ "$LOAD" = "true" ]; then\n  load_option="--load x"\n  MORE=(--finetune)\nelse\n  other="--bf16"\nfi\n'
+        '[ "$LOAD" = "true" ] && last="--finetune"\ncase a in b) word=--fp16;; esac\n'
+        f"torchrun --nproc_per_node 8 pretrain_gpt.py {PLAIN} $load_option ${{MORE[@]}} $other $last $word\n"
+    )
+    status, output = translated(text)
+    assert status == SAME_TRAINING
+    assert "load_option" not in output
+    assert "$LOAD is assumed to be empty in a condition" in head(output)
+    status, output = translated(text.replace("$word", "$elsewhere"))
+    assert status == OTHER_TRAINING
+    assert "# LEFT TO YOU: $elsewhere\n" in output
