@@ -156,6 +156,9 @@ def test_what_a_branch_not_taken_assigns_is_empty(translated: Any) -> None:
     assert status == SAME_TRAINING
     assert "load_option" not in output
     assert "$LOAD is assumed to be empty in a condition" in head(output)
+    status, output = translated(text.replace("MORE=(", "HOST=node0; MORE=(").replace("$word", "--save $HOST/x"))
+    assert status == SAME_TRAINING
+    assert "# Left to you: --save\n" in output  # a host may come from outside, options do not
     status, output = translated(text.replace("$word", "$elsewhere"))
     assert status == OTHER_TRAINING
     assert "# LEFT TO YOU: $elsewhere\n" in output

@@ -12,7 +12,7 @@ from megapar.tools.translation import open_values
 
 
 class NotANumberError(ValueError):
-    """A value of the script is no number. The message contains it."""
+    """A value of the script that is not a number; the message contains it."""
 
 
 def number(value: str, otherwise: float = 0.0) -> float:
@@ -32,7 +32,7 @@ def number(value: str, otherwise: float = 0.0) -> float:
 
 
 def whole(value: str) -> int | None:
-    """Return a value as Python's int reads it; None if it is no whole number."""
+    """Return a value as Python's int reads it; None if it is not a whole number."""
     try:
         return int(value)
     except ValueError:

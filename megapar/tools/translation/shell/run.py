@@ -111,6 +111,7 @@ class _Reader:
             if outcome is None and operator in ("&&", "||"):
                 self._assume_false(joined.at)
             if (operator == "&&" and not outcome) or (operator == "||" and outcome):
+                self._skip((command,))
                 continue
             outcome = self.command(command)
         return outcome if not joined.negated or outcome is None else not outcome
@@ -124,6 +125,7 @@ class _Reader:
         return holds(words)
 
     def _if(self, command: If) -> bool | None:
+        self._skip([part for _, body in command.branches for part in body])
         for condition, body in command.branches:
             outcome = self.block(condition) if condition else True
             if outcome is None:
@@ -131,6 +133,21 @@ class _Reader:
             if outcome:
                 return self.block(body)
         return True
+
+    def _skip(self, block: Sequence[Command]) -> None:
+        """Remember the variables that these commands would set to options: unless others set them, they are empty."""
+        for command in block:
+            if isinstance(command, Simple):
+                for word in command.words:
+                    text = "".join(part.text for part in word.parts).partition("=")[2]
+                    if word.array is not None or text.strip().startswith("-"):
+                        self.values.skipped.add(word.name or self._assigned(word))
+            elif isinstance(command, (If, Case)):
+                self._skip([part for _, body in command.branches for part in body])
+            elif isinstance(command, Joined):
+                self._skip([part for _, part in command.commands])
+            elif isinstance(command, (Loop, Grouped)):
+                self._skip(command.body)
 
     def _loop(self, loop: Loop) -> bool | None:
         if loop.condition:
@@ -157,6 +174,7 @@ class _Reader:
         if open_values.is_open(value):
             self.remarks.append(f"line {case.at}: case {open_values.as_written(value)}: no branch is taken")
             return True
+        self._skip([part for _, body in case.branches for part in body])
         for patterns, body in case.branches:
             if any(fnmatch.fnmatchcase(value, self.values.text(pattern)) for pattern in patterns):
                 return self.block(body)
@@ -194,7 +212,7 @@ class _Reader:
     def _simple(self, command: Simple) -> bool | None:
         rest = list(command.words)
         assignments = []
-        while rest and (rest[0].array is not None or self._assigns(rest[0])):
+        while rest and (rest[0].array is not None or self._assigned(rest[0])):
             assignments.append(rest.pop(0))
         if not rest or rest[0].plain in _DECLARES:
             for word in assignments:
@@ -218,19 +236,20 @@ class _Reader:
             self.remarks.append(f"line {at}: the values read from the text after << are left open")
 
     @staticmethod
-    def _assigns(word: Word) -> bool:
+    def _assigned(word: Word) -> str:
+        """Return the name of the variable that a word assigns; "" if it assigns none."""
         first = word.parts[0] if word.parts else None
-        if first is None or first.quoted or first.kind != "text":
-            return False
+        if first is None or first.quoted or first.kind != "text" or "=" not in first.text:
+            return ""
         name = first.text.partition("=")[0].removesuffix("+")
-        return "=" in first.text and name.isidentifier()
+        return name if name.isidentifier() else ""
 
     def _assign(self, word: Word) -> None:
         if word.array is not None:
             elements = [field for element in word.array for field in self.values.fields(element)]
             before = self.values.named.get(word.name, []) if word.more else []
             self._set(word.name, [*([before] if isinstance(before, str) else before), *elements])
-        elif self._assigns(word):
+        elif self._assigned(word):
             name, _, text = self.values.text(word).partition("=")
             before = self.values.named.get(name.removesuffix("+"), "") if name.endswith("+") else ""
             name = name.removesuffix("+")
@@ -242,7 +261,7 @@ class _Reader:
     def _declare(self, word: Word, at: int) -> None:
         """Carry out an assignment after export or similar; its name may be quoted or in a variable."""
         name, equals, text = self.values.text(word).partition("=")
-        if word.array is not None or self._assigns(word) or not equals:
+        if word.array is not None or self._assigned(word) or not equals:
             self._assign(word)
         elif name.isidentifier():
             self._set(name, text)

@@ -47,6 +47,7 @@ class Values:
     def __init__(self, assigned: Mapping[str, str], positional: Sequence[str]) -> None:
         self.named: dict[str, Value] = dict(assigned)
         self.positional = list(positional)
+        self.skipped: set[str] = set()  # variables for options that only branches not taken set: empty
 
     def fields(self, word: Word) -> list[str]:
         """Expand a word into fields: none, one or, if a variable is not quoted, several."""
@@ -148,7 +149,7 @@ class Values:
                 self.named[name] = chosen
             return chosen
         if value is None:
-            return open_values.mark(f"${name}")
+            return "" if name in self.skipped else open_values.mark(f"${name}")
         if not rest:
             return value
         trim = _TRIM.fullmatch(rest)
