@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from megapar import trainer
@@ -41,6 +43,75 @@ class Ahead(Device):
 
     def host_copy(self, x: torch.Tensor) -> tuple[torch.Tensor, NoEvent]:
         return x.clone(), NoEvent()
+
+
+class Streams(Ahead):
+    """FSDP2's streams too: ``told`` has what the stream that computes did.
+
+    Attributes:
+        ends: Stream -> number of events that the package has recorded on it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: Counter[torch.cpu.Stream] = Counter()
+        self.told: list[object] = []
+
+    def timed_event(self) -> Callable[[], Mark]:
+        return lambda: self.told.append("mark") or Mark()
+
+    def current_stream(self) -> torch.cpu.Stream:
+        return torch.cpu.current_stream()
+
+    def event(self) -> tuple[torch.cpu.Stream, int]:
+        self.ends[torch.cpu.current_stream()] += 1
+        return self.recorded(torch.cpu.current_stream())
+
+    def recorded(self, stream: torch.cpu.Stream) -> tuple[torch.cpu.Stream, int]:
+        return stream, self.ends[stream]
+
+    def waits(self, stream: torch.cpu.Stream, event: tuple[torch.cpu.Stream, int] | None) -> None:
+        if stream is torch.cpu._default_cpu_stream and event is not None and event[0] is not stream:
+            self.told.append(event)
+
+
+def timed_stage_3(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> tuple[Record, list[object]]:
+    """The second step, which is timed, and what its stream did; the events that FSDP2 waits for are among it."""
+    device = Streams()
+
+    def recorded(stream: torch.cpu.Stream) -> tuple[torch.cpu.Stream, int]:
+        return device.recorded(stream)
+
+    def waits(stream: torch.cpu.Stream, event: tuple[torch.cpu.Stream, int] | None) -> None:
+        device.waits(stream, event)
+
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    with (
+        patch.dict(os.environ, place),
+        patch.object(trainer, "pick", lambda *_: device),
+        patch.object(torch.cpu.Stream, "record_event", recorded),
+        patch.object(torch.cpu.Stream, "wait_event", waits),
+    ):
+        outcome = trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
+    return outcome.records[1], device.told
+
+
+@pytest.mark.parametrize("mode", ["step", "micro_batch"])
+def test_every_wait_of_the_stream_for_fsdp2_is_between_two_events(mode: str) -> None:
+    flags = ("--log-interval", "2", "--train-iters", "2", "--sharding-degree", "2", "--sharding-stage", "3")
+    flags += ("--hybrid-dp", "--global-batch-size", "8", "--gradient-merge-mode", mode)
+    for record, told in run_ranks(4, timed_stage_3, last_wins((*SMALL["moe"], *COMMON), flags), group=False):
+        assert {"shard/all_gather", "shard/reduce_scatter", "replica/all_reduce"} <= record.exposed_seconds.keys()
+        assert sum(record.exposed_seconds.values()) == pytest.approx(record.exposed_communication_seconds)
+        timed = told[told.index("mark") :]
+        waited: dict[object, int] = {}
+        for before, event, after in zip(timed, timed[1:], timed[2:], strict=False):
+            if event != "mark":
+                stream, end = event
+                if before == after == "mark":
+                    waited[stream] = max(end, waited.get(stream, 0))
+                assert waited.get(stream, 0) >= end
+        assert len(waited) == 3  # gathers, reductions, sums over replicas
 
 
 def trained(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> list[tuple[Record, int]]:

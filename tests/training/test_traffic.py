@@ -72,11 +72,15 @@ def test_replicas_sum_the_owned_shard_once(stage: int) -> None:
     assert found["replica/all_reduce"] == 2 * (padded(last + others, 2) // 2 * 8) // 2
 
 
-def test_a_wait_has_the_kind_of_the_bytes_that_were_sent() -> None:
-    flags = ("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "2")
+@pytest.mark.parametrize(("stage", "gathers"), [(2, set()), (3, {"shard/all_gather"})])
+def test_a_wait_has_the_kind_of_the_bytes_that_were_sent(stage: int, gathers: set[str]) -> None:
+    flags = ("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", str(stage))
     record = run(4, "ernie", "--train-iters", "4", *flags).records[2]
-    waits = {kind for kind in record.exposed_seconds if kind.startswith(("shard/", "replica/"))}
-    assert {"shard/reduce_scatter", "replica/all_reduce"} <= waits <= record.sent_bytes.keys()
+    waits = {kind: waited for kind, waited in record.exposed_seconds.items() if kind.startswith(("shard/", "replica/"))}
+    assert {"shard/reduce_scatter", "replica/all_reduce", *gathers} <= waits.keys() <= record.sent_bytes.keys()
+    assert min(waits.values()) > 0
+    assert sum(record.exposed_seconds.values()) == pytest.approx(record.exposed_communication_seconds)
+    assert record.exposed_communication_seconds < record.iteration_seconds
 
 
 def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:
