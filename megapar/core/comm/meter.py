@@ -85,6 +85,11 @@ class WaitMeter:
         yield
         self._waits.host[kind] += time.perf_counter() - start
 
+    def add(self, kind: str, seconds: float) -> None:
+        """Add a wait of the host that was timed elsewhere."""
+        if self.on:
+            self._waits.host[kind] += seconds
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not measure the waits inside."""

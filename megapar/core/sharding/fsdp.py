@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from megapar.core.comm import collectives
-from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box, shard_dim
+from megapar.core.sharding.fsdp_waits import FsdpWaits, GroupGather, GroupReduction, replica_hook
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
@@ -77,7 +75,8 @@ class FullSharding:
         self._dtypes = (compute_dtype, master_dtype, reduce_dtype)
         unsharded = whole_experts(world, specs)
         self._unit_of = {spec.name: spec.unit for spec in specs}
-        self._reductions: list[_ReduceScatter] = []
+        self._waits = FsdpWaits(world.device)
+        self._reductions: list[GroupReduction] = []
         self._ignored = {model.get_parameter(spec.name) for spec in unsharded}
         self._wrap_apart(world, model, specs)
         groups = _by_units(units, together) if plan is None else _by_plan(model, units, specs, together, plan)
@@ -147,12 +146,14 @@ class FullSharding:
         first = module[0] if isinstance(module, list) else module
         names_here = {id(parameter): name for name, parameter in self._model.named_parameters()}
         member = next((names_here[id(p)] for p in first.parameters() if id(p) in names_here), "")
-        self._reductions.append(_ReduceScatter(shard, self._unit_of.get(member, ""), member))
+        self._reductions.append(GroupReduction(shard, self._waits, self._unit_of.get(member, ""), member))
         assert isinstance(first, FSDPModule)
-        first.set_custom_all_gather(_AllGather(shard))  # type: ignore[arg-type]
+        gather = GroupGather(shard, self._waits)
+        first.set_custom_all_gather(gather)  # type: ignore[arg-type]
         first.set_custom_reduce_scatter(self._reductions[-1])  # type: ignore[arg-type]
         if replica.size > 1:
-            first.set_all_reduce_hook(_count_replica_sum(replica))
+            first.set_all_reduce_hook(replica_hook(replica, self._waits))
+        self._waits.watch(first, gather)
 
     def begin_step(self) -> None:
         """Forget the last step's gradients."""
@@ -190,63 +191,6 @@ class FullSharding:
         """Yield each parameter's piece of ``tensors``; each master shard is one parameter here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
             yield ParameterView(spec, box, tensor)
-
-
-class _Comm:
-    """A custom collective of FSDP2: allocates its buffers; subclasses are callable."""
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a buffer of this size."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Comm):
-    """FSDP2's all-gather, routed through ``core.comm.collectives``, which counts its bytes."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        return collectives.all_gather(output_tensor, input_tensor, self._axis, async_op=async_op)
-
-
-class _ReduceScatter(_Comm):
-    """FSDP2's reduce-scatter, routed through ``core.comm.collectives``.
-
-    That counts its bytes, and on gloo sends half of what gloo's reduce-scatter would.
-
-    Attributes:
-        trail: Records what this rank contributes; None: no recording.
-    """
-
-    def __init__(self, axis: Axis, unit: str, member: str) -> None:
-        super().__init__(axis)
-        self._unit, self._member = unit, member
-        self.trail: DigestTrail | None = None
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        assert op == dist.ReduceOp.SUM, op
-        if self.trail is not None:
-            self.trail.gradient(self._unit, f"the segment of {self._member}", input_tensor)
-        return collectives.reduce_scatter(output_tensor, input_tensor, self._axis, async_op=async_op)
-
-
-def _count_replica_sum(replica: Axis) -> Callable[[Tensor], None]:
-    """Return a hook that counts the bytes of the replica sum, which FSDP2 runs itself."""
-
-    def count(gradient: Tensor) -> None:
-        collectives.count_all_reduce(gradient, replica)
-
-    return count
 
 
 def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str]) -> list[list[nn.Module]]:

@@ -59,7 +59,6 @@ class Job:
         sharding: Shards of the parameters and gradients.
         optimizer: The optimizer of the shards.
         comm: Collectives that layers have in flight. None may be left at the end of a step.
-        metered: True if the world's meter times every wait.
         partial: Parameters whose gradients are summed over mp.
         pipeline: Runs the model if pp > 1, else None.
         moves_experts: True if experts change their places, which the gradient norm must not depend on.
@@ -75,7 +74,6 @@ class Job:
     sharding: Sharding
     optimizer: Optimizer | OffloadedOptimizer
     comm: CommContext
-    metered: bool
     partial: tuple[str, ...]
     pipeline: PipelinedModel | None = None
     moves_experts: bool = False
@@ -131,7 +129,6 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         sharding=sharding,
         optimizer=_make_optimizer(config, world, sharding),
         comm=comm,
-        metered=not cut_parameters,
         partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
         pipeline=pipeline,
         moves_experts=config.moe.moe_rebalance_interval > 0,

@@ -30,7 +30,7 @@ class StepResult:
         skipped: True if the step did not change the model.
         sent_bytes: "axis/collective" -> bytes that this rank sent.
         seconds: Duration on the host.
-        exposed: Waits of this rank for communication. None if not every wait of the step was timed.
+        exposed: Waits of this rank for communication. None if those of the step were not timed.
         waited: Other waits for slower ranks.
         ended: End of the step, in seconds since the epoch.
         evaluation: Means of an evaluation after the step. None without one.

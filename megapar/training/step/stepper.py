@@ -209,7 +209,7 @@ class Stepper:
             skipped=verdict.skipped,
             sent_bytes=job.world.sent_bytes.take(),
             seconds=seconds,
-            exposed=job.world.meter.take() if job.metered and job.world.meter.on else None,
+            exposed=job.world.meter.take() if job.world.meter.on else None,
             waited=self.gradients.last_reduction.take(),
             ended=time.time(),
         )
