@@ -135,3 +135,17 @@ def test_flags_without_effect_move_nothing() -> None:
 def test_reasons_are_given_for_knobs_only() -> None:
     assert set(STILL) <= set(KNOBS)
     assert set(MOVES) == set(KNOBS)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_segments_and_prefetch_move_time_and_memory_at_each_stage(stage: int) -> None:
+    strategies: list[Mapping[str, Any]] = [
+        {},
+        *({"sharding_segment_strategy": "segment_broadcast_MB", "segment_broadcast_mb": size} for size in (1.0, 1e4)),
+        {"sharding_segment_strategy": "segment_anchors", "segment_anchors": ("layers.2",)},
+        {"sharding_prefetch_segments": 0},
+    ]
+    line = {"sharding_stage": stage, "vocab_size": 1024, "global_batch_size": 16, "dtype": "fp16"}
+    told = [figures({**line, **FULL, **strategy}, "v100-32g") for strategy in strategies]
+    assert len({speed["step_seconds"] for speed, *_ in told}) == len(strategies)
+    assert len({memory[0]["peak"] for _, memory, *_ in told}) == len(strategies)

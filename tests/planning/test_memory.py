@@ -40,6 +40,8 @@ CP, EP, AMPIPE = ("--cp-degree", "2"), ("--ep-degree", "2"), ("--ampipe-degree",
 PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers", "8")
 FULL, SELECTIVE = ("--recompute-interval", "1"), ("--recompute-granularity", "selective")
 PARTITION, OFFLOAD = ("--recompute-partition",), ("--recompute-offload",)
+STAGE_THREE, ONE_SEGMENT = ("--sharding-stage", "3"), ("--segment-broadcast-MB", "1000")
+PAIRS = ("--num-layers", "6", "--segment-anchors", "layers.2", "layers.4")
 OVERLAP = (*AMPIPE, "--ampipe-tp-sp-comm-overlap")
 
 
@@ -49,6 +51,7 @@ def _algorithm(name: str) -> tuple[str, ...]:
 
 # name -> (thousand positions, ranks, rank, model and flags)
 ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "dense 1k, stage 3, pairs of layers, full": (1, 8, 3, (*DENSE, *STAGE_THREE, *PAIRS, *FULL)),
     "dense 128k, full": (128, 1, 0, (*DENSE, *FULL)),
     "dense 32k, mp, full, partition": (32, 2, 0, (*DENSE, *MP, *FULL, *PARTITION)),
     "experts 32k, ep, slices, full": (32, 2, 1, (*ROUTED, *EP, *AMPIPE, *FULL)),
@@ -90,6 +93,21 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
         *(1, 4, 0),
         (*DENSE, "--sharding-stage", "3", "--num-layers", "1", "--hidden-size", "1024"),
     ),
+    "dense 1k, stage 3, one segment": (1, 8, 3, (*DENSE, *STAGE_THREE, *ONE_SEGMENT)),
+    "dense 1k, stage 3, one segment, full": (1, 8, 3, (*DENSE, *STAGE_THREE, *ONE_SEGMENT, *FULL)),
+    "dense 1k, stage 3, pairs of layers": (1, 8, 3, (*DENSE, *STAGE_THREE, *PAIRS)),
+    "gpt 1k, stage 3, pairs of layers": (1, 8, 3, (*GPT, *STAGE_THREE, *PAIRS)),
+    "gpt 1k, stage 3, pairs of layers, full": (1, 8, 3, (*GPT, *STAGE_THREE, *PAIRS, *FULL)),
+    "gpt 1k, stage 3, full": (1, 8, 3, (*GPT, *STAGE_THREE, *FULL)),
+    "ernie 1k, stage 3, pairs of layers, full": (
+        *(1, 8, 3),
+        (*ERNIE, "--max-position-embeddings", "1024", *STAGE_THREE, *PAIRS, *FULL),
+    ),
+    "dense 1k, stage 3, two micro-batches, full": (
+        *(1, 8, 3),
+        (*DENSE, *STAGE_THREE, *PAIRS, *FULL, "--gradient-merge-acc-step", "2"),
+    ),
+    "experts 1k, stage 3, pairs of layers": (1, 8, 3, (*ROUTED, *STAGE_THREE, *PAIRS)),
     "dense 32k, first stage": (32, 4, 0, (*DENSE, *PIPELINE)),
     "dense 32k, first stage, full": (32, 4, 0, (*DENSE, *PIPELINE, *FULL)),
     "dense 32k, third stage": (32, 4, 2, (*DENSE, *PIPELINE)),
@@ -136,7 +154,7 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     ),
     "mindspeed 128k, full": (128, 16, 0, (*MINDSPEED, *FULL, "--num-layers", "2")),
 }
-FIRST = 6  # the suite traces these, ``-m table`` the others
+FIRST = 7  # the suite traces these, ``-m table`` the others
 FURTHER = {"latents 32k, ring, full": 0.04}  # gradients of heads that a CPU's kernels pad
 
 
