@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 
 from benchmarks.prediction.rows import published_rows
-from benchmarks.prediction.run import ROWS, attention_flops, plan_of
+from benchmarks.prediction.run import ROWS, attention_flops, published_plan
 from megapar.planning import fitted
 from megapar.planning.calibration import CALIBRATIONS, MEGATRON, Calibration, Software
 from megapar.planning.planned_run import PlannedRun
@@ -132,7 +132,7 @@ def targets() -> list[Target]:
     found = [Target(row.name, row.table, row.plan.run, row.tokens) for row in rows]
     for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
         if "unstated" not in entry:
-            plan = plan_of(entry["config"], *entry.get("flags", "").split())
+            plan = published_plan(entry)
             flops, run = model_flops(plan.run), plan.run
             counted = flops + (attention_flops(run) if entry["basis"] == "full" else 0.0)
             rate = entry["mfu"] / 100 * run.kind.peak(run.dtype)

@@ -23,6 +23,7 @@ NATURAL_IMBALANCE = 1.3
 _NOT_OF_THE_MODEL = (
     *("script", "world_size", "device_kind", "assume", "mp_degree", "pp_degree", "ep_degree", "sharding_degree"),
     *("sequence_parallel", "pp_seg_method", "micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length"),
+    "recompute_interval",
     *(
         "train_iters",
         "dtype",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -53,15 +55,22 @@ class Row:
         return self.predicted / self.published - 1
 
 
-def plan_of(name: str, *flags: str, ranks: int | None = None, software: str = MEGATRON) -> Plan:
-    """Return the plan of a file in configs/, on the device and with the assumptions that it names."""
+def plan_of(name: str, *flags: str, ranks: int | None = None, software: str = MEGATRON, assume: str = "") -> Plan:
+    """Return the plan of a file in configs/, on its device. assume: techniques that only a plan supports."""
     path = ROOT / "configs" / f"{name}.yaml"
     said = about([str(path)])
     kind = {script: kind for kind, script in SCRIPTS.items()}[said.script]
     line = ["--config", str(path), *flags, "--validate-only"]
     line += ["--world-size", str(ranks)] if ranks else []
     device = device_kind(said.device_kind or DEFAULT_KIND)
-    return Plan(parse(kind, line, {}, planning=True), device, replace(assumed(said.assume), software=software))
+    return Plan(parse(kind, line, {}, planning=True), device, replace(assumed(assume.split()), software=software))
+
+
+def published_plan(entry: Mapping[str, Any]) -> Plan:
+    """Return the plan of an entry of ``published.yaml``."""
+    flags = f"{entry.get('published', '')} {entry.get('flags', '')}".split()
+    software = entry.get("software", MEGATRON)
+    return plan_of(entry["config"], *flags, software=software, assume=entry.get("assume", ""))
 
 
 def attention_flops(run: PlannedRun) -> float:
@@ -80,7 +89,7 @@ def rows() -> list[Row]:
     found = []
     for entry in yaml.safe_load(ROWS.read_text(encoding="utf-8")):
         flags = entry.get("flags", "")
-        plan = plan_of(entry["config"], *flags.split(), software=entry.get("software", MEGATRON))
+        plan = published_plan(entry)
         predicted = mfu(plan, entry["basis"])
         unstated, techniques = entry.get("unstated", ""), bool(plan.run.assumed.words)
         name = f"{entry['config']} {flags}".strip()

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from megapar.core.comm.rounds import axis_rounds, queue_rounds
 from megapar.core.device.communicators import COMMUNICATORS
 from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
-from megapar.planning.activations import activations, stages_held
+from megapar.planning.activations import Activations, activations, stages_held
+from megapar.planning.gathered_groups import Unsharded, gathered_groups, unsharded
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.pool import buckets_of, is_cast_apart, pool_bytes
 from megapar.planning.traffic import link
@@ -75,12 +76,10 @@ class _State:
         row: Main gradients after their reduction.
         alone: Main gradients of parameters that no other rank shards, which nothing reduces.
         scratch: Scratch buffers of the reduction.
-        gathered: Gathered parameters after the optimizer's step; at stage 3 while the head runs.
-        ahead: Parameters of a unit and of prefetched units during the unit's backward (stage 3).
-        regathered: The same after the backward, plus the unit's gradients before and after their cast (stage 3).
-        sent: Gradients of the last unit, which are live until other gradients are reduced (stage 3).
+        gathered: Gathered parameters after the optimizer's step (stages 1 and 2).
+        unsharded: Whole parameters and their gradients in a backward (stage 3).
         pool: Communication buffers that a CPU keeps for the next step.
-        tied: The head's gradient of a tied embedding, kept until the embedding's is added.
+        tied: The head's gradient of a tied embedding, kept until the embedding's is added (stages 1 and 2).
     """
 
     parameters: float
@@ -91,19 +90,17 @@ class _State:
     alone: float
     scratch: float
     gathered: float
-    ahead: float
-    regathered: float
-    sent: float
+    unsharded: Unsharded
     pool: float
     tied: float
 
 
 def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     """Return the memory of the first rank of a stage."""
-    state = _state(run, stage)
-    pooled = run.kind.kernels == "cpu"
-    full = run.cuts_parameters
     kept = activations(run, stage)
+    state = _state(run, stage, kept)
+    pooled = run.kind.kernels == "cpu"
+    full, there = run.cuts_parameters, state.unsharded
     # A CPU is its own host.
     steady = state.parameters + state.optimizer + (state.host + kept.host if pooled else 0.0)
     # Gradients of earlier micro-batches are live while all activations are kept.
@@ -111,20 +108,20 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     stage_one = run.config.sharding.gradient_merge_mode == "step"
     whole = state.pool if pooled else state.whole + state.scratch + state.row
     if pooled:
-        early = whole if not full else state.pool + (state.row + state.sent if later else 0.0)
+        early = whole if not full else state.pool + (state.row + there.sent if later else 0.0)
         whole += state.row if full else 0.0
     elif full:
-        early = state.row + state.alone + state.sent if later else 0.0
+        early = state.row + state.alone + there.sent if later else 0.0
     else:
         early = (state.whole if stage_one else state.row + state.alone) if later else 0.0
     waiting = _waiting(run, stage)
     moments = {
-        "forward": (kept.forward, early, kept.forward_transient + (state.gathered if full else 0.0)),
-        "backward": (kept.backward, early, kept.backward_transient + state.tied + state.ahead),
-        "reduction": (kept.reduction, early, state.tied + state.regathered + waiting[0]),
-        "oldest layer": (kept.oldest, whole, state.tied + state.ahead),
-        "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + state.regathered),
-        "gather": (0.0, whole if pooled else state.row + state.alone, 0.0 if full or pooled else state.gathered),
+        "forward": (kept.forward, early, kept.forward_transient + there.forward),
+        "backward": (kept.backward, early, kept.backward_transient + state.tied + there.opened),
+        "reduction": (kept.reduction, early, state.tied + there.closed + waiting[0]),
+        "oldest layer": (kept.oldest, whole, state.tied + there.oldest),
+        "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + there.end),
+        "gather": (0.0, whole if pooled else state.row + state.alone, 0.0 if pooled else state.gathered),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     live, gradients, _ = moments[moment]
@@ -178,11 +175,10 @@ def num_queues(run: PlannedRun, stage: int) -> int:
     return sum(len(group) == 2 and stage in group for groups in rounds for group in groups)
 
 
-def _state(run: PlannedRun, stage: int) -> _State:
+def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
     sharding, stage_three = run.config.sharding, run.cuts_parameters
     e, w, reduce = run.view.item_bytes, run.view.wide_bytes, run.reduce_bytes
     parameters = masters = moments = whole = row_bytes = alone = scratch = 0.0
-    units: dict[str, float] = {}
     left = False  # stage 3 treats experts that are whole on their ranks like stage 2
     for spec in run.held(stage):
         item = w if spec.fp32 else e
@@ -199,9 +195,6 @@ def _state(run: PlannedRun, stage: int) -> _State:
         moments += 2 * row * w
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
-        if full or not stage_three:
-            size = row * shards * item if full else row * (shards + 1) * item * is_cast_apart(run, spec)
-            units[spec.unit] = units.get(spec.unit, 0.0) + size
         alone += row * w if shards == 1 and not full else 0.0
         if shards > 1 or full:
             row_bytes += row * w
@@ -219,21 +212,21 @@ def _state(run: PlannedRun, stage: int) -> _State:
     chunk_ends = run.stages.on(stage)
     if run.costs.tied and any(c.first for c in chunk_ends) and any(c.last for c in chunk_ends):
         pending = e * -(-run.sizes.vocab_size // run.view.mp) * run.sizes.hidden_size
-    gathered = _gathered(run, units)
-    return _State(parameters, optimizer - host, host, whole, row_bytes, alone, scratch, *gathered, pool, pending)
+    there = Unsharded()
+    if stage_three:
+        there, pending = unsharded(run, stage, kept.backward - kept.reduction, pending), 0.0
+    gathered = 0.0 if stage_three else _gathered(run, stage)
+    return _State(parameters, optimizer - host, host, whole, row_bytes, alone, scratch, gathered, there, pool, pending)
 
 
-def _gathered(run: PlannedRun, units: dict[str, float]) -> tuple[float, float, float, float]:
-    """Return ``gathered``, ``ahead``, ``regathered`` and ``sent`` of ``_State``."""
-    sharding, sizes = run.config.sharding, sorted(units.values(), reverse=True)
-    if not run.cuts_parameters:
-        return sum(sizes[: sharding.sharding_prefetch_segments + 1]), 0.0, 0.0, 0.0
-    names = ("embedding", "head") if run.costs.tied else list(units)[-1:]
-    stays = sum(size for name, size in units.items() if name in names)
-    others = sorted((size for name, size in units.items() if name not in names), reverse=True) or [0.0]
-    largest = others[0]
-    # The largest units that can be there at once; a model may have fewer than are gathered ahead.
-    ahead = stays + sum(others[: 1 + sharding.sharding_prefetch_segments])
-    cast = run.view.wide_bytes / run.view.item_bytes
-    # The buffer of the last gathered unit is still allocated.
-    return stays + largest, ahead, ahead + largest * (1 + cast), units.get("embedding", 0.0) * cast
+def _gathered(run: PlannedRun, stage: int) -> float:
+    """Return the bytes of gathered parameters and of this rank's shards of them (stages 1 and 2)."""
+    cast = [[row for row in group.rows if is_cast_apart(run, row)] for group in gathered_groups(run, stage)]
+    sizes = (
+        sum(
+            run.row_numel(row) * (run.shards(row) + 1) * (run.view.wide_bytes if row.fp32 else run.view.item_bytes)
+            for row in rows
+        )
+        for rows in cast
+    )
+    return sum(sorted(sizes, reverse=True)[: run.config.sharding.sharding_prefetch_segments + 1])

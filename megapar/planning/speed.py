@@ -7,12 +7,14 @@ Tested in ``tests/planning/test_law.py`` and ``tests/planning/test_queues.py``.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.cost.model_cost import CommCost
 from megapar.model.flops import step_flops
 from megapar.planning.calibration import CALIBRATIONS, Calibration
+from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.kept_inputs import HOST, TO_HOST
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
@@ -155,30 +157,32 @@ class Clock:
         """Return the times (exposed reductions and gathers, optimizer) at the end of a step on a stage.
 
         Reductions travel under the backward of the last micro-batch or of all, gathers under forwards (at stage 3 also
-        under backwards), on what the layers' own messages leave of each link. Those of the last unit are bare.
+        under backwards), on what the layers' own messages leave of each link, one group of parameters after another.
         """
         run, sharding, m = self._run, self._run.config.sharding, self._run.micro_batches
+        often = m if sharding.gradient_merge_mode == "micro_batch" else 1
+        full, order = sharding.sharding_stage == 3, _GroupOrder(run, stage)
         reduce, gather, bare = Span(), Span(), 0.0
         for name, size in step_traffic(run, stage).items():
             axis, kind = name.split("/")
-            span = _span(self._flight(axis, kind, size))
+            flight = self._flight(axis, kind, size)
             if axis.removeprefix("expert_") not in ("shard", "replica"):
-                bare += span.seconds
+                bare += flight.seconds
             elif kind == "all_gather":
-                gather = gather.plus(span)
+                gather = gather.plus(_span(flight, order.number * (2 * m if full else 1)))
             else:
-                reduce = reduce.plus(span)
-        often = m if sharding.gradient_merge_mode == "micro_batch" else 1
-        full, units = sharding.sharding_stage == 3, 1 + sum(len(chunk.layers) for chunk in run.stages.on(stage))
+                reduce = reduce.plus(_span(flight, order.number * often))
         reduces, gathers = sharding.overlap_grad_reduce != "off", sharding.overlap_param_gather != "off"
-        back = gather.plus(gather, -0.5) if full else Span()
-        ahead = gather.plus(back, -1)
-        shown = _left(ahead, time.forward, (m if full else 1) * gathers, units)
+        back = gather.plus(gather, order.again - 1) if full else Span()
+        ahead, runs = gather.plus(back, -1), m if full else 1
+        shown = _left(ahead, time.forward, runs * gathers, order.waits(ahead.seconds / runs, time.forward.seconds))
+        late = order.waits(back.seconds / m, time.backward.seconds, back=True)
+        end = order.reductions(reduce.seconds / often, time.backward.seconds)
         if full and gathers and reduces:  # both share the backward
-            shown += _left(back.plus(reduce), time.backward, m, units)
+            shown += _left(back.plus(reduce), time.backward, m, late + end * often / m)
         else:
-            shown += _left(back, time.backward, m * gathers, units)
-            shown += _left(reduce, time.backward, often * reduces, units)
+            shown += _left(back, time.backward, m * gathers, late)
+            shown += _left(reduce, time.backward, often * reduces, end)
         return shown + bare, self._optimizer(stage)
 
     def _optimizer(self, stage: int) -> float:
@@ -200,10 +204,53 @@ def _sent_to_stages(run: PlannedRun, stage: int) -> float:
     return pipeline_traffic(run, stage) / run.micro_batches
 
 
-def _span(flight: Flight) -> Span:
-    """Return a message that runs alone."""
+class _GroupOrder:
+    """The groups of a stage's parameters in the order of their use.
+
+    Attributes:
+        number: How many there are.
+        again: Share of the gathers that are repeated for the backward (stage 3).
+    """
+
+    def __init__(self, run: PlannedRun, stage: int) -> None:
+        groups, sharding = gathered_groups(run, stage), run.config.sharding
+        units = sum((Counter(group.sizes) for group in groups), Counter[str]())
+        layers = [unit for unit in units if unit.startswith("layers.")]
+        total, once = sum(units.values()) or 1.0, sum(group.bytes for group in groups if group.stays)
+        self.number, self.again = len(groups), (total - once) / (2 * total - once)
+        self._sizes = [group.bytes / total for group in groups]
+        self._sizes_again = [0.0 if group.stays else group.bytes / max(1.0, total - once) for group in groups]
+        self._windows = [
+            sum(group.sizes.get(unit, 0.0) / units[unit] for unit in layers) / max(1, len(layers)) for group in groups
+        ]
+        # FSDP2 gathers one ahead by itself.
+        self._ahead = max(sharding.sharding_prefetch_segments, 1 if sharding.sharding_stage == 3 else 0)
+
+    def waits(self, sent: float, window: float, *, back: bool = False) -> float:
+        """Return the time for which a forward, or backward, of ``window`` seconds waits for gathers of ``sent``."""
+        link = clock = 0.0
+        reached: list[float] = []
+        parts = list(zip(self._sizes_again if back else self._sizes, self._windows, strict=True))
+        for number, (size, part) in enumerate(parts[::-1] if back else parts):
+            reached.append(clock)
+            link = max(link, reached[max(0, number - self._ahead)]) + size * sent
+            clock = max(clock, link if size else 0.0) + part * window
+        return clock - sum(self._windows) * window
+
+    def reductions(self, sent: float, window: float) -> float:
+        """Return the time by which reductions of ``sent`` seconds end after a backward of ``window`` seconds."""
+        link = clock = 0.0
+        for size, part in zip(self._sizes[::-1], self._windows[::-1], strict=True):
+            clock += part * window
+            link = max(link, clock) + size * sent
+        return link - clock
+
+
+def _span(flight: Flight, messages: int = 1) -> Span:
+    """Return a message that runs alone, or as so many after another."""
     loads = dict(flight.loads)
-    return Span(flight.seconds, busy=tuple(loads.get(link, 0.0) for link in LINKS))
+    seconds = flight.seconds + max(0, messages - 1) * flight.latency
+    return Span(seconds, busy=tuple(loads.get(link, 0.0) for link in LINKS))
 
 
 def _least(time: Span, sent: Flight) -> Span:
@@ -216,14 +263,13 @@ def _least(time: Span, sent: Flight) -> Span:
     return Span(time.seconds + missing, time.waited + missing, time.slowed, busy)
 
 
-def _left(sent: Span, window: Span, times: float, units: int) -> float:
+def _left(sent: Span, window: Span, times: float, bare: float) -> float:
     """Return the time of messages that ``times`` runs of a window do not hide.
 
-    Each link hides what the window's own messages leave of it. The last of ``units`` parts of the messages has nothing
-    left to hide under.
+    Each link hides what the window's own messages leave of it; ``bare`` seconds of each run have nothing to hide under.
     """
     if not times:
         return sent.seconds
     free = [times * (window.seconds - own) for own in window.busy]
     late = max(0.0, *(more - room for more, room in zip(sent.busy, free, strict=True)))
-    return max(late, sent.seconds / units)
+    return max(late, times * bare)

@@ -14,6 +14,7 @@ from math import prod
 
 from megapar.core.grid import Grid
 from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
+from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.kept_inputs import HOST, recompute_messages
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
 
@@ -174,28 +175,21 @@ def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
     reduce = run.reduce_bytes
     reductions = run.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
     full = sharding.sharding_stage == 3
-    together = ("embedding", "head") if run.costs.tied else ()
-    last = max((_number(row.unit) for row in run.table), default=0) if full and not together else 0
-    for row, count in run.alike(stage):
-        if not row.trainable:
-            continue
-        prefix, shards = ("expert_" if row.expert else ""), run.shards(row)
+    joint = full and run.config.grid.shard_group(0, expert=True) == run.config.grid.shard_group(0, expert=False)
+    rows = [(row, count, 1) for row, count in run.alike(stage) if row.trainable]
+    if run.cuts_parameters:
+        groups = gathered_groups(run, stage)
+        again = {row.name: run.micro_batches * (1 if group.stays else 2) for group in groups for row in group.rows}
+        rows = [(row, 1, again.get(row.name, 1)) for row in run.held(stage) if row.trainable]
+    for row, count, gathers in rows:
+        prefix, shards = ("expert_" if row.expert and not joint else ""), run.shards(row)
         elements = run.row_numel(row) * count
         whole = elements * shards
         share = (shards - 1) / shards
-        item = w if row.fp32 else e
-        gathers = 1
-        if full:
-            stays = row.unit in together if together else _number(row.unit) == last
-            gathers = run.micro_batches * (1 if stays else 2)
-        sent[f"{prefix}shard/all_gather"] += whole * item * share * gathers
+        sent[f"{prefix}shard/all_gather"] += whole * (w if row.fp32 else e) * share * gathers
         sent[f"{prefix}shard/reduce_scatter"] += whole * reduce * share * reductions
         replicas = run.replicas(row)
         sent[f"{prefix}replica/all_reduce"] += 2 * elements * reduce * (replicas - 1) / replicas
-
-
-def _number(unit: str) -> int:
-    return {"embedding": -1, "head": 1 << 30}.get(unit) or int(unit.removeprefix("layers."))
 
 
 def pipeline_traffic(run: PlannedRun, stage: int) -> float:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.presets import FOLDER
-from megapar.config.read import about
 
 PREFACE = """# Presets
 
@@ -29,11 +28,8 @@ megapar configs tiny > my.yaml                         # a copy, to change it
 megapar pretrain moe --config tiny --validate-only     # check a preset without a start
 megapar plan --config mixtral-8x7b                     # its memory, traffic and time
 ```
-
-*Trains*: a run can start from the file. *Without its `assume`*: the file names techniques that only `megapar plan`
-supports, and a run trains the same model without them.
 """
-COLUMNS = ("file", "what it is", "model", "ranks", "use", "source")
+COLUMNS = ("file", "what it is", "model", "ranks", "source")
 
 
 def markdown() -> str:
@@ -53,7 +49,7 @@ def _cells(path: Path) -> tuple[str, ...]:
     values: Mapping[str, Any] = yaml.safe_load(text)
     ranks = f"{values['world_size']:,}" if "world_size" in values else "any"
     file = f"[`{path.name}`](../configs/{path.name})"
-    return file, header_title(text), _model(values), ranks, _use(path), header_source(text)
+    return file, header_title(text), _model(values), ranks, header_source(text)
 
 
 def header_title(text: str) -> str:
@@ -75,10 +71,6 @@ def _model(values: Mapping[str, Any]) -> str:
         kind = "ERNIE 3.0" if values.get("ernie_model") == "ernie3" else "ERNIE"
     sizes = f"{kind}, {values['num_layers']} layers of {values['hidden_size']:,}"
     return f"{sizes}, {values['num_experts']} experts" if values.get("num_experts") else sizes
-
-
-def _use(path: Path) -> str:
-    return "trains, without its `assume`" if about([str(path)]).assume else "trains"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -99,10 +99,6 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "gpt 1k, stage 3, pairs of layers": (1, 8, 3, (*GPT, *STAGE_THREE, *PAIRS)),
     "gpt 1k, stage 3, pairs of layers, full": (1, 8, 3, (*GPT, *STAGE_THREE, *PAIRS, *FULL)),
     "gpt 1k, stage 3, full": (1, 8, 3, (*GPT, *STAGE_THREE, *FULL)),
-    "ernie 1k, stage 3, pairs of layers, full": (
-        *(1, 8, 3),
-        (*ERNIE, "--max-position-embeddings", "1024", *STAGE_THREE, *PAIRS, *FULL),
-    ),
     "dense 1k, stage 3, two micro-batches, full": (
         *(1, 8, 3),
         (*DENSE, *STAGE_THREE, *PAIRS, *FULL, "--gradient-merge-acc-step", "2"),

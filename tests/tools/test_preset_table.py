@@ -14,7 +14,6 @@ def test_each_file_has_a_complete_row() -> None:
         p.name for p in FOLDER.glob("*.yaml")
     )
     assert all(all(row) for row in found)
-    assert {row[4] for row in found} == {"trains", "trains, without its `assume`"}
 
 
 def test_a_row_says_what_the_file_says(tmp_path: Path) -> None:
@@ -30,16 +29,9 @@ def test_a_row_says_what_the_file_says(tmp_path: Path) -> None:
             "A small one: on 1,024 ranks",
             "ERNIE 3.0, 2 layers of 2,048",
             "1,024",
-            "trains",
             "a paper, its code",
         )
     ]
-
-
-def test_a_file_that_assumes_something_is_marked() -> None:
-    use = {row[0].partition("`")[2].partition(".yaml")[0]: row[4] for row in preset_rows(FOLDER)}
-    assert use["deepseek-v3"] == use["ernie-4.5-300b-a47b"] == "trains, without its `assume`"
-    assert use["kimi-k2"] == "trains"
 
 
 def test_a_title_ends_with_its_sentence() -> None:
