@@ -23,7 +23,7 @@ RUNNABLE = ("quickstart", "ernie-quickstart")
 SAID = {
     "ampipe-paper": ["[ampipe-fine]"],  # eight slices, as published
 }
-ANYWHERE = (*RUNNABLE, "tiny", "moe-10m")  # on as many ranks as there are
+ANYWHERE = ("ernie-quickstart", "tiny", "moe-10m")  # on as many ranks as there are
 
 
 def kind_of(path: Path) -> str:
@@ -139,6 +139,21 @@ def test_a_file_has_a_number_of_ranks(four: str) -> None:
     assert "--world-size 4, WORLD_SIZE 2" in said
     assert "Start 4 ranks, set --world-size 2 on the command line" in said
     assert parse("moe", ["--config", four, "--world-size", "2"], {"WORLD_SIZE": "2"}).grid.world_size == 2
+
+
+def test_the_quickstart_in_one_process_says_what_to_type() -> None:
+    config = str(FOLDER / "quickstart.yaml")
+    said = refused("moe", "--config", config)
+    assert "[world-size]" in said
+    assert "megapar launch --nproc-per-node 2" in said
+    assert parse("moe", ["--config", config, "--validate-only"], {}).grid.ep == 2
+
+
+@pytest.mark.parametrize("name", ["glm-4.5-air", "kimi-k2", "moonlight-16b-a3b"])
+def test_a_model_that_was_trained_with_muon_says_so(name: str) -> None:
+    header = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\nscript:")[0]
+    assert "Muon" in header
+    assert "AdamW" in header
 
 
 def test_an_elastic_job_finds_a_layout_for_fewer_ranks_than_its_file_says(four: str) -> None:
