@@ -2,7 +2,7 @@
 # Start a training on the Ascend NPUs of one machine: sets up the vendor's environment, then runs scripts/local.sh.
 # Arguments are passed to the trainer.
 #
-#   scripts/ascend.sh --config configs/quickstart.yaml
+#   RANKS=2 scripts/ascend.sh --config configs/quickstart.yaml
 #
 # RANKS: number of NPUs to use (default: all). ASCEND_TOOLKIT: see ascend_env.sh. Several machines:
 # ascend_multi_node.sh.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Start a training on one machine, with all devices or RANKS of them. Arguments are passed to the trainer.
 #
-#   scripts/local.sh --config configs/quickstart.yaml
+#   RANKS=2 scripts/local.sh --config configs/quickstart.yaml
 #   SCRIPT=pretrain_ernie.py RANKS=8 scripts/local.sh --config configs/ernie-quickstart.yaml
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -137,14 +137,14 @@ def test_a_file_has_a_number_of_ranks(four: str) -> None:
     assert parse("moe", ["--config", four], {"WORLD_SIZE": "4"}).grid.world_size == 4
     said = refused("moe", "--config", four, ranks=2)
     assert "--world-size 4, WORLD_SIZE 2" in said
-    assert "Start 4 ranks, set --world-size 2 on the command line" in said
+    assert "Start 4 ranks (on one node: `megapar launch --nproc-per-node 4` ..), set --world-size 2" in said
     assert parse("moe", ["--config", four, "--world-size", "2"], {"WORLD_SIZE": "2"}).grid.world_size == 2
 
 
 def test_the_quickstart_in_one_process_says_what_to_type() -> None:
     config = str(FOLDER / "quickstart.yaml")
     said = refused("moe", "--config", config)
-    assert "[world-size]" in said
+    assert "[world-size-launched]" in said
     assert "megapar launch --nproc-per-node 2" in said
     assert parse("moe", ["--config", config, "--validate-only"], {}).grid.ep == 2
 

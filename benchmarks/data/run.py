@@ -129,7 +129,8 @@ def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
     from megapar.training.building.build import make_corpus
 
     flags = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--train-iters", str(iterations)]
-    flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0", "--ep-degree", "1"]
+    flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0"]
+    flags += ["--world-size", "1", "--ep-degree", "1"]
     config = parse("moe", flags, {})
     outcome = train(config, f"file://{folder / 'meet'}", keep_records=True)
     trained = statistics.median(record.tokens_per_second for record in outcome.records[2:])

@@ -229,8 +229,9 @@ RULES: tuple[Rule, ...] = (
         requires=lambda f: f.world_size == f.launched_size,
         message="the number of ranks must be that of --world-size, which a configuration file may also set",
         fix=lambda f: (
-            f"Start {f.world_size} ranks, set --world-size {f.launched_size} on the command line, which overrides a "
-            "file, or add --validate-only, which starts no run."
+            f"Start {f.world_size} ranks (on one node: `megapar launch --nproc-per-node {f.world_size}` ..), "
+            f"set --world-size {f.launched_size} on the command line, which overrides a file, or add --validate-only, "
+            "which starts no run."
         ),
         source=SOURCE,
         passing="--world-size 1",
