@@ -162,3 +162,77 @@ def test_what_a_branch_not_taken_assigns_is_empty(translated: Any) -> None:
     status, output = translated(text.replace("$word", "$elsewhere"))
     assert status == OTHER_TRAINING
     assert "# LEFT TO YOU: $elsewhere\n" in output
+
+
+# Launchers.
+
+
+@pytest.mark.parametrize(
+    ("line", "launch"),
+    [
+        (
+            "msrun --master_addr node0 --master_port 6000 --node_rank 0 --worker_num 32 --local_worker_num 8 "
+            "--log_dir=logs --join=False",
+            "--nproc-per-node 8 --nnodes 4 --rdzv-endpoint node0:6000 --log-dir logs",
+        ),
+        ("msrun --worker_num 8 --local_worker_num 8 --join True", "--nproc-per-node 8 --nnodes 1"),
+        (
+            "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank 0 "
+            "--main_process_ip node0 --main_process_port 6000",
+            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint node0:6000",
+        ),
+        ("accelerate launch --num_processes 8", "--nproc-per-node 8"),
+        (
+            "python -m accelerate.commands.launch --num_processes 8 --num_cpu_threads_per_process 4",
+            "--nproc-per-node 8",
+        ),
+        (
+            "ft_launcher --nproc_per_node 8 --nnodes 2 --rdzv_endpoint h:1 --ft-cfg-path c.yaml "
+            "--ft-rank-heartbeat-timeout 450",
+            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:1",
+        ),
+        ("msrun --worker_num 12 --local_worker_num 8", "--nproc-per-node 8"),
+        (
+            "colossalai run --nproc_per_node 8 --num_nodes 2 --hostfile h --master_addr a --master_port 7",
+            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint a:7",
+        ),
+        ("colossalai run --host a,b --nproc_per_node 8 --master_addr a", "--nproc-per-node 8 --nnodes 2"),
+        ("docker run --rm -it --gpus all -v /d:/d img torchrun --nproc_per_node 8", "--nproc-per-node 8"),
+        ("singularity exec --nv -B /d img.sif torchrun --nproc_per_node 8 --nnodes 1", "--nproc-per-node 8 --nnodes 1"),
+        ("srun -N 2 numactl --interleave=all torchrun --nproc_per_node=8 --nnodes=2", "--nnodes 2 --nproc-per-node 8"),
+        ("nohup torchrun --nproc_per_node 8", "--nproc-per-node 8"),
+        ("env NCCL_DEBUG=INFO OMP_NUM_THREADS=1 torchrun --nproc_per_node 8", "--nproc-per-node 8"),
+        (
+            "nsys profile -o trace --trace=cuda python -u -m torch.distributed.run --nproc_per_node 8",
+            "--nproc-per-node 8",
+        ),
+    ],
+)
+def test_what_a_launcher_says_is_kept(translated: Any, line: str, launch: str) -> None:
+    status, output = translated(f"{line} pretrain_gpt.py {PLAIN} --distributed-backend nccl\n")
+    assert f"{launch} pretrain_moe.py " in command(output)
+    assert "UNKNOWN" not in output
+    words = [word.partition("=")[0].lstrip("-") for word in line.split() if word.startswith("--")]
+    assert [word for word in words if word not in output] == []
+    assert status == SAME_TRAINING
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("my_runner --ranks 8 --nodes=2", "UNKNOWN: my_runner --ranks --nodes"),
+        ("docker run --rm img my_runner --ranks 8", "UNKNOWN: my_runner --ranks"),
+        ("python -m my.runner --ranks 8", "UNKNOWN: my.runner --ranks"),
+        ("python tools/run.py --ranks 8", "UNKNOWN: tools/run.py --ranks"),
+        ("nohup my_runner", "UNKNOWN: my_runner"),
+        ("msrun --worker_num 8 --new_option 3", "UNKNOWN: --new_option"),
+        ("accelerate launch --num_processes 8 --mixed_precision bf16", "OTHER NUMBERS: --mixed_precision"),
+        ("accelerate launch --config_file c.yaml", "LEFT TO YOU: --config_file"),
+        ("$LAUNCHER", "LEFT TO YOU: $LAUNCHER"),
+        ("torchrun --standalone $DISTRIBUTED_ARGS", "LEFT TO YOU: $DISTRIBUTED_ARGS"),
+    ],
+)
+def test_every_word_before_the_script_has_a_verdict(translated: Any, line: str, named: str) -> None:
+    status, output = translated(f"{line} pretrain_gpt.py {PLAIN}\n")
+    assert status == OTHER_TRAINING
+    assert f"# {named}\n" in head(output) + "\n"
