@@ -164,7 +164,7 @@ def describe(translation: Translation, source: Script | None = None) -> str:
 
 def _heading(translation: Translation, source: Script | None) -> list[str]:
     line, entry = translation.line, translation.line.entry
-    by = f", started by {' and '.join(line.starters)}" if line.starters else ""
+    by = f", started by {open_values.as_written(' and '.join(line.starters))}" if line.starters else ""
     what = f"{Path(open_values.as_written(line.script)).name}" if line.script else "arguments"
     lines = [f"{NAMES[translation.framework]}: {what}{by}{f' in line {line.at}' if line.at else ''}"]
     if not translation.kind:

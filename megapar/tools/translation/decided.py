@@ -431,11 +431,15 @@ def _profile(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _one_node(given: Mapping[str, str]) -> bool:
-    return all(given.get(name, "1") == "1" for name in ("nnodes", "num-nodes", "nodes"))
+    if "worker-num" in given:
+        return given["worker-num"] == given.get("local-worker-num", "8")
+    names = ("nnodes", "num-nodes", "nodes", "num-machines")
+    return all(given.get(name, "1") == "1" for name in names) and "," not in given.get("host", "")
 
 
 def _rendezvous(value: str, given: Mapping[str, str]) -> Decided:
-    address, port = given.get("master-addr"), given.get("master-port")
+    address = given.get("master-addr", given.get("main-process-ip"))
+    port = given.get("master-port", given.get("main-process-port"))
     if _one_node(given):
         return UNNECESSARY, "", "a single node needs no rendezvous"
     if not address or not port:
@@ -460,6 +464,28 @@ def _ranks_here(value: str, given: Mapping[str, str]) -> Decided:
     if (ranks := whole(value)) is None:
         return LEFT, "", "--nproc-per-node is a number of ranks"
     return RENAMED, f"megapar launch --nproc-per-node {ranks}", ""
+
+
+def _worker_num(value: str, given: Mapping[str, str]) -> Decided:
+    nodes, rest = divmod(number(value), max(1.0, first(given, "local-worker-num", otherwise=8)))
+    if rest:
+        return LEFT, "", "set --nnodes: the ranks of all nodes are not a multiple of those of this node"
+    return RENAMED, f"megapar launch --nnodes {int(nodes)}", "the ranks of all nodes / those of this node"
+
+
+def _num_processes(value: str, given: Mapping[str, str]) -> Decided:
+    ranks, rest = divmod(number(value), max(1.0, first(given, "num-machines", otherwise=1)))
+    if rest:
+        return LEFT, "", "set --nproc-per-node: the ranks of all nodes are not a multiple of the nodes"
+    return RENAMED, f"megapar launch --nproc-per-node {int(ranks)}", ""
+
+
+def _hosts(value: str, given: Mapping[str, str]) -> Decided:
+    return RENAMED, f"megapar launch --nnodes {len(value.split(','))}", ""
+
+
+def _launch_file(value: str, given: Mapping[str, str]) -> Decided:
+    return LEFT, "", "the file is not read: set its ranks and nodes, and --dtype and --sharding-stage if it sets them"
 
 
 def _listed(value: str, given: Mapping[str, str]) -> Decided:
@@ -524,6 +550,10 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
     "held_out_path": _held_out_path,
     "test_path": _test_path,
     "ranks_here": _ranks_here,
+    "worker_num": _worker_num,
+    "num_processes": _num_processes,
+    "hosts": _hosts,
+    "launch_file": _launch_file,
     "listed": _listed,
     "loading": _loading,
     "node_rank": _node_rank,
@@ -533,6 +563,9 @@ DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
 DECIDING = frozenset(DECIDED) - {
     "rendezvous",
     "ranks_here",
+    "worker_num",
+    "num_processes",
+    "hosts",
     "listed",
     "node_rank",
     "loading",

@@ -22,8 +22,25 @@ STARTERS = {
     "mpiexec": "mpirun",
     "paddle.distributed.launch": "paddle.distributed.launch",
     "fleetrun": "paddle.distributed.launch",
+    "msrun": "msrun",
+    "accelerate": "accelerate launch",
+    "accelerate.commands.launch": "accelerate launch",
+    "colossalai": "colossalai run",
+    "ft_launcher": "ft_launcher",
     "python": "python",
     "python3": "python",
+}
+# Programs in front of a launcher: the number of words that they take, and their options without a value.
+WRAPPERS = {
+    "python": (0, "-u -O -OO -B -E -s -S -I -q -v"),
+    **dict.fromkeys(
+        ("docker", "podman"), (2, "--rm -i -t -d -it -ti --privileged --init --interactive --tty --detach")
+    ),
+    **dict.fromkeys(("singularity", "apptainer"), (2, "--nv --rocm -e -c -C --cleanenv --contain --containall")),
+    **dict.fromkeys(
+        ("nohup", "exec", "time", "sudo", "env", "nice", "ionice", "numactl", "stdbuf"), (0, "-E -i -l -p")
+    ),
+    **dict.fromkeys(("nsys", "timeout", "ncu"), (1, "")),
 }
 _SINGLE = {"-N": "--nodes", "-n": "--ntasks", "-np": "--np", "-H": "--host", "-x": "--x", "-p": "--partition"}
 ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
@@ -86,8 +103,10 @@ class Line:
     @property
     def starters(self) -> tuple[str, ...]:
         """Launchers, outermost first; python if it is the only one."""
-        tools = tuple(dict.fromkeys(tool for tool, _ in self.launcher))
-        return tuple(tool for tool in tools if tool != "python") or tools
+        tools = dict.fromkeys(tool for tool, _ in self.launcher)
+        return tuple(tool for tool in tools if tool not in WRAPPERS) or tuple(
+            tool for tool in tools if tool == "python"
+        )
 
     @property
     def entry(self) -> Entry | None:
@@ -107,7 +126,8 @@ def starts(words: Sequence[str]) -> bool:
 
 def take_apart(words: Sequence[str], at: int = 0) -> Line:
     """Parse a whole command or bare arguments into a line."""
-    place = next((i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
+    place = next((i for i in scripts if PurePosixPath(words[i]).name in ENTRIES), scripts[0] if scripts else None)
     module = _module(words[:place])
     if module:
         script = _file(words[module]) if _file(words[module]) in ENTRIES else words[module]
@@ -134,23 +154,34 @@ def _file(module: str) -> str:
 
 
 def _launcher(words: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return (launcher, word) for every word in front of the script; (name, "") for the launcher itself."""
+    """Return (program, word) for every word in front of the script; (name, "") for the program itself.
+
+    A word that no known program takes is a program, which may start the ranks.
+    """
     found: list[tuple[str, str]] = []
-    tool = ""
+    tool = before = ""
+    room = 0  # words besides options that a wrapper still takes
     for word in words:
-        name = STARTERS.get(PurePosixPath(word).name)
-        if name is not None and not word.startswith("--"):
-            tool = name
+        name, option = PurePosixPath(word).name, word.startswith("-")
+        alone = WRAPPERS.get(tool, (0, ""))[1].split()
+        valued = tool in WRAPPERS and before.startswith("-") and "=" not in before and before not in ("-m", *alone)
+        free = not tool or (tool in WRAPPERS and not room and not valued)
+        known = STARTERS.get(name) or (name if name in WRAPPERS and (free or tool not in WRAPPERS) else "")
+        if (known or (free and not ASSIGNED.match(word))) and not option and not valued:
+            tool = known or word
+            room = WRAPPERS.get(tool, (0, ""))[0]
             found.append((tool, ""))
-        elif tool and word != "-m":
-            found += [(tool, part) for part in _long(word, tool)]
+        elif tool in WRAPPERS or not tool:
+            room -= not option and not valued and room > 0
+            found += [] if word == "-m" else [(tool or "env", word)]
+        elif word != "-m" and f"{before} {word}" != tool:
+            found += [(tool, part) for part in _long(word)]
+        before = word
     return tuple(found)
 
 
-def _long(word: str, tool: str) -> tuple[str, ...]:
-    """Expand a short option into the long one; return nothing for assignments of environment variables."""
-    if tool == "python" or ASSIGNED.match(word):
-        return ()
+def _long(word: str) -> tuple[str, ...]:
+    """Expand a short option into the long one."""
     if word.startswith("-") and not word.startswith("--"):
         if word in _SINGLE:
             return (_SINGLE[word],)

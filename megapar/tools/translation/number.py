@@ -41,8 +41,10 @@ def whole(value: str) -> int | None:
 
 def first(given: Mapping[str, str], *names: str, otherwise: float = 0.0) -> float:
     """Return the number of the first of these arguments that is given. Raises NotANumberError."""
-    name = next((name for name in names if name in given), "")
-    try:
-        return number(given.get(name, ""), otherwise)
-    except NotANumberError as error:
-        raise NotANumberError(f"--{name} {error}") from None
+    for name in names:
+        if name in given:
+            try:
+                return number(given[name], otherwise)
+            except NotANumberError as error:
+                raise NotANumberError(f"--{name} {error}") from None
+    return otherwise

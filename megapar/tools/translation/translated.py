@@ -17,7 +17,7 @@ from megapar.config.values import FALSE, TRUE, BadValue, convert
 from megapar.tools.translation import open_values
 from megapar.tools.translation.functions import DECIDING, FUNCTIONS
 from megapar.tools.translation.launchers import LAUNCHERS
-from megapar.tools.translation.line import Line
+from megapar.tools.translation.line import WRAPPERS, Line
 from megapar.tools.translation.number import NotANumberError
 from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN
 from megapar.tools.translation.verdict import (
@@ -40,7 +40,10 @@ _NOTHING = ("null", "none", "~")
 _NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a regular choice
 _FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatron-LM's YAML
 _SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # 0 may also be a number
-_OF_THE_LAUNCHER = {"@node_rank": "--node-rank", "@rendezvous": "--rdzv-endpoint", "@ranks_here": "--nproc-per-node"}
+_OF_THE_LAUNCHER = {
+    **{"@node_rank": "--node-rank", "@rendezvous": "--rdzv-endpoint", "@ranks_here": "--nproc-per-node"},
+    **{"@worker_num": "--nnodes", "@hosts": "--nnodes", "@num_processes": "--nproc-per-node"},
+}
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
 
@@ -81,12 +84,11 @@ def translate(
     """
     framework = framework or detect([name for name, _ in _pairs(arguments)])
     pairs = _pairs(arguments, FOREIGN[framework])
-    starting = [
-        (tool, *pair) for tool in dict.fromkeys(tool for tool, _ in launcher) for pair in _arguments_of(tool, launcher)
-    ]
-    given = {normal(name): value for _, name, value in starting} | {normal(name): value for name, value in pairs}
+    starting = {tool: _arguments_of(tool, launcher) for tool, _ in launcher}
+    before = [pair for tool in starting if tool in LAUNCHERS for pair in starting[tool]]
+    given = {normal(name): value for name, value in (*before, *pairs)}
     given = _effective({name: value for name, value in given.items() if not _unset(name, value)}, framework)
-    items = [_translate_argument(name, value, given, LAUNCHERS[tool]) for tool, name, value in starting]
+    items = [item for tool, its_pairs in starting.items() for item in _translate_program(tool, its_pairs, given)]
     items += [_translate_argument(name, value, given, FOREIGN[framework]) for name, value in pairs]
     return [_as_written(item) for item in items]
 
@@ -115,7 +117,28 @@ def _with_last_parts(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _arguments_of(tool: str, launcher: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return _pairs([word for of, word in launcher if of == tool and word], LAUNCHERS[tool])
+    words = [word for of, word in launcher if of == tool and word]
+    return [("", shlex.join(words))] if tool in WRAPPERS else _pairs(words, LAUNCHERS.get(tool, {}), single=True)
+
+
+def _translate_program(tool: str, pairs: Sequence[tuple[str, str]], given: Mapping[str, str]) -> list[Translated]:
+    """Translate a launcher's arguments; a program in front of it is one item, as is a program that is not known."""
+    if tool in WRAPPERS:
+        written = f"{tool} {pairs[0][1]}".strip()
+        reason = "megapar launch starts Python itself" if tool == "python" else "keep it in front of megapar launch"
+        return [Translated("", written, UNNECESSARY, "", reason)] if written != "python" else []
+    table, items = LAUNCHERS.get(tool, {}), []
+    if tool not in LAUNCHERS and open_values.is_open(tool):
+        items.append(Translated("", tool, LEFT, "", "it may start the ranks", decides=True))
+    elif tool not in LAUNCHERS:
+        reason = "no known launcher: set --nproc-per-node, --nnodes and --rdzv-endpoint"
+        items.append(Translated("", tool, UNKNOWN, "", reason))
+    for name, value in pairs:
+        if name and _find(normal(name), table) is None:
+            items.append(Translated(f"--{name}", value, UNKNOWN, "", f"no known argument of {tool}"))
+        else:
+            items.append(_translate_argument(name, value, given, table))
+    return items
 
 
 def framework_of(line: Line) -> str:
@@ -194,14 +217,23 @@ def changing(found: Sequence[Translated]) -> list[Translated]:
     return [item for item in found if item.verdict in CHANGING or item.decides]
 
 
-def _pairs(arguments: Sequence[str], table: Mapping[str, Foreign] | None = None) -> list[tuple[str, str]]:
-    """Return (name without hyphens, joined values) pairs; the name is empty for a word that belongs to no argument."""
+def _pairs(
+    arguments: Sequence[str], table: Mapping[str, Foreign] | None = None, single: bool = False
+) -> list[tuple[str, str]]:
+    """Return (name without hyphens, joined values) pairs; the name is empty for a word that belongs to no argument.
+
+    With ``single``, an argument has one value at most.
+    """
     found: list[tuple[str, list[str]]] = []
     for word in arguments:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
-        elif found and _belongs(word, *found[-1], table or {}):
+        elif (
+            found
+            and not (single and found[-1][1] and found[-1][0] != "mca")
+            and _belongs(word, *found[-1], table or {})
+        ):
             found[-1][1].append(word)
         else:
             found.append(("", [word]))
