@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from megapar.arguments import parse
+from megapar.data.tokens.indexed import IndexedDatasetBuilder
+from megapar.errors import DataError
 from megapar.trainer import Trainer, train
 from megapar.training.step import bad_steps as numbers
+from tests.support.here import run_here
 from tests.support.objects import object_bytes
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.training import COMMON, SMALL, last_wins, run
@@ -182,6 +185,46 @@ def test_the_batch_ramps_up() -> None:
     assert sizes[0] == 2
     assert sizes[-1] == 8
     assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("beyond", "tokens.bin was overwritten while it was mapped"),  # ids that the vocabulary lacks
+        ("other", "tokens.bin was overwritten while it was mapped"),  # of another length, found by the save
+        ("replaced", ""),
+        ("removed", ""),
+    ],
+)
+def test_tokens_that_are_overwritten_under_a_run_are_named(tmp_path: Path, change: str, said: str) -> None:
+    prefix = tmp_path / "tokens"
+    with IndexedDatasetBuilder(prefix, "uint16") as builder:
+        for number in range(40):
+            builder.add_item([(7 * number + i) % 100 for i in range(60)])
+            builder.end_document()
+        builder.finalize()
+    data, step = Path(f"{prefix}.bin"), Trainer.step
+
+    def change_data(trainer: Trainer) -> object:
+        if trainer.progress.iteration == 2:
+            content = data.read_bytes()
+            if change in ("replaced", "removed"):
+                data.unlink()
+            if change == "replaced":
+                data.write_bytes(content)
+            if change in ("beyond", "other"):
+                with data.open("r+b") as file:
+                    file.write(b"\xfa" * len(content) if change == "beyond" else content + b"\0\0")
+        return step(trainer)
+
+    flags = ("--data-path", str(prefix), "--split", "100,0")
+    with patch.object(Trainer, "step", change_data):
+        if said:
+            with pytest.raises(DataError, match=said):
+                run_here(tmp_path / "c", *flags)
+        else:
+            assert run_here(tmp_path / "c", *flags).iteration == 6
+    assert sorted(path.name for path in (tmp_path / "c").glob("iter_*"))[0] == "iter_0000002"
 
 
 def test_an_export_loads_in_transformers_from_any_layout(tmp_path: Path) -> None:

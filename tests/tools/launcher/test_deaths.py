@@ -16,6 +16,9 @@ def noted(folder: Path, lost: bool) -> str:
     return str(path)
 
 
+SIGBUS = ", SIGBUS: a file that it had mapped, such as the tokens of PREFIX.bin, was cut off, or /dev/shm is full"
+
+
 @pytest.mark.parametrize(
     ("statuses", "lost", "then", "told"),
     [
@@ -23,6 +26,7 @@ def noted(folder: Path, lost: bool) -> str:
         ({0: -15, 3: 1}, [], "", "rank 3 ended with status 1"),
         ({0: 1, 1: 1}, [0, 1], "", "ranks [0, 1] of this node lost ranks of other nodes, or were stopped from outside"),
         ({0: 2, 1: -15}, [], "", ""),
+        ({0: -7}, [], "", f"rank 0 was killed (signal 7{SIGBUS})"),
         ({0: 2}, [], "restarting, 2 of 2", "rank 0 ended with status 2; restarting, 2 of 2"),
         (
             dict.fromkeys(range(6), -9),
