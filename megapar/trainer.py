@@ -388,7 +388,8 @@ class Trainer:
             while not self._done:
                 for callback in callbacks:
                     callback.before_step(self.progress.iteration + 1)
-                self.monitor.add(self.step())
+                with self.corpus.reading():
+                    self.monitor.add(self.step())
                 for callback in reversed(callbacks):
                     callback.after_step(self.progress.iteration)
                 self._after_step()
@@ -519,6 +520,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         heldout = self.corpus.heldout
         assert heldout is not None  # the rules refuse an evaluation without held-out samples
+        self.corpus.check_files()
         self.stepper.resolve_pending()
         with self.world.meter.paused():
             self.job.sharding.wait()
@@ -554,6 +556,7 @@ class Trainer:
         return loaded
 
     def _save(self, *, final: bool) -> None:
+        self.corpus.check_files()
         self._check(saved=True)
         self._flush()  # a resumed run does not repeat these steps, so its log and loss history must contain them
         with self.monitor.paused(), self.watch.section("save", f"of iteration {self.progress.iteration}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -59,6 +60,22 @@ class Corpus:
     contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
     _in_phases: Callable[[Phases], Samples] | None = None
+
+    def check_files(self) -> None:
+        """Raise DataError if a file that is mapped was overwritten in place since."""
+        for blend in () if self.stores is None else (self.stores.train, self.stores.heldout):
+            for store in () if blend is None else blend.stores:
+                for file in store.files:
+                    file.check()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raise the DataError of ``check_files``, if there is one, in place of an error: ids may be out of range."""
+        try:
+            yield
+        except Exception:
+            self.check_files()
+            raise
 
     def in_phases(self, phases: Phases) -> Corpus:
         """Return this corpus with the training samples of a run whose data changed on the way."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from megapar.core.checkpoint.durable import sync_folder
+from megapar.data.tokens.store import MappedFile
 from megapar.errors import DataError
 from megapar.files.token_index import (
     DTYPE_CODES,
@@ -62,6 +63,7 @@ class IndexedDataset:
 
     Attributes:
         prefix: The path without suffix.
+        files: The two files, as they were when they were mapped.
         dtype: Type of the ids.
         tokens: The ids of all sequences.
         lengths: [N] int32, ids of each sequence.
@@ -83,6 +85,7 @@ class IndexedDataset:
         for path in (self.index_path, self.data_path):
             if not path.is_file():
                 raise DataError(f"{path}: no such file; an indexed corpus is a .bin and an .idx file of one prefix")
+        self.files = (MappedFile.of(self.index_path), MappedFile.of(self.data_path))
         head = read_head(self.index_path, self.data_path)
         self.dtype = np.dtype(head.dtype).newbyteorder("<")
         self._map(head)

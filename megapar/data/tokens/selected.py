@@ -14,7 +14,7 @@ from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.prepared import hashes_path, index_hash, read_hashes
 from megapar.data.tokens.remembered import remembered
 from megapar.data.tokens.split import Split, TrainHeldout
-from megapar.data.tokens.store import TokenStore
+from megapar.data.tokens.store import MappedFile, TokenStore
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,8 +92,9 @@ def _selected(dataset: IndexedDataset, path: Path, notes: tuple[str, ...] = ()) 
         file = path.with_suffix(name)
         return np.asarray(np.memmap(file, dtype="<i8", mode="r") if file.stat().st_size else np.empty(0, dtype="<i8"))
 
+    files = (*dataset.files, *(MappedFile.of(path.with_suffix(name)) for name in (".starts", ".offsets")))
     starts, offsets = mapped(".starts"), mapped(".offsets")
-    return TokenStore(SelectedTokens(dataset.tokens, starts, offsets), offsets, notes)
+    return TokenStore(SelectedTokens(dataset.tokens, starts, offsets), offsets, notes, files)
 
 
 class SelectedTokens:
@@ -138,7 +139,7 @@ def indexed_store(dataset: IndexedDataset, first: int, last: int, notes: tuple[s
     """Return documents first .. last - 1 of an indexed file as a store, at the same cost for any number of them."""
     offsets = DocumentOffsets(dataset, first, last)
     start, end = dataset.document_start(first), dataset.document_start(last)
-    return TokenStore(dataset.tokens[start:end], offsets, notes)
+    return TokenStore(dataset.tokens[start:end], offsets, notes, dataset.files)
 
 
 class DocumentOffsets:

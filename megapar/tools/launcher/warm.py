@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -184,4 +185,7 @@ def wants_warm_start(flag: bool | None, script: str) -> bool:
 
 def ending(status: int) -> str:
     """Describe an exit status: "was killed (signal 9)" or "ended with status 1"."""
+    if status == -signal.SIGBUS:
+        cause = "a file that it had mapped, such as the tokens of PREFIX.bin, was cut off, or /dev/shm is full"
+        return f"was killed (signal {-status}, SIGBUS: {cause})"
     return f"was killed (signal {-status})" if status < 0 else f"ended with status {status}"
