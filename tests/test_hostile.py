@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, Config, parse
@@ -217,6 +217,7 @@ KEYS = sorted({one.name for architecture in ARCHITECTURES.values() for one in ar
         ("num_attention_heads", 0, "num_attention_heads is 0"),
         ("num_hidden_layers", -3, "num_hidden_layers is -3"),
         ("num_hidden_layers", 2.5, "num_hidden_layers is 2.5, where a whole number"),
+        ("num_hidden_layers", 95994301, "num_hidden_layers is 95994301, where a whole number from 1 to 10000"),
         ("vocab_size", None, "vocab_size is None"),
         pytest.param("hidden_size", 10**399, "a number of about 400 digits", id="400 digits"),
         ("rope_theta", float("nan"), "rope_theta is nan, where a number above 0"),
@@ -241,6 +242,11 @@ def test_one_odd_value_of_a_published_model_is_refused(tmp_path: Path, key: str,
     assert said in str(caught.value)
 
 
+def test_as_many_layers_as_no_memory_holds_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--num-layers.* 10000"):
+        parse("moe", ["--num-layers", "1000000000", "--rules-only"], {})
+
+
 def test_all_wrong_values_of_a_published_model_are_told_at_once() -> None:
     with pytest.raises(Unsupported) as caught:
         flags_of({**SMALL_MODEL, "hidden_size": "a" * 10**6, "vocab_size": -1, "rope_theta": [[[[[[1]]]]]]})
@@ -252,7 +258,10 @@ def test_all_wrong_values_of_a_published_model_are_told_at_once() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(values=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=3))
+@example(values={"num_hidden_layers": 95994301})
+@example(values={"num_hidden_layers": 821941107, "num_experts_per_tok": 821941107, "num_key_value_heads": 93156})
+@example(values={"num_hidden_layers": 2**40, "mlp_only_layers": [0], "decoder_sparse_step": 2**40})
+@given(values=st.dictionaries(st.sampled_from(KEYS), JSON | st.integers(0, 2**40), max_size=3))
 def test_any_values_of_a_published_model_are_taken_or_refused(values: dict[str, object]) -> None:
     try:
         assert flags_of({**SMALL_MODEL, **values})[1].keys() >= {"num_layers", "hidden_size"}
@@ -310,12 +319,41 @@ SOUND = {
 }
 
 
+ADDED = {
+    **{"content": "<x>", "single_word": False, "lstrip": False, "rstrip": False},
+    **{"normalized": False, "special": True},
+}
+
+
 @settings(max_examples=80, deadline=None, suppress_health_check=ONE_FILE)
 @given(key=st.sampled_from(sorted(SOUND)), value=JSON)
 def test_one_wrong_spot_in_a_tokenizer_is_refused_or_harmless(tmp_path: Path, key: str, value: object) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({**SOUND, key: value}), encoding="utf-8")
     read_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model", {**SOUND["model"], "vocab": {"a": 0, "[UNK]": 4 * 10**9}}, "the id 4,000,000,000"),  # type: ignore[dict-item]
+        ("model", {**SOUND["model"], "vocab": {"a": 0, "[UNK]": 2 * 10**8}}, "the id 200,000,000"),  # type: ignore[dict-item]
+        ("added_tokens", [{**ADDED, "id": 4 * 10**9}], "the id 4,000,000,000"),
+        (
+            "pre_tokenizer",
+            {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False},
+            "",
+        ),
+    ],
+)
+def test_a_tokenizer_of_a_stranger_is_refused_by_name(tmp_path: Path, key: str, value: object, said: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**SOUND, key: value}), encoding="utf-8")
+    if said:
+        with pytest.raises(BadTokenizer, match=said):
+            vocabulary_of(path)
+    with pytest.raises(DataError, match=f"tokenizer.json.*{said}"):
+        load_tokenizer(path).encode("a" * 10**5 + "b")
 
 
 def test_a_tokenizer_folder_with_code_runs_none(tmp_path: Path) -> None:
