@@ -20,6 +20,9 @@ from megapar.files.regular_file import INDEX_BYTES, read_json, read_regular, rea
 TRAINED_SIZE = 4096
 """Vocabulary size of a tokenizer that a run trains on its data, if --vocab-size is not given."""
 
+FREE_IDS = 100_000
+"""Ids without a token that a vocabulary may have, besides as many as it has tokens."""
+
 # Special tokens that these classes of transformers add if the files lack them.
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _DEFAULTS: Mapping[str, tuple[str, ...]] = {
@@ -128,11 +131,20 @@ def _complete(ids: Mapping[str, int], config: Mapping[str, Any]) -> Vocabulary:
     """Add the tokens that the configuration names; those without an id get one after the vocabulary."""
     if not ids:
         raise BadTokenizer("the tokenizer contains no tokens")
+    check_largest(max(ids.values()), len(ids))
     named = [*_named(config)]
     new = {token for token in named if token not in ids}
     has_mask = any(_content(one.get("mask_token")) for one in _sources(config))
     has_mask = has_mask or any(one in ids or one in new for one in MASKS)
     return Vocabulary(max(ids.values()) + 1 + len(new), mask=has_mask)
+
+
+def check_largest(largest: int, entries: int) -> None:
+    """Raise BadTokenizer if an id is far beyond the number of entries: the memory of tables by id would be its own."""
+    if largest > 2 * entries + FREE_IDS:
+        raise BadTokenizer(
+            f"the tokenizer has {entries:,} tokens, and one of them has the id {largest:,}: number the tokens from 0 on"
+        )
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[str]:

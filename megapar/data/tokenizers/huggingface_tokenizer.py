@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.data.tokenizers.tokenizer import SpecialTokens, WordMarks
 from megapar.errors import DataError
+from megapar.files.vocabulary import check_largest, vocabulary_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,15 +40,14 @@ class HuggingFaceTokenizer:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         self._path = Path(path)
-        try:
+        with self._typed():
+            vocabulary_of(self._path)  # the library makes tables of the size of the largest id
             if self._path.is_dir():
                 self._inner: Any = AutoTokenizer.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False
                 )
             else:
                 self._inner = PreTrainedTokenizerFast(tokenizer_file=str(path), clean_up_tokenization_spaces=False)
-        except Exception as error:  # the loaders raise many types of errors
-            raise DataError(f"{path}: not a usable Hugging Face tokenizer ({error})") from error
         self._inner.model_max_length = int(1e30)  # no warning: long documents are cut into samples later
         # Call the underlying library directly: the call of transformers costs as much as a short document.
         self._fast = getattr(self._inner, "backend_tokenizer", None)
@@ -58,6 +59,18 @@ class HuggingFaceTokenizer:
             raise DataError(f"{path}: the tokenizer contains no tokens")
         self.vocabulary = vocabulary
         self._size = max(vocabulary.values()) + 1
+        with self._typed():
+            check_largest(self._size - 1, len(vocabulary))
+
+    @contextmanager
+    def _typed(self) -> Iterator[None]:
+        """Raise DataError for the library's errors, which have many types; a panic of Rust is not even an Exception."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"{self._path}: not a usable Hugging Face tokenizer ({error})") from error
 
     @property
     def size(self) -> int:
@@ -119,16 +132,18 @@ class HuggingFaceTokenizer:
         """See Tokenizer."""
         if not texts:
             return []
-        if self._fast is not None:
-            return [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
-        encoded = self._inner(
-            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
-        )
-        return [list(ids) for ids in encoded["input_ids"]]
+        with self._typed():
+            if self._fast is not None:
+                return [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+            encoded = self._inner(
+                list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+            )
+            return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """See Tokenizer."""
-        return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=True))
+        with self._typed():
+            return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def fingerprint(self) -> str:
         """See Tokenizer."""
