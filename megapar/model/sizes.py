@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.schema.flag import flag
+from megapar.schema.legal_values import MAX_LAYERS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +39,7 @@ class ModelSizes(ABC):
         stored_kind: Name of the model in ``layout.json``, part of the checkpoint format.
     """
 
-    num_layers: int = flag(4, "transformer layers", unit="layers", low=1)
+    num_layers: int = flag(4, "transformer layers", unit="layers", low=1, high=MAX_LAYERS)
     hidden_size: int = flag(256, "features of a token", unit="features", low=1)
     num_attention_heads: int = flag(4, "query heads", unit="heads", low=1)
     ffn_hidden_size: int = flag(

@@ -19,16 +19,21 @@ Check = Callable[[Any], str]
 """Returns a description of the legal values if the given one is not legal, else ""."""
 
 
-def whole(low: int, *, optional: bool = False) -> Check:
-    """Accept whole numbers of at least ``low``; with ``optional`` also null."""
-    wanted = f"a whole number of at least {low}" + (" or null" if optional else "")
+MAX_LAYERS = 10_000
+"""Maximum number of layers; each has entries in lists, so that more would fill the memory instead of being refused."""
+
+
+def whole(low: int, high: int = MAX_INT, *, optional: bool = False) -> Check:
+    """Accept whole numbers from ``low`` to ``high``; with ``optional`` also null."""
+    range_ = f"of at least {low}" if high == MAX_INT else f"from {low} to {high}"
+    wanted = f"a whole number {range_}" + (" or null" if optional else "")
 
     def check(value: Any) -> str:
         if value is None and optional:
             return ""
-        legal = isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_INT
+        legal = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
         # Tools that store every number in double precision write 4096.0.
-        legal = legal or (isinstance(value, float) and value.is_integer() and low <= value <= 2**53)
+        legal = legal or (isinstance(value, float) and value.is_integer() and low <= value <= min(high, 2**53))
         return "" if legal else wanted
 
     return check
@@ -82,7 +87,7 @@ def anything(value: Any) -> str:
     return ""
 
 
-SIZE, OPTIONAL_SIZE = whole(1), whole(1, optional=True)
+SIZE, OPTIONAL_SIZE, LAYERS = whole(1), whole(1, optional=True), whole(1, MAX_LAYERS)
 COUNT, OPTIONAL_COUNT = whole(0), whole(0, optional=True)
 PROBABILITY, OPTIONAL_PROBABILITY = number(0.0, 1.0), number(0.0, 1.0, optional=True)
 EPSILON = number(0.0, 1.0)

@@ -13,6 +13,7 @@ from megapar.model.decoder.rope_keys import rope_settings
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
+    LAYERS,
     OPTIONAL_SIZE,
     POSITIVE,
     SIZE,
@@ -77,7 +78,7 @@ def _groups_settings(score_topk: int, alone: int | None) -> tuple[Setting, ...]:
 
 
 LATENT_ATTENTION = (
-    Setting("num_hidden_layers", SIZE, "num_layers"),
+    Setting("num_hidden_layers", LAYERS, "num_layers"),
     Setting("num_attention_heads", SIZE, "num_attention_heads"),
     Setting("num_key_value_heads", OPTIONAL_SIZE, "num_query_groups", to_flag=lambda c: c["num_attention_heads"]),
     Setting("num_key_value_heads", OPTIONAL_SIZE, written=False, refused=_own_keys),

@@ -10,6 +10,7 @@ from megapar.model.decoder.rope_keys import rope_settings
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
+    LAYERS,
     OPTIONAL_COUNT,
     OPTIONAL_PROBABILITY,
     OPTIONAL_SIZE,
@@ -70,7 +71,7 @@ ATTENTION_DROPOUT = Setting(
 def attention_settings(partial: float | None = None) -> tuple[Setting, ...]:
     """Return the settings of attention. partial: See ``rope_settings``."""
     return (
-        Setting("num_hidden_layers", SIZE, "num_layers"),
+        Setting("num_hidden_layers", LAYERS, "num_layers"),
         Setting("num_attention_heads", SIZE, "num_attention_heads"),
         Setting(
             "num_key_value_heads",

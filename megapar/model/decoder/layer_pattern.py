@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from megapar.schema.legal_values import MAX_LAYERS
+
 Pattern = tuple[int, ...]
 """1 for a layer with experts and 0 for a dense one, repeated if there are more layers; empty: all have experts."""
 
 ALL = "1"  # all layers have experts
-LONGEST = 10_000  # elements of a list: an expression such as [1]*9*9*9.. must not fill the memory
+LONGEST = MAX_LAYERS  # elements of a list: an expression such as [1]*9*9*9.. must not fill the memory
 _TOKEN = re.compile(r"\s*(\d+|[][()+*,])")
 
 

@@ -6,13 +6,13 @@ Tested in ``tests/model/test_architectures.py``.
 from __future__ import annotations
 
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.schema.legal_values import COUNT, EPSILON, PROBABILITY, SIZE, anything, text, true_or_false
+from megapar.schema.legal_values import COUNT, EPSILON, LAYERS, PROBABILITY, SIZE, anything, text, true_or_false
 from megapar.schema.published import Limit, PublishedArchitecture, PublishedForms, Setting, Settings
 
 SETTINGS = (
     Setting("vocab_size", SIZE, "vocab_size"),
     Setting("hidden_size", SIZE, "hidden_size"),
-    Setting("num_hidden_layers", SIZE, "num_layers"),
+    Setting("num_hidden_layers", LAYERS, "num_layers"),
     Setting("num_attention_heads", SIZE, "num_attention_heads"),
     Setting("intermediate_size", SIZE, "ffn_hidden_size"),
     Setting("hidden_act", text, only="gelu"),
