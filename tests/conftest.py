@@ -1,17 +1,26 @@
-"""Workers of pytest-xdist keep to cores of their own, and no collection of garbage looks at what was imported."""
+"""Drawn examples are the same in every run, workers of pytest-xdist keep to cores of their own, and no collection of
+garbage looks at what was imported.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 
+import pytest
+from hypothesis import settings
 
-def pytest_configure() -> None:
-    """Give this worker, and every rank that it starts, its share of the cores.
 
-    Ranks of two tests on the same cores wait for each other's turns whenever they meet, which takes longer than one
-    test after the other.
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the same examples in every run, and give this worker, and every rank that it starts, its share of the cores.
+
+    A change is judged by what it changed, on every machine; ``--hypothesis-profile default`` draws new examples. Ranks
+    of two tests on the same cores wait for each other's turns whenever they meet, which takes longer than one test
+    after the other.
     """
+    if not config.getoption("--hypothesis-profile"):
+        settings.register_profile("same", derandomize=True, deadline=None, database=None, print_blob=True)
+        settings.load_profile("same")
     worker, count = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if worker is None or count is None or not hasattr(os, "sched_setaffinity"):
         return
