@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -210,6 +211,44 @@ def test_notes_that_were_removed_are_made_again(tmp_path: Path) -> None:
         owner.beat()
         assert leases.read(tmp_path, 1) == replace(owner.lease, locks=True)
     assert leases.read_beat(tmp_path, 1) == leases.ENDED
+
+
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_a_name_that_may_not_be_on_disk_is_taken_back(tmp_path: Path, iteration: int) -> None:
+    """Iteration 4 exists already and is replaced, as by a save that is repeated."""
+    with owning(tmp_path) as owner:
+        save(owner, 4)
+        with (
+            patch.object(folders, "sync_folder", side_effect=[None, OSError(5, "Input/output error")]),
+            pytest.raises(CheckpointError, match="Input/output error"),
+        ):
+            save(owner, iteration)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", "latest", "owner"]
+
+
+def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    """A record that is still locked belongs to a run that is starting."""
+    (tmp_path / "owner").mkdir()
+    dead, alive, other = (tmp_path / "owner" / f"{letter * 32}.tmp" for letter in "abz")
+    for path in (dead, alive, other):
+        path.touch()
+    with alive.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with owning(tmp_path):
+            assert sorted(path.name for path in (tmp_path / "owner").glob("*.tmp")) == [alive.name, other.name]
+
+
+def test_a_record_that_another_start_has_removed_is_written_again(tmp_path: Path) -> None:
+    gone = [True, False]
+
+    def link(aside: Path, path: Path) -> None:
+        if gone.pop(0):
+            aside.unlink()
+        real(aside, path)
+
+    real = leases._link
+    with patch.object(leases, "_link", link), owning(tmp_path) as owner:
+        assert owner.epoch == 1
 
 
 def test_only_earlier_owners_left_overs_are_removed(tmp_path: Path) -> None:

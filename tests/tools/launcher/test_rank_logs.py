@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,25 @@ def test_without_a_folder_ranks_say_where_the_launcher_does_and_note_what_ended_
     assert envs[1]["TORCHELASTIC_ERROR_FILE"] == first.error_files[1]
     assert Path(first.error_files[1]).parent.is_dir()
     assert not set(first.error_files.values()) & set(second.error_files.values())
+
+
+def start_and_die(folder: str) -> None:
+    tempfile.tempdir = folder
+    logs = RankLogs()
+    os.kill(os.getpid(), signal.SIGKILL)
+    logs.reify({})
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    line = (
+        "import os; from megapar.tools.launcher.rank_logs import RankLogs; logs = RankLogs(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", line], check=False)
+    (left,) = tmp_path.iterdir()
+    living = [RankLogs(), RankLogs()]
+    assert not left.exists()
+    assert len(list(tmp_path.iterdir())) == len(living)
 
 
 def test_a_folder_that_is_gone_leaves_ranks_the_launchers_output(

@@ -16,6 +16,7 @@ import torch
 from megapar.arguments import parse
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file, storage
+from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.shard_file import HashedFile
 from megapar.core.device.base import Device
 from megapar.errors import CheckpointError, MegaparError
@@ -121,6 +122,21 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert list(folders.checkpoints(tmp_path)) == [4, 6]
     kept = ["iter_0000004", "iter_0000006", "iter_0000099", "latest", "owner"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *METRICS])
+
+
+def test_a_checkpoint_that_was_not_published_is_removed_in_its_turn(tmp_path: Path, told: list[str]) -> None:
+    """It is complete, and takes the room of one that counts."""
+    publish = folders.publish
+
+    def sometimes(root: Path, iteration: int, owner: Owner | None = None) -> None:
+        if iteration in (2, 4):
+            raise CheckpointError("stale file handle")
+        publish(root, iteration, owner)
+
+    with patch.object(folders, "publish", sometimes):
+        run_here(tmp_path, "--keep", "1", "--save-interval", "1")
+    assert len([line for line in told if "stale file handle" in line]) == 2
+    assert list(folders.checkpoints(tmp_path)) == [6]
 
 
 def full_disk(file: HashedFile, tensor: torch.Tensor) -> int:
