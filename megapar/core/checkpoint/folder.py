@@ -277,8 +277,7 @@ def _take_name(aside: Path, folder: Path, owner: Owner) -> Path:
     owner.check()
     if not folder.exists():
         try:
-            aside.rename(folder)  # fails if a non-empty folder has appeared there since
-            sync_folder(folder.parent)
+            _name(aside, folder)  # fails if a non-empty folder has appeared there since
             return folder
         except OSError as error:
             owner.check()  # a successor may also have removed the temporary folder
@@ -291,12 +290,26 @@ def _take_name(aside: Path, folder: Path, owner: Owner) -> Path:
     return own
 
 
+def _name(aside: Path, folder: Path) -> None:
+    """Rename a complete folder and flush the name. Raises OSError, and then the folder does not have the name."""
+    aside.rename(folder)
+    try:
+        sync_folder(folder.parent)
+    except OSError:
+        folder.rename(aside)
+        raise
+
+
 def _replace_folder(aside: Path, folder: Path, owner: Owner | None) -> None:
     replaced = None
     if folder.exists():
         replaced = name_aside(folder, owner)
         folder.rename(replaced)
-    aside.rename(folder)
-    sync_folder(folder.parent)
+    try:
+        _name(aside, folder)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(folder)
+        raise
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)

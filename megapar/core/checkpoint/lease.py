@@ -16,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import threading
 import uuid
 from contextlib import suppress
@@ -32,6 +33,7 @@ LOCK_SECONDS = 5.0
 _MOST_BYTES = 1 << 14
 _BEAT_DIGITS = 20  # a fixed length, so that overwriting it needs no space on a full disk
 _KEPT = 8  # records of earlier owners
+_UNFINISHED = re.compile(r"[0-9a-f]{32}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def read(root: Path, epoch: int) -> Lease | None:
 
 
 def create(root: Path, lease: Lease) -> int | None:
-    """Become the owner with this epoch. Return the file descriptor of the record, or None if another run was first.
+    """Become the owner with this epoch. Return the file descriptor of the record, or None if another run came first.
 
     The file is locked where the file system supports it. Raises OSError if the folder is not writable.
     """
@@ -132,7 +134,7 @@ def create(root: Path, lease: Lease) -> int | None:
         os.fsync(descriptor)
         _link(aside, path)
         write_beat(root, lease.epoch, "0", new=True)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # the epoch is taken, or ``tidy`` of another start removed the record
         os.close(descriptor)
         return None
     except BaseException:
@@ -205,7 +207,7 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def tidy(root: Path, epoch: int) -> None:
-    """Remove the records of owners much older than this one.
+    """Remove the records of owners much older than this one, and those that killed starts left unfinished.
 
     An old owner's ``latest`` stays until another owner publishes: it may be the only record of the newest checkpoint.
     """
@@ -214,3 +216,16 @@ def tidy(root: Path, epoch: int) -> None:
             for suffix in ("json", "beat"):
                 with suppress(OSError):
                     (root / OWNERS / f"{old}.{suffix}").unlink()
+    for path in (root / OWNERS).glob("*.tmp"):
+        with suppress(OSError):
+            if _UNFINISHED.fullmatch(path.name) and not _is_held(path):
+                path.unlink()
+
+
+def _is_held(path: Path) -> bool:
+    """Return True if a start that is still alive has locked its record."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return not _lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)

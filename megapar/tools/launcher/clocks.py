@@ -9,6 +9,7 @@ state it stays unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -19,6 +20,7 @@ from megapar.core.health.signal_listener import write_stderr
 
 LAST_CALL_SECONDS = 30.0  # torch's default
 APART_SECONDS = 10.0  # well above the interval between two reads of the state, about 1 s
+_ENOUGH = 5  # heartbeats: a busy machine writes a few late, but hardly all of them
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Clocks:
         self._log = log
         self._beats: dict[_NodeDesc, _Time] = {}
         self._deadline: _Time | None = None
+        self._ahead: dict[str, tuple[int, float]] = {}  # node -> (heartbeats, seconds that the earliest was ahead)
         self._logged: set[str] = set()
 
     def ours(self, state: _RendezvousState, now: datetime | None = None) -> _RendezvousState:
@@ -82,11 +85,16 @@ class Clocks:
         return state
 
     def _compare(self, address: str, theirs: datetime, now: datetime) -> None:
-        seconds = (theirs - now).total_seconds()
-        if abs(seconds) > APART_SECONDS and address not in self._logged:
-            self._logged.add(address)
-            side = "ahead of" if seconds > 0 else "behind"
-            self._log(
-                f"megapar launch: the clock of node {address} is about {abs(seconds):.0f} s {side} this node's. Times "
-                "in logs and metrics differ by that; nothing else depends on it"
-            )
+        """Log once that a clock differs. A heartbeat may arrive late, but never early: the earliest one counts."""
+        count, most = self._ahead.get(address, (0, -math.inf))
+        seconds = max(most, (theirs - now).total_seconds())
+        self._ahead[address] = count + 1, seconds
+        enough = seconds > 0 or count + 1 >= _ENOUGH
+        if address in self._logged or abs(seconds) <= APART_SECONDS or not enough:
+            return
+        self._logged.add(address)
+        side, doubt = ("ahead of", "") if seconds > 0 else ("behind", ", or its heartbeats arrive late")
+        self._log(
+            f"megapar launch: the clock of node {address} is about {abs(seconds):.0f} s {side} this node's{doubt}. "
+            "Times in logs and metrics may differ by that; nothing else depends on it"
+        )

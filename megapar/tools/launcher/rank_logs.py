@@ -14,8 +14,10 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from megapar.core.health.signal_listener import write_stderr
+from megapar.errors import DistributedError
 from megapar.files.path_part import path_part
 from megapar.launch_environment import starts_before
+from megapar.tools.launcher.places import RankFiles
 
 
 class RankLogs(LogsSpecs):
@@ -27,7 +29,12 @@ class RankLogs(LogsSpecs):
 
     def __init__(self, log_dir: str = "") -> None:
         super().__init__(log_dir or None)
-        self._errors = tempfile.TemporaryDirectory(prefix="megapar-errors-", ignore_cleanup_errors=True)
+        try:
+            self._kept: object = (files := RankFiles())  # a later launcher removes its folder if this one is killed
+            self._errors = files.folder
+        except DistributedError:  # TMPDIR and the other places are shared with other machines
+            self._kept = tempfile.TemporaryDirectory(prefix="megapar-errors-", ignore_cleanup_errors=True)
+            self._errors = Path(self._kept.name)
         self._starts = 0
 
     @property
@@ -41,7 +48,7 @@ class RankLogs(LogsSpecs):
         Args:
             envs: Local rank -> environment. Each gets the path of the file in which its rank records its failure.
         """
-        errors = Path(self._errors.name) / str(self._starts)
+        errors = self._errors / str(self._starts)
         with contextlib.suppress(OSError):  # ranks that cannot write their error file still print the error
             errors.mkdir()
         self._starts += 1

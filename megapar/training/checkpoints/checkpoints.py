@@ -313,9 +313,9 @@ class Checkpoints:
         layout = {"grid": state.grid_facts(self._job), "model": state.model_facts(self._job)}
 
         def published(named: Path) -> None:
-            folders.publish(root, iteration, self._owner)
             self._under_way = named
-            self.lineage.names.add(named.name)
+            self.lineage.names.add(named.name)  # first: a complete checkpoint counts, whether it is published or not
+            folders.publish(root, iteration, self._owner)
             if self._options.keep:
                 passed = scalars["verified"].values() if "verified" in scalars else ()
                 keep, line = self._options.keep, self.lineage.names

@@ -11,6 +11,7 @@ import pytest
 
 from megapar.launch_environment import ROUND
 from megapar.tools.launcher.rank_logs import RankLogs, log_file
+from tests.support.ranks import forked
 
 
 def ranks(*numbers: int) -> dict[int, dict[str, str]]:
@@ -63,14 +64,13 @@ def start_and_die(folder: str) -> None:
 
 def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    line = (
-        "import os; from megapar.tools.launcher.rank_logs import RankLogs; logs = RankLogs(); os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", line], check=False)
-    (left,) = tmp_path.iterdir()
+    launcher = forked().Process(target=start_and_die, args=(str(tmp_path),))
+    launcher.start()
+    launcher.join()
+    (left,) = tmp_path.glob("megapar-*")
     living = [RankLogs(), RankLogs()]
     assert not left.exists()
-    assert len(list(tmp_path.iterdir())) == len(living)
+    assert len(list(tmp_path.glob("megapar-*"))) == len(living)
 
 
 def test_a_folder_that_is_gone_leaves_ranks_the_launchers_output(
