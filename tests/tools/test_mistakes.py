@@ -16,6 +16,8 @@ from megapar.config.hints import ELSEWHERE
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
 from megapar.files.near_path import near_path
+from megapar.tools.launcher.launch import _validate
+from megapar.tools.launcher.launch_options import read
 from megapar.tools.main import main
 from megapar.training.building.outline import outline
 from megapar.training.step.learning_rate import make_learning_rate
@@ -325,6 +327,81 @@ def test_ranks_that_cannot_be_are_told(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=re.escape(told)):
         parse("moe", [], dict(os.environ), starting=True)
+
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+MPICH = {"PMI_SIZE": "4", "PMI_RANK": "2"}
+PLACE = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (SRUN, "This is task 2 of 4 of a Slurm step, but RANK and WORLD_SIZE are not set"),
+        (MPIRUN, "This is task 2 of 4 of mpirun"),
+        (MPICH, "This is task 2 of 4 of an MPI job"),
+        ({**SRUN, "SLURM_PROCID": "0"}, "This is task 0 of 4"),
+        ({"RANK": "3"}, "RANK is 3, but WORLD_SIZE is not set"),
+        ({**PLACE, "RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
+        ({**PLACE, "RANK": "abc", "WORLD_SIZE": "2"}, "RANK is 'abc'"),
+        ({**PLACE, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({**SRUN, **PLACE, "RANK": "1", "WORLD_SIZE": "4"}, ""),  # a rank of torchrun, accelerate or a script
+        ({**MPIRUN, "WORLD_SIZE": "1", "RANK": "0"}, ""),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, ""),  # srun -n 1, and the interactive step of salloc
+        ({**SRUN, "SLURM_PTY_PORT": "39000"}, ""),  # srun -n 4 --pty bash: one shell
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, ""),  # a batch script
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ""),
+        ({"RANK": "0"}, ""),
+    ],
+)
+def test_a_task_of_an_unknown_launcher_does_not_train_alone(
+    environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What concerns one rank is said by that rank."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    if not message:
+        assert parse_or_exit("moe", []).grid
+        return
+    with pytest.raises(SystemExit, match="2"):
+        parse_or_exit("moe", [])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("environ", [SRUN, MPIRUN, MPICH])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--config", "tiny"],
+        ["translate", "--num-layers", "2"],
+        ["data", "--help"],
+        ["pretrain", "moe", "--config", "tiny", "--validate-only"],
+        ["launch", "--nproc-per-node", "2", "pretrain_moe.py", "--config", "tiny", "--validate-only"],
+    ],
+)
+def test_a_task_of_an_unknown_launcher_may_do_anything_else(
+    environ: dict[str, str], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    try:
+        status: object = main(words)
+    except SystemExit as end:
+        status = end.code
+    assert status in (0, None)
+
+
+@pytest.mark.parametrize("environ", [SRUN, MPIRUN, MPICH])
+def test_python_code_in_a_task_of_an_unknown_launcher_decides_itself(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``megapar.train`` parses like this, and the launcher stands for its ranks, whose variables it sets."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert parse("moe", []).grid.world_size == 1
+    checked = _validate(read(["--nproc-per-node", "1", "pretrain_moe.py"])[0])
+    assert checked is not None
 
 
 def test_a_rank_that_is_left_in_the_environment_keeps_nobody_silent(capsys: pytest.CaptureFixture[str]) -> None:
