@@ -30,7 +30,7 @@ from megapar.config.read import (
 )
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
-from megapar.config.start import check_save, check_start
+from megapar.config.start import check_rank, check_save, check_start
 from megapar.config.stored_tokenizer import take_stored_tokenizer
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
@@ -119,7 +119,8 @@ def parse_or_exit(
 ) -> Config:
     """Call ``parse`` for a script, and exit after --help, --validate-only and --rules-only (0) or a refusal (2).
 
-    Only rank 0 prints, or a process without RANK.
+    Only rank 0 prints, or a process without RANK. What concerns one rank is said by that rank, and what concerns the
+    device of a node by the first rank there.
 
     Args:
         kind: ``moe`` or ``ernie``.
@@ -141,7 +142,7 @@ def parse_or_exit(
         config = parse(kind, argv, environ, starting=starting)
         more = outline(config) if outline is not None else ""
     except ConfigError as error:
-        _print(refusal(error.complaints), prints, error=True)
+        _print(refusal(error.complaints), prints or _concerns_one(error, environ), error=True)
         raise SystemExit(ConfigError.exit_status) from None
     if config.runtime.validate_only or config.runtime.rules_only:
         _print(effective(config) + more + remarks(config), prints)
@@ -150,6 +151,11 @@ def parse_or_exit(
     with suppress(OSError):  # a full disk under the log must not end the run
         _print("".join(f"megapar: {text}\n" for text in messages), prints and warn, error=True)
     return config
+
+
+def _concerns_one(error: ConfigError, environ: Mapping[str, str]) -> bool:
+    on_node = environ.get("LOCAL_RANK") == "0" and any(complaint.rule == "device" for complaint in error.complaints)
+    return on_node or bool(check_rank(environ))
 
 
 def _print(text: str, prints: bool, error: bool = False) -> None:

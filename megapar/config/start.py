@@ -19,11 +19,20 @@ from megapar.files.regular_file import read_json
 from megapar.launch_environment import job_id, starts_before
 from megapar.machine import no_device
 
+_SLURM = "a Slurm step"
+_TASKS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", _SLURM),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun"),
+    ("PMI_SIZE", "PMI_RANK", "an MPI job"),
+)
+"""Number of tasks and number of this task, as launchers set them that megapar does not use."""
+_PTY = "SLURM_PTY_PORT"  # of srun --pty: a shell of one task, however many the step has
+
 
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """Return complaints about a rank's environment and about the device of this machine."""
     device = [*_check_device(str(values.get("device"))), *_check_fp8(values), *_check_attention(values)]
-    return [*_check_numbers(environ), *_check_rendezvous(environ), *device]
+    return [*check_rank(environ), *_check_rendezvous(environ), *_check_alone(environ), *device]
 
 
 def _check_device(kind: str) -> list[Complaint]:
@@ -85,8 +94,8 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def _check_numbers(environ: Mapping[str, str]) -> list[Complaint]:
-    """Complain unless RANK and LOCAL_RANK are numbers, and RANK is below WORLD_SIZE."""
+def check_rank(environ: Mapping[str, str]) -> list[Complaint]:
+    """Complain unless RANK and LOCAL_RANK are numbers, and RANK is below WORLD_SIZE. Other ranks may be right."""
     complaints = []
     fix = "Start the ranks with megapar launch or torchrun, which set them."
     for name in ("RANK", "LOCAL_RANK"):
@@ -109,3 +118,23 @@ def _check_rendezvous(environ: Mapping[str, str]) -> list[Complaint]:
     message = f"WORLD_SIZE is {size}, but {' and '.join(missing)} {verb} not set, so ranks cannot find each other."
     fix = "Start the ranks with megapar launch or torchrun, which set them; for a single process, unset WORLD_SIZE."
     return [Complaint("environment", message, fix)]
+
+
+def _check_alone(environ: Mapping[str, str]) -> list[Complaint]:
+    """Complain if this process would train as the only rank although it is one of several."""
+    if environ.get("WORLD_SIZE"):
+        return []
+    rank = environ.get("RANK") or "0"
+    if _is_number(rank) and int(rank):
+        message = f"RANK is {rank}, but WORLD_SIZE is not set, so this process would train alone."
+        fix = "Start the ranks with megapar launch or torchrun, which set both; for a single process, unset RANK."
+        return [Complaint("environment", message, fix)]
+    for size, number, kind in _TASKS:
+        tasks = environ.get(size, "")
+        if environ.get("RANK") or not _is_number(tasks) or int(tasks) < 2 or (kind == _SLURM and _PTY in environ):
+            continue
+        which = f"task {environ.get(number, '?')} of {tasks} of {kind}"
+        message = f"This is {which}, but RANK and WORLD_SIZE are not set, so each task would train the whole run alone."
+        fix = f"Start one megapar launch per node (docs/launch.md); for a single process, unset {size}."
+        return [Complaint("environment", message, fix)]
+    return []
