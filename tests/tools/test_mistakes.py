@@ -406,6 +406,59 @@ def test_python_code_in_a_task_of_an_unknown_launcher_decides_itself(
     assert checked is not None
 
 
+REMOTE = "paths are those of mounted file systems, and object stores are not built"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *([flag.spelling, "s3://bucket/x"] for flag in FLAGS.values() if flag.path and flag.name != "hf_dataset"),
+        ["--data-path", "1", "corpus.jsonl", "2", "gs://b/c.jsonl"],
+        ["--save=hf://org/x"],
+        ["--save", "file:///x"],
+        ["--save", "$BUCKET/x"],
+        ["--config", "bucket.yaml"],
+    ],
+)
+def test_paths_in_object_stores_are_refused_in_one_sentence(flags: list[str]) -> None:
+    Path("bucket.yaml").write_text("save: s3://bucket/x\n")
+    ernie = [flag.spelling for flag in FLAGS.values() if flag.models == ("ernie",)]
+    kind = "ernie" if flags[0] in ernie else "moe"
+    with pytest.raises(ConfigError) as refused:
+        parse(kind, flags, {"BUCKET": "s3://b"}, starting=True)
+    about = [complaint for complaint in refused.value.complaints if complaint.rule == "remote-paths"]
+    assert len(about) == 1
+    assert REMOTE in str(about[0])
+    assert not [one for one in refused.value.complaints if "exist" in str(one)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "megapar-to-hf", "run/checkpoints", "s3://bucket/x"],
+        ["data", "prepare", "--input", "corpus.jsonl", "--tokenizer-model", "t.model", "--output=s3://bucket/x"],
+        ["report", "kept/checkpoints", "--output", "gs://bucket/x.html"],
+        ["launch", "--log-dir", "s3://bucket/logs", "pretrain_moe.py"],
+    ],
+)
+def test_commands_write_nothing_to_object_stores(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path.cwd().iterdir())
+    try:
+        status: object = main(words)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert REMOTE in capsys.readouterr().err
+    assert sorted(Path.cwd().iterdir()) == before
+
+
+def test_names_that_are_urls_are_taken() -> None:
+    line = ["--mlflow-tracking-uri", "https://tracker:5000", "--mlflow-experiment", "x"]
+    with pytest.raises(ConfigError) as refused:
+        parse("moe", [*line, "--tensorboard-dir", "s3://b"], {})
+    assert "tracker" not in "".join(str(one) for one in refused.value.complaints if one.rule == "remote-paths")
+
+
 def test_a_rank_that_is_left_in_the_environment_keeps_nobody_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_or_exit("moe", ["--learning-rate", "1"], {"RANK": "1"})
