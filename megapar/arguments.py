@@ -20,6 +20,7 @@ from megapar.config.draft import Draft, is_given
 from megapar.config.files import check_files, check_model
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
+from megapar.config.paths import remote_paths
 from megapar.config.read import (
     drop_split_of_mock_data,
     read_files,
@@ -78,7 +79,8 @@ def parse(
         message = "--validate-only checks the files as well, and --rules-only does not."
         draft.complain("contradiction", message, "Keep one of them.")
     with _path_errors_as_complaints(draft):
-        files = list((check_model(values) if planning else ()) if rules_only else check_files(values))
+        checks = () if values.get("remote_paths") else (check_model if rules_only else check_files)(values)
+        files = [] if rules_only and not planning else list(checks)
     start = check_start(environ, values) if starting and not validate_only and not rules_only else []
     defaults = check_defaults(values, draft.origins)
     if (starting or validate_only) and not rules_only:
@@ -230,6 +232,7 @@ def flat_values(draft: Draft, published: str | None) -> dict[str, Any]:
     if launched is not None:
         values["launched_size"] = launched
         values["launched_node"] = equal_nodes(environ)
+    values["remote_paths"] = remote_paths(FLAGS, values)
     resolve(values, draft.origins)
     if "vocab_size" in requested and requested["vocab_size"] is None:
         values["vocab_size"], draft.origins["vocab_size"] = derived_rows(values).size, "derived"

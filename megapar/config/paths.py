@@ -1,4 +1,4 @@
-"""Expansion of ``~`` and ``$NAME`` in the paths that flags name, as in a shell.
+"""Expansion of ``~`` and ``$NAME`` in the paths that flags name, as in a shell, and paths that are URLs.
 
 Tested in ``tests/config/test_read.py``.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.values import BadValue
+from megapar.files.remote_path import is_url
 from megapar.schema.flag import Flag
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
@@ -53,3 +54,13 @@ def _expand(path: str, environ: Mapping[str, str]) -> str:
     if (path == "~" or path.startswith("~/")) and "HOME" in known:
         return known["HOME"] + path[1:]
     return os.path.expanduser(path)
+
+
+def remote_paths(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the flags whose paths are URLs, each with the first of them. Names of datasets may be anything."""
+    found = []
+    for name, flag in flags.items():
+        value = values.get(name) if flag.path and name != "hf_dataset" else None
+        paths = value if isinstance(value, tuple) else (value,)
+        found += [f"{flag.spelling} {path}" for path in paths if isinstance(path, str) and is_url(path)][:1]
+    return tuple(found)

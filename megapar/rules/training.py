@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megapar.files.remote_path import MOUNT, REMOTE
 from megapar.rules.sections import SECTIONS, is_section_limits
 from megapar.schema.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples, spell
 
@@ -304,6 +305,16 @@ RULES: tuple[Rule, ...] = (
         "if nothing is loaded",
         passing="--load runs/a --checkpoint-verify size",
         failing="--checkpoint-verify size",
+    ),
+    Rule(
+        id="remote-paths",
+        reads=("remote_paths",),
+        requires=lambda f: not f.remote_paths,
+        message=REMOTE,
+        fix=MOUNT,
+        source="launch",
+        passing="--save runs/a",
+        failing="--save s3://bucket/a",
     ),
     Rule(
         id="section-timeouts-form",

@@ -28,7 +28,7 @@ NO_EFFECT = "no effect"  # source of the rows that refuse flags without an effec
 # Values that a row may read in addition to flags; any other name is a flag's field name.
 FACTS = (
     *("kind", "sharding_requested", "dp_requested", "data_ranks", "not_default", "requested", "given"),
-    *("launched_size", "export_class"),
+    *("launched_size", "export_class", "remote_paths"),
 )
 _SILENT = ("kind", "not_default", "requested", "given")
 
@@ -39,7 +39,8 @@ class Facts:
     In addition to the flags: ``kind`` (moe or ernie), ``data_ranks``, ``launched_size`` (WORLD_SIZE of the environment,
     or 1), ``sharding_requested`` and ``dp_requested`` (the degrees as given, -1 if they are derived), ``requested``
     (values before any is derived), ``not_default`` (names whose requested value is not the default), ``given`` (names
-    that the command line or a file sets) and ``export_class`` (the class that --save-hf writes).
+    that the command line or a file sets), ``export_class`` (the class that --save-hf writes) and ``remote_paths``
+    (flags whose path is a URL, each with it).
     """
 
     def __init__(self, values: Mapping[str, Any], reads: Iterable[str]) -> None:
@@ -126,6 +127,7 @@ def spell(name: str) -> str:
         "data_ranks": "data ranks",
         "launched_size": "WORLD_SIZE",
         "export_class": "as",
+        "remote_paths": "here",
     }
     return words.get(name) or "--" + name.replace("_", "-").replace("broadcast-mb", "broadcast-MB")
 

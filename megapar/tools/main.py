@@ -10,6 +10,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from megapar import __version__
+from megapar.files.remote_path import MOUNT, REMOTE, is_url
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -36,6 +37,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Each command's module in this package, whose ``main`` runs it, and its description."""
 
+_ON_PATHS = ("convert", "data", "report")  # whose arguments are paths, never URLs
+
 
 def usage() -> str:
     """Return the text of ``megapar --help``."""
@@ -60,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = get_close_matches(argv[0], list(COMMANDS), 1)
         hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
         print(f"megapar: {argv[0]} is not a command. {hint}", file=sys.stderr)
+        return 2
+    if argv[0] in _ON_PATHS and (urls := [word for word in argv if is_url(word.partition("=")[2] or word)]):
+        print(f"megapar {argv[0]}: {REMOTE} (here {urls[0]}). {MOUNT}", file=sys.stderr)
         return 2
     try:
         status: int = import_module(f"megapar.tools.{COMMANDS[argv[0]][0]}").main(argv[1:])

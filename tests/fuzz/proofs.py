@@ -49,6 +49,7 @@ PROOFS: dict[str, Proof] = {
     "not-built-stage-3-overlap-off": Proof(
         "--sharding-stage 3 --no-overlap-grad-reduce", 2, idle=("overlap_grad_reduce",)
     ),
+    "remote-paths": Proof(argument="a run would write into a folder s3: of the working folder, and end with status 0"),
     "world-size-launched": Proof("--world-size 8", 1),
     "dp-degree-hybrid": Proof(argument="there would be replicas although --hybrid-dp is switched off"),
     "ep-room": Proof("--ep-degree 3 --num-experts 9", 4),

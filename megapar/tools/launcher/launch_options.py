@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from megapar.files.remote_path import MOUNT, REMOTE, is_url
 from megapar.tools.launcher.program import arguments_of, complaints_about
 from megapar.tools.launcher.warm import wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
@@ -88,6 +89,9 @@ def read(argv: Sequence[str]) -> tuple[Launch, argparse.Namespace]:
 
 def _complaints(options: argparse.Namespace) -> Iterator[str]:
     yield from complaints_about(options.script, options.flags)
+    for name, path in (("--log-dir", options.log_dir), ("--secret-file", options.secret_file)):
+        if is_url(path or ""):
+            yield f"{REMOTE} (here {name} {path}). {MOUNT}"
     several_nodes, backend = options.nnodes[1] > 1, options.rdzv_backend
     if several_nodes and not options.rdzv_endpoint:
         yield "several nodes need --rdzv-endpoint HOST:PORT of one of them"
