@@ -46,7 +46,7 @@ def test_the_dictionaries_of_the_sharding_pull_request_are_pasted_as_they_are(
     assert config.sharding.gradient_merge_acc_step == steps
     assert config.sharding.sharding_segment_strategy == "segment_broadcast_MB"
     assert config.sharding.segment_anchors == ()
-    assert any("sharding_stage: 3" in warning for warning in config.warnings) == ("configs" in form)
+    assert any("sharding_stage: 3" in warning for warning in config.warnings)
     line = ("--num-attention-heads", "8", "--sharding-stage", "3")
     assert read(tmp_path, form.format(keys=keys), *line, world=32).warnings == ()
 

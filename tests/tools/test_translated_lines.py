@@ -237,3 +237,68 @@ def test_every_word_before_the_script_has_a_verdict(translated: Any, line: str, 
     status, output = translated(f"{line} pretrain_gpt.py {PLAIN}\n")
     assert status == OTHER_TRAINING
     assert f"# {named}\n" in head(output) + "\n"
+
+
+# Frameworks.
+
+
+def test_a_guess_says_that_it_is_one_and_adds_no_defaults(translated: Any) -> None:
+    keys = "--model.model_name_or_path /m --parallel.fsdp_size 8 --training.per_device_train_batch_size 1"
+    for script in ("train_fsdp2.py", "my_trainer.py"):
+        status, output = translated(f"torchrun --nproc_per_node 8 --nnodes 1 {script} config.yaml {keys}\n")
+        assert status == OTHER_TRAINING
+        assert "not set by the script" not in output
+        assert "--lr" not in output
+        assert not output.startswith("# Paddle:")
+    assert "a guess" in head(output)
+    _, output = translated(f"torchrun --nproc_per_node 8 my_gpt.py {PLAIN}\n")
+    assert head(output).startswith("# Megatron-LM (a guess from the arguments): my_gpt.py, started by torchrun")
+    assert "--adam-beta2 0.999" in command(output)
+    _, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {PLAIN}\n")
+    assert head(output).startswith("# Megatron-LM: pretrain_gpt.py, started by torchrun in line 1\n")
+
+
+DICTIONARY = """{
+    "sharding_segment_strategy": "segment_broadcast_MB",
+    "segment_broadcast_MB": 32,
+    "segment_anchors": None,
+    "sharding_degree": 8,
+    "mp_degree": 1,
+    "hybrid_dp": True,
+    "gradient_merge_acc_step": 4,
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (DICTIONARY, "flat.yaml"),
+        (f"sharding: True\nsharding_configs: {DICTIONARY}", "nested.yaml"),
+        (
+            "import paddle.distributed.fleet as fleet\ndist_strategy = fleet.DistributedStrategy()\n"
+            f"dist_strategy.sharding = True\ndist_strategy.sharding_configs = {DICTIONARY}\nfleet.init(1 / 0)\n",
+            "train.py",
+        ),
+    ],
+)
+def test_a_dictionary_of_sharding_is_paddles_in_every_form(translated: Any, text: str, name: str) -> None:
+    _, output = translated(text, name)
+    assert head(output).startswith("# Paddle")
+    written = command(output) + " "
+    for flags in ("--sharding-stage 3", "--sharding-degree 8", "--hybrid-dp", "--gradient-merge-acc-step 4"):
+        assert f"{flags} " in written
+    assert "--segment-broadcast-MB 32 " in written
+
+
+def test_values_that_only_python_computes_are_left_open(translated: Any) -> None:
+    text = (
+        'strategy.hybrid_configs = {"mp_degree": args.mp, "pp_degree": 2}\n'
+        'if x:\n    strategy.hybrid_configs = {"mp_degree": 1 + 1, "pp_degree": 4, **more}\n'
+    )
+    status, output = translated(text, "train.py")
+    assert status == OTHER_TRAINING
+    assert "--pp-degree 4" in command(output)
+    assert "1 + 1" in output
+    assert "line 3: hybrid_configs is assigned again" in head(output)
+    with pytest.raises(SystemExit):
+        translated("print(1)\n", "other.py")
