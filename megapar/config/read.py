@@ -26,6 +26,7 @@ from megapar.schema.flag import normal as normal
 
 YAML_FORM = "Write every setting as a line `key: value` that starts at the left margin, without tabs."
 NOTHING = (None, "None", "null")
+_DICTIONARY = ("sharding_segment_strategy", "segment_broadcast_mb", "segment_anchors", "gradient_merge_acc_step")
 _SEGMENTED = ("sharding-segment-strategy", "segment-broadcast-mb", "fuse-broadcast-mb")
 
 
@@ -228,13 +229,14 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
             seen.add(spelling.flag.name)
             draft.cuts_parameters |= leaf.name in _SEGMENTED and "sharding-configs" in normal(leaf.shown)
             _take_key(draft, spelling, leaf, f"in {path}, key", origin)
+    draft.cuts_parameters |= seen.issuperset(_DICTIONARY)
 
 
 def warn_of_sharded_parameters(draft: Draft) -> None:
     """Warn if sharding_configs sets segments: in PaddlePaddle's static graphs, such a block also shards parameters."""
     if draft.cuts_parameters and not is_given(draft.origins.get("sharding_stage")):
         draft.warnings.append(
-            "sharding_configs also shards parameters in PaddlePaddle's static graphs, but here --sharding-stage is 1 "
+            "PaddlePaddle's sharding_configs also shards parameters in static graphs, but here --sharding-stage is 1 "
             "unless it is set; add sharding_stage: 3 if memory is short (the numbers are the same)"
         )
 

@@ -26,6 +26,7 @@ from megapar.tools.translation.translated import (
     changing,
     equivalent,
     framework_of,
+    guess,
     implicit_defaults,
     left_paths,
     translate,
@@ -38,6 +39,11 @@ SAME_TRAINING, NOTHING, OTHER_TRAINING = 0, 2, 3
 _STATUS = "Exit status: 0 the same training, 2 nothing to translate, 3 a different training or a refused command."
 _USAGE = "megapar translate train.sh, megapar translate run.yaml, megapar translate -- torchrun ... pretrain_gpt.py ..."
 _SHELLS = ("bash", "sh")
+_GUESSES = {
+    "": "{}",
+    "likely": "{} (a guess from the arguments)",
+    "open": "Unknown framework, read as {} (a guess from the arguments; its defaults are not added)",
+}
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,8 @@ def translate_line(line: Line) -> Translation:
     framework = framework_of(line)
     found = translate(line.arguments, framework, line.launcher)
     kind = _kind(line, framework, found)
-    found += implicit_defaults(found, framework)
+    if kind and guess(line, framework) != "open":
+        found += implicit_defaults(found, framework)
     complete = not any(item.verdict == LEFT and (item.default or item.decides) for item in found)
     answer = check(kind, *equivalent(found), left_paths(found)) if kind and complete else None
     return Translation(line, framework, kind, tuple(found), answer)
@@ -166,7 +173,8 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
     line, entry = translation.line, translation.line.entry
     by = f", started by {open_values.as_written(' and '.join(line.starters))}" if line.starters else ""
     what = f"{Path(open_values.as_written(line.script)).name}" if line.script else "arguments"
-    lines = [f"{NAMES[translation.framework]}: {what}{by}{f' in line {line.at}' if line.at else ''}"]
+    framework = _GUESSES[guess(line, translation.framework)].format(NAMES[translation.framework])
+    lines = [f"{framework}: {what}{by}{f' in line {line.at}' if line.at else ''}"]
     if not translation.kind:
         lines.append(f"NOT TRANSLATED: {what} is for {entry.what if entry else 'another architecture'}.")
     elif translation.same:

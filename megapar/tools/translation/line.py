@@ -77,6 +77,7 @@ ENTRIES = {
     "pretrain_vision_dino.py": Entry("", "", f"images; {_NOT_HERE}"),
     "pretrain_vision_inpaint.py": Entry("", "", f"images; {_NOT_HERE}"),
     "posttrain_gpt.py": Entry("mindspeed", "", "fine-tuning or preference training; megapar only pre-trains"),
+    "train_fsdp2.py": Entry("mindspeed", "", "MindSpeed-LLM's FSDP2 trainer, whose arguments are in no table"),
     "train_rl.py": Entry("megatron", "", "reinforcement learning; megapar only pre-trains"),
     "run_pretrain.py": Entry("paddle", "moe", "Paddle's pre-training"),
     "run_pretrain_auto.py": Entry("paddle", "moe", "Paddle's pre-training"),

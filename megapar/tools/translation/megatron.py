@@ -83,8 +83,8 @@ cp-comm-type= | @communication |
 lr-warmup-iters= | @warmup_steps |
 lr-warmup-samples= | @warmup_samples | run lengths are given in steps
 lr-warmup-init= | @warmup_start |
-main-grads-dtype= main-params-dtype= exp-avg-dtype= exp-avg-sq-dtype= | @kept_in |
-megatron-fsdp-main-params-dtype= megatron-fsdp-main-grads-dtype= megatron-fsdp-grad-comm-dtype= | @kept_in |
+main-grads-dtype= main-params-dtype= exp-avg-dtype= exp-avg-sq-dtype= megatron-fsdp-main-params-dtype= | @kept_in |
+megatron-fsdp-main-grads-dtype= megatron-fsdp-grad-comm-dtype= | @kept_in |
 dataloader-type= | @loader |
 dataloader-inter-document-masking | @document_masks |
 vocab-extra-ids= | @extra_ids |
@@ -124,7 +124,7 @@ num-layers= | @layers |
 tokenizer-name-or-path | --tokenizer-model {value} |
 exit-duration-in-mins | --exit-duration-minutes {value} |
 grad-reduce-in-bf16 | --grad-reduce-dtype bf16 |
-swap-optimizer | --optimizer-offload |
+swap-optimizer optimizer-cpu-offload offload-optimizer | --optimizer-offload |
 sequence-parallel | @cut |
 context-parallel-algo= | @algorithm |
 split= | @split |
@@ -144,7 +144,6 @@ initial-loss-scale= | @loss_scale |
 loss-scale= | @fixed_scale |
 accumulate-allreduce-grads-in-fp32 | --grad-reduce-dtype fp32 | the default
 profile profile-step-start= profile-step-end= | @profile | start and end are one flag
-optimizer-cpu-offload offload-optimizer | --optimizer-offload |
 checkpoint-activations | --recompute-interval 1 |
 checkpoint-num-layers | --recompute-interval {value} |
 recompute-method-uniform | --recompute-method uniform |
@@ -158,8 +157,8 @@ moe-shared-expert-overlap | | shared experts always overlap with the token dispa
 enable-shared-expert | | set by --moe-shared-experts
 enable-token-rearrange-opt | | tokens are always sorted, never masked
 use-fused-rotary-pos-emb use-fused-swiglu use-fused-rmsnorm | | fused kernels are used if the device has them
+apply-rope-fusion no-rope-fusion | | fused kernels are used if the device has them
 use-fused-ring-attention-update use-cp-send-recv-overlap | | ring attention always overlaps its communication
-apply-rope-fusion | | fused kernels are used if the device has them
 bias-swiglu-fusion masked-softmax-fusion cross-entropy-loss-fusion | | fused if the device supports it
 enable-recompute-layers-per-pp-rank | | --recompute-method block counts layers per stage
 log-throughput | | always logged
@@ -167,7 +166,6 @@ distributed-backend= | | chosen by device type
 local-rank= | | set by the launcher
 tokenizer-type= | | detected from --tokenizer-model
 data-impl= | | detected from the file
-no-rope-fusion | | fused kernels are used if the device has them
 ckpt-format= dist-ckpt-format= use-dist-ckpt auto-detect-ckpt-format | | there is one format, which loads on any layout
 router-gating-in-fp32 | | the router computes in fp32
 moe-permutation-async-comm | | all-to-alls are always asynchronous
@@ -176,8 +174,8 @@ calculate-per-token-loss | | every loss is averaged over the global batch
 log-timers-to-tensorboard log-memory-to-tensorboard log-world-size-to-tensorboard | | always written
 log-learning-rate-to-tensorboard log-batch-size-to-tensorboard log-loss-scale-to-tensorboard | | always written
 log-straggler | | --straggler-factor reports slow ranks
-exit-signal-handler exit-signal-handler-for-training |  | SIGTERM saves a checkpoint and stops the run
-exit-signal-handler-for-dataloader |  | SIGTERM saves a checkpoint and stops the run
+exit-signal-handler exit-signal-handler-for-training | | SIGTERM saves a checkpoint and stops the run
+exit-signal-handler-for-dataloader | | SIGTERM saves a checkpoint and stops the run
 exit-on-missing-checkpoint | | --load without a checkpoint is refused, unless --save is the same folder
 check-for-spiky-loss check-for-large-grads | | reported by --spike-sigmas
 attention-softmax-in-fp32 cross-entropy-fusion-impl= | | softmax and loss use at least fp32
@@ -193,11 +191,12 @@ rotary-interleaved | | the pairing only permutes the features of a head, which a
 _UNNECESSARY = """
 use-mcore-models use-legacy-models | | there is one model implementation
 no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion | | there is nothing to switch off
-no-gradient-accumulation-fusion gradient-accumulation-fusion | | sharding keeps main gradients in fp32
 no-async-tensor-model-parallel-allreduce | | there is nothing to switch off
 disable-async-tensor-model-parallel-allreduce no-persist-layer-norm | | there is nothing to switch off
-no-barrier-with-level-1-timing timing-log-option= |  | wait times are always measured per axis and collective
-timing-log-level= |  | wait times are always measured per axis and collective
+no-gradient-accumulation-fusion gradient-accumulation-fusion | | sharding keeps main gradients in fp32
+gemm-gradient-accumulation-fusion no-shared-storage | | sharding keeps main gradients in fp32
+no-barrier-with-level-1-timing timing-log-option= | | wait times are always measured per axis and collective
+timing-log-level= | | wait times are always measured per axis and collective
 reuse-fp32-param | | the bf16 copy is rounded from the master weight
 num-workers= | | one thread prefetches batches
 data-cache-path= | | the order of samples is computed by formula; nothing is cached
@@ -205,39 +204,36 @@ no-mmap-bin-files | | files are always memory-mapped
 ddp-bucket-size= ddp-num-buckets= bucket-size-mb= | | bucket sizes are set by --segment-broadcast-MB
 tensorboard-queue-size= tensorboard-log-interval= | | written at every --log-interval
 no-create-attention-mask-in-dataloader create-attention-mask-in-dataloader | | attention masks are never materialized
-manual-gc-eval | | evaluations do not collect garbage
+manual-gc-eval no-manual-gc-eval disable-manual-gc-eval | | evaluations do not collect garbage
 no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad | | losses and norms are checked at every log interval
-delay-grad-reduce no-delay-grad-reduce | | reductions follow one planned order
-delay-param-gather align-grad-reduce align-param-gather | | reductions follow one planned order
+delay-grad-reduce no-delay-grad-reduce delay-param-gather align-grad-reduce | | reductions follow one planned order
+align-param-gather | | reductions follow one planned order
 use-ascend-coc coc-parallel-num= | | --tp-comm-overlap hides the same communication
 max-padding-length= | | samples are packed
-train-mode= dataset= | | pre-training reads --data-path
+train-mode= dataset= finetune-hf-dataset | | pre-training reads --data-path
 extra-vocab-size= | | --vocab-size counts all rows
 moe-use-legacy-grouped-gemm | | experts always run as a grouped GEMM
 moe-pad-expert-input-to-capacity | | only kept rows are sent, without padding
 use-tp-pp-dp-mapping | | the order of ranks is --rank-order
 empty-unused-memory-level= | | the allocator keeps its memory between steps
-finetune-hf-dataset | | pre-training reads --data-path
 no-overlap-p2p-communication | | sends never block
 profile-ranks= use-pytorch-profiler | | torch's profiler always traces rank 0
-gemm-gradient-accumulation-fusion no-shared-storage | | sharding keeps main gradients in fp32
 swap-optimizer-times= | | optimizer state moves with the step of each parameter group
 use-cpu-initialization | | weights are initialized on the host, identically on every layout
 no-initialization | | weights are initialized block by block, identically on every layout
 no-query-key-layer-scaling apply-query-key-layer-scaling | | scales attention scores by the layer number and back
 no-bias-gelu-fusion | | the exact GELU, as in megapar
 data-parallel-random-init | | all replicas start from the same weights
-no-manual-gc-eval disable-manual-gc-eval | | evaluations do not collect garbage
 no-scatter-gather-tensors-in-pipeline | | sends are sharded over mp ranks if sequences are
 optimizer-offload-fraction= optimizer-offload-policy= | | --optimizer-offload offloads all of the state or none
 train-sync-interval= | | the host runs at most one step ahead
 te-rng-tracker lazy-mpu-init deprecated-use-mcore-models | | there is one implementation for all devices
-num-dataset-builder-threads= per-dataset-sequences-path= |  | the order of samples is computed by formula
-mid-level-dataset-surplus= |  | the order of samples is computed by formula
+num-dataset-builder-threads= per-dataset-sequences-path= | | the order of samples is computed by formula
+mid-level-dataset-surplus= | | the order of samples is computed by formula
 allow-ambiguous-pad-tokens | | samples are packed, without padding
 no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding | | no view keeps the full tensor alive
-enable-experimental test-mode |  | megapar has no hidden features; megapar plan --trace runs on fake process groups
-fake-process-group |  | megapar has no hidden features; megapar plan --trace runs on fake process groups
+enable-experimental test-mode | | megapar has no hidden features; megapar plan --trace runs on fake process groups
+fake-process-group | | megapar has no hidden features; megapar plan --trace runs on fake process groups
 tokenizer-hf-no-use-fast | | the fast tokenizer is used if there is one
 log-params-norm log-num-zeros-in-grad log-validation-ppl-to-tensorboard | | losses and the gradient norm are logged
 no-log-loss-scale-to-tensorboard disable-log-loss-scale-to-tensorboard | | logged if the loss is scaled
@@ -255,8 +251,7 @@ _UNSUPPORTED = """
 swap-attention | | activations of single operators are not swapped; --recompute-offload offloads the inputs of units
 moe-fb-overlap | | forward and backward of two micro-batches never overlap; --ampipe-degree hides all-to-alls
 schedules-method= | | schedules are 1f1b, gpipe, interleaved and zero_bubble
-coc-fused-kernel | | GEMMs and collectives are not fused into one kernel
-use-ascend-mc2 | | GEMMs and collectives are not fused into one kernel
+coc-fused-kernel use-ascend-mc2 | | GEMMs and collectives are not fused into one kernel
 tp-2d tp-x= tp-y= | | tensor parallelism is one-dimensional
 """
 

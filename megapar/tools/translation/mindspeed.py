@@ -78,12 +78,12 @@ use-multiparameter-pipeline-model-parallel variable-seq-lengths | | stages send 
 optimization-level= jit-compile | | kernels and schedules have separate flags
 memory-fragmentation | | no defragmentation is needed: the allocator uses expandable segments
 disable-gloo-group hccl-slice-size= | | every rank writes its part of a checkpoint, without gathering state
-hccl-group-buffer= hccl-group-buffer-adaptive |  | set by HCCL's environment variables
-hccl-ep-group-buffer-adaptive-factor= hccl-op-mode= |  | set by HCCL's environment variables
+hccl-group-buffer= hccl-group-buffer-adaptive | | set by HCCL's environment variables
+hccl-ep-group-buffer-adaptive-factor= hccl-op-mode= | | set by HCCL's environment variables
 param-and-grad-buffer-pad= | | rows of buckets are aligned for the device
 optimize-send-recv-comm optimize-vpp-send-recv-comm defer-p2p-send-wait | | sends never block
-optimize-recomp-communication-level= |  | a recomputed forward sends nothing unnecessary
-optimize-recomp-communication-status= |  | a recomputed forward sends nothing unnecessary
+optimize-recomp-communication-level= | | a recomputed forward sends nothing unnecessary
+optimize-recomp-communication-status= | | a recomputed forward sends nothing unnecessary
 reset-bucket-group-order async-log-allreduce cache-get-batch-config | | buckets and logs never block
 no-moe-npu-fast-ops te-gmm-mode= | | there is one implementation of permutation and grouped GEMM
 moe-router-score-reuse moe-revert-type-after-topk | | scores are computed once, in fp32
@@ -93,19 +93,18 @@ use-mp-args-from-checkpoint-args | | a checkpoint loads on any layout
 input-jitter | | no effect without --moe-input-jitter-eps
 additional-config= | | an option of models other than language models
 kv-head-repeat-before-uly-alltoall | | key/value heads are repeated if there are more ranks than heads
-handler-name= streaming hf-datasets-params= | | an option of preprocessing; files are read as they are
-datasets= json-keys= split-sentences | | an option of preprocessing; files are read as they are
+handler-name= streaming hf-datasets-params= datasets= | | an option of preprocessing; files are read as they are
+json-keys= split-sentences | | an option of preprocessing; files are read as they are
 keep-newlines interleave-probs= mix-strategy= dataset-dir= overwrite-cache max-samples= | | an option of preprocessing
 cache-dir= map-keys= pack script-data-dir= append-eod pad-vocab-size-to= output-prefix= | | an option of preprocessing
 dataset-impl= workers= n-subs= merge-group-keys= | | an option of preprocessing
 model-type-hf= load-dir= save-dir= mg-cache-dir= model-id= | | an option of checkpoint conversion: --load-hf, --save-hf
-task= top-p= top-k= temperature= max-length= max-new-tokens= hf-chat-template | | an option of inference
-add-eos-token= use-kv-cache history-turns= | | an option of inference
-num-gpus-for-train= num-gpus-for-infer= inference-tensor-model-parallel-size= | | an option of inference
-task-data-path= evaluation-batch-size= greedy instruction-template= |  | an option of MindSpeed's evaluations
-no-chat-template eval-language= |  | an option of MindSpeed's evaluations
-max-eval-samples= broadcast alternative-prompt origin-postprocess |  | an option of MindSpeed's evaluations
-chain-of-thought |  | an option of MindSpeed's evaluations
+task= top-p= top-k= temperature= max-length= max-new-tokens= hf-chat-template add-eos-token= | | an option of inference
+use-kv-cache history-turns= num-gpus-for-train= num-gpus-for-infer= | | an option of inference
+inference-tensor-model-parallel-size= | | an option of inference
+task-data-path= evaluation-batch-size= greedy instruction-template= | | an option of MindSpeed's evaluations
+no-chat-template eval-language= max-eval-samples= broadcast alternative-prompt | | an option of MindSpeed's evaluations
+origin-postprocess chain-of-thought | | an option of MindSpeed's evaluations
 prompt-type= prompt-type-path= enable-thinking= | | an option of chat templates; pre-training reads plain text
 md5-validate | | an option of chat templates; pre-training reads plain text
 """
@@ -124,10 +123,9 @@ moe-zero-memory= moe-zero-memory-num-layers= | | memory: a MoE layer is recomput
 moe-unperm2-mem-optim moe-unperm2-mem-optim-swap | | memory: router weights are applied after the combine
 use-nanopipe-swap | | memory: stored weight gradients stay on the device
 swap-optimizer-sizes= | | memory: optimizer state moves with the step of each parameter group
-automated-pipeline automated-pipeline-perf save-memory-ratio= |  | megapar plan distributes layers over stages
-recompute-module-list= |  | megapar plan distributes layers over stages
-recompute-type= optimized-mbs-list= mbs-idx= pp-schedule-list= |  | megapar plan distributes layers over stages
-optimized-mbs-mode |  | megapar plan distributes layers over stages
+automated-pipeline automated-pipeline-perf save-memory-ratio= | | megapar plan distributes layers over stages
+recompute-module-list= recompute-type= optimized-mbs-list= mbs-idx= | | megapar plan distributes layers over stages
+pp-schedule-list= optimized-mbs-mode | | megapar plan distributes layers over stages
 auto-settings auto-settings-work-dir= auto-settings-ranks= auto-settings-log-level= | | megapar plan searches layouts
 target-nnodes= auto-settings-type= prof-file= | | megapar plan searches layouts
 moe-alltoall-overlap-comm moe-allgather-overlap-comm | | speed: --ampipe-degree 2 hides all-to-alls
@@ -145,9 +143,8 @@ fine-grained-expert-placement-thre= | | speed: --moe-rebalance-interval moves ex
 print-expert-load | | logging: the load of a layer is not printed per expert
 dualpipev-dw-detach chimera-decouple-bw virtual-data-parallel-size= | | speed: --pp-schedule zero_bubble
 ulysses-degree-in-cp= cp-window-size= | | speed: ring or Ulysses, not both
-adaptive-cp-without-coarse adaptive-cp-dynamic-attn-mask |  | speed: an option of sparse masks
-adaptive-cp-only-reschedule |  | speed: an option of sparse masks
-adaptive-cp-manually-set-mask-list | | speed: an option of sparse masks
+adaptive-cp-without-coarse adaptive-cp-dynamic-attn-mask | | speed: an option of sparse masks
+adaptive-cp-only-reschedule adaptive-cp-manually-set-mask-list | | speed: an option of sparse masks
 context-parallel-kv-cache-policy= context-parallel-cache-interval= | | speed: keys and values go around the ring again
 use-ulysses-allgather-kv | | speed: --context-parallel-algo allgather_cp_algo gathers keys and values
 use-nd-matmul nd1-dim1-size= nd2-dim1-size= tp-2d tp-x= tp-y= | | layout: tensor parallelism is one-dimensional
@@ -160,8 +157,8 @@ aiqos aiqos-mode= aiqos-schedule= aiqos-enable-roce | | speed: network prioritie
 use-batch-invariant-ops use-flash-attn-npu-batch-invariant | | rounding: the device chooses kernels; see --deterministic
 fp8-reuse-quantized-weight | | speed: weights are quantized at every use
 te-comparison-with-cpu te-comparison-with-bf16 | | diagnosis: fp8 is not compared with other precisions
-npu-datadump model-io-trace | | diagnosis: tensors are not dumped
-model-io-trace-config-path= model-io-trace-output-path= | | diagnosis: tensors are not dumped
+npu-datadump model-io-trace model-io-trace-config-path= | | diagnosis: tensors are not dumped
+model-io-trace-output-path= | | diagnosis: tensors are not dumped
 profile-level= profile-with-cpu profile-with-stack profile-with-memory | | diagnosis: --profile writes a torch trace
 profile-record-shapes profile-save-path= profile-export-type= | | diagnosis: --profile writes a torch trace
 profile-data-simplification | | diagnosis: --profile writes a torch trace
@@ -198,26 +195,22 @@ tokenizer-kwargs= | | | the files of the tokenizer define it
 is-instruction-dataset is-pairwise-dataset | | | megapar only pre-trains: no prompts, no pairs
 stage= | | | megapar only pre-trains
 full-shuffle-instruction-dataset neat-pack padded-samples | | is-instruction-dataset stage | megapar only pre-trains
-no-cut-token cut-max-seqlen pad-to-multiple-of= |  | is-instruction-dataset stage | an option of fine-tuning
-dataset-additional-keys= |  | is-instruction-dataset stage | an option of fine-tuning
+no-cut-token cut-max-seqlen pad-to-multiple-of= | | is-instruction-dataset stage | an option of fine-tuning
+dataset-additional-keys= | | is-instruction-dataset stage | an option of fine-tuning
 lora-target-modules= qlora | | | all weights are trained; adapters are not supported
-lora-load= lora-r= lora-alpha= lora-modules-to-save= |  | lora-target-modules | adapters are not supported
-lora-register-forward-hook= |  | lora-target-modules | adapters are not supported
-lora-fusion lora-ckpt-filter qlora-save-dequantize | | lora-target-modules | adapters are not supported
+lora-load= lora-r= lora-alpha= lora-modules-to-save= | | lora-target-modules | adapters are not supported
+lora-register-forward-hook= lora-fusion lora-ckpt-filter | | lora-target-modules | adapters are not supported
+qlora-save-dequantize | | lora-target-modules | adapters are not supported
 lu-lora-final-layer-index= | | | adapters are not supported
 lu-lora-lr= lu-lora-lr-ratio= | | lu-lora-final-layer-index | adapters are not supported
-dpo-beta= dpo-loss-type= ref-model= refer-model-iter= |  | stage | preference training is not supported
-dpo-label-smoothing= |  | stage | preference training is not supported
-pref-ftx= |  | stage | preference training is not supported
+dpo-beta= dpo-loss-type= ref-model= refer-model-iter= | | stage | preference training is not supported
+dpo-label-smoothing= pref-ftx= | | stage | preference training is not supported
 reward-tokens= reward-model= max-prompt-length= | | stage | reinforcement learning is not supported
-num-samples-per-step= rollout-batch-size= | | stage | reinforcement learning is not supported
-cliprange-value= critic-mini-batch-size= critic-update-epochs= |  | stage | reinforcement learning is not supported
-ppo-mini-batch-size= |  | stage | reinforcement learning is not supported
-clip-ratio= entropy-coeff= ppo-epochs= | | stage | reinforcement learning is not supported
-shuffle-minibatch do-sample missing-eos-penalty= | | stage | reinforcement learning is not supported
-n-samples-per-prompt= kl-coef= gamma= lam= advantage-whiten= |  | stage | reinforcement learning is not supported
-dataset-category= |  | stage | reinforcement learning is not supported
-extract-content-for-reward= | | stage | reinforcement learning is not supported
+num-samples-per-step= rollout-batch-size= cliprange-value= | | stage | reinforcement learning is not supported
+critic-mini-batch-size= critic-update-epochs= ppo-mini-batch-size= | | stage | reinforcement learning is not supported
+clip-ratio= entropy-coeff= ppo-epochs= shuffle-minibatch do-sample | | stage | reinforcement learning is not supported
+missing-eos-penalty= n-samples-per-prompt= kl-coef= gamma= lam= | | stage | reinforcement learning is not supported
+advantage-whiten= dataset-category= extract-content-for-reward= | | stage | reinforcement learning is not supported
 """
 
 _UNLESS_ANOTHER = """
@@ -227,19 +220,17 @@ expert-interval= | 1 | | all layers after --first-k-dense have experts
 add-output-layer-bias | | | the output projection has no bias
 dynamic-factor= | 1 | | RoPE is scaled by linear, llama3 or yarn, with one factor for all lengths
 use-glm-rope | | | --rotary-percent rotates a part of each head, but GLM pairs other features
-square-alibi-mask fill-neg-inf alibi-fusion-attn-type= |  | | position embeddings are RoPE or learned
-alibi-diagonal-opposite |  | | position embeddings are RoPE or learned
+square-alibi-mask fill-neg-inf alibi-fusion-attn-type= | | | position embeddings are RoPE or learned
+alibi-diagonal-opposite | | | position embeddings are RoPE or learned
 use-dsa-absorb use-fused-lightning-indexer use-fused-sparse-flash-attention | | | attention is dense
-use-fused-lightning-indexer-kl-loss enable-dsa-indexer use-indexer | | | attention is dense
-index-n-heads= index-head-dim= index-topk= | | enable-dsa-indexer use-indexer | attention is dense
-scale-fmt= indexer-loss-coeff= | | enable-dsa-indexer use-indexer | attention is dense
+use-fused-lightning-indexer-kl-loss enable-dsa-indexer use-indexer use-g2-attention | | | attention is dense
+use-g2-indexer-loss use-triton-sfa o-groups= o-lora-rank= | | | attention is dense
+index-n-heads= index-head-dim= index-topk= scale-fmt= | | enable-dsa-indexer use-indexer | attention is dense
+indexer-loss-coeff= | | enable-dsa-indexer use-indexer | attention is dense
 sliding-window= interleave-sliding-window= sliding-window-size= | | | attention covers all earlier tokens
 g2-window-size= | | | attention covers all earlier tokens
-use-g2-attention use-g2-indexer-loss use-triton-sfa o-groups= o-lora-rank= | | | attention is dense
-use-naive-l2norm | | | all layers have full attention
-full-attention-interval= linear-key-head-dim= linear-num-key-heads= | | | all layers have full attention
-linear-num-value-heads= linear-value-head-dim= | | | all layers have full attention
-mamba-d-ssm= | | | all layers have full attention
+use-naive-l2norm full-attention-interval= linear-key-head-dim= | | | all layers have full attention
+linear-num-key-heads= linear-num-value-heads= linear-value-head-dim= mamba-d-ssm= | | | all layers have full attention
 mamba-chunk-size= mamba-d-conv= mamba-expand= | | mamba-d-ssm | all layers have full attention
 enable-mhc | | | there is one residual stream
 use-triton-rmsnorm-without-weight use-triton-sinkhorn use-triton-mhc | | enable-mhc | there is one residual stream
@@ -252,8 +243,8 @@ embed-layernorm input-embeds-norm | | | embeddings are not normalized
 post-norm no-post-layer-norm | | | attention and MLP have one norm each: --norm-placement
 add-rmsnorm-offset | | | norm weights have no offset
 geglu gelu-tanh | | | activation functions are SwiGLU and GELU
-output-logit-softcapping= |  | | logits are not capped; attention scores are divided by sqrt(head size)
-attn-logit-softcapping= |  | | logits are not capped; attention scores are divided by sqrt(head size)
+output-logit-softcapping= | | | logits are not capped; attention scores are divided by sqrt(head size)
+attn-logit-softcapping= | | | logits are not capped; attention scores are divided by sqrt(head size)
 query-pre-attn-scalar= | | | logits are not capped; attention scores are divided by sqrt(head size)
 fc-type= | | | MLPs are dense or consist of experts
 mtp-after-norm | | | the multi-token prediction block reads its input before the final norm

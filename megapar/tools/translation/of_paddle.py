@@ -104,6 +104,8 @@ def _sharding(value: str, given: Mapping[str, str]) -> Decided:
 
 
 def _unsharded(value: str, given: Mapping[str, str]) -> Decided:
+    if "sharding" not in given and {"segment-broadcast-mb", "sharding-segment-strategy"} & set(given):
+        return RENAMED, "--sharding-stage 3", "Fleet's sharding optimizer also shards parameters"
     if any("sharding" in name for name in given):
         return IMPLIED, "", "set by the other sharding arguments"
     if first(given, "data-parallel-degree", "dp-degree") > 1:

@@ -37,8 +37,8 @@ sharding-parallel-degree= sharding-parallel-size= sharding-degree= sharding-grou
 segment-anchors= | @paddle_anchors |
 sequence-parallel | @paddle_cut |
 per-device-train-batch-size= micro-batch-size= | @paddle_micro |
-gradient-accumulation-steps accumulate-steps | --gradient-merge-acc-step {value} |
-gradient-merge-configs.k-steps num-acc-steps n-microbatches | --gradient-merge-acc-step {value} |
+gradient-accumulation-steps accumulate-steps gradient-merge-configs.k-steps | --gradient-merge-acc-step {value} |
+num-acc-steps n-microbatches | --gradient-merge-acc-step {value} |
 global-batch-size= | @paddle_batch |
 max-steps= | @paddle_steps |
 num-train-epochs= | @paddle_epochs |
@@ -122,9 +122,9 @@ optim= | @paddle_optimizer |
 muon-exclude-patterns= muon-qkv-update-mode= muon-ffn-split muon-extra-scale-factor= | @paddle_muon | an option of Muon
 muon-momentum= muon-version= muon-ns-steps= muon-ns-coeff-type= muon-ns-coeffs= | @paddle_muon | an option of Muon
 normalize-logps label-smoothing= ignore-eos-token | @paddle_preferred | an option of preference training
-ref-model-update-steps= reference-free | @paddle_preferred | an option of preference training
-loss-type= pref-loss-ratio= sft-loss-ratio= beta= offset-alpha= | @paddle_preferred | an option of preference training
-simpo-gamma= dpop-lambda= | @paddle_preferred | an option of preference training
+ref-model-update-steps= reference-free loss-type= | @paddle_preferred | an option of preference training
+pref-loss-ratio= sft-loss-ratio= beta= offset-alpha= simpo-gamma= | @paddle_preferred | an option of preference training
+dpop-lambda= | @paddle_preferred | an option of preference training
 report-to= | @paddle_logged |
 sharding-parallel-config= | @paddle_sharding_words |
 pipeline-parallel-config= | @paddle_pipeline_words |
@@ -136,38 +136,34 @@ _IMPLIED = """
 do-train use-moe use-expert-parallel | | trainers always train; experts are --num-experts
 use-intermediate-api from-scratch= | | weights are initialized randomly
 use-ortho-loss-callback | | set by --moe-orthogonal-loss-coeff
-use-fused-rms-norm use-fused-rope use-fused-linear use-fused-dropout-add |  | fused kernels are used if available
-use-fast-ln |  | fused kernels are used if available
-fuse-rms-norm fuse-ln fuse-swiglu fuse-linear | | fused kernels are used if available
-fuse-rope apply-rope-fusion use-fast-layer-norm | | fused kernels are used if available
-fuse-attn-ffn fuse-attention-qkv= fuse-attention-ffn= | | fused kernels are used if available
-fuse-gate-detach-matmul fuse-softmax-mask | | fused kernels are used if available
+use-fused-rms-norm use-fused-rope use-fused-linear use-fused-dropout-add | | fused kernels are used if available
+use-fast-ln fuse-rms-norm fuse-ln fuse-swiglu fuse-linear fuse-rope | | fused kernels are used if available
+apply-rope-fusion use-fast-layer-norm fuse-attn-ffn fuse-attention-qkv= | | fused kernels are used if available
+fuse-attention-ffn= fuse-gate-detach-matmul fuse-softmax-mask use-mem-eff-attn | | fused kernels are used if available
+use-flash-attn-with-mask use-sparse-flash-attn fa-version= | | fused kernels are used if available
 use-fused-linear-cross-entropy use-fused-head-and-loss-fn use-fused-head-loss-fn | | logits are computed in chunks
 loss-subbatch-seqlen= loss-subbatch-sequence-length= use-sparse-head-and-loss-fn | | logits are computed in chunks
-moe-use-fusion-node moe-router-fusion moe-expert-fusion using-sonic-moe |  | experts run as a grouped GEMM
-use-unified-moe |  | experts run as a grouped GEMM
+moe-use-fusion-node moe-router-fusion moe-expert-fusion using-sonic-moe | | experts run as a grouped GEMM
+use-unified-moe | | experts run as a grouped GEMM
 moe-shared-expert-overlap | | shared experts overlap with the token dispatch
-use-mem-eff-attn use-flash-attn-with-mask use-sparse-flash-attn fa-version= | | fused kernels are used if available
 use-attn-mask-startend-row-indices attn-implementation= | | attention is causal, without a mask
 gradient-merge fuse-grad-merge gradient-merge-configs.avg | | gradients accumulate over the tokens of all micro-batches
-scale-strategy= scale-gradient use-dynamic-loss-scaling | | losses are averaged over the global batch
+scale-strategy= scale-gradient use-dynamic-loss-scaling delay-scale-loss | | losses are averaged over the global batch
+pp-delay-scale-loss enable-delay-scale-loss | | losses are averaged over the global batch
 custom-white-list= custom-black-list= custom-black-varnames= | | norms, softmax and losses are computed in fp32
 amp-custom-black-list= amp-custom-white-list= | | norms, softmax and losses are computed in fp32
 use-fp16-guard use-optimizer-fp16 optimize-cast | | 16-bit copies are made once per step
-unified-checkpoint unified-checkpoint-config= | | one format, which loads on any layout
-save-sharded-model load-sharded-model | | one format, which loads on any layout
-save-checkpoint-format= load-checkpoint-format= | | one format, which loads on any layout
+unified-checkpoint unified-checkpoint-config= save-sharded-model | | one format, which loads on any layout
+load-sharded-model save-checkpoint-format= load-checkpoint-format= | | one format, which loads on any layout
 flex-ckpt-comm-method= save-rng-states | | one format, which loads on any layout
 load-sharded-model-remap-parameter-name force-reshard-pp | | one format, for any layout
 auto-parallel-resume-form-hybrid-parallel | | one format, for any layout
 log-global-grad-norm | | the gradient norm is always logged
 use-sp-callback sp-allreduce-avg-in-gradinent-scale | | gradients are summed over all axes
-dp-allreduce-avg-in-gradinent-scale | | gradients are summed over all axes, once per step
-gradient-sync-after-accumulate | | gradients are summed over all axes, once per step
-sync-param sync-grad sync-moment pp-sync-param | | ranks always have the same values
-tp-sync-param tp-sync-moment pp-sync-moment | | ranks always have the same values
+dp-allreduce-avg-in-gradinent-scale gradient-sync-after-accumulate | | gradients are summed over all axes, once per step
+sync-param sync-grad sync-moment pp-sync-param tp-sync-param tp-sync-moment | | ranks always have the same values
+pp-sync-moment | | ranks always have the same values
 use-reduce-avg stage1-reduce-avg auto-parallel-sync-shared-params | | gradients are sums, once for shared weights
-delay-scale-loss pp-delay-scale-loss enable-delay-scale-loss | | losses are averaged over the global batch
 replace-with-parallel-cross-entropy replace-with-c-embedding tensor-parallel-output | | logits stay sharded over mp
 moe-with-send-router-loss enable-mtp-magic-send | | losses are added where they are computed
 use-calc-stream | | messages have separate streams
@@ -180,13 +176,13 @@ use-global-causal-attn | | the default without --reset-attention-mask
 
 _UNNECESSARY = """
 do-eval do-predict do-export prediction-loss-only | | set by --eval-interval
-overwrite-output-dir disable-tqdm remove-unused-columns label-names= past-index= |  | an option of Paddle's trainer
-run-name= |  | an option of Paddle's trainer
+overwrite-output-dir disable-tqdm remove-unused-columns label-names= past-index= | | an option of Paddle's trainer
+run-name= | | an option of Paddle's trainer
 per-device-eval-batch-size= eval-accumulation-steps= | | evaluation uses global batches
 device= no-cuda local-rank= mode= | | chosen by --device
 log-on-each-node save-on-each-node logging-first-step | | one rank logs; every rank saves its part
-load-best-model-at-end metric-for-best-model= greater-is-better= |  | the result of a run is its last step
-minimum-eval-times= |  | the result of a run is its last step
+load-best-model-at-end metric-for-best-model= greater-is-better= | | the result of a run is its last step
+minimum-eval-times= | | the result of a run is its last step
 ignore-save-lr-and-optim save-tokenizer save-last-step | | a checkpoint contains everything needed to resume
 dataloader-num-workers= prefetch-factor= lazy-data-processing data-load-process-num= | | one thread prefetches
 buffer-size= | | one thread prefetches
@@ -194,13 +190,12 @@ dataloader-shuffle dataloader-drop-last | | samples are shuffled once per epoch 
 num-consecutive= shuffle-consecutive | | the order of samples depends on --seed, as in Paddle
 global-shuffle-num-examples= | | the order of samples depends on --seed, as in Paddle
 same-data= | | a resumed run continues with the next sample on any layout
-data-impl= skip-warmup warmup-only-rank0 | | files are memory-mapped; nothing is cached
-data-cache= share-folder packed-idx-cache-dir= | | files are memory-mapped; nothing is cached
+data-impl= skip-warmup warmup-only-rank0 data-cache= share-folder | | files are memory-mapped; nothing is cached
+packed-idx-cache-dir= | | files are memory-mapped; nothing is cached
 seqlen max-position-embeddings= using-dynamic-sequence-length | | all samples have the same length
 pad-token-id= bos-token-id= eos-token-id= ignored-index= | | the tokenizer defines these ids
-use-cache architectures= torch-dtype= transformers-version= |  | an option of Paddle's model files
-copy-custom-file-list= |  | an option of Paddle's model files
-download-hub= |  | an option of Paddle's model files
+use-cache architectures= torch-dtype= transformers-version= copy-custom-file-list= | | an option of Paddle's model files
+download-hub= | | an option of Paddle's model files
 tensor-parallel-rank= rope-reorder weight-share-add-bias | | memory layout of Paddle's tensors
 recompute-use-reentrant | | recompute is never reentrant
 skip-profile-timer enable-timer= timer enable-optimizer-timer skip-memory-metrics | | wait times are always measured
@@ -209,50 +204,43 @@ count-trained-tokens global-logging-interval= | | logged with --log-interval
 pre-alloc-memory= use-train-part-sharding= | | the allocator manages memory
 gc-interval= | | --manual-gc synchronizes the ranks' collections
 hybrid-parallel-topo-order= order= reorder-pipeline-priority | | numbers do not depend on --rank-order
-sharding-parallel-mesh-dimension= sharding-comm-group-call-opt |  | process groups are created in one order
-nccl-comm-group-config= |  | process groups are created in one order
-nccl-comm-num= use-hierarchical-allreduce hierarchical-allreduce-inter-nranks= |  | set by NCCL's environment variables
-heter-ccl-mode |  | set by NCCL's environment variables
-fuse-all-reduce-ops fuse-grad-size-in-mb= | | bucket sizes: --segment-broadcast-MB
-fuse-grad-size-in-tflops= fuse-grad-size-in-num= | | bucket sizes: --segment-broadcast-MB
-last-comm-group-size-mb= sync-nccl-allreduce calc-comm-same-stream | | bucket sizes: --segment-broadcast-MB
+sharding-parallel-mesh-dimension= sharding-comm-group-call-opt | | process groups are created in one order
+nccl-comm-group-config= | | process groups are created in one order
+nccl-comm-num= use-hierarchical-allreduce hierarchical-allreduce-inter-nranks= | | set by NCCL's environment variables
+heter-ccl-mode | | set by NCCL's environment variables
+fuse-all-reduce-ops fuse-grad-size-in-mb= fuse-grad-size-in-tflops= | | bucket sizes: --segment-broadcast-MB
+fuse-grad-size-in-num= last-comm-group-size-mb= sync-nccl-allreduce | | bucket sizes: --segment-broadcast-MB
+calc-comm-same-stream | | bucket sizes: --segment-broadcast-MB
 pp-allreduce-in-optimize -dp-as-optimizer-sharding | | gradients are reduced once per step
 cudnn-exhaustive-search conv-workspace-size-limit= | | the models have no convolutions
 cudnn-batchnorm-spatial-persistent | | the models have no convolutions
 sync-batch-norm without-graph-optimization find-unused-parameters | | megapar has no static program
+enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops | | megapar has no static program
+fuse-relu-depthwise-conv fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace | | megapar has no static program
+enable-backward-optimizer-op-deps cache-runtime-context fuse-bn-add-act-ops | | megapar has no static program
+enable-auto-fusion enable-addto fix-op-run-order allow-cuda-graph-capture | | megapar has no static program
+reduce-strategy= num-threads= num-iteration-per-drop-scope= num-iteration-per-run= | | megapar has no static program
+use-thread-barrier | | megapar has no static program
 tensor-init-seed= | | set by --seed; weights are the same on every layout
-enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops |  | megapar has no static program
-fuse-relu-depthwise-conv |  | megapar has no static program
-fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace |  | megapar has no static program
-enable-backward-optimizer-op-deps |  | megapar has no static program
-cache-runtime-context fuse-bn-add-act-ops enable-auto-fusion enable-addto |  | megapar has no static program
-fix-op-run-order |  | megapar has no static program
-allow-cuda-graph-capture reduce-strategy= | | megapar has no static program
-num-threads= num-iteration-per-drop-scope= num-iteration-per-run= use-thread-barrier | | megapar has no static program
-max-merge-var-num= send-queue-size= independent-recv-thread |  | megapar has no parameter servers
-min-send-grad-num-before-recv= |  | megapar has no parameter servers
-thread-pool-size= send-wait-times= runtime-split-send-recv launch-barrier | | megapar has no parameter servers
-heter-worker-device-guard= use-ps-gpu= a-sync-configs.k-steps= |  | megapar has no parameter servers
-a-sync-configs.lr-decay-steps= |  | megapar has no parameter servers
-a-sync | | megapar has no parameter servers
+max-merge-var-num= send-queue-size= independent-recv-thread | | megapar has no parameter servers
+min-send-grad-num-before-recv= thread-pool-size= send-wait-times= | | megapar has no parameter servers
+runtime-split-send-recv launch-barrier heter-worker-device-guard= use-ps-gpu= | | megapar has no parameter servers
+a-sync-configs.k-steps= a-sync-configs.lr-decay-steps= a-sync | | megapar has no parameter servers
 p2p-cache-shape checkpoint-shape= | | stages send one tensor of one shape
 enable-auto-parallel to-static semi-auto auto auto-search enable-tuning | | megapar plan chooses layouts
 model-with-dpo-criterion sharding-configs.stage= | | an option of automatic layouts
 vocab-path= fine-tuning= dataset-type= train-dataset-type= eval-dataset-type= | | an option of fine-tuning
 eval-dataset-prob= train-dataset-prob= random-shuffle num-samples-each-epoch= | | an option of fine-tuning
-greedy-intokens | | an option of fine-tuning
-template= template-backend= use-template encode-one-turn split-multi-turn |  | an option of fine-tuning
-eval-with-do-generation |  | an option of fine-tuning
-max-prompt-len= truncation-strategy= truncate-packing binpacking packing-interval= |  | an option of fine-tuning
-padding-free |  | an option of fine-tuning
-dataset-output-dir= make-offline-data new-special-tokens-path= custom-register-path= | | an option of fine-tuning
-processor-use-fast= mix-strategy= max-estimate-samples= estimation-output-file= |  | an option of fine-tuning
-dataset-num-proc= |  | an option of fine-tuning
-dataset-batch-size= dataset-kwargs= dataset-text-field= num-of-gpus= autotuner-benchmark | | an option of fine-tuning
+greedy-intokens template= template-backend= use-template encode-one-turn split-multi-turn | | an option of fine-tuning
+eval-with-do-generation max-prompt-len= truncation-strategy= truncate-packing binpacking | | an option of fine-tuning
+packing-interval= padding-free dataset-output-dir= make-offline-data | | an option of fine-tuning
+new-special-tokens-path= custom-register-path= processor-use-fast= mix-strategy= | | an option of fine-tuning
+max-estimate-samples= estimation-output-file= dataset-num-proc= dataset-batch-size= | | an option of fine-tuning
+dataset-kwargs= dataset-text-field= num-of-gpus= autotuner-benchmark | | an option of fine-tuning
 vision-config= ernie-model-config= compute-type= | | an option of Paddle's command line
 moe-multimodal-dispatch-use-allgather= moe-dense-experts-token-type-id= | | an option of image models
-balanced-image-preprocess factor= rope-3d freq-allocation= | | an option of image models
-resampler-fuse-rms-norm use-recompute-resampler use-recompute-dnd | | an option of image models
+balanced-image-preprocess factor= rope-3d freq-allocation= resampler-fuse-rms-norm | | an option of image models
+use-recompute-resampler use-recompute-dnd | | an option of image models
 moe-layer-feed-fake-token compression-ratio= moe-gate-detach= | | an option of older models
 moe-deepep-num-sms= moe-ep-barrier moe-deep-gemm | | experts use torch's kernels
 env.home= | | an option of Paddle's environment
@@ -263,8 +251,8 @@ _UNSUPPORTED = """
 convert-from-hf save-to-hf load-from-hf save-hf-steps= save-hf-total-limit= | | files: --load-hf, --save-hf
 save-hf-memory-growth-threshold= aoa-config= load-via-cpu | | files: --load-hf, --save-hf
 resume-from-huggingface-ckpt= | | files: --load-hf
-ordered-save-group-size= flash-device-save-steps= | | files: --async-save, --save, --tensorboard-dir
-output-signal-dir= logging-dir= | | files: --async-save, --save, --tensorboard-dir
+ordered-save-group-size= flash-device-save-steps= output-signal-dir= | | files: --async-save, --save, --tensorboard-dir
+logging-dir= | | files: --async-save, --save, --tensorboard-dir
 enable-zero-cost-checkpoint zcc-workers-num= | | files: --local-checkpoint-dir, --async-save
 zcc-pipeline-hooks-capacity-usage= | | files: --local-checkpoint-dir, --async-save
 save-sharding-stage1-model-include-freeze-params optim-shard-num= replicate-saved-into-local | | files: one format
@@ -272,21 +260,18 @@ pdc-download-ckpt pdc-download-timeout= skip-load-data-seq-cache= | | files: an 
 wandb-api-key= wandb-http-proxy= | | logging: --wandb-project, with WANDB_API_KEY and HTTPS_PROXY in the environment
 internal-medicine-monitors= internal-medicine-monitor-interval= | | logging: --metrics-jsonl
 profile profile-step-start= profile-step-end= | | logging: --profile START:END
-zcc-save-ema-coef= zcc-ema-interval= zcc-ema-loss-threshold= | | no moving average of weights is kept
-online-merge-ema sharded-model-from-ema | | no moving average of weights is kept
+zcc-save-ema-coef= zcc-ema-interval= zcc-ema-loss-threshold= online-merge-ema | | no moving average of weights is kept
+sharded-model-from-ema | | no moving average of weights is kept
 recompute-method= recompute-num-layers= | | memory: use --recompute-granularity
-recompute-modules= recompute-mtp-modules= | | memory: units are whole layers
-recompute-mtp-granularity= recompute-mtp-method= | | memory: units are whole layers
-use-recompute-attn use-recompute-lm-head use-recompute-loss-fn | | memory: units are whole layers
-use-recompute-mtp use-recompute-moe | | memory: units are whole layers
-selective-no-recompute-num= no-recompute-layers= | | memory: --recompute-interval
-pp-no-recompute-layer= pp-recompute-interval= | | memory: --recompute-interval
-refined-recompute= use-rms-qkv-recompute | | memory: units are whole layers
-use-linear-residual-norm-recompute recompute-allgather | | memory: units are whole layers
-checkpoints= | | memory: units are whole layers
+recompute-modules= recompute-mtp-modules= recompute-mtp-granularity= | | memory: units are whole layers
+recompute-mtp-method= use-recompute-attn use-recompute-lm-head use-recompute-loss-fn | | memory: units are whole layers
+use-recompute-mtp use-recompute-moe refined-recompute= use-rms-qkv-recompute | | memory: units are whole layers
+use-linear-residual-norm-recompute recompute-allgather checkpoints= | | memory: units are whole layers
+selective-no-recompute-num= no-recompute-layers= pp-no-recompute-layer= | | memory: --recompute-interval
+pp-recompute-interval= | | memory: --recompute-interval
 decoderlayer-act-offload-settings= offload-pp-data-chunk-size= offload-queue | | memory: --recompute-offload
-release-grads pp-release-grads sd-release-grads | | memory: gradients are in buckets
-release-gradients free-grads-in-comm | | memory: gradients are in buckets
+release-grads pp-release-grads sd-release-grads release-gradients | | memory: gradients are in buckets
+free-grads-in-comm | | memory: gradients are in buckets
 sharding-comm-buffer-size-mb= comm-buffer-size-mb= | | memory: --segment-broadcast-MB
 sharding-offload-opt-buffersize-gb= | | memory: --segment-broadcast-MB
 clear-every-step-cache use-mp-gathered-weight | | memory: nothing is cached between steps
@@ -304,12 +289,11 @@ use-tpsp-comm-overlap mp-async-allreduce tp-async-allreduce sp-async-reduce-scat
 mp-skip-c-identity mp-fused-linear-param-grad-add enable-linear-fused-grad-add | | speed: gradients are in fp32 buckets
 fuse-sequence-parallel-allreduce | | speed: gradients of norms are reduced with the others
 dp-comm-overlap sharding-comm-overlap comm-overlap pp-sharding-comm-overlap overlap | | speed: --overlap-grad-reduce
-stage1-overlap stage2-overlap stage1-broadcast-overlap stage1-allgather-overlap | | speed: --overlap-param-gather
 sd-sharding-comm-overlap sd-shardingv1-comm-overlap | | speed: --overlap-grad-reduce
-tensor-fusion stage1-tensor-fusion fuse-optimizer | | speed: buckets are always contiguous
-fuse-optimizer-states split-param flatten-param-grads | | speed: buckets are always contiguous
-overlap-p2p-comm use-batch-p2p-comm batch-p2p-comm | | speed: sends never block
-non-batch-p2p-comm partial-send-recv | | speed: sends never block
+stage1-overlap stage2-overlap stage1-broadcast-overlap stage1-allgather-overlap | | speed: --overlap-param-gather
+tensor-fusion stage1-tensor-fusion fuse-optimizer fuse-optimizer-states | | speed: buckets are always contiguous
+split-param flatten-param-grads | | speed: buckets are always contiguous
+overlap-p2p-comm use-batch-p2p-comm batch-p2p-comm non-batch-p2p-comm partial-send-recv | | speed: sends never block
 send-recv-overlap variable-seq-lengths | | speed: sends never block
 best-unbalanced-scheduler forward-backward-overlap-scheduler use-dualpipev split-backward | | speed: --pp-schedule
 pipeline-schedule-mode= schedule-mode= | | speed: --pp-schedule is 1f1b, gpipe, interleaved or zero_bubble

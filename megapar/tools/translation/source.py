@@ -5,6 +5,7 @@ Tested in ``tests/tools/test_translate.py``.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from typing import Any
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.errors import MegaparError
 from megapar.files.regular_file import read_given, text_of
-from megapar.tools.translation import shell
+from megapar.tools.translation import open_values, shell
 from megapar.tools.translation.line import Line, starts, take_apart
 
+_PYTHON = " To translate a Python script, pass the command that starts it after --."
 YAML, JSON = (".yaml", ".yml"), (".json",)
 # Commands that mention a launcher without running it.
 _MENTIONS = (
@@ -73,12 +75,12 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
         assigned: Variables of the shell script that are set from outside.
         positional: Arguments of the shell script: $1, $2, ...
     """
-    if path.suffix == ".py":
-        raise UnreadableError(f"{path.name} is a Python script: pass the command that starts it after --")
     try:
         text = text_of(read_given(path, MAX_BYTES))
     except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"{path} cannot be read: {error}") from None
+        raise UnreadableError(f"{path} cannot be read: {error}.{_PYTHON if path.suffix == '.py' else ''}") from None
+    if path.suffix == ".py":
+        return _of_strategy(path, text)
     if path.suffix in (*YAML, *JSON):
         return Script((Line(tuple(_words(_mapping(path, text)))),))
     try:
@@ -93,6 +95,36 @@ def read_source(path: Path, assigned: Mapping[str, str], positional: Sequence[st
         reason = f"line {lines[0].at} does not name a script" if lines else "nothing in it starts a training script"
         raise UnreadableError(f"{path}: {reason}.{_called(found.commands)}")
     return Script(tuple(started), found.remarks)
+
+
+def _of_strategy(path: Path, text: str) -> Script:
+    """Return what a Python file assigns to a Paddle strategy (``strategy.sharding_configs = {...}``). Runs nothing."""
+    try:
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assign)]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"{path} cannot be read: {error}") from None
+    found: dict[str, Any] = {}
+    remarks = []
+    for node in sorted(nodes, key=lambda node: node.lineno):
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value).endswith("strategy"):
+            if target.attr in found:
+                remarks.append(f"line {node.lineno}: {target.attr} is assigned again; the last one counts")
+            found[target.attr] = _constant(node.value)
+    if not found:
+        raise UnreadableError(f"{path.name} sets no strategy.{_PYTHON}")
+    return Script((Line(tuple(_words(found))),), tuple(remarks))
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return a dictionary, list or constant; marks in place of what only Python can compute."""
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {str(_constant(key)) if key else "**": _constant(value) for key, value in pairs}
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return open_values.mark(ast.unparse(node))
 
 
 def _of_slurm(text: str) -> dict[str, str]:

@@ -30,7 +30,8 @@ DEFAULTS: Mapping[str, Mapping[str, Foreign]] = {
     "paddle": paddle.DEFAULTS,
 }
 _ROWS = {"mindspeed": mindspeed.ROWS, "deepspeed": deepspeed.ROWS, "paddle": paddle.ROWS}
-# Arguments of Megatron-LM's extensions whose rows are in its table, because the answer is the same for all.
+# Arguments of Megatron-LM's extensions whose rows are in its table, because the answer is the same for all; of Paddle,
+# those that megapar also has.
 _SIGNS = {
     "mindspeed": """
         adaptive-recompute-device-swap coc-fused-kernel coc-parallel-num enable-recompute-layers-per-pp-rank
@@ -43,9 +44,13 @@ _SIGNS = {
         use-fused-ring-attention-update use-fused-rmsnorm use-fused-rotary-pos-emb use-fused-swiglu
     """,
     "deepspeed": "deepspeed deepspeed-config deepspeed-mpi zero-stage deepspeed-activation-checkpointing",
-    "paddle": "",
+    "paddle": """
+        sharding-segment-strategy segment-broadcast-mb segment-anchors sharding-degree mp-degree hybrid-dp
+        gradient-merge-acc-step
+    """,
 }
 # Arguments that only one framework has. They identify the framework of a line.
+SIGNS = frozenset(word for words in _SIGNS.values() for word in words.split())
 OWN: Mapping[str, frozenset[str]] = {
     name: frozenset(rows).difference(megatron.ROWS, *(theirs for other, theirs in _ROWS.items() if other != name))
     | frozenset(_SIGNS[name].split())

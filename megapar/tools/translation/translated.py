@@ -19,7 +19,7 @@ from megapar.tools.translation.functions import DECIDING, FUNCTIONS
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import WRAPPERS, Line
 from megapar.tools.translation.number import NotANumberError
-from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN
+from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN, SIGNS
 from megapar.tools.translation.verdict import (
     CHANGING,
     LEFT,
@@ -39,6 +39,7 @@ _OFF, _UNSET = "switched off", "it is not set"
 _NOTHING = ("null", "none", "~")
 _NONE_IS_ONE = ("moe-router-load-balancing-type", "position-embedding-type")  # none is a regular choice
 _FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatron-LM's YAML
+_OF_PADDLE = re.compile("degree|sharding|parallel|moe|amp|segment|pipeline")
 _SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # 0 may also be a number
 _OF_THE_LAUNCHER = {
     **{"@node_rank": "--node-rank", "@rendezvous": "--rdzv-endpoint", "@ranks_here": "--nproc-per-node"},
@@ -128,11 +129,12 @@ def _translate_program(tool: str, pairs: Sequence[tuple[str, str]], given: Mappi
         reason = "megapar launch starts Python itself" if tool == "python" else "keep it in front of megapar launch"
         return [Translated("", written, UNNECESSARY, "", reason)] if written != "python" else []
     table, items = LAUNCHERS.get(tool, {}), []
-    if tool not in LAUNCHERS and open_values.is_open(tool):
-        items.append(Translated("", tool, LEFT, "", "it may start the ranks", decides=True))
-    elif tool not in LAUNCHERS:
-        reason = "no known launcher: set --nproc-per-node, --nnodes and --rdzv-endpoint"
-        items.append(Translated("", tool, UNKNOWN, "", reason))
+    if tool not in LAUNCHERS:
+        is_open, reason = (
+            open_values.is_open(tool),
+            "it may start the ranks: set --nproc-per-node, --nnodes, --rdzv-endpoint",
+        )
+        items.append(Translated("", tool, LEFT if is_open else UNKNOWN, "", reason, decides=is_open))
     for name, value in pairs:
         if name and _find(normal(name), table) is None:
             items.append(Translated(f"--{name}", value, UNKNOWN, "", f"no known argument of {tool}"))
@@ -148,14 +150,33 @@ def framework_of(line: Line) -> str:
     if "paddle.distributed.launch" in line.starters:
         return "paddle"
     names = [name for name, _ in _pairs(line.arguments)]
-    return "deepspeed" if "deepspeed" in line.starters and detect(names) == "megatron" else detect(names)
+    found = detect(names)
+    if line.entry is not None and found == "paddle":
+        return "megatron"  # whose entry scripts they are
+    return "deepspeed" if "deepspeed" in line.starters and found == "megatron" else found
+
+
+def guess(line: Line, framework: str) -> str:
+    """Return "" if a known script, launcher or section of a file names the framework, else how sure the guess is.
+
+    A guess is "likely" if at most a tenth of the arguments are unknown to the framework, otherwise "open". Most names
+    of Paddle's trainer are Hugging Face's, too: one of Paddle's own features has to be among them.
+    """
+    keys = {normal(name) for name, _ in _pairs(line.arguments) if name}
+    named = {"paddle.distributed.launch", "deepspeed"} & set(line.starters)
+    if line.entry is not None or named or any(key.startswith(_FILE_OF_MEGATRON) for key in keys):
+        return ""
+    unknown = [key for key in keys if not _find(key, FOREIGN[framework]) and not _find(key, frozenset(spellings()))]
+    own = framework != "paddle" or any(map(_OF_PADDLE.search, keys))
+    return "likely" if own and 10 * len(unknown) <= len(keys) else "open"
 
 
 def detect(names: Sequence[str]) -> str:
     """Return the framework with the most arguments that only it has; megatron if there are none."""
     if any(normal(name).startswith(_FILE_OF_MEGATRON) for name in names):
         return "megatron"
-    keys = {key for key in map(normal, names) if {key, key.rpartition(".")[2]}.isdisjoint(spellings())}
+    ours = frozenset(spellings()) - SIGNS
+    keys = {key for key in map(normal, names) if _find(key, ours) is None}
     counts = {framework: sum(_find(key, own) is not None for key in keys) for framework, own in OWN.items()}
     best = max(counts, key=lambda framework: counts[framework])
     return best if counts[best] else "megatron"
