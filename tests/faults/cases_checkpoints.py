@@ -149,6 +149,25 @@ def beside_others(folder: Path) -> Outcome:
     return outcome
 
 
+def unpublished(folder: Path) -> Outcome:
+    """The first two checkpoints cannot be published: --keep counts them, so that a full disk does not stay full."""
+    ended = run_job(folder, 1, Fault("no publication", iteration=6), "--keep", "1")
+    left = sorted(path.name for path in (folder / "c").glob("iter_*"))
+    good = ended.status == 0 and ended.losses == uninterrupted(1) and "iter_0000002" not in left
+    good = good and ended.output.count("stale file handle") == 2
+    return Outcome(1, int(good), [0], note="" if good else f"{left} {ended.output[-2000:]}")
+
+
+def owning(folder: Path) -> Outcome:
+    """Killed while it takes the folder of --save: the next start removes the unfinished record."""
+    ended = run_job(folder, 1, Fault("kill in owner"), restarts=1)
+    outcome = compared(ended, uninterrupted(1))
+    left = sorted(path.name for path in (folder / "c" / "owner").glob("*.tmp"))
+    if left or not ended.strikes:
+        outcome.survived, outcome.note = 0, f"{left} {ended.output[-2000:]}"
+    return outcome
+
+
 def moved(*flags: str) -> Callable[[Path], Outcome]:
     """Killed on one layout, continued by hand on another."""
 
@@ -304,6 +323,8 @@ def cases(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Path], Outcome
     yield "kill -9 at random moments of every phase", random_kills("kill in a phase at random", kills, 0.005, seed)
     yield "kill -9 with local checkpoints only", local()
     yield "kill -9 with local checkpoints of a job named '..' beside strangers' files", beside_others
+    yield "kill -9 while taking --save", owning
+    yield "checkpoints cannot be published for a while", unpublished
     yield "one of two nodes killed, no other comes", node_lost(False)
     yield "one of two nodes killed, another comes", node_lost(True)
     yield "SIGTERM", stopped("SIGTERM")

@@ -18,7 +18,7 @@ from typing import Any
 
 from megapar import trainer
 from megapar.arguments import parse_or_exit
-from megapar.core.checkpoint import folder, shard_file, storage
+from megapar.core.checkpoint import folder, lease, shard_file, storage
 from megapar.core.device.base import Device
 from megapar.errors import DataError
 from megapar.trainer import Trainer, main
@@ -44,6 +44,7 @@ from tests.faults.spoiled import (
     damage_local,
     diverge,
     fail_in_step,
+    fail_publications,
     flip_in_memory,
     no_space_check,
     not_a_number,
@@ -83,6 +84,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "bad data": lambda: fail_in_step(DataError("record 7 of a.jsonl is no object")),
     "bug": lambda: fail_in_step(ValueError("a bug")),
     "no memory for copies": lambda: throw(Device, "pinned_zeros", MemoryError("no memory")),
+    "kill in owner": lambda: before(lease, "_link", lambda *_: True),
+    "no publication": fail_publications,
     "no removal": lambda: throw(folder, "keep_newest", OSError(1, "Operation not permitted")),
     "signal to the job": signal_job,
     "two signals around a slow save": two_signals_around_a_slow_save,

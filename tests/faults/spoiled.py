@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megapar.core.checkpoint import storage
+from megapar.core.checkpoint import folder, storage
+from megapar.errors import CheckpointError
 from megapar.trainer import Trainer
 from megapar.training.health.guards import ReplicaGuard
 from megapar.training.step.batches import BatchFeed
@@ -137,6 +138,18 @@ def fail_in_step(error: Exception) -> None:
         return kept(self, loader, progress)
 
     BatchFeed.next = following  # type: ignore[method-assign]
+
+
+def fail_publications() -> None:
+    """No checkpoint before that of the iteration can be published."""
+    kept = folder.publish
+
+    def publish(root: Path, iteration: int, *owner: Any) -> None:
+        if iteration < SPEC["iteration"]:
+            raise CheckpointError("stale file handle")
+        kept(root, iteration, *owner)
+
+    folder.publish = publish
 
 
 def throw(module: Any, name: str, error: BaseException) -> None:
