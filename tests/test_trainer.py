@@ -17,6 +17,7 @@ from megapar.arguments import parse
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import DataError
 from megapar.trainer import Trainer, train
+from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step import bad_steps as numbers
 from tests.support.here import run_here
 from tests.support.objects import object_bytes
@@ -99,6 +100,17 @@ def test_evaluation_is_the_same_on_every_layout() -> None:
     assert want is not None
     for world_size, flags in (LAYOUTS["sharding 2"], LAYOUTS["sharding 4, stage 3"]):
         assert run(world_size, "ernie", *evaluate, *flags).evaluation == pytest.approx(want, rel=1e-10)
+
+
+def test_the_line_of_an_evaluation_is_printed_when_it_was_made(tmp_path: Path) -> None:
+    order: list[object] = []
+    evaluate = Trainer._evaluate
+    with (
+        patch.object(Trainer, "_evaluate", lambda trainer: order.append("evaluated") or evaluate(trainer)),
+        patch.object(PlainTerminal, "log", lambda terminal, record: order.append((record.iteration, record.eval_loss))),
+    ):
+        run_here(tmp_path, "--eval-interval", "4", "--eval-iters", "1", "--save-interval", "100")
+    assert [one if one == "evaluated" else one[0] for one in order] == ["evaluated", 1, 2, 3, 4, "evaluated", 5, 6]  # type: ignore[index]
 
 
 def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:

@@ -183,6 +183,25 @@ def test_the_plan_beside_a_run_has_the_flags_of_several_files(finished: Path) ->
     assert plan.config.grid.ep == 2
 
 
+def test_the_plan_beside_a_resumed_run_is_that_of_the_first_start(finished: Path) -> None:
+    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+    kept = {"load": "x", "override_opt_param_scheduler": True, "finetune": True, "ckpt_step": 3, "no_load_rng": True}
+    for name, value in {**kept, "override_data": ["seed"], "no_load_optim": True}.items():
+        facts["configuration"][name] = {"value": value, "origin": "flag", "group": "checkpoint", "flag": "--" + name}
+    assert plan_of(facts) is not None
+
+
+def test_a_page_says_why_it_has_no_plan(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+    facts["configuration"]["num_layers"] = {"value": 0, "origin": "flag", "group": "model", "flag": "--num-layers"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    assert "No plan: --num-layers 0" in report(tmp_path / "run")
+    facts["device"] = {"type": "cuda", "name": "A thing"}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    assert "No plan: the planner does not know the device A thing." in report(tmp_path / "run")
+
+
 def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp_path: Path) -> None:
     shutil.copy(finished / "metrics.jsonl", tmp_path / "m.jsonl")
     with (tmp_path / "m.jsonl").open("ab") as file:

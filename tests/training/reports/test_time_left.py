@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 
 from megapar.training.reports.record import Record
-from megapar.training.reports.terminal import PlainTerminal
+from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
 from megapar.training.reports.time_left import TimeLeft, clock_text
 
 
@@ -64,3 +64,17 @@ def test_lines_of_steps_begin_with_the_time_and_end_with_the_time_left() -> None
     assert re.match(r"2026-01-02 03:04:05 iteration 10/40 \| loss .* \| left 1:00$", lines[0])
     assert re.match(r"2026-01-02 03:05:45 iteration 20/40 \| loss .* \| left 3:20$", lines[1])
     assert lines[2] == "2026-01-02 03:05:45 WARNING: a word"
+
+
+def test_the_bar_has_the_time_left_of_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    bar, now = ProgressTerminal(40, 100, 0), 1000.0
+    bar._clock = lambda: now
+    for iteration in range(1, 11):
+        bar.log(record(iteration, 2.0))
+    bar.flush()
+    now += 100.0
+    for iteration in range(11, 21):
+        bar.log(record(iteration, 2.0))
+    assert bar._progress.tasks[0].fields["left"] == "3:20"
+    bar.close()
+    assert "left 3:20" in capsys.readouterr().out
