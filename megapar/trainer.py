@@ -421,9 +421,10 @@ class Trainer:
         self.checkpoints.poll()
         self._log_messages()
         self._check(saved=False)
-        if training.eval_interval and (_due(iteration, training.eval_interval) or last):
+        evaluates = bool(training.eval_interval) and (_due(iteration, training.eval_interval) or last)
+        if evaluates:
             self.monitor.evaluated(self._evaluate())
-        if _due(iteration, self.config.logging.log_interval) or self.places.due(iteration):
+        if evaluates or _due(iteration, self.config.logging.log_interval) or self.places.due(iteration):
             self._flush()
         if self.places.due(iteration) and (line := self.places.choose()):
             self._message(line)

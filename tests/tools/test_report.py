@@ -196,7 +196,7 @@ def test_a_page_says_why_it_has_no_plan(finished: Path, tmp_path: Path) -> None:
     facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
     facts["configuration"]["num_layers"] = {"value": 0, "origin": "flag", "group": "model", "flag": "--num-layers"}
     (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
-    assert "No plan: --num-layers 0" in report(tmp_path / "run")
+    assert "No plan: --num-layers must be at least 1; got 0." in report(tmp_path / "run")
     facts["device"] = {"type": "cuda", "name": "A thing"}
     (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
     assert "No plan: the planner does not know the device A thing." in report(tmp_path / "run")

@@ -15,6 +15,7 @@ from megapar.core.device.kinds import kind_called
 from megapar.errors import ConfigError
 from megapar.planning.change import line_of
 from megapar.planning.devices import device_kind
+from megapar.planning.flag_roles import WITHOUT_EFFECT
 from megapar.planning.plan import Plan
 from megapar.planning.speed import Speed
 from megapar.tools.run_page.curve_sections import values
@@ -28,26 +29,35 @@ MEMORY_COLORS = {
     **{"buffers": "#9333ea", "measured peak": "#475569"},
 }
 PARTS = "The plan has the tensors of stage 0. The sum of its parts, each at its highest moment, bounds their peak."
+_OF_A_RESUME = ("override_data", "override_opt_param_scheduler")
 LAPTOP = "The plan's speed of a CPU is that of a laptop, as an order of magnitude."
 PROCESS = "On a CPU, the measured peak is that of the whole process, with the interpreter and its libraries."
 
 
 def plan_of(facts: Mapping[str, Any]) -> Plan | None:
     """Return the plan of ``megapar plan`` for the run; None if the device or the configuration is unknown to it."""
+    plan = _plan_or_reason(facts)
+    return plan if isinstance(plan, Plan) else None
+
+
+def _plan_or_reason(facts: Mapping[str, Any]) -> Plan | str:
+    """Return the plan, or why there is none. Flags without an effect on a step, such as those of a resume, are out."""
     if not facts:
-        return None
+        return "the folder has no run.json."
     given = {
         name: tuple(entry["value"]) if isinstance(entry["value"], list) else entry["value"]
         for name, entry in facts["configuration"].items()
-        if is_given(entry["origin"]) and name not in ("load", "load_hf", "profile", "world_size")
+        if is_given(entry["origin"]) and name not in (*WITHOUT_EFFECT, *_OF_A_RESUME, "world_size")
     }
     line = [*line_of(given), "--rules-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]
     kind = device_kind("cpu") if device["type"] == "cpu" else kind_called(device["name"])
+    if kind is None:
+        return f"the planner does not know the device {device['name']}."
     try:
-        return None if kind is None else Plan(parse(facts["kind"], line, {}), kind)
-    except ConfigError:
-        return None
+        return Plan(parse(facts["kind"], line, {}), kind)
+    except ConfigError as error:
+        return error.complaints[0].message
 
 
 def step_time(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> Figure | None:
@@ -59,12 +69,14 @@ def step_time(runs: Sequence[RunFolder], plans: Sequence[Plan | None]) -> Figure
             rows.append(StackedBar(f"measured{of}", parts))
         if plan is not None:
             rows.append(StackedBar(f"plan{of}", planned_parts(plan.speed)))
+    reasons = dict.fromkeys(why for run in runs if isinstance(why := _plan_or_reason(run.facts), str))
     note = (
         "Measured: median step since the last start, on the reporting rank; what it did not wait for counts as "
         "computation. Waits for slower ranks are in exposed communication."
     )
     if any(plan is not None and plan.kind.kernels == "cpu" for plan in plans):
         note = f"{note} {LAPTOP}"
+    note = " ".join((note, *(f"No plan: {why}" for why in reasons)))
     return bars("Where the time of a step went", rows, TIME_COLORS, "seconds", note)
 
 

@@ -66,16 +66,16 @@ class ProgressTerminal(PlainTerminal):
 
     def __init__(self, train_iters: int, interval: int, start: int) -> None:
         super().__init__(train_iters, interval)
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}"),
-            TimeRemainingColumn(),
+            TextColumn("left {task.fields[left]}"),
         )
-        self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-")
+        self._task = self._progress.add_task("training", total=train_iters, completed=start, loss="-", left="-")
         self._progress.start()
 
     def print_line(self, text: str) -> None:
@@ -85,7 +85,9 @@ class ProgressTerminal(PlainTerminal):
     def log(self, record: Record) -> None:
         """Advance the bar."""
         super().log(record)
-        self._progress.update(self._task, completed=record.iteration, loss=f"{record.loss:.4f}")
+        seconds = self._left.seconds(record.iteration, self._train_iters, self._clock())
+        left = "-" if seconds is None else clock_text(seconds)
+        self._progress.update(self._task, completed=record.iteration, loss=f"{record.loss:.4f}", left=left)
 
     def close(self) -> None:
         """Stop updating the bar."""
