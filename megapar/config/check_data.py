@@ -17,6 +17,7 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.vocab_size import known_vocabulary
 from megapar.errors import Complaint, DataError
+from megapar.files.content import look_at
 from megapar.files.data_files import (
     INDEXED,
     PARQUET,
@@ -30,7 +31,7 @@ from megapar.files.data_files import (
     refusal_of,
 )
 from megapar.files.near_path import near_path
-from megapar.files.record import FIELD, JSONL, decoded, text_of_line
+from megapar.files.record import FIELD, decoded, text_of_line
 from megapar.files.regular_file import read_json
 from megapar.files.token_index import check_corpus
 from megapar.rules.data import blend_of
@@ -157,35 +158,36 @@ def _folder(name: str, folder: Path, values: Mapping[str, Any]) -> Iterator[Comp
 
 def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yield complaints about a file's first bytes or lines or, for parquet, its last bytes."""
-    spelling = FLAGS[name].spelling
+    spelling, field = FLAGS[name].spelling, _field(values)
+    packed = path.suffix.lower() == ZSTANDARD and sys.version_info < (3, 14)
     if not os.access(path, os.R_OK):
         yield Complaint("file", f"{spelling} {path} is not readable.", "Change its permissions.")
-    elif kind_of(path) == PARQUET:
-        yield from _parquet(spelling, path, _field(values))
-    elif values.get("on_bad_record") == "stop":
-        yield from _first_record(spelling, path, _field(values))
-
-
-def _first_record(spelling: str, path: Path, field: str) -> Iterator[Complaint]:
-    """Check the first line, which shows the mistakes that concern the whole file: field, encoding, kind of file.
-
-    Files of other kinds are not checked, because they may have another format; files that need a package to unpack are
-    left to the run.
-    """
-    kind = kind_of(path)
-    packed = path.suffix.lower() == ZSTANDARD and sys.version_info < (3, 14)
-    if packed and importlib.util.find_spec("pyarrow") is None:
+    elif packed and importlib.util.find_spec("pyarrow") is None:
         message = f"{spelling} {path}: Zstandard files need the package pyarrow here."
         yield Complaint("package", message, f"Install it (pip install pyarrow), or unpack the file: zstd -d {path}.")
-    if kind not in (*JSONL, *TEXT) or packed:
-        return
+    elif not packed:  # pyarrow takes longer to import than all other checks
+        try:
+            look = look_at(path, field)
+        except DataError as error:
+            yield Complaint("record", f"{spelling} {error}.")
+            return
+        if look.refused:
+            yield Complaint("file", f"{spelling} {path} {look.refused}.")
+        elif kind_of(path) == PARQUET:
+            yield from _parquet(spelling, path, field)
+        elif values.get("on_bad_record") == "stop" and (look.records or kind_of(path) in TEXT):
+            yield from _first_record(spelling, path, field, look.records)
+
+
+def _first_record(spelling: str, path: Path, field: str, records: bool) -> Iterator[Complaint]:
+    """Check the first line, which shows the mistakes that concern the whole file: a wrong field or encoding."""
     try:
         number, line = first_line(path, MAX_LINE_BYTES)
         if number == 0:
             yield Complaint("file", f"{spelling} {path} contains no text.", "Pass a file that contains text.")
         elif len(line) < MAX_LINE_BYTES:
             place = f"{spelling} {path}, line {number}"
-            if kind in JSONL:
+            if records:
                 text_of_line(line, place, field)
             else:
                 decoded(line, place)

@@ -22,11 +22,10 @@ from megapar.files.metrics_file import METRICS
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.suspects import suspects
+from megapar.files.tokenizer_folder import TOKENIZER_FILES, foreign_tokenizer
 from megapar.schema.rule import either
 
 MOST_STEPS = 8  # listed in a message
-# Every folder with a tokenizer contains one of these; a sentencepiece model may have any name before ``.model``.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
 
 
 def check_model(values: Mapping[str, Any]) -> Iterator[Complaint]:
@@ -96,10 +95,12 @@ def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
 
 
 def _tokenizer(path: Path) -> Iterator[Complaint]:
-    if path.is_dir() and not any(found for name in _TOKENIZER_FILES for found in path.glob(name)):
+    if foreign := foreign_tokenizer(path):
+        yield Complaint("tokenizer", f"--tokenizer-model: {foreign}.")
+    elif path.is_dir() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
         yield Complaint(
             "file",
-            f"--tokenizer-model {path} contains no tokenizer (none of {', '.join(_TOKENIZER_FILES)}).",
+            f"--tokenizer-model {path} contains no tokenizer (none of {', '.join(TOKENIZER_FILES)}).",
             "Pass a sentencepiece model, a tokenizer.json, or the folder of a Hugging Face tokenizer.",
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
+from megapar.files.content import not_itself
 from megapar.files.published_names import CONFIG_FILE
 from megapar.files.regular_file import read_json
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
@@ -36,12 +37,19 @@ class Unsupported(ValueError):
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json of a model folder. Raises Unsupported if it is missing or not JSON."""
     path = Path(folder) / CONFIG_FILE
+    if not path.exists() and (Path(folder) / "adapter_config.json").exists():
+        fix = "merge it into its model with merge_and_unload of peft, and pass the folder of the result"
+        raise Unsupported(f"{folder} is an adapter (LoRA), not a model: {fix}")
     if not path.exists():
         raise Unsupported(f"{folder} contains no config.json, which every published model has")
     try:
-        return read_json(path)
+        other = not_itself(path)
+        config = {} if other else read_json(path)
     except (OSError, ValueError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error
+    if other:
+        raise Unsupported(f"{path} {other}")
+    return config
 
 
 def architecture_of(config: Json) -> PublishedArchitecture:

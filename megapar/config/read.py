@@ -19,6 +19,7 @@ from megapar.config.presets import located, near_preset
 from megapar.config.shown import shown
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
+from megapar.files.content import not_itself
 from megapar.files.near_path import near_path
 from megapar.files.regular_file import read_regular_text
 from megapar.schema.flag import SCRIPTS, SWITCH, Flag
@@ -264,6 +265,9 @@ def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         draft.complain("config-file", f"--config {path} cannot be read: {error}.")
+        return []
+    if text and (other := not_itself(located(path))):
+        draft.complain("config-file", f"--config {path} {other}.")
         return []
     import yaml
 

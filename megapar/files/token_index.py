@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megapar.errors import DataError
+from megapar.files.content import not_itself
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -53,6 +54,9 @@ class Head(NamedTuple):
 
 def read_head(index: Path, data: Path) -> Head:
     """Read the header of an .idx file and check it against the sizes of both files. Raises DataError on a mismatch."""
+    for path in (index, data):
+        if path.stat().st_size and (other := not_itself(path)):
+            raise DataError(f"{path} {other}")
     with index.open("rb") as file:
         head = file.read(HEADER.size)
         if len(head) < HEADER.size:

@@ -1,4 +1,4 @@
-"""Folder in which a run stores its tokenizer.
+"""Files of a tokenizer, and the folder in which a run stores its own.
 
 Tested in ``tests/training/checkpoints/test_identity.py``.
 """
@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megapar.files.content import not_itself
 from megapar.files.regular_file import read_json
 
 FOLDER = "tokenizer"
 FACTS = "megapar.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
+"""Every folder with a tokenizer contains one of these; a sentencepiece model may have any name before ``.model``."""
+
+
+def foreign_tokenizer(path: Path) -> str:
+    """Return the sentence about a file of a tokenizer that is not what its name says; "" if there is none."""
+    names = TOKENIZER_FILES[:-1] if (path / TOKENIZER_FILES[0]).exists() else TOKENIZER_FILES
+    files = [path] if path.is_file() else [file for name in names for file in sorted(path.glob(name))]
+    return next((f"{file} {other}" for file in files if file.is_file() and (other := not_itself(file))), "")
 
 
 def stored_fingerprint(folder: Path) -> str | None:

@@ -113,7 +113,7 @@ def test_a_pointer_is_told_by_every_reader(tmp_path: Path) -> None:
         ShardFile(tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="a.idx" + TOLD):
         check_corpus(str(tmp_path / "a"), None)
-    with pytest.raises(DataError, match="b.idx is a web page"):
+    with pytest.raises(DataError, match=r"b\.idx is a web page"):
         check_corpus(str(tmp_path / "b"), None)
     for path, name in ((tmp_path, "tokenizer.json"), (tmp_path / "sp.model", "sp.model")):
         with pytest.raises(DataError, match=name + TOLD):

@@ -106,7 +106,7 @@ MISTAKES = [
     ("--text-field body --data-path builtin", "--text-field applies to JSONL and parquet files", "Set --data-path"),
     ("--data-path latin.jsonl", "latin.jsonl, line 1: not a JSON record ('utf-8' codec", "--on-bad-record skip"),
     ("--data-path 0.5 corpus.jsonl 0.5 latin.txt", "--data-path latin.txt, line 1: not UTF-8 text", "iconv"),
-    ("--data-path array.json", "array.json, line 1: not a JSON record"),
+    ("--data-path array.json", "array.json is a JSON array", "jq -c '.[]'"),
     ("--eval-data-path number.jsonl", "--eval-data-path number.jsonl, line 1: field 'text' is of type int"),
     ("--load run", "--load run contains no checkpoint", "Did you mean run/checkpoints?"),
     ("--load run/checkpoints/iter_0000005", "is a single checkpoint", "run/checkpoints"),

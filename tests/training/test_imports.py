@@ -18,7 +18,7 @@ from megapar.arguments import parse
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.hugging_face.folder import HfFolder
-from megapar.model.hugging_face.tensors import pieces_of
+from megapar.model.published_tensors import pieces_of
 from megapar.model.spec import table_of
 from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
 from tests.support.ranks import run_ranks

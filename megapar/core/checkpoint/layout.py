@@ -31,6 +31,7 @@ from megapar.core.units import Json
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.files.regular_file import read_regular
+from megapar.files.tensor_file import MAX_NUMBER, is_number
 
 FORMAT = "megapar checkpoint"
 VERSION = 1
@@ -187,7 +188,7 @@ def _file(value: Json) -> FileEntry:
         isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name), f"bad file {name!r:.100}"
     )
     _expect(name != LAYOUT_FILE, f"the layout names itself as a file, {name}")
-    _expect(tiling.is_number(size), f"{name} has the size {size!r:.100}")
+    _expect(is_number(size), f"{name} has the size {size!r:.100}")
     _expect(isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256), f"{name} has a bad SHA-256")
     return FileEntry(name, size, sha256)
 
@@ -196,13 +197,13 @@ def _tensor(name: str, value: Json) -> TensorEntry:
     _expect(isinstance(value, dict), f"tensor {name!r:.100} is not described by an object")
     shape, dtype = value.get("shape"), value.get("dtype")
     _expect(
-        isinstance(shape, list) and len(shape) <= MAX_DIMS and all(tiling.is_number(size) for size in shape),
+        isinstance(shape, list) and len(shape) <= MAX_DIMS and all(is_number(size) for size in shape),
         f"tensor {name!r:.100} has the shape {str(shape)[:100]}",
     )
     numel = 1
     for size in shape:
         numel *= size
-    _expect(numel <= tiling.MAX_NUMBER, f"tensor {name!r:.100} has {numel} elements")
+    _expect(numel <= MAX_NUMBER, f"tensor {name!r:.100} has {numel} elements")
     _expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {name!r:.100} has the dtype {str(dtype)[:100]}")
     cut = {key: value[key] for key in ("starts", "files", "pieces") if key in value}
     return TensorEntry(name, tuple(shape), DTYPES[dtype], cut)

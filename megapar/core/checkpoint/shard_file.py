@@ -1,10 +1,7 @@
 """Shard files: safetensors, written one tensor at a time and read in blocks, so that neither needs much memory.
 
-    bytes 0-7: length of the header (little endian) | header: JSON, padded with spaces to a multiple of 8 | tensors
-    header: {name: {"dtype": "F32", "shape": [...], "data_offsets": [first byte, end]}}, counted from the header's end
-
-The format is the public one, so that any safetensors reader can open a shard. Tensors are sorted by descending element
-size, which keeps each of them aligned.
+The format is the public one (``files.tensor_file``), so that any safetensors reader can open a shard. Tensors are
+sorted by descending element size, which keeps each of them aligned.
 
 Tested in ``tests/core/checkpoint/test_damage.py`` and ``tests/core/checkpoint/test_store.py``.
 """
@@ -14,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -26,12 +21,11 @@ from torch import Tensor
 
 from megapar.core.box import Box
 from megapar.core.checkpoint.layout import FileEntry
-from megapar.core.checkpoint.tiling import is_number
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.tensor_file import TensorFile
 
 BLOCK_BYTES = 16 << 20  # the most that is hashed, written or read at a time
-MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 CODES = {
     torch.float64: "F64",
@@ -143,90 +137,12 @@ def _write_tensor(file: HashedFile, tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-class ShardFile:
-    """An open shard file, whose header was checked against the size of the file.
-
-    Raises CheckpointError if the file is missing, truncated, or not in the format.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            self._file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be opened: {error}") from error
-        try:
-            self._entries = self._read_header()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> ShardFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def _read_header(self) -> Mapping[str, Json]:
-        size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._read_at(0, 8), "little")
-        self._start = 8 + length
-        if length > MAX_HEADER_BYTES or self._start > size:
-            raise CheckpointError(f"{self.path} is damaged: it claims a header of {length} bytes in {size}")
-        self._num_bytes = size - self._start
-        try:
-            header = json.loads(self._read_at(8, length), object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.path} is damaged: its header is not JSON ({str(error)[:200]})") from error
-        if not isinstance(header, dict):
-            raise CheckpointError(f"{self.path} is damaged: its header is not a JSON object")
-        self._refuse_overlaps(header)
-        return header
-
-    def _refuse_overlaps(self, header: Mapping[str, Json]) -> None:
-        """Raise CheckpointError if two tensors share bytes: one of them would be wrong, and no writer produces that."""
-        spans = []
-        for name, entry in header.items():
-            offsets = entry.get("data_offsets") if isinstance(entry, dict) and name != "__metadata__" else None
-            if isinstance(offsets, list) and len(offsets) == 2 and all(is_number(offset) for offset in offsets):
-                spans.append((*offsets, name))
-        spans.sort()
-        for (_, end, one), (first, last, other) in pairwise(spans):
-            if first < end and first < last:
-                raise CheckpointError(
-                    f"{self.path} is damaged: {one:.100} and {other:.100} share bytes {first}-{min(end, last)}"
-                )
+class ShardFile(TensorFile):
+    """An open shard file, with the data of its tensors."""
 
     def check(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Return the position of a tensor's data in the file, in bytes.
-
-        Raises CheckpointError if dtype or shape differ from the expected ones, or the data is not inside the file.
-        """
-        entry = self._entries.get(name)
-        expected = {"dtype": CODES[dtype], "shape": list(shape)}
-        if not isinstance(entry, dict) or {key: entry.get(key) for key in expected} != expected:
-            raise CheckpointError(f"{self.path} does not contain {name} as {expected}, but as {str(entry)[:200]}")
-        offsets = entry.get("data_offsets")
-        if not (isinstance(offsets, list) and len(offsets) == 2 and all(is_number(offset) for offset in offsets)):
-            raise CheckpointError(f"{self.path} is damaged: {name} is at {str(offsets)[:100]}")
-        first, end = offsets
-        if end - first != prod(shape) * dtype.itemsize or end > self._num_bytes:
-            raise CheckpointError(f"{self.path} is damaged: {name} is at {first}-{end} of {self._num_bytes} bytes")
-        return self._start + int(first)
-
-    def names(self) -> list[str]:
-        """Return the names of the tensors in the file."""
-        return [name for name in self._entries if name != "__metadata__"]
-
-    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return the dtype code and the shape in the header. Raises CheckpointError if it has none for this name."""
-        entry = self._entries.get(name)
-        code, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(code, str) or not isinstance(shape, list) or not all(is_number(size) for size in shape):
-            raise CheckpointError(f"{self.path} is damaged: {name} is described by {str(entry)[:200]}")
-        return code, tuple(shape)
+        """Return ``position`` for a dtype of torch."""
+        return self.position(name, CODES[dtype], shape)
 
     def read_as(self, name: str, shape: Sequence[int], piece: Box, part: Box, out: Tensor) -> None:
         """Read as ``read`` does, from a tensor stored in another ``shape`` with the same elements in the same order."""
@@ -265,29 +181,6 @@ class ShardFile:
             data = self._read_at(position + (starts[0] + first) * row_bytes, count * row_bytes)
             block = torch.frombuffer(data, dtype=out.dtype).view(count, *sizes[1:])
             out[first : first + count].copy_(block[inner])
-
-    def _read_at(self, position: int, count: int) -> bytearray:
-        data = bytearray(count)
-        view = memoryview(data)
-        try:
-            self._file.seek(position)
-            while len(view):
-                got = self._file.readinto(view)
-                if not got:
-                    raise CheckpointError(f"{self.path} is truncated: it ends {len(view)} bytes early")
-                view = view[got:]
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
-        return data
-
-
-def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """Return a JSON object. Raises ValueError for a duplicate name, because readers differ in which value they use."""
-    unique = dict(pairs)
-    if len(unique) < len(pairs):
-        duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{duplicate:.100} is there twice")
-    return unique
 
 
 def hash_file(path: Path) -> str:

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from megapar.core.box import Box
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.tensor_file import is_number
 
 Numbers: TypeAlias = NDArray[np.int64]
 
 MAX_PIECES = 1 << 22  # per tensor; the counts in a layout file are checked before memory is allocated
-MAX_NUMBER = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -182,11 +182,6 @@ def _pieces_from_json(name: str, shape: tuple[int, ...], rows: Json, num_files: 
 def _check_files(name: str, files: Numbers, num_files: int) -> None:
     if len(files) and (files.min() < 0 or files.max() >= num_files):
         raise CheckpointError(f"{name}: a piece is in file {int(files.max())} of {num_files}")
-
-
-def is_number(value: Json) -> bool:
-    """Return True if a JSON value is an integer in the valid range of sizes and offsets."""
-    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def to_runs(numbers: Numbers) -> list[list[int]]:

@@ -16,9 +16,11 @@ from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parque
 from megapar.data.tokens.cache import hash_parts, known, made_once
 from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
+from megapar.files.content import look_at
 from megapar.files.data_files import (
     INDEXED,
     MOST_TOLD,
+    PARQUET,
     first_line,
     is_compressed,
     kind_of,
@@ -186,12 +188,6 @@ class ParquetFile(_Records):
         return parquet_chunks(self.path, self.field)
 
 
-_FORMATS: tuple[tuple[tuple[str, ...], type[JsonlFile] | type[ParquetFile]], ...] = (
-    (JSONL, JsonlFile),
-    ((".parquet",), ParquetFile),
-)
-
-
 def open_sources(
     paths: Sequence[str],
     field: str = FIELD,
@@ -206,19 +202,24 @@ def open_sources(
     Args:
         paths: Files, folders, or ``builtin``.
         field: The field or column of records that contains the document.
-        report: Called with a message about the files of a folder that are skipped.
+        report: Called with messages about the files of a folder that are skipped, and about files whose content is not
+            what their names say.
         may_read: False raises Unread if whole files would have to be read to find copies.
     """
     sources: list[TextSource] = []
+    notes: dict[str, list[str]] = {}
     for path in paths:
         if path == BUILTIN:
             sources.append(BuiltinSource())
         elif Path(path).is_dir():
-            sources += _of_folder(Path(path), field, report, may_read)
+            sources += _of_folder(Path(path), field, report, may_read, notes)
         else:
-            sources.append(_file_source(Path(path), field))
+            sources.append(_file_source(Path(path), field, notes))
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
+    for text, names in notes.items():
+        more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
+        report(f"{', '.join(names[:MOST_TOLD])}{more}: {text}")
     return tuple(sources)
 
 
@@ -230,7 +231,7 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     total = 0
     for path in paths:
         for one in listing(Path(path)).taken if path != BUILTIN and Path(path).is_dir() else (path,):
-            source = BuiltinSource() if one == BUILTIN else _file_source(Path(one), field)
+            source = BuiltinSource() if one == BUILTIN else _file_source(Path(one), field, {})
             try:
                 source.content_hash(may_read=False)
             except Unread as unread:
@@ -238,7 +239,9 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     return total
 
 
-def _of_folder(folder: Path, field: str, report: Callable[[str], object], may_read: bool) -> list[TextSource]:
+def _of_folder(
+    folder: Path, field: str, report: Callable[[str], object], may_read: bool, notes: dict[str, list[str]]
+) -> list[TextSource]:
     """Return the files of a folder, each content once, because a second copy is usually a mistake."""
     files, not_read = listing(folder)
     if not files:
@@ -247,7 +250,7 @@ def _of_folder(folder: Path, field: str, report: Callable[[str], object], may_re
     skipped = [f"{name} ({reason})" for name, reason in not_read]
     twins, seen = _may_be_copies(files), dict[str, Path]()
     for file in files:
-        source = _file_source(file, field)
+        source = _file_source(file, field, notes)
         first = seen.setdefault(source.content_hash(may_read=may_read), file) if file in twins else file
         if first is file:
             sources.append(source)
@@ -269,7 +272,8 @@ def _may_be_copies(files: Sequence[Path]) -> set[Path]:
     return {file for group in alike.values() if len(group) > 1 for file in group}
 
 
-def _file_source(path: Path, field: str) -> TextSource:
+def _file_source(path: Path, field: str, notes: dict[str, list[str]]) -> TextSource:
+    """Return the source of one file. ``notes`` receives the files whose content is not what their names say."""
     if str(path) == MOCK:
         raise DataError("mock makes random tokens and cannot be mixed with text; pass --data-path mock alone")
     if not path.is_file():
@@ -282,10 +286,16 @@ def _file_source(path: Path, field: str) -> TextSource:
         raise DataError(f"{path}: contains tokens, but text is needed; pass the text, JSONL or parquet file")
     if reason := refusal_of(path):
         raise DataError(f"{path}: {reason}")
-    for suffixes, kind in _FORMATS:
-        if kind_of(path) in suffixes:
-            return kind(path, field)
-    return TextFile(path)
+    look = look_at(path, field)
+    if look.refused:
+        raise DataError(f"{path} {look.refused}")
+    if look.objects:
+        notes.setdefault(f"read as text; its lines are JSON objects without the field {field!r}", []).append(str(path))
+    if look.records and kind_of(path) not in JSONL:
+        notes.setdefault("read as JSON lines, as its first records are, whatever its name", []).append(str(path))
+    if look.records:
+        return JsonlFile(path, field)
+    return ParquetFile(path, field) if kind_of(path) == PARQUET else TextFile(path)
 
 
 def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) -> Iterator[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megapar.errors import DataError
+from megapar.files.tokenizer_folder import foreign_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,6 +171,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: no such tokenizer; --tokenizer-model takes a sentencepiece model file or a Hugging Face "
             "tokenizer folder on this machine"
         )
+    if foreign := foreign_tokenizer(path):
+        raise DataError(foreign)
     if path.is_dir() and (path / "tokenizer.model").is_file() and not any(path.glob("tokenizer*.json")):
         path /= "tokenizer.model"  # no other file requires another library
     if path.is_file() and path.suffix != ".json":

@@ -32,6 +32,7 @@ _KEYS = {
 _NEEDED = {UNSCALED: (), LINEAR: ("factor",), LLAMA3: ("factor", "low_freq_factor", "high_freq_factor"), YARN: ()}
 _ALWAYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _DEFAULTS = flags_of_scaling(None)
+_WHOLE = "but this class rotates whole heads: partial_rotary_factor must be 1"
 
 
 def rope_settings(partial: float | None = None) -> tuple[Setting, ...]:
@@ -58,7 +59,12 @@ def rope_settings(partial: float | None = None) -> tuple[Setting, ...]:
         refused=lambda config: _reason(config, partial) if config.get("rope_scaling") else "",
         retrained=lambda config: bool(config.get("rope_scaling")) and _incomplete(config),
     )
-    share = Setting("partial_rotary_factor", ROPE_PARTS["partial_rotary_factor"], written=False)
+    share = Setting(
+        "partial_rotary_factor",
+        ROPE_PARTS["partial_rotary_factor"],
+        written=False,
+        refused=lambda config: "" if "partial_rotary_factor" in _object(config) or _share(config, 1.0) == 1 else _WHOLE,
+    )
     if partial is not None:
         share = Setting(
             "rope_parameters", rope, "rotary_percent", written=False, to_flag=lambda config: _share(config, partial)
@@ -129,8 +135,8 @@ def _reason(config: Json, partial: float | None) -> str:
         return "but yarn needs a rope_theta above 1"
     if name != YARN and found.get("mscale_all_dim"):
         return "but mscale_all_dim is of the type yarn only"
-    if partial is None and _share(config, 1.0) != 1:
-        return "but this class rotates whole heads: partial_rotary_factor must be 1"
+    if partial is None and (found.get("partial_rotary_factor") or 1) != 1:
+        return _WHOLE
     return ""
 
 

@@ -8,21 +8,11 @@ Blocks at the lower and right edges are smaller. Source: DeepSeek-V3 (arXiv 2412
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from megapar.core.box import Box
-
-BLOCK = 128
-SUFFIX = "_scale_inv"
-"""Ending of a scale's name, behind the name of its weight."""
-
-
-def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the scales of a stored tensor."""
-    return tuple(-(-size // BLOCK) for size in shape)
+from megapar.model.published_tensors import BLOCK
 
 
 def stored_rows(region: Box, part: Box) -> Tensor:

@@ -21,16 +21,16 @@ from torch import Tensor
 from megapar.errors import CheckpointError
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.model.architectures import own_architecture
-from megapar.model.hugging_face.tensors import export_piece, stored_pieces
+from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.hugging_face.whole_folder import written_aside
 from megapar.model.parameter import ParameterSpec
+from megapar.model.published_tensors import some, stored_pieces
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of, table_of
 from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 
 SHARD_BYTES = 2 << 30
-MOST_NAMES = 5  # in a message
 
 
 def save_hf(
@@ -155,10 +155,3 @@ class _Shards:
         save_file(self.held, self.folder / f"part-{len(self.files)}", metadata={"format": "pt"})
         self.files.append(tuple(self.held))
         self.held, self.held_bytes = {}, 0
-
-
-def some(names: Iterable[Any]) -> str:
-    """Format the first names, ``MOST_NAMES`` of them, and the number of the others."""
-    ordered = sorted(map(str, names))
-    more = len(ordered) - MOST_NAMES
-    return ", ".join(ordered[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,7 +1,4 @@
-"""Names and row order of a published architecture's tensors, relative to the parameter table.
-
-The table has the Hugging Face names and the row order of Ernie4_5 and Ernie. A ``PublishedArchitecture`` describes how
-a class differs.
+"""Row order of a published architecture's tensors, relative to the parameter table.
 
 Tested in ``tests/model/hugging_face/test_save.py``.
 """
@@ -9,41 +6,16 @@ Tested in ``tests/model/hugging_face/test_save.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.model.initialize import piece_box
-from megapar.model.parameter import ALL, HfPiece, ParameterSpec
+from megapar.model.parameter import HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 
 _ROTATED = re.compile(r"\.([qk])(_proj\.(weight|bias)|_norm\.weight)$")
-
-
-def pieces_of(
-    table: Iterable[ParameterSpec], architecture: PublishedArchitecture
-) -> dict[str, tuple[ParameterSpec, HfPiece]]:
-    """Map each tensor name of the class to the parameter and its piece, of the class's shape, in the table's order."""
-    pieces: dict[str, tuple[ParameterSpec, HfPiece]] = {}
-    for spec in table:
-        for piece in stored_pieces(spec, architecture):
-            name = architecture.hf_name(piece.hf_name)
-            if name is not None:
-                pieces[name] = (spec, replace(piece, hf_shape=architecture.hf_shape(piece.hf_name, piece.hf_shape)))
-    return pieces
-
-
-def stored_pieces(spec: ParameterSpec, architecture: PublishedArchitecture) -> tuple[HfPiece, ...]:
-    """Return the parameter's pieces as the class stores them: those of the table, or one."""
-    for pattern, replacement in architecture.whole:
-        if re.search(pattern, spec.name):
-            shape = (spec.shape[0], prod(spec.shape[1:-1]), spec.shape[-1])
-            return (HfPiece(re.sub(pattern, replacement, spec.name), shape, (ALL,)),)
-    return spec.pieces
 
 
 def export_piece(

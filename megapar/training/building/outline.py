@@ -1,4 +1,4 @@
-"""The part of --validate-only that needs the model: its parameters, stages and buckets, and the checkpoint of --load.
+"""The part of --validate-only that needs the model: its parameters, stages and buckets, and the weights that it loads.
 
 Does not import torch, because the entry scripts import this module before the configuration is accepted.
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megapar.arguments import Config
+from megapar.config.published import architecture_of, read_config
 from megapar.config.stored import stored_facts, stored_schedule
 from megapar.core.checkpoint.facts import differences
 from megapar.core.units import MEGABYTE, billions
-from megapar.errors import Complaint, ConfigError
+from megapar.errors import CheckpointError, Complaint, ConfigError
+from megapar.model.published_tensors import PublishedTensors
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
 from megapar.training.building.device_figures import kind_of_run
@@ -21,13 +23,17 @@ from megapar.training.building.expert_dispatch import assumed_node, dispatch_cho
 from megapar.training.building.pipeline_split import pipeline_outline
 from megapar.training.building.segments import make_segments
 from megapar.training.checkpoints.identity import another_run
-from megapar.training.checkpoints.model_match import fitted
+from megapar.training.checkpoints.model_match import fitted, fitted_folder
 from megapar.training.step.learning_rate import another_schedule, make_learning_rate
 
 
 def outline(config: Config) -> str:
-    """Describe the model for --validate-only: parameters, stages, buckets. Raises ConfigError for a wrong --load."""
+    """Describe the model for --validate-only: parameters, stages, buckets.
+
+    Raises ConfigError for a wrong --load or --load-hf.
+    """
     sizes = config.model
+    _check_published(config, sizes)
     not_compared = _check_saved(config, sizes)
     segments = make_segments(config, sizes)
     shown = segments if len(segments) <= 12 else [*segments[:6], *segments[-5:]]
@@ -36,6 +42,17 @@ def outline(config: Config) -> str:
         lines.insert(6, f"  ... {len(segments) - len(shown)} more")
     segmented = "\n".join([f"segments: {len(segments)}", *lines]) + "\n"
     return _counts(sizes) + pipeline_outline(config, sizes) + _dispatch(config) + segmented + not_compared
+
+
+def _check_published(config: Config, sizes: ModelSizes) -> None:
+    """Refuse weights that are damaged or another model's, by their headers."""
+    folder = config.checkpoint.load_hf
+    if folder is None or config.runtime.rules_only:
+        return
+    try:
+        fitted_folder(PublishedTensors(folder), table_of(sizes), architecture_of(read_config(folder)))
+    except CheckpointError as error:
+        raise ConfigError([Complaint("load-hf", f"--load-hf {error}.")]) from error
 
 
 def _check_saved(config: Config, sizes: ModelSizes) -> str:

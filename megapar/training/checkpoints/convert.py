@@ -40,9 +40,10 @@ from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.model.architectures import ARCHITECTURES, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import SHARD_BYTES, config_of
-from megapar.model.hugging_face.tensors import pieces_of, rotated_dim, to_halves
+from megapar.model.hugging_face.tensors import rotated_dim, to_halves
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
+from megapar.model.published_tensors import pieces_of
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of, table_of
 from megapar.rules.exports import not_exportable
@@ -138,7 +139,7 @@ def _write_checkpoint(
     folder = folders.iteration_folder(aside, 0)
     folder.mkdir()
     rows = {f"model/{spec.name}": spec for spec in table}
-    wide = torch.float64 if any(t.dtype == torch.float64 for t in weights.tensors.values()) else torch.float32
+    wide = torch.float64 if any(t.code == "F64" for t in weights.tensors.values()) else torch.float32
 
     def fetch(name: str) -> Iterator[Tensor]:
         spec = rows[name]
@@ -175,7 +176,7 @@ def _write_beside(
     for path in beside:
         shutil.copyfile(path, folder / path.name)
     if foreign:
-        plans = [TensorPlan(name, weights.tensors[name].dtype, weights.tensors[name].shape) for name in foreign]
+        plans = [TensorPlan(name, DTYPES[weights.tensors[name].code], weights.tensors[name].shape) for name in foreign]
         write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
     own = pieces_of(table, architecture)
     tied = [name for name in architecture.doubled if name in weights.tensors and name not in own]
@@ -275,7 +276,7 @@ def _write_hf(
     copies = _copies(architecture, saved, facts)
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
     extra = {} if carried is None else {name: entry for name, entry in carried.tensors.items() if name not in pieces}
-    plans += [TensorPlan(name, entry.dtype, entry.shape) for name, entry in extra.items()]
+    plans += [TensorPlan(name, DTYPES[entry.code], entry.shape) for name, entry in extra.items()]
 
     def fetch(name: str) -> Iterator[Tensor]:
         if carried is not None and name in extra:

@@ -11,11 +11,10 @@ from megapar.config.published import architecture_of, read_config
 from megapar.core.box import Box
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.hugging_face.folder import HfFolder
-from megapar.model.hugging_face.save import some
-from megapar.model.hugging_face.tensors import pieces_of
+from megapar.model.published_tensors import pieces_of, some
 from megapar.schema.published import PublishedArchitecture
 from megapar.training.building.job import Job
-from megapar.training.checkpoints.model_match import MTP, blocks_lacking
+from megapar.training.checkpoints.model_match import MTP, fitted_folder
 
 
 def trained_architecture(folder: Path) -> PublishedArchitecture:
@@ -32,9 +31,7 @@ def load_hf(folder: Path, job: Job) -> tuple[str, ...]:
     unreadable tensors.
     """
     architecture, weights = architecture_of(read_config(folder)), HfFolder(folder)
-    lacking = blocks_lacking(architecture, job.table, weights.tensors)
-    initial = [spec.name for block in lacking for spec in job.table if spec.name.startswith(block.prefixes)]
-    foreign = weights.check(job.table, architecture, optional=initial)
+    lacking, foreign = fitted_folder(weights, job.table, architecture)
     own: set[str] = {*pieces_of(job.table, architecture)}
     if not any(spec.name.startswith(MTP.prefixes) for spec in job.table):
         own |= {*architecture.shared}  # copies that belong to a block which is not trained

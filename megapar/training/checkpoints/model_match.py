@@ -12,6 +12,7 @@ from typing import Any
 from megapar.model.decoder.sizes import DENSE_BLOCK
 from megapar.model.ernie.table import SOP
 from megapar.model.parameter import ParameterSpec
+from megapar.model.published_tensors import PublishedTensors
 from megapar.schema.published import PublishedArchitecture
 
 
@@ -78,6 +79,19 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
             if block.kind:
                 facts[block.kind] = stored.get(block.kind, block.without)
     return ModelMatch(facts, tuple(initial), tuple(left))
+
+
+def fitted_folder(
+    weights: PublishedTensors, table: Iterable[ParameterSpec], architecture: PublishedArchitecture
+) -> tuple[tuple[OptionalBlock, ...], list[str]]:
+    """Return the blocks that a published folder lacks, and the names of its tensors that the model lacks.
+
+    Raises CheckpointError if the folder does not fit the model.
+    """
+    rows = tuple(table)
+    lacking = blocks_lacking(architecture, rows, weights.tensors)
+    initial = [spec.name for block in lacking for spec in rows if spec.name.startswith(block.prefixes)]
+    return lacking, weights.check(rows, architecture, optional=initial)
 
 
 def blocks_lacking(

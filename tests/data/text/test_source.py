@@ -150,7 +150,8 @@ def _packed(path: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "paragraphs.txt"])
 def test_a_compressed_file_is_what_it_holds(tmp_path: Path, name: str, suffix: str) -> None:
-    content = LINES.replace(b"99 of", b"99\n\nof") if name.startswith("par") else LINES
+    text = LINES.replace(b"{", b"").replace(b"99 of", b"99\n\nof")  # records would be read as such
+    content = text if name.startswith("par") else LINES
     (tmp_path / name).write_bytes(content)
     packed = _packed(tmp_path / f"{name}{suffix}", content)
     assert _read(packed) == _read(tmp_path / name)

@@ -14,7 +14,8 @@ from megapar.arguments import parse
 from megapar.config.published import architecture_of, read_config
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.model.hugging_face.tensors import export_piece, stored_pieces
+from megapar.model.hugging_face.tensors import export_piece
+from megapar.model.published_tensors import stored_pieces
 from megapar.training.building.job import make_job
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.checkpoints.load_hf import load_hf

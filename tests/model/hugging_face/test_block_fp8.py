@@ -17,8 +17,9 @@ from megapar.arguments import parse
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.model.architectures import ARCHITECTURES
-from megapar.model.hugging_face.block_fp8 import BLOCK, dequantized, scale_shape, stored_rows
+from megapar.model.hugging_face.block_fp8 import dequantized, stored_rows
 from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.published_tensors import BLOCK, scale_shape
 from megapar.model.spec import table_of
 from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
 from tests.support.ranks import run_ranks

@@ -1,0 +1,201 @@
+"""Tensors of a published folder, by its headers, and by their names in a model's parameter table.
+
+The table has the Hugging Face names and the row order of Ernie4_5 and Ernie. A ``PublishedArchitecture`` describes how
+a class differs. Standard library only: a folder that does not fit is refused before torch is imported.
+
+Tested in ``tests/model/test_published_tensors.py`` and ``tests/model/test_absurd_folder.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megapar.errors import CheckpointError
+from megapar.files.content import not_itself
+from megapar.files.published_names import INDEX_FILE, WEIGHTS_FILE
+from megapar.files.regular_file import INDEX_BYTES, read_json
+from megapar.files.tensor_file import ITEM_BYTES, TensorFile
+from megapar.model.parameter import ALL, HfPiece, ParameterSpec
+from megapar.schema.published import PublishedArchitecture
+
+BLOCK = 128
+"""Rows and columns that share a scale in FP8."""
+SUFFIX = "_scale_inv"
+"""Ending of a scale's name, behind the name of its weight."""
+FP8 = "F8_E4M3"
+WEIGHTS = ("F32", "F16", "BF16", "F64")
+"""Types of weights, beside FP8 with scales."""
+
+_MOST_NAMES = 5  # in a message
+_MOST_PROBLEMS = 8
+
+
+class FolderTensor(NamedTuple):
+    """Location and type of a stored tensor.
+
+    Attributes:
+        file: The file.
+        name: Its name there.
+        code: The dtype as others see it: BF16 for a tensor that is stored in FP8 by blocks.
+        shape: The shape.
+        scales: The file of the scales of a tensor that is stored in FP8; None for others.
+    """
+
+    file: Path
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    scales: Path | None = None
+
+
+class PublishedTensors:
+    """Tensors of a folder: one file, or several shards with an index.
+
+    Opening a folder reads only the headers. Raises CheckpointError for a file that is missing or damaged, for an index
+    that lists a tensor which its file does not contain, and for a tensor in FP8 whose scales are missing or misshapen.
+
+    Attributes:
+        folder: The folder.
+        tensors: Location and type of each tensor, by name. Scales are not among them.
+
+    Args:
+        folder: The folder.
+        single: Name of the file that contains all tensors if the folder has no index.
+    """
+
+    def __init__(self, folder: str | Path, single: str = WEIGHTS_FILE) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, FolderTensor] = {}
+        index = self.folder / INDEX_FILE
+        if index.exists():
+            places = _weight_map(index)
+            for file in sorted(set(places.values())):
+                self._add(self.folder / file, {name for name, where in places.items() if where == file})
+        elif (self.folder / single).exists():
+            self._add(self.folder / single, None)
+        else:
+            raise CheckpointError(f"{folder} has neither {INDEX_FILE} nor {single}")
+        for name in [name for name, stored in self.tensors.items() if stored.code == FP8]:
+            self._pair(name)
+
+    @property
+    def in_fp8(self) -> int:
+        """Number of tensors that are stored in FP8."""
+        return sum(stored.scales is not None for stored in self.tensors.values())
+
+    def _pair(self, name: str) -> None:
+        """Find the scales of a tensor in FP8. Raises CheckpointError if they are missing or misshapen."""
+        stored, scales = self.tensors[name], self.tensors.pop(name + SUFFIX, None)
+        if len(stored.shape) != 2:
+            raise CheckpointError(f"{self.folder}: {name} is in FP8 and has shape {stored.shape}, not that of a matrix")
+        if scales is None:
+            raise CheckpointError(f"{self.folder}: {name} is in FP8, and the folder lacks its scales {name}{SUFFIX}")
+        wanted = scale_shape(stored.shape)
+        if (scales.code, scales.shape) != ("F32", wanted):
+            found = f"{name}{SUFFIX} is {scales.code} {scales.shape}, where F32 {wanted} is needed"
+            raise CheckpointError(f"{self.folder}: {found}, a scale for each block of {BLOCK} x {BLOCK}")
+        self.tensors[name] = stored._replace(code="BF16", scales=scales.file)
+
+    def _add(self, path: Path, wanted: set[str] | None) -> None:
+        with TensorFile(path) as file:
+            names = set(file.names()) if wanted is None else wanted
+            missing = names - set(file.names())
+            if missing:
+                raise CheckpointError(f"{path} lacks {some(missing)}, which {INDEX_FILE} lists as part of it")
+            for name in names:
+                code, shape = file.describe(name)
+                if code not in ITEM_BYTES:
+                    raise CheckpointError(f"{path}: {name} has the dtype {code:.20}, which is not supported")
+                file.position(name, code, shape)  # so that a header cannot reserve memory without data
+                self.tensors[name] = FolderTensor(path, name, code, shape)
+
+    def check(
+        self, table: Iterable[ParameterSpec], architecture: PublishedArchitecture, optional: Iterable[str] = ()
+    ) -> list[str]:
+        """Check that the folder has all tensors of the table, with their shapes. Return names that the model lacks.
+
+        A tied tensor that is stored only by the name of its copy is taken from there. Raises CheckpointError with all
+        problems.
+
+        Args:
+            table: Parameters of the model.
+            architecture: Class of the folder.
+            optional: Names of parameters that may be missing.
+        """
+        pieces, problems = pieces_of(table, architecture), []
+        for copy, original in architecture.tied.items():
+            if copy in self.tensors and copy not in pieces:  # transformers reads the copy, too
+                self.tensors.setdefault(original, self.tensors[copy])
+        for name, (spec, piece) in pieces.items():
+            stored = self.tensors.get(name)
+            if stored is None and spec.name not in optional:
+                problems.append(f"it lacks {name}, which is part of {spec.name}")
+            elif stored is not None and stored.shape != piece.hf_shape:
+                problems.append(f"{name} has shape {stored.shape}, the model's is {piece.hf_shape}")
+            elif stored is not None and stored.code not in WEIGHTS:
+                problems.append(
+                    f"{name} is stored as {stored.code}; weights are {', '.join(WEIGHTS)}, or FP8 with scales"
+                )
+        if problems:
+            more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
+            raise CheckpointError(f"{self.folder}: {'; '.join(problems[:_MOST_PROBLEMS])}{more}")
+        return sorted(set(self.tensors) - {*pieces, *architecture.doubled})
+
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the dtype code of each tensor, as in the files; BF16 for those in FP8."""
+        return {name: stored.code for name, stored in self.tensors.items()}
+
+
+def pieces_of(
+    table: Iterable[ParameterSpec], architecture: PublishedArchitecture
+) -> dict[str, tuple[ParameterSpec, HfPiece]]:
+    """Map each tensor name of the class to the parameter and its piece, of the class's shape, in the table's order."""
+    pieces: dict[str, tuple[ParameterSpec, HfPiece]] = {}
+    for spec in table:
+        for piece in stored_pieces(spec, architecture):
+            name = architecture.hf_name(piece.hf_name)
+            if name is not None:
+                pieces[name] = (spec, replace(piece, hf_shape=architecture.hf_shape(piece.hf_name, piece.hf_shape)))
+    return pieces
+
+
+def stored_pieces(spec: ParameterSpec, architecture: PublishedArchitecture) -> tuple[HfPiece, ...]:
+    """Return the parameter's pieces as the class stores them: those of the table, or one."""
+    for pattern, replacement in architecture.whole:
+        if re.search(pattern, spec.name):
+            shape = (spec.shape[0], prod(spec.shape[1:-1]), spec.shape[-1])
+            return (HfPiece(re.sub(pattern, replacement, spec.name), shape, (ALL,)),)
+    return spec.pieces
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the scales of a tensor that is stored in FP8."""
+    return tuple(-(-size // BLOCK) for size in shape)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Read the file name of each tensor. Raises CheckpointError for a damaged index."""
+    try:
+        other = not_itself(index)
+        places = {} if other else read_json(index, INDEX_BYTES)["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{index} is damaged: {str(error)[:200]}") from error
+    if other:
+        raise CheckpointError(f"{index} {other}")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(f"{index} is damaged: its weight_map does not name a file for each tensor")
+    if any(Path(file).name != file or file.startswith(".") for file in places.values()):
+        raise CheckpointError(f"{index} names files outside of its folder")
+    return places
+
+
+def some(names: Iterable[Any]) -> str:
+    """Format the first names, and the number of the others."""
+    ordered = sorted(map(str, names))
+    more = len(ordered) - _MOST_NAMES
+    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
