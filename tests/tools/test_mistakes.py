@@ -92,6 +92,9 @@ MISTAKES = [
     ("--world-size 4 --global-batch-size 10", "--global-batch-size 10", "Choose --global-batch-size 16"),
     # files and folders
     ("--data-path corpus.jsnl", "--data-path corpus.jsnl does not exist", "Did you mean corpus.jsonl?"),
+    ("--data-path part-*.jsonl", "part-*.jsonl does not exist", "Patterns and commas are not expanded", "without quotes"),
+    ("--data-path a.jsonl,b.jsonl", "a.jsonl,b.jsonl does not exist", "Patterns and commas", "apart, or their folder"),
+    ("--save dangling/run", "--save: dangling is a link to a folder that does not exist", "Create the folder"),
     ("--data-path builtn", "--data-path builtn does not exist", "Did you mean builtin?"),
     ("--tokenizer-model none/t.model", "--tokenizer-model none/t.model does not exist", "does not contain 'none'"),
     ("--tokenizer-model run", "--tokenizer-model run contains no tokenizer", "Pass a sentencepiece model"),
@@ -105,7 +108,7 @@ MISTAKES = [
     ("--data-path tables", "the folder contains only README.md (about the data), table.csv (a table)"),
     ("--text-field body --data-path builtin", "--text-field applies to JSONL and parquet files", "Set --data-path"),
     ("--data-path latin.jsonl", "latin.jsonl, line 1: not a JSON record ('utf-8' codec", "--on-bad-record skip"),
-    ("--data-path 0.5 corpus.jsonl 0.5 latin.txt", "--data-path latin.txt, line 1: not UTF-8 text", "iconv"),
+    ("--data-path 0.5 corpus.jsonl 0.5 latin.txt", "--data-path latin.txt, line 1: not UTF-8 text", "iconv", "--on-bad-record skip"),
     ("--data-path array.json", "array.json is a JSON array", "jq -c '.[]'"),
     ("--eval-data-path number.jsonl", "--eval-data-path number.jsonl, line 1: field 'text' is of type int"),
     ("--load run", "--load run contains no checkpoint", "Did you mean run/checkpoints?"),
@@ -202,6 +205,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).write_bytes(content)
     Path("model").mkdir()
     Path("blank").mkdir()
+    Path("dangling").symlink_to("nowhere")
     Path("model/config.json").write_text("{}", encoding="utf-8")
 
 
@@ -479,6 +483,17 @@ def test_another_runs_checkpoints_are_not_written_over() -> None:
     parse("moe", line, {"TORCHELASTIC_RUN_ID": "a"}, starting=True)
     with pytest.raises(ConfigError, match=told):
         parse("moe", line, {"TORCHELASTIC_RUN_ID": "b"}, starting=True)
+
+
+def test_a_preset_s_data_gives_way_to_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    Path("preset.yaml").write_text("data_path: corpus.jsonl\non_bad_record: skip\n", encoding="utf-8")
+    line = ["--config", "preset.yaml", "--data-source", "hf", "--hf-dataset", "blank"]
+    assert parse("moe", line, {}).data.data_path == ("builtin",)
+    Path("both.yaml").write_text("data_path: corpus.jsonl\ndata_source: hf\nhf_dataset: blank\n", encoding="utf-8")
+    for wrong in ([*line, "--data-path", "corpus.jsonl"], ["--config", "both.yaml"]):
+        with pytest.raises(ConfigError, match="--data-source hf reads only --hf-dataset"):
+            parse("moe", wrong, {})
 
 
 def test_yaml_numbers_are_what_stands_there() -> None:
