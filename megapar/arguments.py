@@ -22,7 +22,7 @@ from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.paths import remote_paths
 from megapar.config.read import (
-    drop_split_of_mock_data,
+    drop_replaced_data,
     read_files,
     read_line,
     refuse_foreign,
@@ -197,7 +197,7 @@ def read_settings(draft: Draft, argv: Sequence[str]) -> str | None:
     """
     read_files(draft, _config_paths(argv))
     read_line(draft, argv)
-    drop_split_of_mock_data(draft)
+    drop_replaced_data(draft)
     warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
     take_defaults(draft)

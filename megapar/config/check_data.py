@@ -72,7 +72,7 @@ def check_knowledge(name: str, path: Path) -> Iterator[Complaint]:
     lines = head.splitlines() if len(head) < MAX_LINE_BYTES else head.splitlines()[:-1]
     for number, line in enumerate(lines, 1):
         try:
-            text = decoded(line, f"{spelling} {path}, line {number}")
+            text = decoded(line, f"{spelling} {path}, line {number}", "")
         except DataError as error:
             yield Complaint("record", f"{error}.")
             return
@@ -89,6 +89,9 @@ def missing(name: str, path: str) -> Complaint:
     """Return a complaint about a missing file or folder, with similar names. ``name``: field name of the flag."""
     if name.endswith("data_path") and _is_mixture(path):
         fix = f"In a YAML file, write a list: [{', '.join(path.split())}]; on the command line, remove the quotes."
+        return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
+    if name.endswith("data_path") and re.search(r"[*?,]", path):
+        fix = "Patterns and commas are not expanded: write the paths apart, or their folder, without quotes."
         return Complaint("file-missing", f"{FLAGS[name].spelling} {path} does not exist.", fix)
     fix = near_path(path, NAMED_DATA if name.endswith("data_path") else ())
     is_file = path.endswith((".model", ".json", ".txt"))

@@ -174,6 +174,10 @@ def _folder(name: str, path: Path) -> Iterator[Complaint]:
     """Complain unless the folder, or its nearest existing parent, is a writable folder."""
     spelling = FLAGS[name].spelling
     for folder in (path.absolute(), *path.absolute().parents):
+        if folder.is_symlink() and not folder.exists():
+            message = f"{spelling}: {folder} is a link to a folder that does not exist."
+            yield Complaint("file", message, "Create the folder, or remove the link.")
+            return
         if folder.exists():
             if not folder.is_dir():
                 yield Complaint("file", f"{spelling}: {folder} is a file, not a folder.", "Pass a different folder.")

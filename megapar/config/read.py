@@ -343,12 +343,15 @@ def _load_pairs(text: str) -> Pairs:
         reader.dispose()
 
 
-def drop_split_of_mock_data(draft: Draft) -> None:
-    """Drop a file's --split if the command line sets --data-path mock, which has nothing to split."""
-    mock = draft.values.get("data_path") == ("mock",) and draft.origins["data_path"] == "flag"
-    if mock and is_from_file(draft.origins.get("split")):
-        draft.values.pop("split", None)
-        draft.origins.pop("split")
+def drop_replaced_data(draft: Draft) -> None:
+    """Drop what a file says of its data and the command line replaces it by --data-path mock or --data-source hf."""
+    given = {name: value for name, value in draft.values.items() if draft.origins[name] == "flag"}
+    dropped = ["split"] if given.get("data_path") == ("mock",) else []  # mock has nothing to split
+    dropped += ["data_path", "eval_data_path", "on_bad_record"] if given.get("data_source") == "hf" else []
+    for name in dropped:
+        if is_from_file(draft.origins.get(name)):
+            draft.values.pop(name, None)
+            draft.origins.pop(name)
 
 
 def refuse_foreign(draft: Draft) -> None:

@@ -65,13 +65,13 @@ def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
     return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
 
 
-def decoded(line: bytes, place: str) -> str:
-    """Decode a line of a text file. Raises DataError if it is not UTF-8."""
+def decoded(line: bytes, place: str, more: str = ", or set --on-bad-record skip") -> str:
+    """Decode a line of a text file. Raises DataError if it is not UTF-8, which names ``more`` ways out."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{place}: not UTF-8 text ({error.reason}); convert the file, for example with iconv -t UTF-8"
+            f"{place}: not UTF-8 text ({error.reason}); convert the file, for example with iconv -t UTF-8{more}"
         ) from error
 
 
