@@ -93,7 +93,12 @@ def _opened(path: str) -> IndexedDataset:
 
 
 def open_stores(
-    data: TrainHeldout[tuple[BlendSource, ...]], split: Split, cache: TokenCache, num_ids: int
+    data: TrainHeldout[tuple[BlendSource, ...]],
+    split: Split,
+    cache: TokenCache,
+    num_ids: int,
+    *,
+    evaluates: bool = True,
 ) -> TrainHeldout[StoreBlend]:
     """Open the token stores of a corpus.
 
@@ -104,16 +109,17 @@ def open_stores(
         split: The shares of training and held-out documents.
         cache: Encodes text, once.
         num_ids: All ids of indexed files must be below it.
+        evaluates: Held-out documents are needed; otherwise there are none if a source has too few.
     """
     for source in (*data.train, *(data.heldout or ())):
         if source.indexed is not None:
             source.indexed.check_ids(num_ids)
     if data.heldout is not None:
         return data.map(lambda sources: _blended([_whole(source, cache) for source in sources], sources))
-    pairs = [_split(source, split, cache) for source in data.train]
+    pairs = [_split(source, split, cache, evaluates) for source in data.train]
     heldout = [pair.heldout for pair in pairs if pair.heldout is not None]
     train = _blended([pair.train for pair in pairs], data.train)
-    return TrainHeldout(train, _blended(heldout, data.train) if heldout else None)
+    return TrainHeldout(train, _blended(heldout, data.train) if len(heldout) == len(pairs) else None)
 
 
 def _blended(stores: Sequence[TokenStore], sources: Sequence[BlendSource]) -> StoreBlend:
@@ -125,9 +131,11 @@ def _tokens(source: BlendSource, cache: TokenCache) -> EncodedText:
     return cache.open(source.sources) if source.indexed is None else EncodedText(source.indexed, ())
 
 
-def _split(source: BlendSource, split: Split, cache: TokenCache) -> TrainHeldout[TokenStore]:
+def _split(source: BlendSource, split: Split, cache: TokenCache, evaluates: bool) -> TrainHeldout[TokenStore]:
     tokens, notes = _tokens(source, cache)
     stores = split_stores(tokens, split, notes)
+    if not evaluates and stores.heldout is not None and len(stores.heldout.tokens) == 0:
+        stores = TrainHeldout(stores.train, None)
     if len(stores.train.tokens) == 0 or (stores.heldout is not None and len(stores.heldout.tokens) == 0):
         heldout = 0 if stores.heldout is None else stores.heldout.documents
         raise DataError(

@@ -109,7 +109,8 @@ def build(
         kind: ``moe`` (a decoder) or ``ernie``.
         data_path: Builtin, mock, or a list of files, folders and prefixes of indexed files, each optionally preceded
             by its weight.
-        eval_data_path: Held-out data; without it, ``split`` holds documents out.
+        eval_data_path: Held-out data; without it, ``split`` holds documents out. With (), nothing is evaluated, and a
+            small corpus may have no held-out documents.
         split: Shares of training and held-out documents (default DEFAULT_SPLIT); a second share of 0 holds none out.
         tokenizer_model: A sentencepiece model, a tokenizer.json or a Hugging Face folder; without it, a tokenizer of
             ``vocab_size`` ids is trained on the training documents.
@@ -131,7 +132,8 @@ def build(
     skipped: list[str] = []
     train = open_blend(data_path, text_field, skipped.append)
     heldout = open_blend(eval_data_path, text_field, skipped.append) if eval_data_path else None
-    made = _blended(TrainHeldout(train, heldout), tokenizer_model, vocab_size, maker, skip_bad=skip_bad)
+    data = TrainHeldout(train, heldout)
+    made = _blended(data, tokenizer_model, vocab_size, maker, skip_bad=skip_bad, evaluates=eval_data_path != ())
     return replace(made, notes=tuple(dict.fromkeys((*skipped, *made.notes))))
 
 
@@ -184,6 +186,7 @@ def _blended(
     maker: Maker,
     *,
     skip_bad: bool,
+    evaluates: bool,
 ) -> Corpus:
     """Return the corpus of text and indexed files, tokenised into stores."""
     tokenizer, path = (
@@ -193,7 +196,7 @@ def _blended(
     )
     _check_size(tokenizer, tokenizer_model, vocab_size)
     ids = tokenizer.size if tokenizer_model else vocab_size  # indexed files were not made by a tokenizer trained here
-    stores = open_stores(data, maker.split, TokenCache(tokenizer, path, skip_bad), ids)
+    stores = open_stores(data, maker.split, TokenCache(tokenizer, path, skip_bad), ids, evaluates=evaluates)
     corpus = _corpus(maker.blended(stores, data, tokenizer), tokenizer, vocab_size, maker.collate)
     notes = (*stores.train.notes, *(stores.heldout.notes if stores.heldout else ()))
     return replace(corpus, stores=stores, notes=notes)

@@ -131,7 +131,7 @@ def test_what_cannot_be_split_or_used_is_refused(tmp_path: Path, small_jsonl: Pa
     with_model = {**SMALL, "tokenizer_model": str(model)}
     with pytest.raises(DataError, match=r"single.txt: .*both need at least one; pass more documents, --eval-data-path"):
         build("moe", data_path=[str(single)], split="999999,1", **with_model)
-    assert build("moe", data_path=[str(single)], split="999999,1", evaluates=False, **with_model).heldout is None
+    assert build("moe", data_path=[str(single)], split="999999,1", eval_data_path=(), **with_model).heldout is None
     with pytest.raises(DataError, match=r"blank.txt: the corpus contains no documents"):
         build("moe", data_path=[str(blank)], **with_model)
     with pytest.raises(DataError, match=r"blank.txt: the corpus contains no documents"):

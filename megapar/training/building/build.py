@@ -87,7 +87,7 @@ def make_corpus(config: Config) -> Corpus:
     return corpus.build(
         config.kind,
         data_path=data.data_path,
-        eval_data_path=data.eval_data_path or None,
+        eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
         split=data.split,
         tokenizer_model=data.tokenizer_model,
         vocab_size=config.model.vocab_size,
