@@ -170,16 +170,16 @@ def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Compl
         yield Complaint("package", message, f"Install it (pip install pyarrow), or unpack the file: zstd -d {path}.")
     elif not packed:  # pyarrow takes longer to import than all other checks
         try:
-            look = look_at(path, field)
+            defect, records, _ = look_at(path, field)
         except DataError as error:
             yield Complaint("record", f"{spelling} {error}.")
             return
-        if look.refused:
-            yield Complaint("file", f"{spelling} {path} {look.refused}.")
+        if defect:
+            yield Complaint("file", f"{spelling} {path} {defect}.")
         elif kind_of(path) == PARQUET:
             yield from _parquet(spelling, path, field)
-        elif values.get("on_bad_record") == "stop" and (look.records or kind_of(path) in TEXT):
-            yield from _first_record(spelling, path, field, look.records)
+        elif values.get("on_bad_record") == "stop" and (records or kind_of(path) in TEXT):
+            yield from _first_record(spelling, path, field, records)
 
 
 def _first_record(spelling: str, path: Path, field: str, records: bool) -> Iterator[Complaint]:

@@ -96,7 +96,7 @@ def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
 
 def _tokenizer(path: Path) -> Iterator[Complaint]:
     if foreign := foreign_tokenizer(path):
-        yield Complaint("tokenizer", f"--tokenizer-model: {foreign}.")
+        yield Complaint("tokenizer", f"--tokenizer-model {path} cannot be read: {foreign}.")
     elif path.is_dir() and not any(found for name in TOKENIZER_FILES for found in path.glob(name)):
         yield Complaint(
             "file",

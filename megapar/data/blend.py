@@ -93,12 +93,7 @@ def _opened(path: str) -> IndexedDataset:
 
 
 def open_stores(
-    data: TrainHeldout[tuple[BlendSource, ...]],
-    split: Split,
-    cache: TokenCache,
-    num_ids: int,
-    *,
-    evaluates: bool = True,
+    data: TrainHeldout[tuple[BlendSource, ...]], split: Split, cache: TokenCache, num_ids: int, evaluates: bool = True
 ) -> TrainHeldout[StoreBlend]:
     """Open the token stores of a corpus.
 
@@ -134,16 +129,15 @@ def _tokens(source: BlendSource, cache: TokenCache) -> EncodedText:
 def _split(source: BlendSource, split: Split, cache: TokenCache, evaluates: bool) -> TrainHeldout[TokenStore]:
     tokens, notes = _tokens(source, cache)
     stores = split_stores(tokens, split, notes)
-    if not evaluates and stores.heldout is not None and len(stores.heldout.tokens) == 0:
-        stores = TrainHeldout(stores.train, None)
-    if len(stores.train.tokens) == 0 or (stores.heldout is not None and len(stores.heldout.tokens) == 0):
+    empty = stores.heldout is not None and len(stores.heldout.tokens) == 0
+    if len(stores.train.tokens) == 0 or (empty and evaluates):
         heldout = 0 if stores.heldout is None else stores.heldout.documents
         raise DataError(
             f"{source.name}: of {tokens.documents} documents {stores.train.documents} are for training and {heldout} "
             "held out, and both need at least one; pass more documents, --eval-data-path, another --split, or "
             "--split 100,0 with --eval-interval 0"
         )
-    return stores
+    return TrainHeldout(stores.train, None) if empty else stores
 
 
 def _whole(source: BlendSource, cache: TokenCache) -> TokenStore:

@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 MAX_NUMBER = 1 << 60
-ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1},
-        **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
-    }
-)
+_BYTES = {8: ("F64", "I64"), 4: ("F32", "I32"), 2: ("F16", "BF16", "I16"), 1: ("F8_E4M3", "I8", "U8", "BOOL")}
+ITEM_BYTES: Mapping[str, int] = MappingProxyType({code: size for size, codes in _BYTES.items() for code in codes})
 """Bytes of an element, by the code of its type."""
 
 

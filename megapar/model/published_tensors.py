@@ -23,14 +23,12 @@ from megapar.files.tensor_file import ITEM_BYTES, TensorFile
 from megapar.model.parameter import ALL, HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 
-BLOCK = 128
-"""Rows and columns that share a scale in FP8."""
+BLOCK = 128  # rows and columns that share a scale in FP8
 SUFFIX = "_scale_inv"
 """Ending of a scale's name, behind the name of its weight."""
 FP8 = "F8_E4M3"
 WEIGHTS = ("F32", "F16", "BF16", "F64")
-"""Types of weights, beside FP8 with scales."""
-
+_READ = f"{', '.join(WEIGHTS)}, or FP8 with scales"
 _MOST_NAMES = 5  # in a message
 _MOST_PROBLEMS = 8
 
@@ -138,9 +136,7 @@ class PublishedTensors:
             elif stored is not None and stored.shape != piece.hf_shape:
                 problems.append(f"{name} has shape {stored.shape}, the model's is {piece.hf_shape}")
             elif stored is not None and stored.code not in WEIGHTS:
-                problems.append(
-                    f"{name} is stored as {stored.code}; weights are {', '.join(WEIGHTS)}, or FP8 with scales"
-                )
+                problems.append(f"{name} is stored as {stored.code}; weights are {_READ}")
         if problems:
             more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
             raise CheckpointError(f"{self.folder}: {'; '.join(problems[:_MOST_PROBLEMS])}{more}")

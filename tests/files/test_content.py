@@ -36,8 +36,6 @@ WHOLE = {
     "big.txt": (LINES.encode("utf-16-be"), "is UTF-16 text: .* `iconv -f UTF-16BE -t UTF-8`"),
     "cr.jsonl": (LINES.replace("\n", "\r").encode(), r"has lines that end with CR alone: .* `tr '\\r' '\\n'`"),
     "page.jsonl": (PAGE, "is a web page, not the file itself"),
-    "packed.jsonl": (gzip.compress(LINES.encode()), r"is a gzip file: rename it to .*packed\.jsonl\.gz"),
-    "table": (b"PAR1" + bytes(40), r"is a parquet file: rename it to .*table\.parquet"),
     "pointer.jsonl": (POINTER, TOLD),
     "pointer.txt": (POINTER, TOLD),
     "pointer.parquet": (POINTER, TOLD),

@@ -101,7 +101,7 @@ MISTAKES = [
     ("--data-path a.jsonl,b.jsonl", "a.jsonl,b.jsonl does not exist", "Patterns and commas", "apart, or their folder"),
     (
         "--save dangling/run",
-        "--save: dangling is a link to a folder that does not exist",
+        "dangling is a link to a folder that does not exist",
         "Create the folder, or remove",
     ),
     ("--data-path builtn", "--data-path builtn does not exist", "Did you mean builtin?"),

@@ -30,7 +30,7 @@ from megapar.files.data_files import (
     refusal_of,
 )
 from megapar.files.near_path import near_path
-from megapar.files.record import FIELD, JSONL, numbered_lines, text_of_line
+from megapar.files.record import FIELD, numbered_lines, text_of_line
 
 BUILTIN = "builtin"
 MOCK = "mock"
@@ -286,14 +286,12 @@ def _file_source(path: Path, field: str, notes: dict[str, list[str]]) -> TextSou
         raise DataError(f"{path}: contains tokens, but text is needed; pass the text, JSONL or parquet file")
     if reason := refusal_of(path):
         raise DataError(f"{path}: {reason}")
-    look = look_at(path, field)
-    if look.refused:
-        raise DataError(f"{path} {look.refused}")
-    if look.objects:
-        notes.setdefault(f"read as text; its lines are JSON objects without the field {field!r}", []).append(str(path))
-    if look.records and kind_of(path) not in JSONL:
-        notes.setdefault("read as JSON lines, as its first records are, whatever its name", []).append(str(path))
-    if look.records:
+    defect, records, note = look_at(path, field)
+    if defect:
+        raise DataError(f"{path} {defect}")
+    if note:
+        notes.setdefault(note, []).append(str(path))
+    if records:
         return JsonlFile(path, field)
     return ParquetFile(path, field) if kind_of(path) == PARQUET else TextFile(path)
 

@@ -84,10 +84,7 @@ def fitted(stored: Mapping[str, Any], expected: Mapping[str, Any], *, alone: boo
 def fitted_folder(
     weights: PublishedTensors, table: Iterable[ParameterSpec], architecture: PublishedArchitecture
 ) -> tuple[tuple[OptionalBlock, ...], list[str]]:
-    """Return the blocks that a published folder lacks, and the names of its tensors that the model lacks.
-
-    Raises CheckpointError if the folder does not fit the model.
-    """
+    """Return the blocks that a folder lacks, and the names that a model lacks. Raises CheckpointError for others."""
     rows = tuple(table)
     lacking = blocks_lacking(architecture, rows, weights.tensors)
     initial = [spec.name for block in lacking for spec in rows if spec.name.startswith(block.prefixes)]
