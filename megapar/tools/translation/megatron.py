@@ -194,7 +194,8 @@ no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion | | there 
 no-async-tensor-model-parallel-allreduce | | there is nothing to switch off
 disable-async-tensor-model-parallel-allreduce no-persist-layer-norm | | there is nothing to switch off
 no-gradient-accumulation-fusion gradient-accumulation-fusion | | sharding keeps main gradients in fp32
-gemm-gradient-accumulation-fusion no-shared-storage | | sharding keeps main gradients in fp32
+gemm-gradient-accumulation-fusion | | sharding keeps main gradients in fp32
+no-shared-storage | | a node whose cache folder is not shared makes its own cache of the data
 no-barrier-with-level-1-timing timing-log-option= | | wait times are always measured per axis and collective
 timing-log-level= | | wait times are always measured per axis and collective
 reuse-fp32-param | | the bf16 copy is rounded from the master weight
