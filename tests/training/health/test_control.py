@@ -106,6 +106,16 @@ def test_a_rank_that_saves_is_not_ended_by_its_own_time_out() -> None:
     assert (process.returncode, out) == (0, "15\n")
 
 
+def test_a_rank_in_a_first_step_without_end_is_ended() -> None:
+    """There is nothing to save yet, though the main thread returns from C code all the time."""
+    process = start(f"{RANK}while True: signal.pause()", environ={"MEGAPAR_STOP_TIMEOUT": "0.1"}, stdin=-1)
+    read_until(process, "ready")
+    process.send_signal(signal.SIGTERM)
+    status, out = finish(process)
+    assert status == 1
+    assert "asked to stop by SIGTERM 0.1 s ago" in out
+
+
 def test_a_time_out_that_is_no_number_is_refused() -> None:
     assert stop_timeout({}) == 300.0
     for said in ("soon", "nan", "-1", "inf"):
