@@ -12,25 +12,31 @@ from dataclasses import dataclass
 from megapar.core.health.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
 from megapar.launch_environment import stop_timeout
 
+FIRST_STEP_SECONDS = 15.0  # from a signal in the first step to the end of the process
+
 
 class StopSignal:
     """Treats the first SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGQUIT as a request to stop.
 
     A second SIGINT or SIGQUIT, 5 s or more after the first, ends the process at once. Other signals are ignored. If the
-    main thread does not return from C code within the launcher's ``--stop-timeout``, the process ends.
-
-    Attributes:
-        received: Number of the first signal. 0 before one.
+    main thread does not return from C code within the launcher's ``--stop-timeout``, the process ends; within seconds
+    it does in its first step, when there is nothing to save.
     """
 
     def __init__(self) -> None:
-        self.received = 0
+        self._received, self._asked_for = 0, False
         self._timeout_seconds = stop_timeout(os.environ)
         self._rank = os.environ.get("RANK", "0")
         self._insistence = Insistence()
         self._deadline: float | None = None
         self._back = False
         self._listener = Listener(self._on_signal, self._on_main_thread, lambda: self._deadline)
+
+    @property
+    def received(self) -> int:
+        """Number of the first signal, 0 before one, as the main thread asks for it after each step."""
+        self._asked_for = True
+        return self._received
 
     def install(self) -> None:
         """Install the signal handlers. Call it from the main thread."""
@@ -41,24 +47,26 @@ class StopSignal:
         self._listener.close()
 
     def _on_main_thread(self, number: int) -> None:
-        self.received = self.received or number
+        self._received = self._received or number
         self._back = True
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
         if not number:
             self._deadline = None
-            if not self._back:
+            if not (self._back and self._asked_for):
                 self._give_up()
         elif self._insistence.add(number, now):
             write_stderr(f"rank {self._rank}: {name_of(number)} again: ends at once, unsaved since its last checkpoint")
             os._exit(1)
-        elif self._deadline is None and not self._back:
-            self.received = self.received or number
+        elif self._deadline is None and not (self._back and self._asked_for):
+            self._received = self._received or number
+            if not self._asked_for:
+                self._timeout_seconds = min(self._timeout_seconds, FIRST_STEP_SECONDS)
             self._deadline = now + self._timeout_seconds
 
     def _give_up(self) -> None:
-        request = f"asked to stop by {name_of(self.received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
+        request = f"asked to stop by {name_of(self._received)} {self._timeout_seconds:g} s ago (--stop-timeout)"
         write_stderr(f"rank {self._rank}: {request}, and stuck since; the process ends here:")
         if takes_text():
             faulthandler.dump_traceback(sys.__stderr__ or 2)
