@@ -51,9 +51,12 @@ def _make_groups(run: PlannedRun, stage: int) -> list[GatheredGroup]:
     buckets = [[held[name] for name in planned.names if name in held] for planned in plan]
     if not run.cuts_parameters:
         return [_group(run, rows) for rows in buckets if rows]
-    modules: dict[str, list[ParameterSpec]] = {}
+    modules: dict[str, list[ParameterSpec]] = {}  # those that are wrapped apart; "" for the others
+    apart = run.config.grid.shard_group(0, expert=True) != run.config.grid.shard_group(0, expert=False)
+    mixed = run.view.item_bytes != run.view.wide_bytes
     for row in held.values():
-        modules.setdefault(_module_apart(run, row), []).append(row)
+        alone = (row.expert and apart) or (row.fp32 and mixed)
+        modules.setdefault(row.name.rpartition(".")[0] if alone else "", []).append(row)
     tied = ("embedding", "head") if run.costs.tied else ()
     joint = [row for rows in buckets if any(row.unit in tied for row in rows) for row in rows]
     others = [rows for rows in buckets if not any(row.unit in tied for row in rows)]
@@ -72,14 +75,6 @@ def _group(
         size = run.row_numel(row) * run.shards(row) * (run.view.wide_bytes if row.fp32 else run.view.item_bytes)
         sizes[row.unit] = sizes.get(row.unit, 0.0) + size
     return GatheredGroup(tuple(rows), sizes, stays, apart)
-
-
-def _module_apart(run: PlannedRun, row: ParameterSpec) -> str:
-    """Return the module that stage 3 wraps apart for a parameter; "" if it is gathered with its segment."""
-    grid = run.config.grid
-    other = row.expert and grid.shard_group(0, expert=True) != grid.shard_group(0, expert=False)
-    wide = row.fp32 and run.view.item_bytes != run.view.wide_bytes
-    return f"{row.name.rpartition('.')[0]} {wide}" if other or wide else ""
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from megapar.core.comm.rounds import axis_rounds, queue_rounds
 from megapar.core.device.communicators import COMMUNICATORS
 from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.activations import Activations, activations, stages_held
-from megapar.planning.gathered_groups import Unsharded, gathered_groups, unsharded
+from megapar.planning.gathered_groups import Unsharded, unsharded
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.pool import buckets_of, is_cast_apart, pool_bytes
+from megapar.planning.pool import buckets_of, pool_bytes
 from megapar.planning.traffic import link
 
 # In addition to tensors and communicators: the driver's context, and fragmentation of the caching allocator.
@@ -221,12 +221,5 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
 
 def _gathered(run: PlannedRun, stage: int) -> float:
     """Return the bytes of gathered parameters and of this rank's shards of them (stages 1 and 2)."""
-    cast = [[row for row in group.rows if is_cast_apart(run, row)] for group in gathered_groups(run, stage)]
-    sizes = (
-        sum(
-            run.row_numel(row) * (run.shards(row) + 1) * (run.view.wide_bytes if row.fp32 else run.view.item_bytes)
-            for row in rows
-        )
-        for rows in cast
-    )
+    sizes = [float(one.row * (one.shards + 1) * one.item * one.cast) for one in buckets_of(run, stage)]
     return sum(sorted(sizes, reverse=True)[: run.config.sharding.sharding_prefetch_segments + 1])

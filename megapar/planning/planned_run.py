@@ -213,13 +213,11 @@ class PlannedRun:
         return self.shared.get(("alike", self.sizes, self.stages, self.costs.tied), self._make_alike)
 
     def _make_alike(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
-        alone = {"embedding", "head", f"layers.{self.sizes.num_blocks - 1}"}  # stage 3 gathers these differently
         found = {}
         for stage, rows in self._held.items():
             counts: dict[Any, list[Any]] = {}
             for row in rows:
-                unit = row.unit if row.unit in alone else ""
-                key = row.shape, row.axes, row.expert, row.fp32, row.trainable, row.mp_partial, unit
+                key = row.shape, row.axes, row.expert, row.fp32, row.trainable, row.mp_partial
                 counts.setdefault(key, [row, 0])[1] += 1
             found[stage] = [(row, count) for row, count in counts.values()]
         return found

@@ -177,7 +177,7 @@ class Clock:
         ahead, runs = gather.plus(back, -1), m if full else 1
         shown = _left(ahead, time.forward, runs * gathers, order.waits(ahead.seconds / runs, time.forward.seconds))
         late = order.waits(back.seconds / m, time.backward.seconds, back=True)
-        end = order.reductions(reduce.seconds / often, time.backward.seconds)
+        end = order.waits(reduce.seconds / often, time.backward.seconds, ahead=order.number)
         if full and gathers and reduces:  # both share the backward
             shown += _left(back.plus(reduce), time.backward, m, late + end * often / m)
         else:
@@ -226,24 +226,21 @@ class _GroupOrder:
         # FSDP2 gathers one ahead by itself.
         self._ahead = max(sharding.sharding_prefetch_segments, 1 if sharding.sharding_stage == 3 else 0)
 
-    def waits(self, sent: float, window: float, *, back: bool = False) -> float:
-        """Return the time for which a forward, or backward, of ``window`` seconds waits for gathers of ``sent``."""
+    def waits(self, sent: float, window: float, *, back: bool = False, ahead: int | None = None) -> float:
+        """Return the time for which a forward, or backward, of ``window`` seconds waits for gathers of ``sent``.
+
+        Reductions end as late after a backward, which is the forward's mirror, as gathers make a forward wait if all
+        are launched at once: ``ahead`` is the number of groups then.
+        """
         link = clock = 0.0
         reached: list[float] = []
         parts = list(zip(self._sizes_again if back else self._sizes, self._windows, strict=True))
         for number, (size, part) in enumerate(parts[::-1] if back else parts):
             reached.append(clock)
-            link = max(link, reached[max(0, number - self._ahead)]) + size * sent
+            launched = reached[max(0, number - (self._ahead if ahead is None else ahead))]
+            link = max(link, launched) + size * sent
             clock = max(clock, link if size else 0.0) + part * window
         return clock - sum(self._windows) * window
-
-    def reductions(self, sent: float, window: float) -> float:
-        """Return the time by which reductions of ``sent`` seconds end after a backward of ``window`` seconds."""
-        link = clock = 0.0
-        for size, part in zip(self._sizes[::-1], self._windows[::-1], strict=True):
-            clock += part * window
-            link = max(link, clock) + size * sent
-        return link - clock
 
 
 def _span(flight: Flight, messages: int = 1) -> Span:
