@@ -475,6 +475,12 @@ ERNIE3_ROWS: tuple[Row, ...] = (
     Row("ernie3", 2, (*MP2, *SP), GROWING, 2),
     Row("ernie3", 2, (*_stages(2)[1], *_every(2)), (*GROWING, "--progressive-batch-multiple", "2"), 1, 2),
     Row("ernie", 4, (*MP2, *_stages(2)[2]), (*GROWING, "--progressive-batch-multiple", "2")),
+    Row("ernie3", 2, ("--pp-degree", "2"), (*GROWING, "--progressive-batch-multiple", "2"), 1, 4),
+    Row(
+        *("ernie3", 4, ("--pp-degree", "2", *INTERLEAVED, *_stages(2)[1])),
+        *((*FOUR_LAYERS, *GROWING, "--progressive-batch-multiple", "4"), 2, 4),
+    ),
+    Row("ernie", 4, ("--pp-degree", "2", *GPIPE, *MP2, *SP), GROWING),
     Row("ernie", 2, ("--cp-degree", "2"), GROWING, 2),
     Row("ernie", 4, ("--cp-degree", "2", "--context-parallel-algo", "ulysses_cp_algo", *MP2, *SP), GROWING),
     Row("ernie3", 2, ("--pp-degree", "2", *ZERO_BUBBLE), (), 1, 4),
