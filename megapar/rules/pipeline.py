@@ -36,7 +36,9 @@ def recomputes(f: Facts) -> bool:
 
 
 def _micro_batches(f: Facts) -> list[int]:
-    """Return the micro-batches per step on each data rank, for every batch size of a ramp-up."""
+    """Return the micro-batches per step on each data rank: for every batch size of a ramp-up, and before it grows."""
+    if f.progressive_iters:  # later batches are multiples of the first
+        return [f.progressive_batch_multiple // f.data_ranks, f.gradient_merge_acc_step]
     if f.rampup_batch_size is None:
         return [f.gradient_merge_acc_step]
     start, increment, _ = f.rampup_batch_size
@@ -64,10 +66,15 @@ def _up_to(most: int) -> str:
 def _enough(f: Facts) -> str:
     """Suggest the minimum number of micro-batches."""
     unit = f.micro_batch_size * f.data_ranks
+    if f.progressive_iters:
+        return f"Choose --progressive-batch-multiple {f.data_ranks * f.pp_degree} and multiples of it as batches."
     return f"Choose --gradient-merge-acc-step {f.pp_degree}, which is --global-batch-size {unit * f.pp_degree}."
 
 
-_BATCH = ("gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks")
+_BATCH = (
+    *("gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks"),
+    *("progressive_iters", "progressive_batch_multiple"),
+)
 LEAST_MB, MOST_MB = 1024, 4 * 2**20  # device memory: 1 GiB to 4 TiB
 RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
 
@@ -133,7 +140,10 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and f.pp_schedule == "1f1b" and not f.use_nanopipe,
         requires=lambda f: min(_micro_batches(f)) >= f.pp_degree,
-        message="1f1b needs at least as many micro-batches per step as stages, from the first step of a ramp-up on",
+        message=(
+            "1f1b needs at least as many micro-batches per step as stages, from the first step of a ramp-up or of "
+            "progressive learning on"
+        ),
         fix=_enough,
         source="pipeline",
         passing="--world-size 4 --pp-degree 4 --gradient-merge-acc-step 5",
@@ -144,7 +154,10 @@ RULES: tuple[Rule, ...] = (
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and (f.pp_schedule == "interleaved" or zero_bubble(f)),
         requires=lambda f: all(count and count % f.pp_degree == 0 for count in _micro_batches(f)),
-        message="for interleaved and zero-bubble schedules, --pp-degree must divide the number of micro-batches",
+        message=(
+            "for interleaved and zero-bubble schedules, --pp-degree must divide the number of micro-batches, from the "
+            "first step of a ramp-up or of progressive learning on"
+        ),
         fix=_enough,
         source="pipeline",
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 4",

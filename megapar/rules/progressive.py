@@ -92,13 +92,4 @@ RULES: tuple[Rule, ...] = (
         message="--progressive-iters and --rampup-batch-size would both set the batch size",
         fix="Leave one of them out.",
     ),
-    _row(
-        "progressive-pipeline",
-        ("pp_degree",),
-        "--world-size 2 --pp-degree 2 --gradient-merge-acc-step 4",
-        requires=lambda f: f.pp_degree == 1,
-        message="--progressive-iters is untested with --pp-degree > 1: small batches do not fill a pipeline",
-        fix="Leave one of them out.",
-        source="untested",
-    ),
 )

@@ -231,6 +231,12 @@ def paces(d: Drawn) -> list[int]:
     return [n for n in range(step, d.seq_length + 1, step) if n >= 6][:2]
 
 
+def may_grow(d: Drawn) -> bool:
+    """True if the batch may start with as few micro-batches as the schedule allows."""
+    count = d.gradient_merge_acc_step or (d.global_batch_size or batch_unit(d)) // batch_unit(d)
+    return bool(paces(d)) and count % step_counts(d)[0] == 0
+
+
 def rampups(d: Drawn) -> list[tuple[int, int, int] | None]:
     unit = batch_unit(d)
     return [None, None, None, (unit, unit, 2 * unit)] if not pipelined(d) else [None]

@@ -211,9 +211,6 @@ PROOFS: dict[str, Proof] = {
     "progressive-length": Proof(
         "--progressive-iters 3 --mp-degree 2 --sequence-parallel --seq-length 18 --progressive-length-multiple 9", 2
     ),
-    "progressive-pipeline": Proof(
-        "--progressive-iters 3 --pp-degree 2 --gradient-merge-acc-step 4 --progressive-length-multiple 8", 2
-    ),
     "progressive-warmup": Proof(idle=("lr_warmup_iters",)),
     "progressive-rampup": Proof(idle=("rampup_batch_size",)),
     "not-built-recompute-in-advance": Proof(

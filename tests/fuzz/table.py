@@ -517,13 +517,13 @@ TRAINING = (
     Option(
         name="progressive_iters",
         values=(None, None, 2, 3),
-        when=lambda d: not legal.pipelined(d) and bool(legal.paces(d)),
+        when=legal.may_grow,
         wild=(2,),
         kinds=ERNIE,
     ),
     Option(
         name="progressive_batch_multiple",
-        values=lambda d: [legal.rest(d)],
+        values=lambda d: [legal.rest(d) * legal.step_counts(d)[0]],
         when=legal.growing,
         wild=(1, 3),
         kinds=ERNIE,
