@@ -16,11 +16,7 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
         reads=(name, "not_default"),
         when=lambda f: name in f.not_default,
         requires=lambda f: False,
-        message=(
-            f"--{name.replace('_', '-')} would recompute {what}: the schedules have forward, backward and "
-            "weight-gradient actions but no recompute action, and activations recomputed early stay in memory, which "
-            "is what recomputing is meant to save"
-        ),
+        message=f"--{name.replace('_', '-')} would recompute {what}. The schedules have no action for it",
         fix="Leave it out; a unit is recomputed when its gradient arrives.",
         source="later version",
         passing="",
@@ -95,6 +91,16 @@ RULES: tuple[Rule, ...] = (
         kind=NOT_BUILT,
         models=MOE,
     ),
-    _ahead("recompute_in_advance", "before the gradient arrives", "--recompute-in-advance"),
-    _ahead("recompute_in_bubble", "in the pipeline bubble", "--recompute-in-bubble"),
+    _ahead(
+        "recompute_in_advance",
+        "before the gradient arrives: at most 3.9% of a step for 4 stages of 2 chunks and 8 micro-batches, 0.7% for 8 "
+        "of 4 and 64, and a whole chunk's activations are kept instead of a unit's",
+        "--recompute-in-advance",
+    ),
+    _ahead(
+        "recompute_in_bubble",
+        "in the pipeline bubble: the first of 4 stages of 2 chunks would keep 8 chunks' activations instead of 11, but "
+        "has no bubble while forwards and backwards alternate",
+        "--recompute-in-bubble",
+    ),
 )

@@ -190,3 +190,12 @@ def test_a_picture_has_a_box_for_every_computation() -> None:
     svg = as_svg(schedule, simulate(schedule), "1 < 2")
     assert svg.count("<g>") == 2 * 2 * 4 * 3
     assert "1 &lt; 2" in svg
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "count", "share"), [(4, 2, 8, 3.9), (4, 2, 16, 2.1), (8, 4, 64, 0.7)])
+def test_recomputing_in_advance_would_save_what_its_row_says(ranks: int, chunks: int, count: int, share: float) -> None:
+    """At most the recomputations that ranks wait for each other's: no less than plain recompute's work is left."""
+    schedule = make_schedule("interleaved", ranks, chunks, count)
+    late = simulate(schedule, Costs(input=2.0)).end  # a backward of two forwards, and the recomputation
+    least = simulate(schedule, Costs()).end + count * chunks
+    assert round(100 * (1 - least / late), 1) == share
