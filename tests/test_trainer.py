@@ -113,6 +113,21 @@ def test_the_line_of_an_evaluation_is_printed_when_it_was_made(tmp_path: Path) -
     assert [one if one == "evaluated" else one[0] for one in order] == ["evaluated", 1, 2, 3, 4, "evaluated", 5, 6]  # type: ignore[index]
 
 
+def test_evaluation_drops_the_same_where_held_out_samples_fill_no_micro_batch(tmp_path: Path) -> None:
+    """With a capacity ranks exchange what theirs allows: in a round, micro-batches are of one size on every rank."""
+    with IndexedDatasetBuilder(str(tmp_path / "five"), "uint16") as built:
+        built.add_item([(7 * place) % 89 + 5 for place in range(5 * 16 + 1)])
+        built.end_document()
+        built.finalize()
+    own = ("--data-path", str(tmp_path / "five"), "--eval-data-path", str(tmp_path / "five"))
+    few = ("--train-iters", "1", "--eval-interval", "1", "--micro-batch-size", "2", "--moe-capacity-factor", "0.5")
+    drops = (*FP64, *own, *few, "--moe-model-type", "deepspeed_moe")
+    want = run(1, "moe", *drops).evaluation
+    assert want is not None
+    for world_size, layout in ((2, ("--ep-degree", "2")), (4, ("--ep-degree", "4", "--sharding-stage", "3"))):
+        assert run(world_size, "moe", *drops, *layout).evaluation == pytest.approx(want, rel=1e-10)
+
+
 def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
     base = (*FP64, *DROPOUT)
     straight = run(1, "moe", *base, "--save", str(tmp_path), "--save-interval", "3")
