@@ -5,6 +5,8 @@ Tested in ``tests/test_trainer.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from megapar.arguments import Config
@@ -20,26 +22,21 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
     """Return the mean of every term over its items, and ``loss``, their weighted sum without the routing losses.
 
     Micro-batch j contains samples [j * micro_batch_size, ...) of the first ``eval_iters`` global batches, or of all
-    held-out samples if there are fewer (the last one may be smaller). Data rank r of R runs j = r, R + r, ... Ranks
-    that run out of micro-batches repeat the first one uncounted, because the other ranks may need them in a collective.
-    Ranks of pp and cp share the samples and add up their terms.
+    held-out samples if there are fewer (the last one may be smaller). Ranks of pp and cp share the samples and add up
+    their terms. ``rounds`` says which rank runs which micro-batch.
     """
     training, world, model = config.training, job.world, job.model
     run = model if job.pipeline is None else job.pipeline.evaluate
-    micro_batch_size = training.micro_batch_size
     num_samples = min(len(samples), training.eval_iters * training.global_batch_size)
     data = world.axis("data")
     names = list(objective.weights)
     totals = torch.zeros(2, len(names), dtype=torch.float64)
-    num_batches = -(-num_samples // micro_batch_size)
     model.eval()
     try:
-        for round_start in range(0, num_batches, data.size):
-            number = round_start + data.rank
-            first = number * micro_batch_size if number < num_batches else 0
-            batch = collate([samples[i] for i in range(first, min(first + micro_batch_size, num_samples))])
+        for numbers, counted in rounds(num_samples, training.micro_batch_size, data.rank, data.size):
+            batch = collate([samples[i] for i in numbers])
             terms = run(batch.to(world.device.torch_device, non_blocking=True).tensors, batch.valid_tokens)
-            if number < num_batches:
+            if counted:
                 totals[0] += torch.stack([terms.sums[name] for name in names]).cpu().double()
                 totals[1] += torch.tensor([batch.counts[name] for name in names], dtype=torch.float64)
     finally:
@@ -53,3 +50,18 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
     means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)
     return means
+
+
+def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple[range, bool]]:
+    """Yield, for each round, (the samples of data rank ``rank`` of ``ranks``, True if it counts them).
+
+    Rank r runs the full micro-batches r, ranks + r, ... Where it has none left it repeats the first one, because the
+    other ranks may need it in a collective. A smaller last micro-batch has a round of its own, in which every rank runs
+    it: with a capacity, the rows that ranks exchange depend on the size of their micro-batches.
+    """
+    full, rest = divmod(num_samples, size)
+    for start in range(0, full, ranks):
+        first = (start + rank) * size if start + rank < full else 0
+        yield range(first, first + size), start + rank < full
+    if rest:
+        yield range(full * size, num_samples), rank == 0
