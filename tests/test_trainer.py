@@ -128,6 +128,28 @@ def test_evaluation_drops_the_same_where_held_out_samples_fill_no_micro_batch(tm
         assert run(world_size, "moe", *drops, *layout).evaluation == pytest.approx(want, rel=1e-10)
 
 
+def fails_to_evaluate(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> None:
+    """A run whose first evaluation raises."""
+    wrong = patch("megapar.trainer.evaluate", side_effect=ValueError("a held-out sample is damaged"))
+    with wrong, pytest.raises(ValueError, match="held-out"):
+        train(parse("moe", flags, {}), f"file://{rendezvous}")
+
+
+@pytest.mark.parametrize("failed_at", [2, 4])
+def test_an_evaluation_that_fails_costs_no_step(failed_at: int, tmp_path: Path) -> None:
+    """The checkpoint of the step is there, also of the last one, its record is written once, and a restart goes on."""
+    folder, metrics = tmp_path / "c", tmp_path / "metrics.jsonl"
+    files = ("--save", str(folder), "--load", str(folder), "--metrics-jsonl", str(metrics))
+    flags = (*FP64, *files, "--save-interval", "2", "--eval-interval", str(failed_at), "--train-iters", "4")
+    run_ranks(1, fails_to_evaluate, last_wins((*SMALL["moe"], *COMMON), flags), group=False)
+    assert (folder / "latest").read_text().split()[0] == f"iter_{failed_at:07d}"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(line["iteration"], "eval_loss" in line) for line in lines] == [(n + 1, False) for n in range(failed_at)]
+    resumed = run(1, "moe", *flags)
+    assert [record.iteration for record in resumed.records] == [*range(failed_at + 1, 5)]
+    assert resumed.evaluation is not None
+
+
 def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
     base = (*FP64, *DROPOUT)
     straight = run(1, "moe", *base, "--save", str(tmp_path), "--save-interval", "3")
