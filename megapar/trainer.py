@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -396,6 +397,8 @@ class Trainer:
             self._flush()
             exported = self._finish()
         except BaseException as error:
+            if failure.is_own(error):
+                self._end_saves()
             saved = self.checkpoints.folder is not None
             failure.note(error, os.environ, self.stepper.feed.following(self.progress), saved=saved)
             raise
@@ -413,27 +416,42 @@ class Trainer:
         return bool(self.control.stop) or self.progress.iteration >= self.config.training.train_iters
 
     def _after_step(self) -> None:
-        """Adapt recomputation, check, evaluate, log and save, each if it is due."""
+        """Adapt recomputation, check, log, save and evaluate, each if it is due."""
         training, iteration = self.config.training, self.progress.iteration
         self.adapt()
         self.control.stepped(iteration)
-        last = iteration == training.train_iters
         self.checkpoints.poll()
         self._log_messages()
         self._check(saved=False)
-        evaluates = bool(training.eval_interval) and (_due(iteration, training.eval_interval) or last)
-        if evaluates:
-            self.monitor.evaluated(self._evaluate())
+        last = iteration == training.train_iters
+        evaluates = training.eval_interval > 0 and (_due(iteration, training.eval_interval) or last)
         if evaluates or _due(iteration, self.config.logging.log_interval) or self.places.due(iteration):
-            self._flush()
+            self._flush(evaluates=evaluates)
         if self.places.due(iteration) and (line := self.places.choose()):
             self._message(line)
-        if (self.control.save or self.checkpoints.due(iteration)) and not self._done:
-            self._save(final=False)
-        if self.local_saves is not None and self.local_saves.due(iteration) and not self._done:
+        self._save_if_due(evaluates=evaluates)
+        if evaluates:
+            record = self.monitor.evaluated(self._evaluate())
+            if self._records is not None:
+                self._records[-1] = record
+
+    def _save_if_due(self, *, evaluates: bool) -> None:
+        """Save what is due after a step. ``evaluates``: an evaluation follows, which may fail and must not cost it."""
+        iteration, done = self.progress.iteration, self._done
+        wanted = self.control.save or self.checkpoints.due(iteration)
+        if self.config.checkpoint.save and (evaluates if done else wanted):
+            self._save(final=done)
+        if self.local_saves is not None and self.local_saves.due(iteration) and not done:
             self._flush()
             self._wait_for_offloaded()
             self.local_saves.save(iteration, self._scalars())
+
+    def _end_saves(self) -> None:
+        """Wait for the saves in progress, after a failure of this rank that they do not contain."""
+        with suppress(Exception):  # another error is being handled
+            self.checkpoints.join_save()
+            if self.local_saves is not None:
+                self.local_saves.join_save()
 
     def _finish(self) -> Path | None:
         """Save the last checkpoint and export the model. Returns the folder of the exported model, or None."""
@@ -447,11 +465,11 @@ class Trainer:
         done = self.progress.iteration >= self.config.training.train_iters  # even if the run was also asked to stop
         return export.export(self.config, self.job, self.corpus.tokenizer) if done else None
 
-    def _flush(self) -> None:
+    def _flush(self, *, evaluates: bool = False) -> None:
         self.stepper.resolve_pending()
         self.monitor.failed_saves = self.checkpoints.failures.in_a_row
         with self.watch.section("log", f"after step {self.progress.iteration}"):
-            records = self.monitor.flush()
+            records = self.monitor.flush(evaluates=evaluates)
         if self._records is not None:
             self._records += records
         pace = records[-1].pace if records else None

@@ -39,17 +39,21 @@ def note(
         return
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    text = str(error)
     record = {
         "type": type(error).__name__,
         "where": where,
         "step": following[0],
         "saved": saved,
-        "own": not isinstance(error, _OF_OTHERS)
-        and not (isinstance(error, RuntimeError) and any(name in text for name in _OF_LIBRARIES)),
+        "own": is_own(error),
         "lost": is_lost_peer(error),
         "samples": getattr(error, "samples", following[1] if isinstance(error, DataError) else ""),
         "at": time.time(),
     }
     with suppress(OSError), Path(path).open("x") as file:
         file.write(json.dumps(record))
+
+
+def is_own(error: BaseException) -> bool:
+    """Return True for a failure of this rank's program, as opposed to one of other ranks or of the machine."""
+    of_library = isinstance(error, RuntimeError) and any(name in str(error) for name in _OF_LIBRARIES)
+    return not isinstance(error, _OF_OTHERS) and not of_library

@@ -88,19 +88,25 @@ class Monitor:
         self.peak, self.peak_source = peak, peak_source
         self.failed_saves = 0
         self._steps: list[StepResult] = []
+        self._unevaluated: list[Record] = []  # at most one
         self._since = time.perf_counter()
 
     def add(self, step: StepResult) -> None:
         """Keep a step for the next flush."""
         self._steps.append(step)
 
-    def evaluated(self, means: dict[str, float]) -> None:
-        """Add an evaluation after the newest step. ``means`` contains the terms and ``loss``."""
-        self._steps[-1] = replace(self._steps[-1], evaluation=means)
+    def evaluated(self, means: Mapping[str, float]) -> Record:
+        """Log the step before an evaluation, with its ``means``: the terms and ``loss``. Returns the record."""
+        (record,), self._unevaluated = self._unevaluated, []
+        tasks = {name: mean for name, mean in means.items() if _is_task(name)}
+        record = replace(record, eval_tasks=tasks, **{f"eval_{name}": means.get(key) for name, key in _EVALUATED})
+        self._log([record])
+        return record
 
-    def flush(self) -> list[Record]:
+    def flush(self, *, evaluates: bool = False) -> list[Record]:
         """Reduce the kept steps over all ranks and log them. Returns the records, on every rank.
 
+        ``evaluates`` leaves the newest to ``evaluated``, or without a result to ``close``: a record is logged once.
         Raises TrainingError for a non-finite loss or norm, after logging it.
         """
         if not self._steps:
@@ -116,10 +122,9 @@ class Monitor:
             pace = find_pace(work, self._world, self._device.torch_device)
         records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
         self._steps, self._since = [], now
-        for logger in self._loggers:
-            for record in records:
-                logger.log(record)
-            logger.flush()
+        logged = len(records) - evaluates
+        self._unevaluated = records[logged:]
+        self._log(records[:logged])
         for record in records:
             if record.skipped:
                 continue
@@ -152,9 +157,17 @@ class Monitor:
             self._since += time.perf_counter() - start
 
     def close(self) -> None:
-        """Close the loggers."""
+        """Log a step whose evaluation failed, and close the loggers."""
+        if self._unevaluated:
+            self._log(self._unevaluated)
         for logger in self._loggers:
             logger.close()
+
+    def _log(self, records: Sequence[Record]) -> None:
+        for logger in self._loggers:
+            for record in records:
+                logger.log(record)
+            logger.flush()
 
     def _reduce(self) -> list[list[float]]:
         """Return per step, on the host: sums, dropped, routing losses, load (all summed over all ranks) and norm."""
@@ -195,7 +208,6 @@ class Monitor:
         }
         rate = step.denominators.tokens / step.seconds
         flops = rate * self._flops_per_token / self._world.size
-        evaluation = step.evaluation or {}
         exposed = None if step.exposed is None else step.exposed.seconds()
         pressure = self._device.memory_pressure()
         return Record(
@@ -204,8 +216,7 @@ class Monitor:
             consumed_samples=step.consumed_samples,
             consumed_tokens=step.consumed_tokens,
             lm_loss=_per_word(items, row, names),
-            tasks={name: mean for name, mean in means.items() if name.removesuffix("_accuracy") in TASKS},
-            eval_tasks={name: mean for name, mean in evaluation.items() if name.removesuffix("_accuracy") in TASKS},
+            tasks={name: mean for name, mean in means.items() if _is_task(name)},
             sop_loss=means.get("sop"),
             mtp_loss=means.get("mtp"),
             **{f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING},
@@ -229,7 +240,6 @@ class Monitor:
             logging_errors=stream_failures() + sum(getattr(logger, "errors", 0) for logger in self._loggers),
             failed_saves=self.failed_saves,
             pace=pace,
-            **{f"eval_{name}": evaluation.get(key) for name, key in _EVALUATED},
             expert_load=self._expert_load(load, step.iteration),
         )
 
@@ -240,6 +250,10 @@ class Monitor:
             rank = self._places.busiest(layer, counts, iteration)
             shown.append(_percentiles(counts) | ({} if rank is None else {"busiest_rank": rank}))
         return shown
+
+
+def _is_task(name: str) -> bool:
+    return name.removesuffix("_accuracy") in TASKS
 
 
 def _split_routing(step: StepResult, row: Sequence[float]) -> tuple[Sequence[float], list[Sequence[float]]]:

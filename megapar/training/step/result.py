@@ -33,7 +33,6 @@ class StepResult:
         exposed: Waits of this rank for communication. None if those of the step were not timed.
         waited: Other waits for slower ranks.
         ended: End of the step, in seconds since the epoch.
-        evaluation: Means of an evaluation after the step. None without one.
     """
 
     iteration: int
@@ -50,4 +49,3 @@ class StepResult:
     exposed: Waits | None
     waited: Waits
     ended: float
-    evaluation: dict[str, float] | None = None
