@@ -155,6 +155,19 @@ def stands_still(fault: Fault, section: str, *flags: str) -> Callable[[Path], Ou
     return case
 
 
+def fails_to_evaluate(*flags: str) -> Callable[[Path], Outcome]:
+    """One rank raises in the evaluation of a step that is saved: the restart goes on after this step."""
+
+    def case(folder: Path) -> Outcome:
+        ended = run_job(folder, 2, Fault("bug in evaluation", 1, 2), *SHARDING, *flags, restarts=1)
+        outcome = compared(ended, uninterrupted(2, *SHARDING))
+        if outcome.survived and ended.lost_steps != [0]:
+            outcome.survived, outcome.note = 0, f"the step was lost: {ended.output[-2500:]}"
+        return outcome
+
+    return case
+
+
 def killed_at_every_start(folder: Path) -> Outcome:
     """A signal is never the same failure: all restarts are used."""
     fault = Fault("kill in step", 1, 1, attempts=(0, 1, 2))
@@ -207,6 +220,8 @@ def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:
     yield "save hangs in the kernel, 2 ranks", frozen(2, Fault("freeze", 1, 4), *both)
     evaluation = ("--eval-interval", "2", "--eval-iters", "1")
     yield "SIGSTOP in an evaluation", stands_still(Fault("SIGSTOP in evaluation", 1, 2), "evaluation", *evaluation)
+    yield "an evaluation raises", fails_to_evaluate(*evaluation)
+    yield "an evaluation raises, no async save", fails_to_evaluate(*evaluation, "--no-async-save")
     yield "SIGSTOP in a save", stands_still(Fault("SIGSTOP in shard", 1, 4), "save")
     yield "kill -9 at every start", killed_at_every_start
     yield "the same failure at every start, data", fails_at_every_start("bad data", "DataError at step 4 again", True)

@@ -43,6 +43,7 @@ from tests.faults.spoiled import (
     damage_disk,
     damage_local,
     diverge,
+    fail_in_evaluation,
     fail_in_step,
     fail_publications,
     flip_in_memory,
@@ -81,6 +82,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP in evaluation": lambda: before(
         trainer, "evaluate", lambda *_, **__: STEPS[0] == SPEC["iteration"], signal.SIGSTOP
     ),
+    "bug in evaluation": lambda: fail_in_evaluation(ValueError("a held-out sample is damaged")),
     "bad data": lambda: fail_in_step(DataError("record 7 of a.jsonl is no object")),
     "bug": lambda: fail_in_step(ValueError("a bug")),
     "no memory for copies": lambda: throw(Device, "pinned_zeros", MemoryError("no memory")),

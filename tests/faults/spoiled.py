@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from megapar import trainer
 from megapar.core.checkpoint import folder, storage
 from megapar.errors import CheckpointError
 from megapar.trainer import Trainer
 from megapar.training.health.guards import ReplicaGuard
 from megapar.training.step.batches import BatchFeed
-from tests.faults.striking import RANK, SPEC, before, note, strike
+from tests.faults.striking import RANK, SPEC, STEPS, before, note, strike
 
 
 def not_a_number(always: bool) -> None:
@@ -150,6 +151,19 @@ def fail_publications() -> None:
         kept(root, iteration, *owner)
 
     folder.publish = publish
+
+
+def fail_in_evaluation(error: Exception) -> None:
+    """An exception in the evaluation after the step, on this rank."""
+    kept = trainer.evaluate
+
+    def evaluated(*args: Any) -> Any:
+        if STEPS[0] == SPEC["iteration"]:
+            note()
+            raise error
+        return kept(*args)
+
+    trainer.evaluate = evaluated
 
 
 def throw(module: Any, name: str, error: BaseException) -> None:
