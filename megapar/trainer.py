@@ -297,7 +297,8 @@ class Trainer:
         self._continue(loaded)
         self.collate = self.builder.collate(self.config, self.world, self.corpus)
         self.loader = build.make_loader(self.config, self.corpus, self.collate, self.data, self._skipped)
-        self._degree = degree.slice_model(self.config, self.job, self.objective, self.loader, self.progress)
+        choose = self.builder.ampipe_degree
+        self._degree = degree.slice_model(self.config, self.job, self.objective, self.loader, self.progress, choose)
         self.world.sent_bytes.clear()  # bytes sent so far are not part of a step
         self._make_stepper(loaded)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -23,6 +23,7 @@ from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
 from megapar.core.sharding.sharding import Sharding
+from megapar.model.decoder.model import Decoder
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
@@ -250,7 +251,7 @@ def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:
     whole = experts.unflatten(0, (trainer.config.training.micro_batch_size, -1))
     cp = trainer.world.axis("cp")
     whole = whole[:, build.make_layout(trainer.config).positions(whole.shape[1], cp.rank)]
-    slicing, mp = build.make_slicing(trainer.config), trainer.world.axis("mp")
+    slicing, mp = cast(Decoder, trainer.job.model).slicing, trainer.world.axis("mp")
     parts = mp.size if trainer.config.parallel.sequence_parallel else 1
     order, length = slicing.order(whole.shape[1], parts), whole.shape[1] // parts
     slices = slicing.cut(whole.shape[1], parts)

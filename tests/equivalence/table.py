@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from tests.support.pairwise import pairwise
 
@@ -781,6 +782,27 @@ NODE_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS, *BY_NODE[:3], "1"), FOUR_LAYERS, 1, 4),
     Row("moe", 8, ("--ep-degree", "8", *BY_NODE[:3], "4", *_every(1)), (*EIGHT_EXPERTS, *TOP4)),
     Row("moe", 8, (*EP4, *MP2, *SP, *BY_NODE[:3], "4", "--ampipe-degree", "2"), (*EIGHT_EXPERTS, *TOP4, *DROPS)),
+)
+
+# What a run chooses by a clock, by memory or by its device, with each outcome that it may have
+# (``tests/support/forced.py``): the flags leave the choice open.
+AUTO_DEGREE, AUTO_NODES = ("--ampipe-degree", "auto"), ("--ranks-per-node", "2")
+SPLIT_SLICES = (*EP2, *MP2, *SP, *EMP1)
+FORCED_SUITE: tuple[tuple[Row, dict[str, Any]], ...] = (
+    (Row("moe", 2, (*SPLIT_SLICES, *AUTO_DEGREE)), {"degree": 2, "hiding": "pieces"}),
+    (Row("moe", 4, (*EP4, *AUTO_NODES, *AUTO_DEGREE), (*EIGHT_EXPERTS, *DROPS)), {"dispatch": "node", "degree": 4}),
+    (Row("moe", 2, (*MP2, *SP, *ADAPTIVE), DROPS), {"layers": (0, 2), "hiding": "off"}),
+)
+FORCED_ROWS: tuple[tuple[Row, dict[str, Any]], ...] = (
+    *FORCED_SUITE,
+    (Row("moe", 4, (*SPLIT_SLICES, *_stages(2)[2], *AUTO_DEGREE), BOUNDARIES, 2), {"degree": 4}),
+    (Row("moe", 4, (*EP2, *MP2, *AUTO_DEGREE, *_every(1)), (*DROPS, *TOP1)), {"degree": 4, "hiding": "pieces"}),
+    (Row("moe", 2, (*EP2, *AUTO_DEGREE), DROPS), {"degree": 1}),
+    (Row("moe", 4, (*EP4, *AUTO_NODES), (*EIGHT_EXPERTS, *TOP4, *DROPS), 2), {"dispatch": "plain"}),
+    (Row("gpt", 2, MP2), {"hiding": "pieces"}),
+    (Row("moe", 2, (*EP2, *AUTO_DEGREE), TOP4), {"compiled": "on", "degree": 2}),
+    (latent_row(2, (*SPLIT_SLICES, *AUTO_DEGREE), AHEAD), {"degree": 2}),
+    (Row("moe", 2, (*EP2, *ADAPTIVE)), {"layers": (), "compiled": "off"}),
 )
 
 # Experts that move in the first update (``tests/support/away.py``).

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from _pytest.mark import ParameterSet
 
+from megapar.arguments import parse
+from megapar.training.building.builder import Builder
 from tests.equivalence.compare import differences, excess, still
 from tests.equivalence.run import Routing, Trace, trace
 from tests.equivalence.table import (
+    FORCED_ROWS,
+    FORCED_SUITE,
     LATENT_CONTEXT_ROWS,
     LATENT_ROWS,
     LATENT_SUITE,
@@ -25,11 +30,13 @@ from tests.equivalence.table import (
     ROWS,
     Row,
 )
+from tests.support.forced import Forced, outcomes
 from tests.support.pairwise import covering
 from tests.support.ranks import run_ranks, side_by_side
 
 # The second step starts from parameters that the first one changed; what it does to moments is in those it leaves.
 STEPS, MORE_STEPS = 2, 3
+ADAPTIVE_STEPS = 3  # two are measured
 # bf16 is compared over steps that change nothing, so that all of them measure the rounding of one model.
 STILL_STEPS = 8
 
@@ -50,8 +57,9 @@ def _run(
     steps: int,
     replay: Routing | None = None,
     backend: str = "gloo",
+    builder: Builder | None = None,
 ) -> Trace:
-    result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, group=False)[0]
+    result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, builder, group=False, timeout=120)[0]
     assert isinstance(result, Trace)
     return result
 
@@ -172,6 +180,29 @@ def _steady(row: Row) -> Row:
         return row
     at = row.options.index("probs")
     return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
+
+
+FORCED = [
+    pytest.param(
+        row, forced, id=f"{row.name} {forced}", marks=[] if (row, forced) in FORCED_SUITE else [pytest.mark.table]
+    )
+    for row, forced in FORCED_ROWS
+]
+
+
+@pytest.mark.parametrize(("row", "forced"), FORCED)
+def test_forced(row: Row, forced: dict[str, Any]) -> None:
+    """The same in fp64 with each outcome of a choice that a clock, memory or the device makes."""
+    steps = ADAPTIVE_STEPS if "layers" in forced else STEPS
+    flags = (*row.flags(), "--dtype", "fp64")
+    open_to = outcomes(parse(row.kind, [*flags], {"WORLD_SIZE": str(row.world_size)}))
+    assert all(outcome in open_to[name] for name, outcome in forced.items())
+    got, want = side_by_side(
+        row.world_size,
+        lambda: _run(row.kind, row.world_size, flags, steps, backend="late", builder=Forced(**forced)),
+        lambda: reference(row.kind, row.reference_flags(), "fp64", steps),
+    )
+    assert differences(got, want) == []
 
 
 def _rounding(rows: Sequence[Row], suite: Sequence[Row] | None = None) -> list[ParameterSet]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,19 @@ from megapar.core.comm.axis import Axis
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.decoder.model import Decoder
 from megapar.training.building.build import make_slicing
-from megapar.training.building.job import Job
-from megapar.training.checkpoints.state import Progress
-from megapar.training.step.objective import Objective
+
+if TYPE_CHECKING:
+    from megapar.training.building.job import Job
+    from megapar.training.checkpoints.state import Progress
+    from megapar.training.step.objective import Objective
 
 AUTO = 0
 DEGREES = (1, 2, 4)
 REPEATS = 3
 # Minimum gain over degree 1. Smaller differences are noise.
 LEAST_GAIN = 0.02
+
+Choose = Callable[[Mapping[int, float]], tuple[int, str]]  # as ``choose``
 
 
 def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
@@ -41,8 +45,10 @@ def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
     return degrees, "" if len(degrees) > 1 else "the sequence length or --pipe-experts-multi-data allows only it"
 
 
-def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress) -> str:
-    """Slice the model by the checkpoint's degree or a measured one.
+def slice_model(
+    config: Config, job: Job, objective: Objective, loader: Loader, progress: Progress, chosen: Choose
+) -> str:
+    """Slice the model by the checkpoint's degree, or the one that ``chosen`` takes by the seconds of each.
 
     Returns a line for the log, or "" if --ampipe-degree sets a degree.
     """
@@ -62,7 +68,7 @@ def slice_model(config: Config, job: Job, objective: Objective, loader: Loader, 
             return _seconds(job, objective, batch)
 
         seconds = measure(legal, run, job.world.axis("world"), job.world.device.torch_device)
-        progress.ampipe_degree, why = choose(seconds)
+        progress.ampipe_degree, why = chosen(seconds)
         job.world.meter.take()
     model.slice_by(make_slicing(config, progress.ampipe_degree))
     return f"--ampipe-degree auto: {progress.ampipe_degree} ({why})"

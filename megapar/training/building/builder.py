@@ -6,7 +6,7 @@ Tested in ``tests/training/building/test_build.py`` and ``tests/training/buildin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,6 +45,7 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
+from megapar.training.building.ampipe_degree import choose
 from megapar.training.building.attention_backend import attention_operator
 from megapar.training.building.build import (
     DTYPES,
@@ -129,6 +130,10 @@ class Builder:
         """Return the caller of the layers' functions, after trials of kernels. See ``make_runner``, ``try_triton``."""
         try_triton(world)
         return make_runner(config, world)
+
+    def ampipe_degree(self, seconds: Mapping[int, float]) -> tuple[int, str]:
+        """Return the degree of ``--ampipe-degree auto`` and the reason. See ``ampipe_degree.choose``."""
+        return choose(seconds)
 
     def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
         """Fill this rank's shard of a parameter with its initial values."""
