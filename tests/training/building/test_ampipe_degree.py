@@ -12,12 +12,19 @@ import torch
 from megapar.arguments import parse
 from megapar.core.comm.axis import Axis
 from megapar.training.building import ampipe_degree as degree
-from tests.support.training import run
+from tests.equivalence.compare import differences
+from tests.equivalence.run import Trace, trace
+from tests.equivalence.table import FORCED_SUITE
+from tests.support.forced import Forced
+from tests.support.ranks import run_ranks
 
 
 def legal(line: str, world_size: int = 2) -> tuple[tuple[int, ...], str]:
     line = f"--data-path mock --ampipe-degree auto {line}"
     return degree.legal_degrees(parse("moe", shlex.split(line), {"WORLD_SIZE": str(world_size)}))
+
+
+SPLIT = "--ep-degree 2 --mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-model-type deepspeed_moe"
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,8 @@ def legal(line: str, world_size: int = 2) -> tuple[tuple[int, ...], str]:
         ("--ep-degree 2 --adaptive-recompute-device-size 1024", (1,), "adaptive"),
         ("--ep-degree 2 --moe-model-type deepspeed_moe --moe-drop-policy probs", (1,), "probs"),
         ("--ep-degree 2 --moe-model-type deepspeed_moe --ampipe-capacity slice", (1,), "drop"),
+        (f"{SPLIT} --moe-capacity-scope rank", (1,), "drop"),
+        (SPLIT, (1, 2, 4), ""),
     ],
 )
 def test_only_degrees_that_leave_the_numbers_alone(line: str, degrees: tuple[int, ...], why: str) -> None:
@@ -67,15 +76,18 @@ def kept(root: Path) -> set[int]:
     return {json.loads(path.read_text())["ampipe_degree"] for path in root.rglob("scalars.json")}
 
 
-def test_the_choice_changes_no_number_and_the_checkpoint_keeps_it(tmp_path: Path) -> None:
-    layout = ("--ep-degree", "2", "--dtype", "fp64", "--lr-decay-iters", "4")
-    plain = run(2, "moe", *layout, "--train-iters", "4")
-    measured = run(2, "moe", *layout, "--train-iters", "2", "--ampipe-degree", "auto", "--save", str(tmp_path / "a"))
-    chosen = kept(tmp_path / "a")
-    assert len(chosen) == 1
-    assert chosen < {1, 2, 4}
-    places = ("--load", str(tmp_path / "a"), "--save", str(tmp_path / "b"))
-    more = run(2, "moe", *layout, "--train-iters", "4", "--ampipe-degree", "auto", *places)
-    assert kept(tmp_path / "b") == chosen
-    losses = [record.loss for record in (*measured.records, *more.records)]
-    assert losses == pytest.approx([record.loss for record in plain.records], rel=1e-10)
+def test_a_resumed_run_takes_the_stored_degree_and_has_the_numbers_of_one_process(tmp_path: Path) -> None:
+    row, folders = FORCED_SUITE[0][0], [str(tmp_path / name) for name in "ab"]
+    flags = [*row.flags(), "--dtype", "fp64"]
+
+    def ranks(degree: int, *more: str) -> Trace:
+        found: Trace = run_ranks(2, trace, "moe", [*flags, *more], 1, None, "gloo", Forced(degree=degree), group=False)[
+            0
+        ]
+        return found
+
+    first = ranks(2, "--save", folders[0])
+    later = ranks(4, "--load", folders[0], "--save", folders[1])
+    assert [kept(Path(folder)) for folder in folders] == [{2}, {2}]
+    alone = run_ranks(1, trace, "moe", [*row.reference_flags(), "--dtype", "fp64"], 2, group=False)[0]
+    assert differences(first.followed_by(later), alone) == []
