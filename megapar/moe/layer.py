@@ -66,7 +66,6 @@ class MoeLayer(nn.Module):
         dispatcher_class, node_dispatcher_class, routing_class: The classes of the layer's dispatcher, plain or if ep is
             divided by node, and of its passages' routing; subclasses of the layer may replace them.
         dispatcher: Sends tokens to their experts and back, with even splits if capacities allow it.
-        slicing: How a ``passage`` divides the sequence.
     """
 
     dispatcher_class: ClassVar[type[Dispatcher]] = TokenDispatcher
@@ -83,7 +82,6 @@ class MoeLayer(nn.Module):
         mp: Axis | None = None,
         sequence_parallel: bool = False,
         share: Share | None = None,
-        slicing: Slicing | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
@@ -103,7 +101,6 @@ class MoeLayer(nn.Module):
             sequence_parallel: Each mp rank has a contiguous chunk of the positions.
             share: All ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
                 sequence parallelism, else this rank.
-            slicing: How ``passage`` divides the sequence; None: one slice.
             dtype: dtype of the experts; the router is max(fp32, dtype).
             device: Device of the parameters.
             execution: How the layer runs; its ``comm`` launches all collectives of the layer.
@@ -130,7 +127,6 @@ class MoeLayer(nn.Module):
         self.dispatcher = dispatcher_class(
             sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm
         )
-        self.slicing = slicing or Slicing()
         self._slot_E: Tensor | None = None  # of each expert, if they are not in order
         self._expert_E: Tensor | None = None  # in each slot
 
@@ -168,6 +164,7 @@ class MoeLayer(nn.Module):
 
     def passage(
         self,
+        slicing: Slicing,
         length: int,
         valid_tokens: int,
         own_valid_BS: Tensor | None,
@@ -175,9 +172,10 @@ class MoeLayer(nn.Module):
         replay: Replay | None = None,
         ends_unit: Replay | None = None,
     ) -> Passage:
-        """Begin the passage of one micro-batch through this layer, slice by slice as in ``slicing``.
+        """Begin the passage of one micro-batch through this layer, slice by slice.
 
         Args:
+            slicing: How the sequence is divided.
             length: Positions on this rank.
             valid_tokens: Non-padding tokens of the whole micro-batch.
             own_valid_BS: bool, False for padding, of this rank's positions; None: no padding in the micro-batch.
@@ -192,7 +190,6 @@ class MoeLayer(nn.Module):
             capacity = self.sizes.capacity(positions)
             if own_valid_BS is not None:
                 capacity = capacity_on_device(self.sizes, own_valid_BS.sum())
-        slicing = self.slicing
         even_splits = self.dispatcher.even_splits and slicing.capacity == "slice" and not slicing.expert_pieces
         dispatcher = replace(self.dispatcher, even_splits=even_splits)
         return self._passage(slicing, dispatcher, tokens, capacity, replay, ends_unit)
@@ -211,10 +208,6 @@ class MoeLayer(nn.Module):
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
         return Passage(self, routing, dispatcher, slicing, replay, ends_unit)
-
-    def slice_by(self, slicing: Slicing) -> None:
-        """Set the slicing of later passages."""
-        self.slicing = slicing
 
     def place(self, experts: Sequence[int]) -> None:
         """Set the expert in each slot for later passages; the caller has moved their weights.

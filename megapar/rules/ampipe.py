@@ -462,4 +462,13 @@ RULES: tuple[Rule, ...] = (
         "--moe-model-type deepspeed_moe",
         "--moe-model-type deepspeed_moe --ampipe-capacity slice",
     ),
+    _settled(
+        "scope",
+        ("moe_model_type", "moe_capacity_scope", "sequence_parallel"),
+        lambda f: f.moe_model_type != "deepspeed_moe" or f.moe_capacity_scope != "rank" or not f.sequence_parallel,
+        "with --moe-capacity-scope rank and --sequence-parallel, slices would drop different tokens",
+        "--moe-model-type deepspeed_moe",
+        "--mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-model-type deepspeed_moe "
+        "--moe-capacity-scope rank",
+    ),
 )

@@ -58,8 +58,9 @@ def _run(
     replay: Routing | None = None,
     backend: str = "gloo",
     builder: Builder | None = None,
+    timeout: float = 60.0,
 ) -> Trace:
-    result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, builder, group=False, timeout=120)[0]
+    result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, builder, group=False, timeout=timeout)[0]
     assert isinstance(result, Trace)
     return result
 
@@ -182,24 +183,24 @@ def _steady(row: Row) -> Row:
     return replace(row, options=(*row.options[: at - 1], *row.options[at + 1 :]))
 
 
-FORCED = [
-    pytest.param(
-        row, forced, id=f"{row.name} {forced}", marks=[] if (row, forced) in FORCED_SUITE else [pytest.mark.table]
-    )
-    for row, forced in FORCED_ROWS
-]
+def _forced() -> Iterator[ParameterSet]:
+    """Rows with outcomes of their choices, of which the suite runs those that are named for it."""
+    for row, forced in FORCED_ROWS:
+        marks = [] if (row, forced) in FORCED_SUITE else [pytest.mark.table]
+        yield pytest.param(row, forced, id=f"{row.name} {forced}", marks=marks)
 
 
-@pytest.mark.parametrize(("row", "forced"), FORCED)
+@pytest.mark.parametrize(("row", "forced"), _forced())
 def test_forced(row: Row, forced: dict[str, Any]) -> None:
     """The same in fp64 with each outcome of a choice that a clock, memory or the device makes."""
     steps = ADAPTIVE_STEPS if "layers" in forced else STEPS
     flags = (*row.flags(), "--dtype", "fp64")
+    timeout = 400.0 if "compiled" in forced else 60.0
     open_to = outcomes(parse(row.kind, [*flags], {"WORLD_SIZE": str(row.world_size)}))
     assert all(outcome in open_to[name] for name, outcome in forced.items())
     got, want = side_by_side(
         row.world_size,
-        lambda: _run(row.kind, row.world_size, flags, steps, backend="late", builder=Forced(**forced)),
+        lambda: _run(row.kind, row.world_size, flags, steps, backend="late", builder=Forced(**forced), timeout=timeout),
         lambda: reference(row.kind, row.reference_flags(), "fp64", steps),
     )
     assert differences(got, want) == []

@@ -18,10 +18,10 @@ HIDDEN, EXPERTS, LENGTH, BATCH = 6, 4, 9, 2
 POLICIES = ("token", "choice", "probs")
 
 
-def make(slicing, *, ep=None, favoured=None, **sizes):
+def make(*, ep=None, favoured=None, **sizes):
     """A layer in fp64 with its parameters drawn; ``favoured``: an expert that every token chooses first."""
     sizes = {"topk": 2, "min_capacity": 1, "capacity_factor": 0.6, **sizes}
-    whole = MoeLayer(MoeSizes(HIDDEN, 8, EXPERTS, **sizes), slicing=slicing, dtype=torch.float64)
+    whole = MoeLayer(MoeSizes(HIDDEN, 8, EXPERTS, **sizes), dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -29,7 +29,7 @@ def make(slicing, *, ep=None, favoured=None, **sizes):
         whole.router.correction_bias[favoured] = 100.0
     if ep is None:
         return whole
-    layer = MoeLayer(whole.sizes, slicing=slicing, ep=ep, dtype=torch.float64)
+    layer = MoeLayer(whole.sizes, ep=ep, dtype=torch.float64)
     for name, parameter in layer.named_parameters():
         source = whole.get_parameter(name).data
         parameter.data.copy_(source.chunk(ep.size)[ep.rank] if name.startswith("experts") else source)
@@ -48,11 +48,11 @@ def draw(index=0, padding=False):
     return x.requires_grad_(), upstream, valid if padding else None
 
 
-def through(layer, x, valid):
+def through(layer, slicing, x, valid):
     """(y, statistics) slice by slice."""
     tokens = x[..., 0].numel() if valid is None else int(valid.sum())
-    passage = layer.passage(x.shape[1], tokens, valid, x.shape[0])
-    slices = layer.slicing.cut(x.shape[1])
+    passage = layer.passage(slicing, x.shape[1], tokens, valid, x.shape[0])
+    slices = slicing.cut(x.shape[1])
     for s in slices:
         passage.send(x[:, s], None if valid is None else valid[:, s])
     arriving, tokens_by_slice, _ = passage.work()
@@ -82,13 +82,13 @@ WAYS = [Slicing(2), Slicing(4, balanced=True), Slicing(expert_pieces=2), Slicing
 @pytest.mark.parametrize("sizes", [{}, {"kind": "deepspeed_moe"}, {"topk": 1}, {"kind": "deepspeed_moe", "topk": 4}])
 @pytest.mark.parametrize("slicing", WAYS, ids=str)
 def test_slices_have_the_numbers_of_the_whole(slicing, sizes, padding):
-    layer = make(slicing, **sizes)
+    layer = make(**sizes)
     x, upstream, valid = draw(padding=padding)
     y, stats = layer(x, valid, x[..., 0].numel() if valid is None else int(valid.sum()))
     want = gradients(layer, x, upstream, y, stats)
-    other = make(slicing, **sizes)
+    other = make(**sizes)
     x, upstream, valid = draw(padding=padding)
-    got_y, got = through(other, x, valid)
+    got_y, got = through(other, slicing, x, valid)
     same({"y": got_y}, {"y": y})
     same(gradients(other, x, upstream, got_y, got), want)
     assert torch.equal(got.load, stats.load)
@@ -100,11 +100,12 @@ def test_slices_have_the_numbers_of_the_whole(slicing, sizes, padding):
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_capacity_per_slice_drops_as_each_slice_alone_would(policy, padding):
-    layer = make(Slicing(3, capacity="slice"), kind="deepspeed_moe", drop_policy=policy)
+    slicing = Slicing(3, capacity="slice")
+    layer = make(kind="deepspeed_moe", drop_policy=policy)
     x, _, valid = draw(padding=padding)
-    y, stats = through(layer, x, valid)
+    y, stats = through(layer, slicing, x, valid)
     dropped = 0
-    for s in layer.slicing.cut(LENGTH):
+    for s in slicing.cut(LENGTH):
         tokens = None if valid is None else int(valid[:, s].sum())
         part, alone = layer(x[:, s], None if valid is None else valid[:, s], tokens)
         same({"y": y[:, s]}, {"y": part}, str(s))
@@ -117,17 +118,19 @@ def on_ranks(rank, world_size, slicing, sizes, padding, favoured, node=0):
     ep = axis_by_node(rank, world_size, node)
     wanted = None
     for index in range(world_size):
-        alone = make(slicing, favoured=favoured, **sizes)
+        alone = make(favoured=favoured, **sizes)
         x, upstream, valid = draw(index, padding)
-        y, stats = through(alone, x, valid) if slicing.capacity == "slice" else alone(x, valid, _tokens(x, valid))
+        y, stats = (
+            through(alone, slicing, x, valid) if slicing.capacity == "slice" else alone(x, valid, _tokens(x, valid))
+        )
         grads = gradients(alone, x, upstream, y, stats)
         own = grads.pop("x")
         wanted = grads if wanted is None else {name: wanted[name] + grad for name, grad in grads.items()}
         if index == rank:
             mine = (y, stats, own)
-    layer = make(slicing, ep=ep, favoured=favoured, **sizes)
+    layer = make(ep=ep, favoured=favoured, **sizes)
     x, upstream, valid = draw(rank, padding)
-    y, stats = through(layer, x, valid)
+    y, stats = through(layer, slicing, x, valid)
     got = gradients(layer, x, upstream, y, stats)
     same({"y": y, "x": got.pop("x")}, {"y": mine[0], "x": mine[2]})
     assert torch.equal(stats.dropped, mine[1].dropped)

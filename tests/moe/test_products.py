@@ -60,23 +60,23 @@ class Asked(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(layer, x, upstream):
+def run(layer, slicing, x, upstream):
     """(output and gradients, grouped products, what products brought to the host, the layer's waits)"""
     x, before = x.clone().requires_grad_(), layer.comm.host_waits
     with Seen() as seen, Asked() as asked:
-        y, _ = by_slices(layer, x, x[..., 0].numel()) if layer.slicing.active else layer(x)
+        y, _ = by_slices(layer, slicing, x, x[..., 0].numel()) if slicing.active else layer(x)
         y.backward(upstream)
     tensors = [y.detach(), x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
     layer.zero_grad()
     return tensors, seen.grouped, asked.values, layer.comm.host_waits - before
 
 
-def pair(dtype, slicing, ep=None, **sizes):
+def pair(dtype, ep=None, **sizes):
     """The same layer on a device that has the kernel and on one that has not."""
     moe = MoeSizes(HIDDEN, FFN, EXPERTS, 2, min_capacity=1, **sizes)
     torch.manual_seed(5)
     layers = [
-        MoeLayer(moe, ep=ep, execution=Execution(comm=CommContext(device=device)), slicing=slicing, dtype=dtype)
+        MoeLayer(moe, ep=ep, execution=Execution(comm=CommContext(device=device)), dtype=dtype)
         for device in (Device(), WithoutKernel())
     ]
     for one, other in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
@@ -89,8 +89,8 @@ def pair(dtype, slicing, ep=None, **sizes):
 def compare(rank, world_size, dtype, slicing, sizes):
     """What the layer without the kernel asked for."""
     ep = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size))) if world_size > 1 else None
-    layers, x, upstream = pair(dtype, slicing, ep, **sizes)
-    (wanted, with_kernel, *_), (got, *asked) = (run(layer, x, upstream) for layer in layers)
+    layers, x, upstream = pair(dtype, ep, **sizes)
+    (wanted, with_kernel, *_), (got, *asked) = (run(layer, slicing, x, upstream) for layer in layers)
     assert with_kernel == 6 * (slicing.degree if slicing.active else 1)
     for mine, want in zip(got, wanted, strict=True):
         assert mine.dtype == want.dtype
@@ -122,7 +122,7 @@ def test_on_many_ranks_the_host_knows_them(case):
 
 
 def test_a_recomputed_layer_reads_nothing_again():
-    (_, layer), x, upstream = pair(torch.float32, Slicing())
+    (_, layer), x, upstream = pair(torch.float32)
     x = x.requires_grad_()
     replay = Replay()
     layer(x, replay=replay)[0].backward(upstream)

@@ -41,23 +41,23 @@ def forward_and_backward(rank, world_size, sizes, shared, slicing, node):
     layout = SequenceLayout(world_size, zigzag=True, slices=slicing.degree)
     share = Share(cp=axis, layout=layout) if shared else None
     moe = MoeSizes(8, 16, 4, 2, min_capacity=1, capacity_factor=0.8, **sizes)
-    layer = MoeLayer(moe, ep=axis, share=share, slicing=slicing, dtype=torch.float32)
+    layer = MoeLayer(moe, ep=axis, share=share, dtype=torch.float32)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     tokens = 24 * (world_size if shared else 1)
     for _ in range(2):
         x, before = torch.randn(2, 12, 8, requires_grad=True), layer.comm.host_waits
         with HostTensors() as found:
-            y, stats = by_slices(layer, x, tokens) if slicing.active else layer(x, None, tokens)
+            y, stats = by_slices(layer, slicing, x, tokens) if slicing.active else layer(x, None, tokens)
             (y.sum() + stats.aux).backward()
     layer.comm.check_settled()
     assert x.grad is not None
     return dict(found.waits), layer.comm.host_waits - before
 
 
-def by_slices(layer, x, tokens):
-    passage = layer.passage(x.shape[1], tokens, None, x.shape[0])
-    slices = layer.slicing.cut(x.shape[1])
+def by_slices(layer, slicing, x, tokens):
+    passage = layer.passage(slicing, x.shape[1], tokens, None, x.shape[0])
+    slices = slicing.cut(x.shape[1])
     for place in slices:
         passage.send(x[:, place], None)
     arriving, tokens_by_slice, _ = passage.work()

@@ -27,7 +27,6 @@ from megapar.model.layers.pending_sum import PendingSum
 from megapar.model.layers.self_attention import make_attention
 from megapar.model.layers.token_gated_mlp import TokenGatedMlp
 from megapar.moe.layer import MoeLayer
-from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -50,7 +49,6 @@ class DecoderBlock(nn.Module):
         ep: Axis,
         emp: Axis,
         cp: ContextParallel,
-        slicing: Slicing,
         moe_layer: type[MoeLayer] = MoeLayer,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -60,7 +58,6 @@ class DecoderBlock(nn.Module):
         self.compiled = run is not plain
         self.drop = HiddenDropout(sizes.hidden_dropout, layer, share.rank, sizes.residual_multiplier)
         self.norms_outputs = sizes.norm_placement == "output"
-        self.slicing = slicing
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
         self.attention = make_attention(
@@ -81,7 +78,6 @@ class DecoderBlock(nn.Module):
                 ep=ep,
                 emp=emp,
                 share=share,
-                slicing=slicing,
                 **options,
             )
         else:

@@ -144,10 +144,9 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         held = rank_layers or RankLayers.whole(sizes.num_layers)
-        self.slicing = slicing or Slicing()
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
-        self._arrangement = Arrangement(self.slicing, mp, sequence_parallel=sequence_parallel)
+        self._arrangement = Arrangement(slicing or Slicing(), mp, sequence_parallel=sequence_parallel)
         rotary_dim, angles_dim = sizes.attention.rotary_dim, sizes.attention.angles_dim
         self._rope = RotaryEmbedding(rotary_dim, sizes.rope_theta, dtype, sizes.rope_scaling, angles_dim)
         options: LayerOptions = {
@@ -164,11 +163,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
-                sizes, layer, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, moe_layer=moe_layer, **options
+                sizes, layer, ep=ep, emp=emp, cp=self.cp, moe_layer=moe_layer, **options
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:
-            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, slicing=self.slicing, moe_layer=moe_layer, **options)
+            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, moe_layer=moe_layer, **options)
         self.final_norm: nn.Module | None = None
         if held.last:
             norm, epsilon, run = sizes.normalization, sizes.layernorm_epsilon, execution.run
@@ -273,12 +272,12 @@ class Decoder(nn.Module):
 
     def slice_by(self, slicing: Slicing) -> None:
         """Run layers in other slices from the next forward on."""
-        self.slicing = slicing
-        for block in (*self.layers.values(), *(() if self.mtp is None else (self.mtp.block,))):
-            assert isinstance(block, DecoderBlock)
-            block.slicing = slicing
-            if block.moe is not None:
-                block.moe.slice_by(slicing)
+        self._arrangement.slicing = slicing
+
+    @property
+    def slicing(self) -> Slicing:
+        """The slices of the sequence. Layers learn them from their context."""
+        return self._arrangement.slicing
 
     def correction_biases(self) -> list[Tensor]:
         """Return the routers' correction biases, one [E] buffer per mixture-of-experts layer, in layer order."""
@@ -372,6 +371,7 @@ class Decoder(nn.Module):
             valid_tokens,
             angles,
             documents=documents,
+            slicing=self.slicing,
             slices=slices,
             own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
             whole_slices=tuple(slice(s.start * ranks, s.stop * ranks) for s in slices),

@@ -36,7 +36,6 @@ from megapar.model.layers.context import Context
 from megapar.model.layers.loss import IGNORED
 from megapar.model.layers.norm import make_norm
 from megapar.moe.layer import MoeLayer
-from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class Mtp(nn.Module):
         ep: Axis,
         emp: Axis,
         cp: ContextParallel,
-        slicing: Slicing,
         moe_layer: type[MoeLayer] = MoeLayer,
         **options: Unpack[LayerOptions],
     ) -> None:
@@ -71,9 +69,7 @@ class Mtp(nn.Module):
         self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
         # The block has the number after the last layer's, so it has a separate dropout stream.
-        self.block = DecoderBlock(
-            sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, slicing=slicing, moe_layer=moe_layer, **options
-        )
+        self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, moe_layer=moe_layer, **options)
         self.final_norm: nn.Module | None = None
         if sizes.ends_as_layer:
             self.final_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from megapar.model.layers.norm import LayerNorm, RmsNorm
     from megapar.model.layers.self_attention import SelfAttention
     from megapar.moe.layer import MoeLayer
-    from megapar.moe.slicing import Slicing
 
 
 class SliceableBlock(Protocol):
@@ -55,7 +54,6 @@ class SliceableBlock(Protocol):
     mlp_norm: RmsNorm | LayerNorm
     mlp: Mlp | None
     moe: MoeLayer | None
-    slicing: Slicing
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters of the layer."""
@@ -157,7 +155,7 @@ class _Layer:
 
     def __init__(self, block: SliceableBlock, x: Tensor | Sliced, context: Context) -> None:
         self.block, self.context = block, context
-        self.attention = CausalSlices(block.attention, context, hides=block.slicing.overlap_mp)
+        self.attention = CausalSlices(block.attention, context, hides=context.slicing.overlap_mp)
         if isinstance(x, Tensor):
             if not context.cut:
                 self.attention.prepare(block.attention_norm(x))
@@ -184,7 +182,13 @@ class _Layer:
             valid, slices = context.own_valid, context.own_slices
             if self._passage is None:
                 self._passage = block.moe.passage(
-                    slices[-1].stop, context.valid_tokens, valid, x_BsH.shape[0], context.replay, context.ends_unit
+                    context.slicing,
+                    slices[-1].stop,
+                    context.valid_tokens,
+                    valid,
+                    x_BsH.shape[0],
+                    context.replay,
+                    context.ends_unit,
                 )
             self._passage.send(normed, None if valid is None else valid[:, slices[number]])  # [2]
         self._residuals[number] = x_BsH
@@ -197,4 +201,4 @@ class _Layer:
             stats = self._passage.stats()
             added = tuple(y for y in shared if y is not None)
             out = Sliced(tuple(self._residuals), tuple(tokens), added, arriving, self.block.drop)
-        return (out if self.block.slicing.cross_layer else join(out, self.context)), stats
+        return (out if self.context.slicing.cross_layer else join(out, self.context)), stats

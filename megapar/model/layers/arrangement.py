@@ -17,17 +17,22 @@ class Arrangement:
     """Reorders positions so that the chunk of each mp rank holds its part of every slice.
 
     Attributes:
-        moves: The order differs from the sequence's; otherwise all methods return their input.
+        slicing: The slices of the sequence. May change between two forwards.
     """
 
     def __init__(self, slicing: Slicing, mp: Axis, *, sequence_parallel: bool) -> None:
-        self._slicing, self._parts = slicing, mp.size
-        self.moves = slicing.degree > 1 and sequence_parallel and mp.size > 1
+        self.slicing, self._parts = slicing, mp.size if sequence_parallel else 1
         self._indices = Indices()
+
+    @property
+    def moves(self) -> bool:
+        """The order differs from the sequence's; otherwise all methods return their input."""
+        return self.slicing.degree > 1 and self._parts > 1
 
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return the source of each position, [length] int64."""
-        return self._indices.of((length, "arrange"), device, lambda: self._slicing.order(length, self._parts))
+        key = length, self.slicing, "arrange"
+        return self._indices.of(key, device, lambda: self.slicing.order(length, self._parts))
 
     def arrange(self, x_BS: Tensor) -> Tensor:
         """Reorder [B, S, ..]."""
@@ -40,7 +45,7 @@ class Arrangement:
         length = x_BS.shape[1]
 
         def order() -> list[int]:
-            chosen = self._slicing.order(length, self._parts)
+            chosen = self.slicing.order(length, self._parts)
             return sorted(range(length), key=chosen.__getitem__)
 
-        return x_BS.index_select(1, self._indices.of((length, "restore"), x_BS.device, order))
+        return x_BS.index_select(1, self._indices.of((length, self.slicing, "restore"), x_BS.device, order))

@@ -11,6 +11,7 @@ from megapar.core.context_parallel.slices import SlicePlan
 from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.random import Streams
 from megapar.core.recompute.replay import Replay
+from megapar.moe.slicing import Slicing
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Context:
         streams: Random streams of this micro-batch's dropout.
         documents: Documents that attention does not cross; None if a sample is one document.
         plan: This rank's tiles of attention if keys come from other cp ranks; it includes documents and padding.
+        slicing: How layers run slice by slice.
         slices: Slices of the sequence on this cp rank if layers run slice by slice; otherwise empty.
         own_slices: Slices of this rank's activations.
         whole_slices: Slices of the whole sequence.
@@ -43,6 +45,7 @@ class Context:
     streams: Streams = field(default_factory=Streams.current)
     documents: PackedDocuments | None = None
     plan: TilePlan | None = None
+    slicing: Slicing = field(default_factory=Slicing)
     slices: tuple[slice, ...] = ()
     own_slices: tuple[slice, ...] = ()
     whole_slices: tuple[slice, ...] = ()
