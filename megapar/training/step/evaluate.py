@@ -56,7 +56,7 @@ def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple
     """Yield, for each round, (the samples of data rank ``rank`` of ``ranks``, True if it counts them).
 
     Rank r runs the full micro-batches r, ranks + r, ... Where it has none left it repeats the first one, because the
-    other ranks may need it in a collective. A smaller last micro-batch has a round of its own, in which every rank runs
+    other ranks may need it in a collective. A smaller last micro-batch has a separate round, in which every rank runs
     it: with a capacity, the rows that ranks exchange depend on the size of their micro-batches.
     """
     full, rest = divmod(num_samples, size)
