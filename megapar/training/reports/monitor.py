@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,8 +99,9 @@ class Monitor:
     def evaluated(self, means: Mapping[str, float]) -> Record:
         """Log the step before an evaluation, with its ``means``: the terms and ``loss``. Returns the record."""
         (record,), self._unevaluated = self._unevaluated, []
+        found: dict[str, Any] = {f"eval_{name}": means.get(key) for name, key in _EVALUATED}
         tasks = {name: mean for name, mean in means.items() if _is_task(name)}
-        record = replace(record, eval_tasks=tasks, **{f"eval_{name}": means.get(key) for name, key in _EVALUATED})
+        record = replace(record, eval_tasks=tasks, **found)
         self._log([record])
         return record
 
@@ -206,6 +208,7 @@ class Monitor:
             "sequence": objective.sequence_coefficient > 0,
             "orthogonal": objective.orthogonal_coefficient > 0,
         }
+        losses: dict[str, Any] = {f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING}
         rate = step.denominators.tokens / step.seconds
         flops = rate * self._flops_per_token / self._world.size
         exposed = None if step.exposed is None else step.exposed.seconds()
@@ -219,7 +222,7 @@ class Monitor:
             tasks={name: mean for name, mean in means.items() if _is_task(name)},
             sop_loss=means.get("sop"),
             mtp_loss=means.get("mtp"),
-            **{f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING},
+            **losses,
             loss=objective.weighted(means, routing),
             grad_norm=row[-1],
             lr=step.lr,
