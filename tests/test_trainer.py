@@ -110,7 +110,8 @@ def test_the_line_of_an_evaluation_is_printed_when_it_was_made(tmp_path: Path) -
         patch.object(PlainTerminal, "log", lambda terminal, record: order.append((record.iteration, record.eval_loss))),
     ):
         run_here(tmp_path, "--eval-interval", "4", "--eval-iters", "1", "--save-interval", "100")
-    assert [one if one == "evaluated" else one[0] for one in order] == ["evaluated", 1, 2, 3, 4, "evaluated", 5, 6]  # type: ignore[index]
+    told = [one if one == "evaluated" else one[0] for one in order]  # type: ignore[index]
+    assert told == [1, 2, 3, "evaluated", 4, 5, "evaluated", 6]
 
 
 def test_evaluation_drops_the_same_where_held_out_samples_fill_no_micro_batch(tmp_path: Path) -> None:
