@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from tests.equivalence.run import Trace, relative
 
 STILL = ("--lr", "1e-30", "--weight-decay", "0")
@@ -22,12 +24,13 @@ def differences(got: Trace, want: Trace, noise: float = 0.0) -> list[str]:
     and all that a zero-initialised bias then holds is noise.
     """
     found = []
-    for name in ("losses", "lm_losses", "aux_losses", "norms"):
-        for step, (a, b) in enumerate(zip(getattr(got, name), getattr(want, name), strict=True)):
-            if abs(a - b) > 1e-10 * max(abs(b), 1e-30):
+    for step, (logs, wanted) in enumerate(zip(got.logged, want.logged, strict=True)):
+        if logs.keys() != wanted.keys():
+            found.append(f"logged, step {step}: {sorted(logs.keys() ^ wanted.keys())} on one side only")
+        for name, b in wanted.items():
+            a = logs.get(name, b)
+            if not abs(a - b) <= 1e-10 * max(abs(b), 1e-30):
                 found.append(f"{name}, step {step}: {a!r} instead of {b!r}")
-    if got.dropped != want.dropped:
-        found.append(f"dropped: {got.dropped} instead of {want.dropped}")
     for step, (mine, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         if mine.keys() != theirs.keys():
             found.append(f"gradients, step {step}: of {sorted(mine.keys() ^ theirs.keys())} on one side only")
@@ -41,6 +44,26 @@ def differences(got: Trace, want: Trace, noise: float = 0.0) -> list[str]:
         error, scale = float((got.parameters[name] - b).abs().max()), float(b.abs().max())
         if not error <= max(1e-9 * scale, noise):
             found.append(f"parameter {name}: off by {error:.3g}, its largest is {scale:.3g}")
+    return found
+
+
+def bits(got: Trace, want: Trace) -> list[str]:
+    """Everything that is not the same to the last bit: all numbers of the log, all gradients and parameters.
+
+    What is logged per second is compared per step, and so rounded once more.
+    """
+    found = []
+    for step, (logs, wanted) in enumerate(zip(got.logged, want.logged, strict=True)):
+        for name in sorted(logs.keys() | wanted.keys()):
+            a, b = logs.get(name, math.nan), wanted.get(name, math.nan)
+            if a != b and not (name.startswith("speed/") and math.isclose(a, b, rel_tol=1e-12)):
+                found.append(f"{name}, step {step}: {a!r} instead of {b!r}")
+    pairs = zip([*got.gradients, got.parameters], [*want.gradients, want.parameters], strict=True)
+    for step, (mine, theirs) in enumerate(pairs):
+        what = f"gradient, step {step}, of " if step < len(want.gradients) else "parameter "
+        for name, b in theirs.items():
+            if not torch.equal(mine[name].nan_to_num(), b.nan_to_num()):
+                found.append(f"{what}{name}: off by {float((mine[name] - b).abs().max()):.3g}")
     return found
 
 

@@ -24,15 +24,22 @@ from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
 from megapar.core.sharding.sharding import Sharding
 from megapar.model.decoder.model import Decoder
-from megapar.trainer import Trainer
+from megapar.trainer import Additions, Trainer
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
 from megapar.training.checkpoints.collect import collect_buffers
+from megapar.training.reports import messages
+from megapar.training.reports.record import Record
+from megapar.training.step import bad_steps
+from megapar.training.step.callbacks import TrainerCallback
 from megapar.training.step.observer import StepObserver
 from tests.support import away, late
 from tests.support.lazy import LazyDevice
 
 QUIET = 10**6  # steps between lines of the log: more than a run has
+PER_STEP = ("losses", "norms", "dropped", "gradients", "logged")
+OF_THE_LAYOUT = ("memory", "moe", "sent_bytes", "speed", "waits")  # what a layout costs; of moe all is in other numbers
+LEAST_BEFORE_A_SPIKE = 2  # steps: a short run has spikes, too
 # (micro-batch number over the whole run, router's number in the model) -> experts chosen, [tokens, k]
 Routing = dict[tuple[int, int], Tensor]
 
@@ -41,28 +48,37 @@ Routing = dict[tuple[int, int], Tensor]
 class Trace:
     """What one run computed.
 
-    losses, lm_losses, aux_losses, norms, dropped: per step. gradients: per step, of every parameter, before clipping.
+    losses, norms, dropped: per step. gradients: per step, of every parameter, before clipping.
     parameters: every master and buffer after the last step. routing: the experts that were chosen.
-    decided_on_device: whether each step was over before the host knew its norm.
+    decided_on_device: whether each step was over before the host knew its norm. logged: per step, by name.
     """
 
     losses: list[float]
-    lm_losses: list[float]
-    aux_losses: list[float]
     norms: list[float]
     dropped: list[int]
     gradients: list[dict[str, Tensor]]
     parameters: dict[str, Tensor]
     routing: Routing = field(default_factory=dict)
     decided_on_device: bool = False
+    logged: list[dict[str, float]] = field(default_factory=list)
 
-    def followed_by(self, later: Trace) -> Trace:
-        """The steps of this run and of one that continued it."""
-        steps = {
-            name: [*getattr(self, name), *getattr(later, name)]
-            for name in ("losses", "lm_losses", "aux_losses", "norms", "dropped", "gradients")
-        }
-        return replace(later, routing=self.routing | later.routing, **steps)
+    def continued_by(self, later: Trace) -> Trace:
+        """The steps before a run that continued this one from a checkpoint, and those of that run."""
+        before = len(self.losses) - len(later.losses)
+        steps = {name: [*getattr(self, name)[:before], *getattr(later, name)] for name in PER_STEP}
+        return replace(later, **steps)
+
+
+def logged(record: Record, world_size: int) -> dict[str, float]:
+    """The numbers of a record that no layout changes; of those per second and device, what they are per step."""
+    own = {name: value for name, value in record.scalars().items() if name.split("/")[0] not in OF_THE_LAYOUT}
+    own |= {f"run/{name}": getattr(record, name) for name in ("iteration", "dropped_tokens")}
+    own["speed/tokens"] = record.tokens_per_second * record.iteration_seconds
+    for name in ("model_tflops_per_device", *(("mfu",) if record.mfu_peak == "flag" else ())):  # others are measured
+        own[f"speed/{name}"] = getattr(record, name) * record.iteration_seconds * world_size
+    for layer, load in enumerate(record.expert_load):
+        own |= {f"load of layer {layer}/{name}": share for name, share in load.items() if name != "busiest_rank"}
+    return own
 
 
 def _with_products_of_small_weights(tables: Any) -> Any:
@@ -77,14 +93,14 @@ def trace(
     rendezvous: str,
     kind: str,
     flags: Sequence[str],
-    steps: int,
+    until: int,
     replay: Routing | None = None,
     backend: str = "gloo",
     builder: Builder | None = None,
 ) -> Trace | None:
-    """Train ``steps`` steps; the Trace on rank 0, None elsewhere. With ``--moe-rebalance-interval`` experts move.
+    """Train up to step ``until``; the Trace on rank 0, None elsewhere. With ``--moe-rebalance-interval`` experts move.
 
-    With ``--save`` the run ends with a checkpoint.
+    It is a whole run, of which nothing is printed: it checks, evaluates and saves as its flags say.
 
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
     or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device.
@@ -92,50 +108,56 @@ def trace(
     """
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
-        config = parse(kind, [*flags, "--log-interval", str(QUIET)], dict(os.environ))
+        quiet = () if "--log-interval" in flags else ("--log-interval", str(QUIET))
+        config = parse(kind, [*flags, *quiet, "--exit-interval", str(until)], dict(os.environ))
         corpus = build.make_corpus(config)
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
         stack.enter_context(patch.object(kinds, "_tables", lambda: tables))
+        stack.enter_context(patch.object(messages, "make_terminal", lambda *_: None))
+        stack.enter_context(patch.object(bad_steps, "LEAST", LEAST_BEFORE_A_SPIKE))
+        if config.training.deterministic:
+            device.repeat_results()
+            stack.callback(torch.use_deterministic_algorithms, False)
         if isinstance(device, LazyDevice):
             stack.enter_context(device)
         world = World.start(config.grid, device, timedelta(seconds=60), f"file://{rendezvous}")
-        recorder = Recorder(replay)
-        trainer = Trainer(config, world, corpus, observer=recorder, builder=builder)
+        recorder, moving = Recorder(replay), away.Away()
+        more = Additions(callbacks=(moving, _Settling(device)))
+        trainer = Trainer(config, world, corpus, observer=recorder, builder=builder, keep_records=True, additions=more)
         trainer.start()
-        trainer.terminal = None  # prints nothing
-        recorder.trainer, recorder.whole, records = trainer, Whole(trainer), []
-        away.begin(trainer)
-        for _ in range(steps):
-            trainer.monitor.add(trainer.step())
-            trainer.adapt()
-            records += away.stepped(trainer)
-            if isinstance(device, LazyDevice):
-                device.settle()
-        trainer.stepper.resolve_pending()
-        records += trainer.monitor.flush()
-        if config.checkpoint.save:
-            trainer._save(final=True)
-        away.end(trainer, records)
+        recorder.trainer, recorder.whole = trainer, Whole(trainer)
+        records = trainer.train().records
+        updated = any(not record.skipped for record in records)
+        assert moving.moved == (updated and trainer.places.interval > 0)
         parameters = _parameters(trainer, recorder.whole)
-        trainer.loader.close()
-        trainer.watch.close()  # its listener would look for the store's file, which is gone, for a minute
         trainer.job.sharding.wait()
+        trainer.watch.close()  # its listener would look for the store's file, which is gone, for a minute
         assert backend == "gloo" or late.in_flight() == []
         world.close()
     if rank:
         return None
     return Trace(
         losses=[record.loss for record in records],
-        lm_losses=[record.lm_loss for record in records],
-        aux_losses=[record.aux_loss or 0.0 for record in records],
         norms=[record.grad_norm for record in records],
         dropped=[record.dropped_tokens for record in records],
         gradients=recorder.gradients,
         parameters=parameters,
         routing=recorder.routing,
         decided_on_device=trainer.stepper.step_guard.decided_on_device,
+        logged=[logged(record, world_size) for record in records],
     )
+
+
+class _Settling(TrainerCallback):
+    """Ends the steps of a lazy device; does nothing on another device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def after_step(self, iteration: int) -> None:
+        if isinstance(self._device, LazyDevice):
+            self._device.settle()
 
 
 class Recorder(StepObserver):

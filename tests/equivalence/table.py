@@ -44,6 +44,10 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--generation-segments", "2", "--memory-length", "8"),
     ),
 }
+_WIDTH = MODELS["moe"].index("--moe-ffn-hidden-size")
+MODELS["widths"] = (
+    *(*MODELS["moe"][:_WIDTH], *MODELS["moe"][_WIDTH + 2 :], "--moe-layer-ffn-hidden-sizes", "24", "17"),
+)
 
 
 @dataclass(frozen=True)
@@ -841,6 +845,37 @@ MOVED_ROWS: tuple[Row, ...] = (
     moved_row(4, (*TWO_STAGES, *ZBV, "--ampipe-degree", "2", *CROSS), FOUR_LAYERS, 1, 4),
     moved_row(2, (*_cp(2, "ring"), *EP2), BOUNDARIES),
     Row("mla", 2, (*EP2, *MOVES), (*NOAUX_TC, *AHEAD)),
+)
+
+# What the rows above never spell; beside ROWS, as LATENT_SUITE.
+SCHEDULE = (
+    *("--lr-decay-style", "wsd", "--lr-wsd-decay-style", "minus_sqrt", "--lr-wsd-decay-iters", "2"),
+    *("--lr-decay-iters", "4", "--lr-warmup-iters", "1", "--min-lr", "1e-3"),
+)
+MOMENTS = ("--adam-beta1", "0.7", "--adam-beta2", "0.6", "--adam-eps", "1e-7", "--weight-decay", "0.3")
+RAMPED = ("--rampup-batch-size", "2", "2", "4", "--skip-samples", "1-1", "4-6")
+EVALUATED = ("--eval-interval", "1", "--eval-iters", "3")
+WAITED_FOR = ("--overlap-grad-reduce", "--overlap-param-gather")
+LIMITS_OF_YARN = (*YARN, "--beta-fast", "3.5", "--beta-slow", "0.4", "--no-yarn-correction-range-round-to-int")
+LIMITS_OF_LLAMA3 = (*LLAMA3, "--low-freq-factor", "0.7", "--high-freq-factor", "2.3")
+LITTLE_AHEAD = (*AHEAD, "--mtp-loss-weight", "0.2")
+
+SPELLED_SUITE: tuple[Row, ...] = (
+    Row("moe", 2, (*EP2, "--overlap-grad-reduce"), (*SCHEDULE, *MOMENTS, *RAMPED, *EVALUATED, *LIMITS_OF_LLAMA3)),
+    Row("moe", 2, (*MP2, *SP, "--tp-comm-overlap"), (*DROPS, *EVALUATED, *LIMITS_OF_YARN, *LITTLE_AHEAD, *UNTIED), 2),
+)
+SPELLED_ROWS: tuple[Row, ...] = (
+    *SPELLED_SUITE,
+    Row("moe", 4, (*EP2, "--dp-degree", "2", "--hybrid-dp", *WAITED_FOR), (*SCHEDULE, *EVALUATED, *CLIPPED)),
+    Row("moe", 2, (*EP2, "--moe-capacity-scope", "rank"), (*DROPS, *EVALUATED, *MOMENTS), 2),
+    Row("moe", 2, (*EP2, "--ampipe-degree", "2", "--ampipe-capacity", "global"), (*DROPS, *EVALUATED, *RAMPED)),
+    Row("ernie", 2, (*MP2, *SP), ("--sop-loss-weight", "0.3", *SCHEDULE, *MOMENTS, *EVALUATED), 2),
+    Row("ernie3", 2, _stages(2)[1], EVALUATED),
+    Row("widths", 2, EP2, EVALUATED),
+    Row("moe", 2, (*_cp(2, "ring"), *EP2), (*LIMITS_OF_YARN, *EVALUATED, *MOMENTS, *BOUNDARIES)),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *EVALUATED, *SCHEDULE, *LITTLE_AHEAD), 1, 4),
+    Row("moe", 2, (*EP2, "--compile", "on"), EVALUATED),
+    *(Row("moe", 2, layout, (*SCHEDULE, *MOMENTS, *RAMPED)) for layout in (_stages(2)[2], (*MP2, "--dp-degree", "1"))),
 )
 
 ROWS: tuple[Row, ...] = (

@@ -28,6 +28,8 @@ from tests.equivalence.table import (
     NODE_ROWS,
     NODE_SUITE,
     ROWS,
+    SPELLED_ROWS,
+    SPELLED_SUITE,
     Row,
 )
 from tests.support.forced import Forced, outcomes
@@ -37,6 +39,7 @@ from tests.support.ranks import run_ranks, side_by_side
 # The second step starts from parameters that the first one changed; what it does to moments is in those it leaves.
 STEPS, MORE_STEPS = 2, 3
 ADAPTIVE_STEPS = 3  # two are measured
+SCHEDULED_STEPS = 5  # to the end of a learning rate's decay, and beyond a batch that grows
 # bf16 is compared over steps that change nothing, so that all of them measure the rounding of one model.
 STILL_STEPS = 8
 
@@ -67,6 +70,8 @@ def _run(
 
 def _steps(row: Row) -> int:
     """A growing batch needs a third step, and experts that have moved, returned for a save, and move back."""
+    if {"--lr-decay-style", "--rampup-batch-size"} & set(row.options):
+        return SCHEDULED_STEPS
     return MORE_STEPS if "--progressive-iters" in row.options or set(MOVES) <= set(row.layout) else STEPS
 
 
@@ -137,7 +142,7 @@ def test_the_suite_has_every_pair_of_the_table() -> None:
     assert suite == table
 
 
-@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent(), *_by_node(), *_moved()])
+@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent(), *_by_node(), *_moved(), *_marked(SPELLED_ROWS, SPELLED_SUITE)])
 def test_fp64(row: Row) -> None:
     """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
 

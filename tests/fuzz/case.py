@@ -14,14 +14,19 @@ from megapar.arguments import FLAGS, SCRIPTS, parse, resolved_values
 from megapar.errors import ConfigError
 from megapar.training.building.outline import outline
 from tests.equivalence.table import ON_STREAMS
+from tests.fuzz.legal import split_dropout
 from tests.fuzz.option import Drawn, Option, degree, spell_all
 from tests.fuzz.table import FIXED, FP16, OPTIONS, STILL, WORLD_SIZES
 
+STEPS = 2
+ADAPTIVE_STEPS = 3  # two are measured
+FOLDER = "FOLDER"
 GLOO, LATE, LAZY, BOTH = "gloo", "late", "lazy", "late and lazy"
 BACKENDS = (GLOO, GLOO, LAZY, LATE)  # as often as each stands here
 THEN = "then"  # between the flags of a run and of the one that continues it
 CONTINUED = 5  # one case in so many, if it can
 LAYOUTS_TRIED = 6  # for the run that continues
+AGAIN = ("recompute_", "adaptive_recompute_")  # how options begin that change no bit
 Atom = tuple[str, str]
 Pair = tuple[Atom, Atom]
 KINDS_DRAWN = ("moe", "moe", "ernie")
@@ -36,7 +41,7 @@ class Case:
     settings: (flag's name, value) of every row of the table that was given. wild: the rows that were drawn without
     being asked whether they are legal; without any the case must not be refused. backend: gloo, or late, which shows
     what reads or reuses a buffer in flight, or lazy, which is that on a device with streams, or both of them, one after
-    the other. continued: the same model on another layout, which loads the checkpoint of the first step.
+    the other. continued: the same model on another layout, which loads a checkpoint of a step on the way.
     """
 
     kind: str
@@ -61,9 +66,41 @@ class Case:
         """In fp64, whose numbers are those of one process to the last digits."""
         return dict(self.settings).get("dtype", "fp64") == "fp64"
 
-    def flags(self) -> list[str]:
-        """The run on the layout."""
-        return spell_all({**self._fixed(), **dict(self.settings)})
+    @property
+    def by_bits(self) -> bool:
+        """Whether its masks are those of its layout alone, on which it is compared with an uninterrupted run.
+
+        That one does not recompute either; all bits are equal.
+        """
+        return split_dropout(Drawn(dict(self.settings), kind=self.kind, world_size=self.world_size))
+
+    @property
+    def steps(self) -> int:
+        """Those that are run: all of a short run, or the first ones."""
+        given = dict(self.settings)
+        least = ADAPTIVE_STEPS if "adaptive_recompute_device_size" in given else STEPS
+        return max(least, int(given.get("train_iters", 0)))
+
+    @property
+    def save_interval(self) -> int:
+        """Steps between checkpoints; 0: there are none."""
+        interval = int(dict(self.settings).get("save_interval", self.continued is not None))
+        return min(interval, self.steps - 1) if self.continued else interval
+
+    @property
+    def resumed_at(self) -> int:
+        """The step in the middle whose checkpoint the other run loads."""
+        return self.save_interval * ((self.steps - 1) // self.save_interval // 2 or 1)
+
+    def flags(self, folder: str = FOLDER) -> list[str]:
+        """The run on the layout, with its checkpoints in the folder."""
+        saved = {"save": folder, "save_interval": self.save_interval} if self.save_interval else {}
+        return spell_all({**self._fixed(), **dict(self.settings), **saved})
+
+    def uninterrupted(self) -> Case:
+        """The same without checkpoints, and with nothing computed twice."""
+        kept = [(name, value) for name, value in self.settings if not name.startswith((*AGAIN, "save_interval"))]
+        return replace(self, settings=tuple(kept), backend=GLOO, continued=None)
 
     def reference_flags(
         self, global_batch_size: int, rows: Sequence[Option] = OPTIONS, dtype: str | None = None
@@ -79,13 +116,15 @@ class Case:
         return spell_all({**self._fixed(), **settings, "global_batch_size": global_batch_size})
 
     def _fixed(self) -> dict[str, object]:
-        return FIXED if self.exact else FIXED | STILL
+        return FIXED if self.exact or self.by_bits else FIXED | STILL
 
     def command(self) -> str:
         """The layout's run as a line for a terminal, and the run that continues it."""
         launch = "python" if self.world_size == 1 else f"torchrun --nproc-per-node {self.world_size}"
         line = f"{launch} {SCRIPTS[self.kind]} {shlex.join(self.flags())}"
-        return f"{line} --save FOLDER\n{self.continued.command()} --load FOLDER" if self.continued else line
+        if self.continued is None:
+            return line
+        return f"{line}\n{self.continued.command()} --load {FOLDER} --ckpt-step {self.resumed_at}"
 
     def again(self) -> str:
         """How to run this case alone."""
@@ -127,8 +166,12 @@ def case_of(kind: str, world_size: int, line: str | Sequence[str], backend: str 
         at = tokens.index(THEN)
         continued = case_of(kind, int(tokens[at + 1]), tokens[at + 2 :], backend)
         return replace(case_of(kind, world_size, tokens[:at], backend), continued=continued)
-    requested: Mapping[str, Any] = resolved_values(kind, tokens, {"WORLD_SIZE": str(world_size)})["requested"]
-    given = tuple((n, v) for n, v in requested.items() if v != FLAGS[n].defaults[kind] and FIXED.get(n) != v)
+    values = resolved_values(kind, tokens, {"WORLD_SIZE": str(world_size)})
+    given = tuple(
+        (name, value)
+        for name, value in values["requested"].items()
+        if name in values["given"] and value != FIXED.get(name, FLAGS[name].defaults[kind])
+    )
     return Case(kind, world_size, given, tuple(name for name, _ in given), backend)
 
 
@@ -156,12 +199,16 @@ def case_from(drawn: Drawn, wild: tuple[str, ...] = (), backend: str = GLOO) -> 
 
 
 def continued(case: Case, choose: Choose) -> Case:
-    """Return the case with a run on another layout that continues it after the first step, if the table has one.
+    """Return the case with a run on another layout that continues it, if the table has one.
 
     Capacities that are counted by rank or by slice differ between layouts by design, and other precisions than fp64
-    are compared over steps that change nothing: such cases are returned as they are.
+    are compared over steps that change nothing: such cases are returned as they are. A case that is compared by bits is
+    continued on its own layout.
     """
     given = dict(case.settings)
+    if case.by_bits:
+        same_settings = tuple(setting for setting in case.settings if setting[0] != "save_interval")
+        return replace(case, continued=replace(case, settings=same_settings))
     if case.wild or not case.exact or "moe_capacity_scope" in given or "ampipe_capacity" in given:
         return case
     try:
@@ -170,6 +217,7 @@ def continued(case: Case, choose: Choose) -> Case:
         return case  # legal by the table: a failure, which the case itself shows
     same = {row.name: (given.get(row.name),) for row in OPTIONS if not row.layout}
     same |= {"global_batch_size": (batch,), "gradient_merge_acc_step": (None,), "ampipe_capacity": (None,)}
+    same["save_interval"] = (None,)
     for _ in range(LAYOUTS_TRIED):
         drawn = draw_case(case.kind, choose("world_size", WORLD_SIZES, Drawn()), choose, same)
         after = case_from(drawn)
@@ -209,7 +257,8 @@ def cases(draw: st.DrawFn, *, rare: bool = True) -> Case:
         return values[0] if name in slow else chosen
 
     case = case_from(draw_case(kind, world_size, choose, forced), wild, BACKENDS[draw(st.integers(0, 3))])
-    return continued(case, choose) if draw(st.integers(1, CONTINUED)) == CONTINUED else case
+    continues = draw(st.integers(1, CONTINUED)) == CONTINUED
+    return continued(case, choose) if continues or case.by_bits else case
 
 
 @st.composite

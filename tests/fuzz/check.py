@@ -13,18 +13,17 @@ from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
 from megapar.training.building.build import make_layout, make_slicing
 from megapar.training.building.outline import outline
-from tests.equivalence.compare import UNITS, differences, overflows, rounding_differences
+from tests.equivalence.compare import UNITS, bits, differences, overflows, rounding_differences
 from tests.equivalence.run import Routing, Trace, trace
-from tests.fuzz.case import Case
+from tests.fuzz.case import GLOO, STEPS, Case
 from tests.fuzz.option import Option
 from tests.fuzz.oracle import Parts, trace_by_parts
 from tests.fuzz.table import OPTIONS
+from tests.fuzz.texts import prepare
 from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 REFUSED, EQUAL, FAILED = "refused", "equal", "failed"
-STEPS = 2
-ADAPTIVE_STEPS = 3  # two are measured
-NOISE = 1e-12  # per unit of the gradient norm: 1e-15 of a gradient, times lr / adam_eps of the table
+NOISE = 1e-15  # of a gradient, per unit of the norm; a step makes it lr / adam_eps times as large
 TIMEOUT_SECONDS = 120.0  # of a hang; nothing here computes for long, but a compiler
 COMPILE_SECONDS = 400.0
 
@@ -40,6 +39,7 @@ class Outcome:
 
 def check(case: Case, rows: Sequence[Option] = OPTIONS) -> Outcome:
     """Parse, run on the layout and on one process, compare."""
+    prepare()
     config = _parsed(case)
     if isinstance(config, Outcome):
         return config
@@ -59,21 +59,23 @@ def check(case: Case, rows: Sequence[Option] = OPTIONS) -> Outcome:
 
 def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence[Option]) -> list[str]:
     """What differs from one process; in other precisions than fp64, by more than two roundings do."""
-    steps = ADAPTIVE_STEPS if config.recompute.adaptive_recompute_device_size else STEPS
-    parts = _parts(config)
+    steps, parts = case.steps, _parts(config)
+    if case.by_bits:
+        want = _run(case.uninterrupted(), config, GLOO, until=steps)[GLOO]
+        return [f"{name}: {text}" for name, got in _runs(case, config).items() for text in bits(got, want)]
     if case.exact:
         runs, want = side_by_side(
             case.world_size,
-            lambda: _runs(case, config, steps),
+            lambda: _runs(case, config),
             lambda: reference(case.kind, flags, parts, steps),
         )
-        noise = NOISE * max(1.0, *want.norms)
+        noise = NOISE * max(1.0, *want.norms) * steps / STEPS * config.optimizer.lr / config.optimizer.adam_eps
         return [f"{backend}: {text}" for backend, got in runs.items() for text in differences(got, want, noise)]
     wide = tuple(case.reference_flags(config.training.global_batch_size, rows, "fp64"))
     exact = reference(case.kind, wide, parts, steps)
     runs, alone = side_by_side(
         case.world_size,
-        lambda: _runs(case, config, steps, exact.routing),
+        lambda: _runs(case, config, exact.routing),
         lambda: reference(case.kind, flags, parts, steps, wide),
     )
     if config.training.dtype == "fp16" and config.value("initial_loss_scale") > 1.0 and overflows(alone):
@@ -90,28 +92,29 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
     ]
 
 
-def _runs(case: Case, config: Config, steps: int, replay: Routing | None = None) -> dict[str, Trace]:
-    """What the case computes on each of its backends."""
+def _runs(case: Case, config: Config, replay: Routing | None = None) -> dict[str, Trace]:
+    """What the case computes on each of its backends, and where it is continued, there."""
+    return {name: got for one in case.backends for name, got in _run(case, config, one, replay).items()}
+
+
+def _run(
+    case: Case, config: Config, backend: str, replay: Routing | None = None, until: int | None = None
+) -> dict[str, Trace]:
+    """The run, and its beginning with the end of the one that loads a checkpoint of it."""
     timeout = COMPILE_SECONDS if config.training.compile == "on" else TIMEOUT_SECONDS
-    return {backend: _run(case, steps, replay, backend, timeout) for backend in case.backends}
 
-
-def _run(case: Case, steps: int, replay: Routing | None, backend: str, timeout: float) -> Trace:
-    """All steps in one run, or the first one, a checkpoint, and the others in a run that loads it."""
-
-    def ranks(part: Case, number: int, *more: str) -> Trace:
-        flags = [*part.flags(), *more]
-        result = run_ranks(
-            *(part.world_size, trace, part.kind, flags, number, replay, backend), group=False, timeout=timeout
-        )[0]
+    def ranks(part: Case, folder: str, *more: str) -> Trace:
+        asked = (trace, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend)
+        result = run_ranks(part.world_size, *asked, group=False, timeout=timeout)[0]
         assert isinstance(result, Trace)
         return result
 
-    if case.continued is None:
-        return ranks(case, steps)
     with TemporaryDirectory() as folder:
-        first = ranks(case, 1, "--save", folder)
-        return first.followed_by(ranks(case.continued, steps - 1, "--load", folder))
+        found = {backend: ranks(case, folder)}
+        if case.continued:
+            rest = ranks(case.continued, folder, "--load", folder, "--ckpt-step", str(case.resumed_at))
+            found[f"{backend}, continued after step {case.resumed_at}"] = found[backend].continued_by(rest)
+    return found
 
 
 def _parsed(case: Case) -> Config | Outcome:

@@ -9,8 +9,10 @@ from megapar.core.grid import Grid
 from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
+from tests.fuzz.texts import BYTES, HELD_OUT, PIECES, SMALLEST_VOCABULARY
 
-FEW = 36  # tokens of a sample, at most about
+FEW, MANY = 36, 300  # tokens of a sample, at most about, in most cases and in some
+MANY_HEADS = 18
 
 
 def rest(d: Drawn) -> int:
@@ -57,7 +59,7 @@ def drops(d: Drawn) -> bool:
 
 def policies(d: Drawn) -> list[str | None]:
     """Texts that begin alike tie in ``probs``, and rounding breaks a tie either way: next to none may."""
-    return [None, "choice", *(["probs"] if d.vocab_size > 1000 and exact(d) else [])]
+    return [None, "choice", *(["probs"] if d.vocab_size > 1000 and exact(d) and not of_text(d) else [])]
 
 
 def micro_batches(d: Drawn) -> list[int]:
@@ -68,6 +70,33 @@ def micro_batches(d: Drawn) -> list[int]:
 def exact(d: Drawn) -> bool:
     """Runs in fp64, and is compared with one process to the last digits."""
     return d.get("dtype") is None
+
+
+def of_text(d: Drawn) -> bool:
+    """Documents have real lengths, and end."""
+    return d.get("data_path") is not None
+
+
+def tokenizers(d: Drawn) -> list[str | None]:
+    """Given ones, or one that is trained on the data; ERNIE's has a mask."""
+    return [PIECES, None] if d.kind == "ernie" else [PIECES, BYTES, None]
+
+
+def evaluated(d: Drawn) -> bool:
+    return bool(d.get("eval_interval"))
+
+
+def held_out(d: Drawn) -> list[tuple[str, ...] | None]:
+    """A few windows that no number of ranks or samples divides, in one file or a mixture of two."""
+    fitting = [path for size, path in HELD_OUT.items() if size // 2 <= 45 * d.seq_length]
+    return [None, (fitting[-1],), ("2", fitting[0], "1", fitting[-1])] if fitting else [None]
+
+
+def split_dropout(d: Drawn) -> bool:
+    """Masks are those of the layout: dropout on parts of heads, positions or samples, or in another precision."""
+    whole = exact(d) and not sliced(d)
+    attention, hidden = (d.attention_dropout, whole_heads(d)), (d.hidden_dropout, whole_sequences(d))
+    return any(share > 0 and not (whole and entire) for share, entire in (attention, hidden))
 
 
 def replicas(d: Drawn) -> list[int | None]:
@@ -163,12 +192,19 @@ def lengths(d: Drawn) -> list[int]:
     chunks = 2 * cp(d) if cp(d) > 1 and d.kind == "moe" and d.context_parallel_algo == "megatron_cp_algo" else cp(d)
     step = math.lcm(chunks, cp(d) * (mp(d) if d.sequence_parallel else 1))
     wanted = [step * n for n in ((2, 1, 3, 4, 6) if step > 1 else (8, 6, 2, 1, 5, 7, 13, 16, 24))]
-    return [n for n in wanted if shortest <= n <= FEW] or [-(-shortest // step) * step]
+    few = [n for n in wanted if shortest <= n <= FEW] or [-(-shortest // step) * step]
+    return few if branched(d) else [*few, *few, MANY // step * step]
+
+
+def head_counts(d: Drawn) -> list[int]:
+    few = [head_step(d) * factor for factor in (1, 2, 4, 3)]
+    return [*few, *few, *([MANY_HEADS] if MANY_HEADS % head_step(d) == 0 else [])]
 
 
 def vocabularies(d: Drawn) -> list[int]:
     """A rank's run is ceil(V / mp) tokens; the last rank has at least one."""
-    return [n for n in (101, 64, 33, 17, 9, 2503) if (mp(d) - 1) * -(-n // mp(d)) < n]
+    sizes = (SMALLEST_VOCABULARY, 457, 2503) if of_text(d) else (101, 64, 33, 17, 9, 2503)
+    return [n for n in sizes if (mp(d) - 1) * -(-n // mp(d)) < n]
 
 
 def shared_counts(d: Drawn) -> list[int | None]:
@@ -251,8 +287,8 @@ def whole_sequences(d: Drawn) -> bool:
 
 
 def dropouts(d: Drawn, whole: bool) -> tuple[float, ...]:
-    """Dropout where one process draws the same masks; those of another precision are others."""
-    return (0.0, 0.0, 0.1, 0.5) if whole and exact(d) else (0.0,)
+    """More often where one process draws the same masks; what has others is compared with its own layout."""
+    return (0.0, 0.0, 0.1, 0.5) if whole and exact(d) else (*(0.0,) * 9, 0.2)
 
 
 def pipelined(d: Drawn) -> bool:
@@ -297,14 +333,9 @@ def whole_units(d: Drawn) -> bool:
     return bool(d.recompute_interval or d.recompute_method)
 
 
-def sliceable(d: Drawn) -> bool:
-    """Masks of slices are not those of the whole."""
-    return experts(d) and not (d.attention_dropout or d.hidden_dropout)
-
-
 def can_slice(d: Drawn) -> bool:
     return (
-        sliceable(d)
+        experts(d)
         and d.norm_placement == "input"
         and not d.adaptive_recompute_device_size
         and d.ep_degree > 1
@@ -328,7 +359,7 @@ def capacity_scopes(d: Drawn) -> list[str | None]:
 
 
 def can_pipe(d: Drawn) -> bool:
-    return sliceable(d) and drops(d) and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
+    return drops(d) and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
 
 
 def piece_counts(d: Drawn) -> list[int | None]:

@@ -211,7 +211,7 @@ class Directed:
         new = set(missing)
         drawn = max(self._candidates(target, partners), key=lambda drawn: len(case_from(drawn).pairs() & new))
         case = case_from(drawn, backend=self.rng.choice(BACKENDS))
-        if self.rng.randrange(CONTINUED):
+        if self.rng.randrange(CONTINUED) and not case.by_bits:
             return case
         return continued(case, lambda name, values, drawn: self.rng.choice(values))
 

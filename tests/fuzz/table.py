@@ -5,15 +5,18 @@ An option's values are those that are legal beside the rows above it; ``wild`` o
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megapar.schema.rule import divisors
 from tests.fuzz import legal
 from tests.fuzz.option import Option, degree, some
+from tests.fuzz.texts import LINES, LONG, SHORT
 
 MOE = ("moe",)
 ERNIE = ("ernie",)
 
-# Set in every run. mock: no tokenizer to train. A large epsilon: a gradient that is zero in exact arithmetic is
-# rounding noise, which Adam would blow up to the size of a step.
+# Set where a row does not say otherwise. A large epsilon: a gradient that is zero in exact arithmetic is rounding
+# noise, which Adam would blow up to the size of a step. device_tflops: what MFU is a share of would be measured.
 FIXED: dict[str, object] = {
     "train_iters": 10,
     "data_path": ("mock",),
@@ -22,6 +25,7 @@ FIXED: dict[str, object] = {
     "eval_interval": 0,
     "dtype": "fp64",
     "replica_check_interval": 5,
+    "device_tflops": 1.0,
 }
 # Other precisions are compared over steps that change nothing: what two roundings of a step make of the next is chance.
 STILL: dict[str, object] = {"lr": 1e-30}
@@ -134,6 +138,20 @@ LAYOUT = (
     Option(name="overlap_param_gather", values=legal.overlaps, wild=("off",), layout=True),
 )
 
+DATA = (
+    # mock: no tokenizer to train. Else documents of real lengths, alone, in a mixture, and of several files.
+    Option(
+        name="data_path",
+        values=lambda d: (
+            (*(None,) * 12, (LONG,), ("0.7", LONG, "0.3", SHORT), (LONG, LINES), (SHORT, LONG))
+            if not legal.branched(d)
+            else (None,)
+        ),
+        group=some,
+    ),
+    Option(name="tokenizer_model", values=legal.tokenizers, when=legal.of_text, group=lambda path: Path(path).name),
+)
+
 DECODER = (
     Option(name="num_layers", values=legal.layer_counts, wild=(1, 2), size=True),
     Option(
@@ -152,9 +170,7 @@ DECODER = (
         wild=(True,),
         kinds=MOE,
     ),
-    Option(
-        name="num_attention_heads", values=legal.multiples_of(legal.head_step, 1, 2, 4, 3), wild=(1, 3, 5), size=True
-    ),
+    Option(name="num_attention_heads", values=legal.head_counts, wild=(1, 3, 5), size=True),
     Option(
         name="num_query_groups",
         values=lambda d: [None, *(n for n in divisors(d.num_attention_heads) if n % legal.mp(d) == 0)],
@@ -276,7 +292,7 @@ DECODER = (
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="depth_scaled_init", values=(None, True)),
     Option(name="use_flash_attn", values=(None, False)),
-    # Masks of split heads and positions are not those of one process; those of replicated activations are.
+    # Masks of split heads and positions are not those of one process (legal.split_dropout).
     Option(name="attention_dropout", values=lambda d: legal.dropouts(d, legal.whole_heads(d))),
     Option(name="hidden_dropout", values=lambda d: legal.dropouts(d, legal.whole_sequences(d))),
 )
@@ -504,6 +520,8 @@ ENCODER = (
 )
 
 TRAINING = (
+    # More steps than the two of the other cases, up to the end of the run; experts' load moves them, a bias adds up.
+    Option(name="train_iters", values=(*(None,) * 11, 3, 4, 6, 9, 12), when=legal.exact, group=some),
     Option(name="seed", values=(7, 1, 2**40)),
     Option(name="micro_batch_size", values=legal.micro_batches),
     Option(
@@ -557,7 +575,46 @@ TRAINING = (
     ),
     Option(name="min_lr", values=(None, 0.001), when=legal.exact, wild=(1.0,)),
     Option(name="state_digest_steps", values=(None, 0, 1, 3)),
-    Option(name="skip_samples", values=(None, None, ("0-1",), ("2-2", "4-9")), wild=(("3-1",),)),
+    Option(name="skip_samples", values=(None, None, ("0-1",), ("2-2", "4-9"), ("5-5", "17-40")), wild=(("3-1",),)),
+    Option(name="adam_eps", values=(None, None, None, 1e-8), when=legal.exact),
+    # A spike is one after two steps here (tests/equivalence/run.py).
+    Option(name="spike_skip", values=(*(None,) * 4, True), when=lambda d: legal.exact(d) and d.train_iters < 10),
+    Option(name="spike_sigmas", values=(0.2, 1.0), when=legal.one_of("spike_skip", True)),
+    Option(name="bad_step_limit", values=(None, 1, 0, 12), when=legal.exact),
+)
+
+EVALUATION = (
+    Option(name="eval_interval", values=lambda d: (*(None,) * (1 if legal.of_text(d) else 6), 1, 2, 3), group=some),
+    Option(
+        name="eval_data_path",
+        values=legal.held_out,
+        when=lambda d: legal.of_text(d) and legal.evaluated(d),
+        group=some,
+    ),
+    Option(
+        name="eval_iters",
+        values=lambda d: (1, 2, 3) if d.get("eval_data_path") is None else (1, 2, 50),
+        when=legal.evaluated,
+        group=some,
+    ),
+    Option(
+        name="split",
+        values=(None, "7,3", "8,1,1"),
+        when=lambda d: legal.of_text(d) and legal.evaluated(d) and d.get("eval_data_path") is None,
+        wild=("1,0",),
+    ),
+)
+
+# At intervals of their own.
+AROUND = (
+    Option(name="replica_check_interval", values=(None, 1, 2, 3), group=some, layout=True),
+    Option(name="save_interval", values=(*(None,) * 6, 1, 2, 3), group=some, layout=True),
+    Option(name="log_interval", values=(*(None,) * 6, 1, 2, 3), group=some, layout=True),
+    Option(name="manual_gc", values=(*(None,) * 6, "on"), layout=True),
+    Option(
+        name="manual_gc_interval", values=(None, 1, 2), when=legal.one_of("manual_gc", "on"), wild=(2,), layout=True
+    ),
+    Option(name="deterministic", values=(*(None,) * 6, True), layout=True),
 )
 
 FP16 = tuple(
@@ -740,11 +797,14 @@ OTHERS = (
 
 OPTIONS: tuple[Option, ...] = (
     *LAYOUT,
+    *DATA,
     *DECODER,
     *EXPERTS,
     *SEGMENTS,
     *ENCODER,
     *TRAINING,
+    *EVALUATION,
+    *AROUND,
     *FP16,
     *RECOMPUTE,
     *PACKING,

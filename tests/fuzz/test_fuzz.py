@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import RULES
-from tests.equivalence.compare import UNITS, differences, overflows, rounding_differences
-from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_of, cases
+from tests.equivalence.compare import UNITS, bits, differences, overflows, rounding_differences
+from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_of, cases, continued
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
 from tests.fuzz.fuzzer import Fuzzer, Tally
-from tests.fuzz.option import Option, spell_all
+from tests.fuzz.option import Drawn, Option, spell_all
 from tests.fuzz.oracle import Parts
 from tests.fuzz.regressions import REGRESSIONS, Regression
 from tests.fuzz.table import OPTIONS
+from tests.fuzz.texts import HELD_OUT, LONG, PIECES
 from tests.fuzz.undrawn import UNDRAWN
 
 CASES, MORE_CASES = 6, 12
@@ -100,6 +103,8 @@ def test_every_flag_is_drawn_or_says_why_not() -> None:
     assert all(UNDRAWN.values())
 
 
+# Drawn in a share of the cases that no short run has.
+RARE = {"data_path", "eval_interval", "eval_data_path", "train_iters", "save_interval", "deterministic"}
 SMALL = "--num-layers 1 --num-attention-heads 2 --hidden-size 8 --ffn-hidden-size 8 --seq-length 4 --vocab-size 17"
 
 
@@ -139,6 +144,40 @@ def test_a_run_is_continued_on_another_layout() -> None:
     assert "step 0" not in wrong.text
 
 
+def test_an_evaluation_with_other_numbers_is_seen() -> None:
+    """Of held-out text that no number of samples divides, after each step; planted: fewer batches of it."""
+    line = (
+        f"{SMALL.replace('--vocab-size 17', '--vocab-size 401')} --num-experts 2 --ep-degree 2 --micro-batch-size 3 "
+        f"--data-path {LONG} --tokenizer-model {PIECES} --eval-data-path {HELD_OUT[60]} --eval-interval 1 "
+    )
+    case = case_of("moe", 2, f"{line} --eval-iters 9")
+    outcome = check(case)
+    assert outcome.kind == EQUAL, outcome.text
+    wrong = case_of("moe", 2, f"{line} --eval-iters 1")
+    rows = (*(row for row in OPTIONS if row.name != "eval_iters"), Option(name="eval_iters", layout=True))
+    assert check(wrong, rows).text.startswith("gloo: loss/evaluation")
+
+
+def test_dropout_of_a_layout_is_compared_with_itself_by_bits() -> None:
+    """With recompute against without, and continued against uninterrupted; planted: a last bit."""
+    line = f"{SMALL} --num-experts 0 --micro-batch-size 2 --mp-degree 2 --sequence-parallel --hidden-dropout 0.2"
+    case = continued(case_of("moe", 2, f"{line} --recompute-interval 1 --train-iters 3 --save-interval 2"), _no_choice)
+    assert case.by_bits
+    assert case.resumed_at == 2
+    outcome = check(case)
+    assert outcome.kind == EQUAL, outcome.text
+    got = reference("moe", tuple(case.reference_flags(2)))
+    wrong = copy.deepcopy(got)
+    name, value = next(iter(wrong.parameters.items()))
+    value.view(-1)[0] = math.nextafter(float(value.view(-1)[0]), math.inf)
+    wrong.logged[1]["loss/lm"] = math.nextafter(wrong.logged[1]["loss/lm"], 0)
+    assert [text.split(":")[0] for text in bits(wrong, got)] == ["loss/lm, step 1", f"parameter {name}"]
+
+
+def _no_choice(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
+    raise AssertionError(name)
+
+
 def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
     found: list[Case] = []
 
@@ -146,16 +185,18 @@ def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
         found.append(case)
         return Outcome(EQUAL)
 
-    last(Fuzzer(9001, max_cases=60, check=keep))
+    last(Fuzzer(9005, max_cases=50, check=keep))
+    assert sum(case.by_bits for case in found) > 2
+    assert {name for case in found for name, _ in case.settings} >= RARE
     assert {case.backend for case in found} == {GLOO, LATE, LAZY, BOTH}
-    continued = [case for case in found if case.continued]
-    assert len(continued) > 3
+    both = [case for case in found if case.continued]
+    assert len(both) > 3
     for case in found:
         _script, _backend, backend, _case, kind, world_size, *line = shlex.split(case.again())
         again = case_of(kind, int(world_size), line, backend)
         assert _resolved(again) == _resolved(case)
         assert again.backends == case.backends
-    for case in continued:
+    for case in both:
         assert case.continued
         assert case.continued.reference_flags(1) == case.reference_flags(1)
 

@@ -3,20 +3,18 @@
     update 1        all experts of a rank move to the next rank, and change places there
     later ones      what their load asks for, as in any run
     after step 2    into the order of their numbers, as before a save; the next update moves them back
-    end             into their order
+    end             into their order, as at the end of any run
 
 A few steps of a small model need not move anything by load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from megapar.moe.placement import PlacementRoom, slots_of
 from megapar.trainer import Trainer
-from megapar.training.reports.record import Record
+from megapar.training.step.callbacks import TrainerCallback
 
 RETURN = 2  # the step
 
@@ -36,24 +34,27 @@ def begin(trainer: Trainer) -> None:
         trainer.places.restore({"next": [turned(trainer.places.room(layer)) for layer in layers]})
 
 
-def stepped(trainer: Trainer) -> list[Record]:
-    """Choose places after a step if that is due, and restore the order after step 2. Return the flushed records."""
-    records: list[Record] = []
-    if trainer.places.due(trainer.progress.iteration):
-        trainer.stepper.resolve_pending()
-        records = trainer.monitor.flush()
-        trainer.places.choose()
-    if trainer.progress.iteration == RETURN:
-        trainer.stepper.resolve_pending()
-        trainer._order_experts()
-    return records
+class Away(TrainerCallback):
+    """Moves the experts of a run, and returns them once.
 
+    Attributes:
+        moved: True once they were away.
+    """
 
-def end(trainer: Trainer, records: Sequence[Record]) -> None:
-    """Put experts in order. Asserts that they were away, unless no step changed anything."""
-    updated = any(not record.skipped for record in records)
-    assert bool(trainer.places._moved_at) == (updated and trainer.places.interval > 0)
-    trainer._order_experts()
+    def begin(self, trainer: Trainer) -> None:
+        """Make the first update move all experts, if the run moves any."""
+        self.moved, self._trainer = False, trainer
+        begin(trainer)
+
+    def before_step(self, iteration: int) -> None:
+        """Restore the order after step ``RETURN``."""
+        if iteration == RETURN + 1:
+            self._trainer.stepper.resolve_pending()
+            self._trainer._order_experts()
+
+    def after_step(self, iteration: int) -> None:
+        """Look at the places."""
+        self.moved |= bool(self._trainer.places._moved_at)
 
 
 def by_number(trainer: Trainer, whole: dict[str, Tensor]) -> dict[str, Tensor]:
