@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from tests.equivalence.table import ON_STREAMS
 from tests.fuzz.legal import split_dropout
 from tests.fuzz.option import Drawn, Option, degree, spell_all
 from tests.fuzz.table import FIXED, FP16, OPTIONS, STILL, WORLD_SIZES
+from tests.support.forced import outcomes
 
 STEPS = 2
 ADAPTIVE_STEPS = 3  # two are measured
@@ -25,6 +27,7 @@ GLOO, LATE, LAZY, BOTH = "gloo", "late", "lazy", "late and lazy"
 BACKENDS = (GLOO, GLOO, LAZY, LATE)  # as often as each stands here
 THEN = "then"  # between the flags of a run and of the one that continues it
 CONTINUED = 5  # one case in so many, if it can
+UNCOMPILED = 6  # cases of one or two ranks for each that is compiled: 1 case of 20 in all
 LAYOUTS_TRIED = 6  # for the run that continues
 AGAIN = ("recompute_", "adaptive_recompute_")  # how options begin that change no bit
 Atom = tuple[str, str]
@@ -41,7 +44,8 @@ class Case:
     settings: (flag's name, value) of every row of the table that was given. wild: the rows that were drawn without
     being asked whether they are legal; without any the case must not be refused. backend: gloo, or late, which shows
     what reads or reuses a buffer in flight, or lazy, which is that on a device with streams, or both of them, one after
-    the other. continued: the same model on another layout, which loads a checkpoint of a step on the way.
+    the other. continued: the same model on another layout, which loads a checkpoint of a step on the way. forced: the
+    outcome of choices that a clock, memory or the device would make (tests/support/forced.py).
     """
 
     kind: str
@@ -50,6 +54,7 @@ class Case:
     wild: tuple[str, ...] = ()
     backend: str = GLOO
     continued: Case | None = None
+    forced: tuple[tuple[str, Any], ...] = ()
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -130,8 +135,9 @@ class Case:
         """How to run this case alone."""
         runs = [self] if self.continued is None else [self, self.continued]
         lines = [shlex.join((str(run.world_size), *spell_all(dict(run.settings)))) for run in runs]
-        backend = shlex.quote(self.backend)
-        return f"scripts/fuzz_layouts.sh --backend {backend} --case {self.kind} {f' {THEN} '.join(lines)}"
+        forced = [dict(run.forced) for run in runs]
+        before = f"--backend {shlex.quote(self.backend)}" + (f" --forced '{json.dumps(forced)}'" if any(forced) else "")
+        return f"scripts/fuzz_layouts.sh {before} --case {self.kind} {f' {THEN} '.join(lines)}"
 
     def without(self, name: str) -> Case:
         """The case with this option left out, of the run that continues it as well."""
@@ -156,23 +162,30 @@ def atom_of(row: Option, value: Any) -> Atom:
     return row.name, "default" if value is None else row.group(value)
 
 
-def case_of(kind: str, world_size: int, line: str | Sequence[str], backend: str = GLOO) -> Case:
+def case_of(
+    kind: str,
+    world_size: int,
+    line: str | Sequence[str],
+    backend: str = GLOO,
+    forced: Sequence[Mapping[str, Any]] = (EMPTY, EMPTY),
+) -> Case:
     """The case of a command line's flags; every option of it counts as wild.
 
-    line: after ``THEN``, the number of ranks and the flags of the run that continues.
+    line: after ``THEN``, the number of ranks and the flags of the run that continues. forced: outcomes of both runs.
     """
     tokens = shlex.split(line) if isinstance(line, str) else list(line)
     if THEN in tokens:
         at = tokens.index(THEN)
-        continued = case_of(kind, int(tokens[at + 1]), tokens[at + 2 :], backend)
-        return replace(case_of(kind, world_size, tokens[:at], backend), continued=continued)
+        continued = case_of(kind, int(tokens[at + 1]), tokens[at + 2 :], backend, forced[1:])
+        return replace(case_of(kind, world_size, tokens[:at], backend, forced), continued=continued)
     values = resolved_values(kind, tokens, {"WORLD_SIZE": str(world_size)})
     given = tuple(
         (name, value)
         for name, value in values["requested"].items()
         if name in values["given"] and value != FIXED.get(name, FLAGS[name].defaults[kind])
     )
-    return Case(kind, world_size, given, tuple(name for name, _ in given), backend)
+    chosen = tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in forced[0].items())
+    return Case(kind, world_size, given, tuple(name for name, _ in given), backend, forced=chosen)
 
 
 # How one value of a row is chosen from the legal ones, beside what was drawn before.
@@ -226,6 +239,25 @@ def continued(case: Case, choose: Choose) -> Case:
     return case
 
 
+def with_outcomes(case: Case, choose: Choose) -> Case:
+    """Return the case with an outcome of each choice that its flags leave to a clock, to memory or to the device.
+
+    Compiling takes long, above all on many ranks.
+    """
+    try:
+        config = parse(case.kind, case.flags(), {"WORLD_SIZE": str(case.world_size)})
+    except ConfigError:
+        return case
+    offered = outcomes(config)
+    if "compiled" in offered:
+        offered["compiled"] = (*(None,) * UNCOMPILED, "on") if case.world_size <= 2 else (None,)
+    names = {"compiled": "compile"}  # as the row that is as slow
+    chosen = {name: choose(names.get(name, name), values, Drawn()) for name, values in offered.items()}
+    then = case.continued and with_outcomes(case.continued, choose)
+    forced = tuple((name, outcome) for name, outcome in chosen.items() if outcome is not None)
+    return replace(case, forced=forced, continued=then)
+
+
 def _drawable(drawn: Drawn) -> bool:
     """Whether the table draws these values beside each other."""
     rows = [row for row in OPTIONS if drawn["kind"] in row.kinds and not row.layout and not row.size]
@@ -258,7 +290,7 @@ def cases(draw: st.DrawFn, *, rare: bool = True) -> Case:
 
     case = case_from(draw_case(kind, world_size, choose, forced), wild, BACKENDS[draw(st.integers(0, 3))])
     continues = draw(st.integers(1, CONTINUED)) == CONTINUED
-    return continued(case, choose) if continues or case.by_bits else case
+    return with_outcomes(continued(case, choose) if continues or case.by_bits else case, choose)
 
 
 @st.composite

@@ -20,6 +20,7 @@ from tests.fuzz.option import Option
 from tests.fuzz.oracle import Parts, trace_by_parts
 from tests.fuzz.table import OPTIONS
 from tests.fuzz.texts import prepare
+from tests.support.forced import Forced
 from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 REFUSED, EQUAL, FAILED = "refused", "equal", "failed"
@@ -101,10 +102,12 @@ def _run(
     case: Case, config: Config, backend: str, replay: Routing | None = None, until: int | None = None
 ) -> dict[str, Trace]:
     """The run, and its beginning with the end of the one that loads a checkpoint of it."""
-    timeout = COMPILE_SECONDS if config.training.compile == "on" else TIMEOUT_SECONDS
+    compiled = config.training.compile == "on" or "compiled" in dict(case.forced)
+    timeout = COMPILE_SECONDS if compiled else TIMEOUT_SECONDS
 
     def ranks(part: Case, folder: str, *more: str) -> Trace:
-        asked = (trace, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend)
+        builder = Forced(**dict(part.forced))
+        asked = (trace, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend, builder)
         result = run_ranks(part.world_size, *asked, group=False, timeout=timeout)[0]
         assert isinstance(result, Trace)
         return result

@@ -129,6 +129,7 @@ def smaller(case: Case, text: str, check: Callable[[Case], Outcome], seconds: fl
     """
     deadline, kept = time.monotonic() + seconds, {row.name for row in OPTIONS if row.size} | {"initial_loss_scale"}
     shorter: list[Callable[[Case], Case]] = [lambda case: replace(case, continued=None)] if case.continued else []
+    shorter += [lambda case: replace(case, forced=())] if case.forced else []
     names = dict(case.settings) | dict(case.continued.settings if case.continued else ())
     shorter += [partial(Case.without, name=name) for name in reversed(names) if name not in kept]
     for shortened in shorter:

@@ -17,7 +17,19 @@ from typing import Any
 
 from megapar.arguments import KINDS, parse
 from megapar.errors import ConfigError
-from tests.fuzz.case import BACKENDS, CONTINUED, KINDS_DRAWN, Atom, Case, Pair, atom_of, case_from, continued, draw_case
+from tests.fuzz.case import (
+    BACKENDS,
+    CONTINUED,
+    KINDS_DRAWN,
+    Atom,
+    Case,
+    Pair,
+    atom_of,
+    case_from,
+    continued,
+    draw_case,
+    with_outcomes,
+)
 from tests.fuzz.option import Drawn
 from tests.fuzz.table import OPTIONS, WORLD_SIZES
 
@@ -211,9 +223,12 @@ class Directed:
         new = set(missing)
         drawn = max(self._candidates(target, partners), key=lambda drawn: len(case_from(drawn).pairs() & new))
         case = case_from(drawn, backend=self.rng.choice(BACKENDS))
-        if self.rng.randrange(CONTINUED) and not case.by_bits:
-            return case
-        return continued(case, lambda name, values, drawn: self.rng.choice(values))
+
+        def choose(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
+            return self.rng.choice(values)
+
+        continues = case.by_bits or not self.rng.randrange(CONTINUED)
+        return with_outcomes(continued(case, choose) if continues else case, choose)
 
     def _candidates(self, target: Pair, partners: Mapping[Atom, set[Atom]]) -> list[Drawn]:
         """Draws with the target: its witness, and others that follow it here and there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -185,15 +186,18 @@ def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
         found.append(case)
         return Outcome(EQUAL)
 
-    last(Fuzzer(9005, max_cases=50, check=keep))
+    last(Fuzzer(9006, max_cases=50, check=keep))
     assert sum(case.by_bits for case in found) > 2
     assert {name for case in found for name, _ in case.settings} >= RARE
     assert {case.backend for case in found} == {GLOO, LATE, LAZY, BOTH}
     both = [case for case in found if case.continued]
     assert len(both) > 3
     for case in found:
-        _script, _backend, backend, _case, kind, world_size, *line = shlex.split(case.again())
-        again = case_of(kind, int(world_size), line, backend)
+        words = shlex.split(case.again())
+        forced = json.loads(words[words.index("--forced") + 1]) if "--forced" in words else ({}, {})
+        kind, world_size, *line = words[words.index("--case") + 1 :]
+        again = case_of(kind, int(world_size), line, words[2], forced)
+        assert again.forced == case.forced
         assert _resolved(again) == _resolved(case)
         assert again.backends == case.backends
     for case in both:
