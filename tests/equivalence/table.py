@@ -862,10 +862,10 @@ LITTLE_AHEAD = (*AHEAD, "--mtp-loss-weight", "0.2")
 
 SPELLED_SUITE: tuple[Row, ...] = (
     Row("moe", 2, (*EP2, "--overlap-grad-reduce"), (*SCHEDULE, *MOMENTS, *RAMPED, *EVALUATED, *LIMITS_OF_LLAMA3)),
-    Row("moe", 2, (*MP2, *SP, "--tp-comm-overlap"), (*DROPS, *EVALUATED, *LIMITS_OF_YARN, *LITTLE_AHEAD, *UNTIED), 2),
 )
 SPELLED_ROWS: tuple[Row, ...] = (
     *SPELLED_SUITE,
+    Row("moe", 2, (*MP2, *SP, "--tp-comm-overlap"), (*DROPS, *EVALUATED, *LIMITS_OF_YARN, *LITTLE_AHEAD, *UNTIED), 2),
     Row("moe", 4, (*EP2, "--dp-degree", "2", "--hybrid-dp", *WAITED_FOR), (*SCHEDULE, *EVALUATED, *CLIPPED)),
     Row("moe", 2, (*EP2, "--moe-capacity-scope", "rank"), (*DROPS, *EVALUATED, *MOMENTS), 2),
     Row("moe", 2, (*EP2, "--ampipe-degree", "2", "--ampipe-capacity", "global"), (*DROPS, *EVALUATED, *RAMPED)),
