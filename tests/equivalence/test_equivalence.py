@@ -151,9 +151,10 @@ def test_fp64(row: Row) -> None:
     """
     steps = _steps(row)
     backend, flags = "late" if row.overlaps else "gloo", (*row.flags(), "--dtype", "fp64")
+    timeout = 400.0 if "--compile" in row.layout else 60.0
     got, want = side_by_side(
         row.world_size,
-        lambda: _run(row.kind, row.world_size, flags, steps, backend=backend),
+        lambda: _run(row.kind, row.world_size, flags, steps, backend=backend, timeout=timeout),
         lambda: reference(row.kind, row.reference_flags(), "fp64", steps),
     )
     assert differences(got, want) == []
