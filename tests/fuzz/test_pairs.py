@@ -10,7 +10,7 @@ from tests.fuzz.check import EQUAL, FAILED, Outcome
 from tests.fuzz.fuzzer import PairFuzzer, smaller
 from tests.fuzz.pairs import Pairs, Search
 
-DRAWS = 9
+DRAWS = 8
 
 
 def some() -> Pairs:
