@@ -42,7 +42,8 @@ def test_a_run_reads_all_of_it_once_an_epoch_and_learns(tmp_path: Path) -> None:
     outcome = run("--eval-interval", "2", "--eval-iters", "1", data=OwnData("counting", train_set, heldout))
     assert outcome.records[1].loss < outcome.records[0].loss
     assert len(set(train_set.reads[:16])) == 16
-    assert heldout.reads == list(range(8))
+    assert len(set(heldout.reads)) == len(heldout.reads) == 8
+    assert max(heldout.reads) > 25  # of 50: a random choice, not the first ones
     assert outcome.evaluation is not None
 
 

@@ -160,6 +160,7 @@ def test_heldout_samples_do_not_depend_on_the_seed(ernie_corpus: Corpus) -> None
     for number in range(20):
         assert np.array_equal(again[number]["tokens"], ernie_corpus.heldout[number]["tokens"])
     assert np.array_equal(again[0]["tokens"], again[len(again)]["tokens"])
+    assert {again._order[number] * 4 // len(again) for number in range(32)} == {0, 1, 2, 3}  # of the whole corpus
 
 
 def test_a_tokenizer_without_mask_is_refused() -> None:

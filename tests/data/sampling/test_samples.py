@@ -13,6 +13,9 @@ from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 
 
+FIRST_HELDOUT = [167, 384, 226, 138, 32, 370]  # of 400
+
+
 def _store(*lengths: int) -> TokenStore:
     """Documents of these lengths, their end tokens included; ids count up from 0."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -84,9 +87,17 @@ def test_every_epoch_has_every_window_once_in_its_own_order() -> None:
     assert Order(100, 1, "windows")[250] == epochs[2][50]
 
 
-def test_heldout_samples_keep_their_order_and_a_short_one_is_padded() -> None:
-    samples = DecoderSamples(Windows(_store(30), 8, shortest=2), 8, seed=None)
-    assert [int(samples[i]["tokens"][0]) for i in range(5)] == [0, 8, 16, 0, 8]
+def test_the_first_heldout_samples_are_from_the_whole_corpus_in_every_run() -> None:
+    """An evaluation reads the first ones: of 400 windows the first 40 are from all tenths, and on every machine these."""
+    samples = DecoderSamples(Windows(_store(3201), 8, shortest=2), 8, seed=None)
+    drawn = [int(samples[i]["tokens"][0]) // 8 for i in range(800)]
+    assert {place // 40 for place in drawn[:40]} == set(range(10))
+    assert drawn[:6] == FIRST_HELDOUT
+    assert sorted(drawn[:400]) == list(range(400))
+    assert drawn[400:] == drawn[:400]
+
+
+def test_a_short_heldout_sample_is_padded() -> None:
     short = DecoderSamples(Windows(_store(5), 8, shortest=2), 8, seed=None)[0]
     assert short["tokens"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
     assert short["labels"].tolist() == [1, 2, 3, 4, *[NO_LOSS] * 4]

@@ -16,6 +16,7 @@ from megapar.core.device.base import Device
 from megapar.data.corpus import build
 from megapar.data.sampling.ernie import Spans
 from megapar.data.sampling.mock import MockTokenizer
+from megapar.data.sampling.samples import order_of
 from megapar.data.sampling.streaming import RowSpans
 from megapar.data.tasks.build import TaskData
 from megapar.errors import DataError
@@ -67,6 +68,17 @@ def test_samples_are_functions_of_seed_and_number(rows: str) -> None:
     shown = {f"t{i}" for number in range(len(one.heldout)) for i in one.heldout[number]["labels"] if i >= 7}
     assert shown <= last  # rows behind those that are trained on
     assert build("ernie", **{**wanted, "split": "100,0"}).heldout is None
+
+
+def test_heldout_blocks_and_their_windows_are_in_one_random_order() -> None:
+    dataset = datasets.Dataset.from_dict({"text": texts(256)})
+    pieces = RowSpans(dataset, 0, 256, MockTokenizer(200), "rows", "text", 21)
+    pieces.blocks, pieces.per_block = 4, 10
+    order = order_of(pieces, None, "spans")
+    drawn = [order[number] for number in range(80)]
+    assert sorted(drawn[:40]) == list(range(40)) != drawn[:40]
+    assert len({place // 10 for place in drawn[:10]}) == 1  # one block after the other is tokenised
+    assert drawn[40:] == drawn[:40]
 
 
 def test_a_block_that_is_shorter_begins_again_as_other_documents() -> None:

@@ -14,7 +14,7 @@ import torch
 from megapar.data.sampling.draws import Draws
 from megapar.data.sampling.frame import Frame
 from megapar.data.sampling.mock import MockTokenizer, RandomPieces
-from megapar.data.sampling.samples import NO_LOSS, InOrder
+from megapar.data.sampling.samples import NO_LOSS
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.document_lm import DocumentLm
 from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
@@ -228,6 +228,7 @@ def test_a_sample_depends_on_the_seed_and_its_number_only() -> None:
     assert any(not np.array_equal(one[n]["tokens"], other[n]["tokens"]) for n in range(3))
     held, too = mixed()[1], mixed(8)[1]
     assert all(np.array_equal(held[n]["tokens"], too[n]["tokens"]) for n in range(20))
+    assert all(max(order[n] for n in range(9)) > len(held) // 2 for order in held._orders)
 
 
 def test_every_task_has_its_share() -> None:
@@ -265,5 +266,5 @@ def test_mixtures_are_read() -> None:
 
 def test_orders_are_taken_as_given() -> None:
     task = DocumentLm(PIECES, frame())
-    samples = TaskSamples([task], {"document_lm": Fraction(1)}, [InOrder(3)], None, 3)
-    assert [int(samples[n]["tokens"][1]) for n in range(4)] == [10, 20, 30, 10]
+    samples = TaskSamples([task], {"document_lm": Fraction(1)}, [(2, 0, 1, 2)], None, 3)
+    assert [int(samples[n]["tokens"][1]) for n in range(4)] == [30, 10, 20, 30]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,7 +107,8 @@ def test_a_run_that_has_no_step_left_tells_what_its_model_is_worth(root: Path, t
     assert done.evaluation == trained.evaluation
     assert done.evaluation is not None
     assert "no step is left: iteration 7 is done, --train-iters is 7" in told
-    assert any(line.startswith(f"held-out loss {done.evaluation['loss']:.4f} (lm ") for line in told)
+    (line,) = (line for line in told if line.startswith(f"held-out loss {done.evaluation['loss']:.4f} (lm "))
+    assert re.search(r"\), \d+ of 1,048,576 samples$", line)
 
 
 def test_verification_can_be_left_out(root: Path) -> None:

@@ -276,6 +276,21 @@ def test_what_is_told_and_never_refused(runs: Runs, told: list[str], monkeypatch
     assert line.endswith(f"code {code_hash()} -> 0123456789ab, --weight-decay 0.1 -> 0.2")
 
 
+def test_a_run_that_goes_on_from_evaluations_of_other_samples_says_so_once(runs: Runs, told: list[str]) -> None:
+    runs.run(2, ["mock"])
+    path = runs.root / "iter_0000002" / "scalars.json"
+    scalars = json.loads(path.read_text())
+    del scalars["identity"]["heldout_order"]  # as in 0.2
+    path.write_text(json.dumps(scalars))
+    evaluates = ("--eval-interval", "2", "--eval-iters", "1")
+    runs.run(4, ["mock"], *evaluates, "--checkpoint-verify", "off")
+    (line,) = (line for line in told if "evaluations" in line)
+    assert line == f"evaluations are of other held-out samples than before {path.parent}, unless they read all of them"
+    told.clear()
+    runs.run(6, ["mock"], *evaluates)
+    assert not [line for line in told if "evaluations" in line]
+
+
 def test_a_checkpoint_of_an_older_version_is_taken_and_told(runs: Runs, told: list[str]) -> None:
     runs.run(2, ["mock"])
     path = runs.root / "iter_0000002" / "scalars.json"

@@ -118,6 +118,14 @@ def test_epochs_follow_from_the_samples() -> None:
     assert float(samples[3]) == pytest.approx(count / len(corpus.train), rel=0.01)
 
 
+def test_the_share_of_the_held_out_samples_that_an_evaluation_reads_is_told() -> None:
+    line = "--data-path a.jsonl --vocab-size 300 --seq-length 8 --global-batch-size 4 --eval-interval 5 --eval-iters"
+    count = len(make_corpus(parse("moe", last_wins(SMALL["moe"], f"{line} 3".split()), {})).heldout or ())
+    assert f"evaluation: 12 of {count:,} held-out samples" in said("moe", f"{line} 3")
+    assert f"evaluation: {count:,} of {count:,} held-out samples" in said("moe", f"{line} 100000")
+    assert not [text for text in said("moe", f"{line} 3 --eval-interval 0") if text.startswith("evaluation:")]
+
+
 def test_a_mixture_has_epochs_of_its_parts() -> None:
     parts = [Content("a", 1, 10, 100, Fraction(3)), Content("b", 1, 10, 10, Fraction(1))]
     assert opening.epochs(200, parts) == "1.5 and 5 epochs of its parts"
