@@ -61,7 +61,7 @@ from megapar.training.reports.streams import make_patient
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.callbacks import TrainerCallback, make_callbacks
-from megapar.training.step.evaluate import evaluate
+from megapar.training.step.evaluate import evaluate, num_evaluated
 from megapar.training.step.expert_places import PLACES, ExpertPlaces
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
@@ -619,7 +619,8 @@ class Trainer:
         if training.train_iters:
             self._message(report.nothing_left(self.progress.iteration, training.train_iters))
         if training.eval_interval:  # a run without steps is the way to evaluate a checkpoint
-            self._message(report.evaluation(self._evaluate()))
+            means, samples = self._evaluate(), self.corpus.heldout or ()
+            self._message(report.evaluation(means, num_evaluated(self.config, samples), len(samples)))
 
     def _report_end(self, exported: Path | None) -> None:
         stop, folder = self.control.stop, self.checkpoints.folder

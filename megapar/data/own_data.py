@@ -35,7 +35,7 @@ class OwnData:
     Attributes:
         name: Name of the content. Checkpoints record it, and a run resumes only with data of the same name.
         train: Training sequences.
-        heldout: Held-out sequences, in a fixed order; None without an evaluation.
+        heldout: Held-out sequences, read in a random order that is the same in every run; None without an evaluation.
     """
 
     name: str

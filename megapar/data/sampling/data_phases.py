@@ -78,10 +78,8 @@ class PhasedPieces(Generic[Pieces_co]):
         """See samples.Nearby."""
         return nearby(self._pieces, number)
 
-    def order(self, seed: int | None, stream: str, count: Callable[[int], int] = lambda number: number) -> PieceOrder:
+    def order(self, seed: int, stream: str, count: Callable[[int], int] = lambda number: number) -> PieceOrder:
         """See samples.Ordered. ``count`` maps n to the number of samples of this order among the run's first n."""
-        if seed is None:
-            return order_of(self._pieces, None, stream)
         *before, last = self._phases
         starts = [count(phase.start) for phase in self._phases]
         counts = [end - start for start, end in pairwise(starts)]

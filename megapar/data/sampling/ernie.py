@@ -92,10 +92,9 @@ class ErnieSamples:
         return len(self._pieces)
 
     def __getitem__(self, number: int) -> Sample:
-        if self._seed is None:
-            number %= len(self._pieces)
-        ids, frame = self._pieces[self._order[number]], self._frame
-        draws = Draws(0, "heldout", number) if self._seed is None else Draws(self._seed, "ernie", number)
+        piece, frame = self._order[number], self._frame
+        ids = self._pieces[piece]
+        draws = Draws(0, "heldout", piece) if self._seed is None else Draws(self._seed, "ernie", number)
         starts = frame.marks.word_starts(ids)
         cut = cut_at(starts, draws.uniform(1)[0])
         swapped = draws.integer(2)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from megapar.data.sampling.samples import DocumentPieces, InOrder, Order, PieceOrder, TokenPieces
+from megapar.data.sampling.samples import DocumentPieces, Order, PieceOrder, TokenPieces
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,14 +84,11 @@ class Blend(Generic[Pieces_co]):
         part = bisect_right(self._starts, number) - 1
         return part << 48 | self.parts[part].document(number - self._starts[part])
 
-    def order(self, seed: int | None, stream: str) -> PieceOrder:
+    def order(self, seed: int, stream: str) -> PieceOrder:
         """See samples.Ordered."""
         if self.weights is None:
-            return InOrder(len(self)) if seed is None else Order(len(self), seed, stream)
-        orders: list[PieceOrder] = [
-            InOrder(len(part)) if seed is None else Order(len(part), seed, f"mixture/{number}/{stream}")
-            for number, part in enumerate(self.parts)
-        ]
+            return Order(len(self), seed, stream)
+        orders = [Order(len(part), seed, f"mixture/{number}/{stream}") for number, part in enumerate(self.parts)]
         return _MixedOrder(Shares(self.weights), orders, self._starts)
 
 

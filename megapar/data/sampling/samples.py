@@ -19,6 +19,7 @@ Sample = dict[str, "np.ndarray"]
 
 NO_LOSS = -100
 """The label of a position that does not contribute to any loss."""
+_HELD_OUT_SEED = 0  # never another one: the losses of two evaluations compare only over the same samples
 
 
 class Samples(Protocol):
@@ -130,8 +131,8 @@ class PieceOrder(Protocol):
 class Ordered(Protocol):
     """Pieces that define their order."""
 
-    def order(self, seed: int | None, stream: str) -> PieceOrder:
-        """Return the order of a run; without a seed, the fixed order of held-out pieces."""
+    def order(self, seed: int, stream: str) -> PieceOrder:
+        """Return the order of a run. ``stream`` is the purpose of the order."""
 
 
 @runtime_checkable
@@ -159,24 +160,28 @@ class Order:
         return self._epoch(epoch)[place]
 
 
-class InOrder:
-    """The order of the pieces' numbers, repeated."""
+class HeldOutOrder:
+    """The order of held-out pieces: the first epoch of one random order, which is that of every run, repeated.
 
-    def __init__(self, pieces: int) -> None:
-        self._pieces = pieces
+    An evaluation reads the first of them, so they are a choice from all pieces and not the beginning of the corpus.
+    """
+
+    def __init__(self, pieces: Sized, stream: str) -> None:
+        self._pieces = len(pieces)
+        self._order = order_of(pieces, _HELD_OUT_SEED, f"heldout/{stream}")
 
     def __getitem__(self, number: int) -> int:
-        return number % self._pieces
+        return self._order[number % self._pieces]
 
 
 def order_of(pieces: Sized, seed: int | None, stream: str) -> PieceOrder:
     """Return the order in which a run reads these pieces, or other numbered things.
 
-    Without a seed it is the order of their numbers. ``stream`` is the purpose of the order.
+    Without a seed it is that of held-out pieces. ``stream`` is the purpose of the order.
     """
-    if isinstance(pieces, Ordered):
-        return pieces.order(seed, stream)
-    return InOrder(len(pieces)) if seed is None else Order(len(pieces), seed, stream)
+    if seed is None:
+        return HeldOutOrder(pieces, stream)
+    return pieces.order(seed, stream) if isinstance(pieces, Ordered) else Order(len(pieces), seed, stream)
 
 
 @dataclass(frozen=True)

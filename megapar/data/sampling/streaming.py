@@ -111,7 +111,7 @@ class _RowPieces:
     def __len__(self) -> int:
         return self.blocks * self.per_block
 
-    def order(self, seed: int | None, stream: str) -> PieceOrder:
+    def order(self, seed: int, stream: str) -> PieceOrder:
         """See samples.Ordered."""
         return _BlockOrder(self.blocks, self.per_block, seed, stream)
 
@@ -246,17 +246,15 @@ def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _BlockOrder:
-    """A random order of blocks, and of the windows of each block; without a seed, the order of their numbers."""
+    """A random order of blocks, and of the windows of each block."""
 
     blocks: int
     windows: int
-    seed: int | None
+    seed: int
     stream: str
 
     def __getitem__(self, number: int) -> int:
         epoch, place = divmod(number, self.blocks * self.windows)
-        if self.seed is None:
-            return place
         block, window = divmod(place, self.windows)
         block = _permutation(self.blocks, self.seed, f"{self.stream}/blocks/{epoch}")[block]
         return (

@@ -93,7 +93,7 @@ class _Side:
     def _order(self, task: Task) -> PieceOrder:
         pieces = self.triples if isinstance(task, KnowledgeText) else self.pieces
         assert pieces is not None
-        if isinstance(pieces, PhasedPieces):
+        if isinstance(pieces, PhasedPieces) and self.seed is not None:
             return pieces.order(self.seed, f"tasks/{task.name}", self._count_of(task))
         return order_of(pieces, self.seed, f"tasks/{task.name}")
 

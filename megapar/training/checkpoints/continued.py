@@ -20,6 +20,7 @@ from megapar.data.tokenizers.ids import facts_of
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.training.checkpoints.data_facts import DataFacts
 from megapar.training.checkpoints.identity import (
+    HELDOUT_ORDER,
     OPTIMIZER,
     RECORD,
     DataPhase,
@@ -100,7 +101,7 @@ def _compare(
             f"{place} is of an older version and does not record what it was trained on: its data and tokenizer are "
             "not compared"
         )
-        return {**alone, "notes": [note]}
+        return {**alone, "notes": [note, *_evaluations(1, config, place)]}
     trains = config.training.train_iters > before.progress.iteration
     complaints = refused(saved, OPTIMIZER, tokenizer, data if trains else None, config, str(place))
     next_sample = sample_at(before.progress.consumed_samples, skipped)
@@ -108,6 +109,7 @@ def _compare(
     record = Identity(OPTIMIZER, tokenizer or saved.tokenizer, phases, here.made_by, here.flags)
     changed = changes(saved, here)
     notes = [f"changed since {place}: {changed}"] if changed else []
+    notes += _evaluations(saved.heldout_order, config, place)
     if len(phases) > len(saved.phases):
         notes.append(_change(phases))
     apart = [] if trains else saved.data.apart(data)
@@ -118,6 +120,13 @@ def _compare(
     # Without a step to train, the given data may have other sources than the phases, which are the checkpoint's.
     in_phases = trains or _is_same(saved.phases[-1], data)
     return {"record": record.to_json(), "notes": notes, "refused": refusals, "in_phases": in_phases}
+
+
+def _evaluations(order: int, config: Config, place: Path | None) -> list[str]:
+    """Return a line if the evaluations of the checkpoint's run were of other samples, in ``order``."""
+    if order == HELDOUT_ORDER or not config.training.eval_interval:
+        return []
+    return [f"evaluations are of other held-out samples than before {place}, unless they read all of them"]
 
 
 def _phases(before: Sequence[DataPhase], data: DataFacts, start: int) -> tuple[DataPhase, ...]:

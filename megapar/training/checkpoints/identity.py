@@ -25,6 +25,7 @@ from megapar.training.checkpoints.data_facts import DataFacts
 VERSION = 1
 OPTIMIZER = "adamw"
 RECORD = "identity"  # among a checkpoint's scalars
+HELDOUT_ORDER = 2  # of held-out samples: 1 was that of the corpus, 2 is samples.HeldOutOrder
 _GROUPS = (
     *("model", "moe", "ampipe", "training", "optimizer", "data"),
     *("parallel", "sharding", "pipeline", "recompute"),
@@ -76,6 +77,7 @@ class Identity:
         phases: The data that was read from each sample on. The last phase is the current one.
         made_by: Versions, code and number of ranks.
         flags: The other flags that may change results, by name.
+        heldout_order: Order of the held-out samples, see HELDOUT_ORDER. 1 for a checkpoint that does not record it.
     """
 
     optimizer: str
@@ -83,6 +85,7 @@ class Identity:
     phases: tuple[DataPhase, ...]
     made_by: Mapping[str, Any] = field(default_factory=dict)
     flags: Mapping[str, Any] = field(default_factory=dict)
+    heldout_order: int = HELDOUT_ORDER
 
     @property
     def data(self) -> DataFacts:
@@ -98,6 +101,7 @@ class Identity:
             "phases": [phase.to_json() for phase in self.phases],
             "made_by": dict(self.made_by),
             "flags": dict(self.flags),
+            "heldout_order": self.heldout_order,
         }
 
     @classmethod
@@ -107,10 +111,11 @@ class Identity:
             phases = tuple(DataPhase.from_json(phase) for phase in value["phases"])
             starts = [phase.start for phase in phases]
             tokenizer, made_by, flags = value["tokenizer"], dict(value["made_by"]), dict(value["flags"])
+            order = value.get("heldout_order", 1)
             sound = value["version"] == VERSION and phases and starts == sorted(starts) and starts[0] == 0
-            if not sound or not isinstance(tokenizer, (dict, type(None))):
+            if not sound or not isinstance(tokenizer, (dict, type(None))) or not isinstance(order, int):
                 return None
-            return cls(str(value["optimizer"]), tokenizer, phases, made_by, flags)
+            return cls(str(value["optimizer"]), tokenizer, phases, made_by, flags, order)
         except (KeyError, TypeError, ValueError):
             return None
 

@@ -118,10 +118,13 @@ def nothing_left(iteration: int, train_iters: int) -> str:
     return f"no step is left: iteration {iteration} is done, --train-iters is {train_iters}"
 
 
-def evaluation(means: Mapping[str, float]) -> str:
-    """Return the message of an evaluation without a step. ``means`` contains the terms and ``loss``."""
+def evaluation(means: Mapping[str, float], read: int, samples: int) -> str:
+    """Return the message of an evaluation without a step, which has read so many of the held-out samples.
+
+    ``means`` contains the terms and ``loss``.
+    """
     terms = ", ".join(f"{name} {mean:.4f}" for name, mean in means.items() if name != "loss")
-    return f"held-out loss {means['loss']:.4f} ({terms})"
+    return f"held-out loss {means['loss']:.4f} ({terms}), {read:,} of {samples:,} samples"
 
 
 def how_to_continue(config: Config) -> str:

@@ -29,6 +29,7 @@ from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels
 from megapar.training.building.build import make_batch_size, make_progressive
 from megapar.training.building.device_figures import kind_of_run, unknown_device
+from megapar.training.step.evaluate import num_evaluated
 
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
@@ -105,6 +106,8 @@ def _data(config: Config, corpus: Corpus) -> Iterator[str]:
     iterations = config.training.train_iters
     yield from _side("trained on", corpus.contents)
     yield from _side("held out", corpus.heldout_contents)
+    if corpus.heldout is not None and config.training.eval_interval:
+        yield f"evaluation: {num_evaluated(config, corpus.heldout):,} of {len(corpus.heldout):,} held-out samples"
     rounds = epochs(samples, corpus.contents)
     whole = "" if rounds is None or (config.model.mixes_tasks) else f", {rounds}"
     yield f"this run:   {iterations:,} steps, {samples:,} samples, {tokens:,} positions{whole}"

@@ -5,7 +5,7 @@ Tested in ``tests/test_trainer.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 
 import torch
 
@@ -27,7 +27,7 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
     """
     training, world, model = config.training, job.world, job.model
     run = model if job.pipeline is None else job.pipeline.evaluate
-    num_samples = min(len(samples), training.eval_iters * training.global_batch_size)
+    num_samples = num_evaluated(config, samples)
     data = world.axis("data")
     names = list(objective.weights)
     totals = torch.zeros(2, len(names), dtype=torch.float64)
@@ -50,6 +50,11 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
     means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)
     return means
+
+
+def num_evaluated(config: Config, samples: Sized) -> int:
+    """Return the number of held-out samples that an evaluation reads."""
+    return min(len(samples), config.training.eval_iters * config.training.global_batch_size)
 
 
 def rounds(num_samples: int, size: int, rank: int, ranks: int) -> Iterator[tuple[range, bool]]:

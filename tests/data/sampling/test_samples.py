@@ -12,7 +12,6 @@ from megapar.data.sampling.samples import NO_LOSS, DecoderSamples, DocumentWindo
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 
-
 FIRST_HELDOUT = [167, 384, 226, 138, 32, 370]  # of 400
 
 
@@ -88,7 +87,7 @@ def test_every_epoch_has_every_window_once_in_its_own_order() -> None:
 
 
 def test_the_first_heldout_samples_are_from_the_whole_corpus_in_every_run() -> None:
-    """An evaluation reads the first ones: of 400 windows the first 40 are from all tenths, and on every machine these."""
+    """An evaluation reads the first ones: here 40 of 400 windows, from every tenth of the corpus."""
     samples = DecoderSamples(Windows(_store(3201), 8, shortest=2), 8, seed=None)
     drawn = [int(samples[i]["tokens"][0]) // 8 for i in range(800)]
     assert {place // 40 for place in drawn[:40]} == set(range(10))
