@@ -16,6 +16,7 @@ from megapar.config.hints import ELSEWHERE
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
 from megapar.files.near_path import near_path
+from megapar.machine import memory_bytes
 from megapar.tools.launcher.launch import _validate
 from megapar.tools.launcher.launch_options import read
 from megapar.tools.main import main
@@ -581,3 +582,42 @@ def test_a_dataset_needs_the_package_that_reads_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "datasets" else found(name))
     with pytest.raises(ConfigError, match=r"needs the package datasets. Install it: pip install datasets"):
         parse("moe", ["--data-source", "hf", "--hf-dataset", "corpus"], {})
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "least"),
+    [
+        ("0::/a/b\n", {"a/memory.max": "4096\n", "a/b/memory.max": "max\n"}, 4096),
+        ("4:memory:/job\n1:cpu:/\n", {"memory/job/memory.limit_in_bytes": "8192\n"}, 8192),
+        ("4:memory:/job\n", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, None),
+        ("", {}, None),
+    ],
+)
+def test_the_memory_of_a_machine_is_that_of_its_control_group(
+    groups: str, limits: dict[str, str], least: int | None, tmp_path: Path
+) -> None:
+    for name, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups, encoding="ascii")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_bytes(tmp_path) == (least or whole)
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    from megapar.tools.pretrain import checked_outline
+
+    line = ["--hidden-size", "8192", "--num-layers", "64", "--num-attention-heads", "64", "--device", "cpu"]
+    line += ["--num-experts", "0", "--data-path", "mock", "--micro-batch-size", "1", "--seq-length", "128"]
+    with pytest.raises(ConfigError) as error:
+        checked_outline(parse("moe", line, {}))
+    said = str(error.value)
+    assert "[memory]" in said
+    assert re.search(r"needs \d+ GiB.* of this machine's \d+", said)
+    assert "--no-memory-check" in said
+    assert capsys.readouterr().err == ""
+    assert checked_outline(parse("moe", [*line, "--no-memory-check", "--seq-length", "100000"], {}))
+    assert re.search(r"a step takes about [\d,]+ minutes on this CPU", capsys.readouterr().err)
+    assert checked_outline(parse("moe", [*line, "--validate-only"], {}))
