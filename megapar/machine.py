@@ -1,4 +1,4 @@
-"""Devices of this machine, without torch.
+"""Devices and memory of this machine, without torch.
 
 Tested in ``tests/tools/test_mistakes.py``.
 """
@@ -6,7 +6,9 @@ Tested in ``tests/tools/test_mistakes.py``.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -18,6 +20,20 @@ def no_device(kind: str) -> str:
     if kind == "cuda" and sys.platform == "linux" and not Path("/dev/kfd").exists() and not _loads("libcuda.so.1"):
         return "there is no GPU driver (libcuda.so.1)"
     return ""
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of this machine, or of this process's control group (v1 or v2) if that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    table = root / "proc/self/cgroup"
+    for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        top, file = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        here = root / "sys/fs/cgroup" / top / path.strip("/")
+        for folder in (here, *here.parents) if not controllers or "memory" in controllers.split(",") else ():
+            with suppress(OSError, ValueError):  # "max", or a folder of another mount
+                found.append(int((folder / file).read_text(encoding="ascii")))
+    return min(found)
 
 
 def _loads(library: str) -> bool:

@@ -300,6 +300,11 @@ class RuntimeOptions:
         above=0,
         derived="the device table's",
     )
+    memory_check: bool = flag(
+        True,
+        "refuse a start on a CPU if its ranks on this machine need more memory than that has, by megapar plan",
+        per_node=True,
+    )
     link_gb: float | None = flag(
         None,
         "rate at which one device can send to others of its node, in one direction, for predicted times and the "

@@ -6,12 +6,14 @@ Tested in ``tests/tools/test_mistakes.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
 
 from megapar.arguments import FLAGS, Config
 from megapar.core.device.kinds import DeviceKind, kinds
 from megapar.errors import Complaint, ConfigError
+from megapar.machine import memory_bytes
 from megapar.training.building.device_figures import FIGURES
 
 ALIASES: Mapping[str, str] = MappingProxyType(
@@ -34,7 +36,8 @@ def device_kind(name: str) -> DeviceKind:
         hint = f"Did you mean {' or '.join(near)}? " if near else ""
         message = f"--device-kind {name} is not in the table."
         raise ConfigError([Complaint("device-kind", message, f"{hint}Choose one of {', '.join(rows)}.")])
-    return rows[key]
+    row = rows[key]
+    return replace(row, memory_bytes=memory_bytes()) if row.kernels == "cpu" else row
 
 
 def check_named(config: Config, kind: str) -> None:

@@ -75,7 +75,8 @@ _PROPERTIES: Mapping[str, str] = {
         reset_attention_mask eod_mask_loss packing on_bad_record ernie_tasks phrase_file entity_file triples_file
         override_data sentence_reorder_pieces skip_samples""",
     "says what the search is for": """
-        world_size ranks_per_node device device_tflops device_memory_gib link_gb network_gb config strict_seed_rules""",
+        world_size ranks_per_node device device_tflops device_memory_gib link_gb network_gb config strict_seed_rules
+        memory_check""",
 }
 
 _WITHOUT_EFFECT: Mapping[str, str] = {

@@ -1,16 +1,50 @@
-"""Memory figures of the plan, for the error report of a run that is out of memory.
+"""Memory figures of the plan: for the start of a run on a CPU, and for the report of a run that is out of memory.
 
 Tested in ``tests/training/building/test_memory.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megapar.arguments import Config
 from megapar.core.device.kinds import kind_called, kind_of
 from megapar.core.units import GIBIBYTE
-from megapar.errors import ConfigError
+from megapar.errors import Complaint, ConfigError
+from megapar.machine import memory_bytes, no_device
+from megapar.planning.devices import device_kind
 from megapar.planning.memory import StageMemory
 from megapar.planning.plan import Plan
+
+ROOM = 1.25  # no plan for a CPU was more than an eighth above the traced or measured peak
+LONG_MINUTES = 5
+
+
+def check_host(config: Config, environ: Mapping[str, str]) -> str:
+    """Return a remark about a step of many minutes on this machine's CPU; "" if there is none, or on another device.
+
+    Raises ConfigError if the ranks of this machine need more memory than it has.
+    """
+    runtime = config.runtime
+    here = runtime.device == "cpu" or (runtime.device == "auto" and all(map(no_device, ("cuda", "npu"))))
+    if not here or runtime.validate_only or runtime.rules_only:
+        return ""
+    try:
+        plan = Plan(config, device_kind("cpu"))
+        peaks, seconds = [stage.peak for stage in plan.memory], plan.speed.step_seconds
+    except (ConfigError, NotImplementedError):  # nothing is planned for it
+        return ""
+    first = int(environ.get("RANK") or 0) - int(environ.get("LOCAL_RANK") or 0)
+    ranks = range(first, first + int(environ.get("LOCAL_WORLD_SIZE") or 1))
+    needed, ours = sum(peaks[config.grid.coordinates(rank)["pp"]] for rank in ranks), memory_bytes()
+    if runtime.memory_check and needed > ROOM * ours:
+        message = (
+            f"the run needs {needed / GIBIBYTE:,.0f} GiB by megapar plan ({len(ranks)} ranks here), and the memory of "
+            f"this machine's {ours / GIBIBYTE:,.0f} GiB is less."
+        )
+        raise ConfigError([Complaint("memory", message, f"{plan.advice()}. --no-memory-check starts it all the same.")])
+    said = f"megapar: a step takes about {seconds / 60:,.0f} minutes on this CPU, by megapar plan\n"
+    return said if seconds / 60 > LONG_MINUTES and first == 0 == int(environ.get("LOCAL_RANK") or 0) else ""
 
 
 def planned_memory(config: Config, device_type: str, device: str) -> str:

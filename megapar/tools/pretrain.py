@@ -7,14 +7,16 @@ Tested in ``tests/tools/test_package.py``.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from megapar.arguments import KINDS, SCRIPTS, parse_or_exit
+from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
 from megapar.core.health.parent import end_with_launcher
+from megapar.planning.out_of_memory import check_host, planned_memory
 from megapar.training.building.outline import outline
 
 MODELS = {
@@ -58,12 +60,17 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
         argv: The flags; by default the command line of this process.
     """
     prepare_process()
-    config = parse_or_exit(kind, argv, outline=outline)
+    config = parse_or_exit(kind, argv, outline=checked_outline)
 
-    from megapar.planning.out_of_memory import planned_memory
     from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
     train(config, planned_memory)
+
+
+def checked_outline(config: Config) -> str:
+    """Return the outline. A run is first held against this machine. Raises ConfigError."""
+    sys.stderr.write(check_host(config, os.environ))
+    return outline(config)
 
 
 def prepare_process() -> None:

@@ -35,6 +35,7 @@ UNDRAWN: dict[str, str] = {
         "figures of a device, for plans and MFU; tests/training/building/test_device_figures.py",
     ),
     **dict.fromkeys(("validate_only", "rules_only", "world_size", "config", "device"), _START),
+    "memory_check": "only refuses what would not fit; tests/tools/test_mistakes.py",
     "strict_seed_rules": "only refuses more; tests/test_compatibility.py",
     "attention_backend": "kernels of NVIDIA GPUs; scripts/trace_cuda.sh traces them, scripts/gpu_day.sh compares them",
     "fp8": "products of NVIDIA GPUs of capability 8.9; tests/core/tensor_parallel/test_fp8.py emulates them",
