@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.model.parameter import ParameterSpec
 from megapar.planning.planned_run import PlannedRun
 from megapar.training.building.segments import make_segments
@@ -43,16 +44,37 @@ def gathered_groups(run: PlannedRun, stage: int) -> Sequence[GatheredGroup]:
     return run.shared.get(key, lambda: _make_groups(run, stage))
 
 
+def segments_of(run: PlannedRun) -> Sequence[PlannedBucket]:
+    """Return the run's segments, which are the same for all stages, schedules and numbers of micro-batches."""
+    grid, sharding = run.config.grid, run.config.sharding
+    size = sharding.sharding_segment_strategy, sharding.segment_broadcast_mb, sharding.segment_anchors
+    whole = sharding.sharding_stage == 3 and run.config.ampipe.ampipe_tp_sp_comm_overlap
+    key = (
+        "segments",
+        run.sizes,
+        run.config.training.dtype,
+        size,
+        whole,
+        sharding.sharding_stage,
+        grid.mp,
+        grid.ep,
+        grid.emp,
+    )
+    return run.shared.get(key, lambda: make_segments(run.config, run.sizes, run.table))
+
+
 def _make_groups(run: PlannedRun, stage: int) -> list[GatheredGroup]:
     # Stage 3 treats experts that are whole on their ranks like stage 2.
     whole = run.cuts_parameters and run.config.grid.expert_shards == 1
     held = {row.name: row for row in run.held(stage) if row.trainable and not (whole and row.expert)}
-    plan = make_segments(run.config, run.sizes, run.table)
+    plan = segments_of(run)
     buckets = [[held[name] for name in planned.names if name in held] for planned in plan]
     if not run.cuts_parameters:
         return [_group(run, rows) for rows in buckets if rows]
     modules: dict[str, list[ParameterSpec]] = {}  # those that are wrapped apart; "" for the others
-    apart = run.config.grid.shard_group(0, expert=True) != run.config.grid.shard_group(0, expert=False)
+    grid = run.config.grid
+    experts = any(row.expert for row in held.values())
+    apart = experts and grid.shard_group(0, expert=True) != grid.shard_group(0, expert=False)
     mixed = run.view.item_bytes != run.view.wide_bytes
     for row in held.values():
         alone = (row.expert and apart) or (row.fp32 and mixed)

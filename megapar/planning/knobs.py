@@ -214,7 +214,7 @@ def _pieces(candidate: Candidate, scope: Scope) -> Iterator[Values]:
 def _segments(candidate: Candidate, scope: Scope) -> Iterator[Values]:
     name, size = "sharding_segment_strategy", "segment_broadcast_mb"
     yield {name: None, size: 32.0}
-    yield from ({name: "segment_broadcast_MB", size: value} for value in (32.0, 128.0, 512.0))
+    yield from ({name: "segment_broadcast_MB", size: value} for value in (8.0, 32.0, 128.0, 512.0))
 
 
 def _stage(candidate: Candidate, scope: Scope) -> Iterator[Values]:

@@ -39,8 +39,8 @@ def check_host(config: Config, environ: Mapping[str, str]) -> str:
     needed, ours = sum(peaks[config.grid.coordinates(rank)["pp"]] for rank in ranks), memory_bytes()
     if runtime.memory_check and needed > ROOM * ours:
         message = (
-            f"the run needs {needed / GIBIBYTE:,.0f} GiB by megapar plan ({len(ranks)} ranks here), and the memory of "
-            f"this machine's {ours / GIBIBYTE:,.0f} GiB is less."
+            f"the run needs {needed / GIBIBYTE:,.0f} GiB for {len(ranks)} ranks here, by megapar plan, and this "
+            f"machine has {ours / GIBIBYTE:,.0f} GiB."
         )
         raise ConfigError([Complaint("memory", message, f"{plan.advice()}. --no-memory-check starts it all the same.")])
     said = f"megapar: a step takes about {seconds / 60:,.0f} minutes on this CPU, by megapar plan\n"

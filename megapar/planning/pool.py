@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from megapar.core.sharding.cut import keeps_aligned
 from megapar.model.parameter import ParameterSpec
+from megapar.planning.gathered_groups import segments_of
 from megapar.planning.planned_run import PlannedRun
-from megapar.training.building.segments import make_segments
 
 STEPS = 3  # after which no step adds a buffer
 
@@ -79,7 +79,7 @@ def pool_bytes(run: PlannedRun, stage: int, *, experts_only: bool = False) -> in
 
 def buckets_of(run: PlannedRun, stage: int, *, experts_only: bool = False) -> list[PoolBucket]:
     """Return the buckets of a stage in forward order, as in the run."""
-    plan = make_segments(run.config, run.sizes, run.table)
+    plan = segments_of(run)
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
     rows: dict[tuple[int, bool, bool], int] = {}
     buckets: dict[tuple[int, bool, bool], PoolBucket] = {}

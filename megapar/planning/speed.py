@@ -7,7 +7,7 @@ Tested in ``tests/planning/test_law.py`` and ``tests/planning/test_queues.py``.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
@@ -214,7 +214,10 @@ class _GroupOrder:
 
     def __init__(self, run: PlannedRun, stage: int) -> None:
         groups, sharding = gathered_groups(run, stage), run.config.sharding
-        units = sum((Counter(group.sizes) for group in groups), Counter[str]())
+        units: dict[str, float] = defaultdict(float)
+        for group in groups:
+            for unit, size in group.sizes.items():
+                units[unit] += size
         layers = [unit for unit in units if unit.startswith("layers.")]
         total, once = sum(units.values()) or 1.0, sum(group.bytes for group in groups if group.stays)
         self.number, self.again = len(groups), (total - once) / (2 * total - once)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megapar.arguments import Config
 from megapar.core.sharding.bucket_plan import PlanError, PlannedBucket, by_anchors, by_bytes, by_unit
-from megapar.core.sharding.cut import ParameterInfo, local_box
+from megapar.core.sharding.cut import ParameterInfo, box_at
 from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.parameter import ParameterSpec
@@ -34,9 +34,10 @@ def make_segments(
     """
     rows = [spec for spec in table or table_of(sizes) if spec.trainable]
     item = ITEM_BYTES.get(config.training.dtype, 2)
+    first = {axis: (config.grid.size(axis), 0) for axis in ("mp", "ep", "emp")}  # rank 0
 
     def cost(row: ParameterInfo) -> int:
-        return local_box(row, config.grid, 0).numel * (max(4, item) if row.fp32 else item)
+        return box_at(row, first).numel * (max(4, item) if row.fp32 else item)
 
     sharding = config.sharding
     # At stage 3 the call of a module gathers its parameters. Whole layers are needed where that does not work for parts
