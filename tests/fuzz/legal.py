@@ -49,8 +49,12 @@ def experts(d: Drawn) -> bool:
 
 
 def can_move_experts(d: Drawn) -> bool:
-    """Several ranks have several experts each, and update them on the device, in pieces of ours."""
-    return 1 < d.ep_degree < d.num_experts and d.sharding_stage < 3 and not d.optimizer_offload
+    """Several ranks have several experts each, and update them on the device, in pieces of ours.
+
+    Where a save has put experts in order they are updated at another place, which may decide the last bit.
+    """
+    ours = d.sharding_stage < 3 and not d.optimizer_offload
+    return 1 < d.ep_degree < d.num_experts and ours and not split_dropout(d)
 
 
 def drops(d: Drawn) -> bool:
