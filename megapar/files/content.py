@@ -61,7 +61,8 @@ def look_at(path: Path, field: str = FIELD) -> tuple[str, bool, str]:
 def _encoding(head: bytes, file: IO[bytes]) -> str:
     start = head[:64]
     marked = start.startswith((b"\xff\xfe", b"\xfe\xff"))
-    wide = len(start) > 1 and any(start) and not (any(start[::2]) and any(start[1::2]))  # ASCII in units of two bytes
+    zeros = not any(start[::2]), not any(start[1::2])
+    wide = len(start) >= 16 and zeros[0] != zeros[1]  # ASCII in units of two bytes
     if marked or wide:
         name = "UTF-16" if marked else "UTF-16LE" if start[0] else "UTF-16BE"
         return f"is UTF-16 text: convert it with `iconv -f {name} -t UTF-8`"
@@ -81,7 +82,7 @@ def _json_form(head: bytes, named: bool, field: str) -> str:
         try:
             whole = json.JSONDecoder().raw_decode(text)[1] > len(first)
         except (ValueError, RecursionError):
-            whole = first.strip() == "{"
+            whole = first.strip() == "{" and bool(rest.strip())
         if whole:
             return "has records over several lines: write one per line, for example with `jq -c .`"
     return ""

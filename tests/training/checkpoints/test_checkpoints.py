@@ -358,7 +358,7 @@ def stop_one_rank(rank: int, world_size: int, rendezvous: str, root: str) -> int
     line = last_wins((*SMALL["moe"], *COMMON), ("--mp-degree", "2", "--save", root, "--train-iters", "1000"))
     stop = StopSignal()
     if rank == 1:
-        stop.received = 15
+        stop._on_main_thread(15)
     with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
         return train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", stop).iteration
 
