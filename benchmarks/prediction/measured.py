@@ -68,11 +68,6 @@ MISSES = (
     ),
     Miss(
         "sharding",
-        ("link, bf16, stage 1", "link, bf16, stage 2"),
-        "measured before ranks were bound to cores and the link let 64 KB pass at once: 74 % hidden, 90 % afterwards",
-    ),
-    Miss(
-        "sharding",
         ("link, bf16, stage 3", "link, fp32, stage 3"),
         "FSDP2's collectives by gloo use one direction of the link at a time, so that messages take twice as long",
     ),

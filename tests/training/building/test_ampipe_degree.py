@@ -81,13 +81,13 @@ def test_a_resumed_run_takes_the_stored_degree_and_has_the_numbers_of_one_proces
     flags = [*row.flags(), "--dtype", "fp64"]
 
     def ranks(degree: int, *more: str) -> Trace:
-        found: Trace = run_ranks(2, trace, "moe", [*flags, *more], 1, None, "gloo", Forced(degree=degree), group=False)[
-            0
-        ]
+        asked = (trace, "moe", [*flags, *more], 2, None, "gloo", Forced(degree=degree))
+        found: Trace = run_ranks(2, *asked, group=False)[0]
         return found
 
-    first = ranks(2, "--save", folders[0])
-    later = ranks(4, "--load", folders[0], "--save", folders[1])
+    first = ranks(2, "--save", folders[0], "--save-interval", "1")
+    later = ranks(4, "--load", folders[0], "--ckpt-step", "1", "--save", folders[1])
     assert [kept(Path(folder)) for folder in folders] == [{2}, {2}]
+    assert len(later.losses) == 1
     alone = run_ranks(1, trace, "moe", [*row.reference_flags(), "--dtype", "fp64"], 2, group=False)[0]
-    assert differences(first.followed_by(later), alone) == []
+    assert differences(first.continued_by(later), alone) == []
