@@ -58,7 +58,7 @@ def test_what_may_differ_between_nodes_is_not_declared(tmp_path: Path) -> None:
     assert differing(here, declared()) == {"--save"}  # whether ranks save they do agree in
     exempt = {name for name, flag in FLAGS.items() if flag.per_node}
     logs = {"metrics_jsonl", "tensorboard_dir", "wandb_save_dir", "swanlab_save_dir"}
-    assert exempt == {"device", "local_checkpoint_dir", "ranks_per_node", *logs}
+    assert exempt == {"device", "local_checkpoint_dir", "memory_check", "ranks_per_node", *logs}
 
 
 def test_data_is_declared_by_its_content(tmp_path: Path) -> None:
