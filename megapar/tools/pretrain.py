@@ -16,7 +16,6 @@ from typing import NoReturn
 
 from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
 from megapar.core.health.parent import end_with_launcher
-from megapar.planning.out_of_memory import check_host, planned_memory
 from megapar.training.building.outline import outline
 
 MODELS = {
@@ -62,6 +61,7 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
     prepare_process()
     config = parse_or_exit(kind, argv, outline=checked_outline)
 
+    from megapar.planning.out_of_memory import planned_memory
     from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
     train(config, planned_memory)
@@ -69,6 +69,8 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
 
 def checked_outline(config: Config) -> str:
     """Return the outline. A run is first held against this machine. Raises ConfigError."""
+    from megapar.planning.out_of_memory import check_host  # the planner takes longer to import than a refusal may
+
     sys.stderr.write(check_host(config, os.environ))
     return outline(config)
 

@@ -57,7 +57,7 @@ def global_norm(
     if exact:
         grads = [part for shard in shards if shard.counted for part in _parts(shard)]
     if grads:
-        squares = _norms(grads).to(total.dtype).square_()
+        squares = torch.stack(_norms(grads)).to(total.dtype).square_()
         if exact:
             total[numbers:] = exact_sum.parts(squares)
         else:
@@ -81,8 +81,8 @@ def _parts(shard: MasterShard) -> Sequence[Tensor]:
     return shard.grad.split(list(shard.parts)) if shard.parts else (shard.grad,)
 
 
-def _norms(grads: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of tensors or, on a CPU, of their rows of ``CPU_ROW`` elements, in any order: [N].
+def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return the 2-norms of tensors or, on a CPU, of their whole rows of ``CPU_ROW`` elements and the rests.
 
     A plain reduction takes a tensor of any size at once, a multi-tensor norm many small ones. A CPU adds in the dtype
     of the tensor, so that the norm of a long one would depend on its length: in fp32 64 M elements lose 0.5 %.
@@ -94,8 +94,8 @@ def _norms(grads: Sequence[Tensor]) -> Tensor:
         grads = [rest for _, rest in cuts if len(rest)]
     large = [grad for grad in grads if grad.numel() > LIST_ELEMENTS]
     small = [grad for grad in grads if grad.numel() <= LIST_ELEMENTS]
-    norms = [*map(torch.linalg.vector_norm, large), *(torch._foreach_norm(small) if small else ())]
-    return torch.cat([*rows, *([torch.stack(norms)] if norms else [])]) if rows else torch.stack(norms)
+    whole_rows = [torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows]
+    return [*whole_rows, *map(torch.linalg.vector_norm, large), *(torch._foreach_norm(small) if small else ())]
 
 
 def found_nonfinite(norm: Tensor) -> Tensor:
