@@ -15,6 +15,7 @@ from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokenizers.sentencepiece_tokenizer import LONG_TEXT, SentencePieceTokenizer, _Limited, train
 from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import DataError
+from tests.support.pace import usual_seconds
 
 ODD = "Hello wörld 你好 🙂\t a tab\n\n    four  two ------- =====\x00 end "
 
@@ -30,11 +31,10 @@ def trained(decoder_corpus: Corpus) -> Tokenizer:
 
 def test_training_is_quick_and_gives_the_same_bytes(decoder_corpus: Corpus) -> None:
     texts = _texts(60)
-    start = time.perf_counter()
-    first = train(texts, 1200)
-    seconds = time.perf_counter() - start
+    with usual_seconds() as seconds:
+        first = train(texts, 1200)
     assert first == train(texts, 1200)
-    assert seconds < 15
+    assert seconds.taken < 15
     assert SentencePieceTokenizer(first).size == 1200
 
 

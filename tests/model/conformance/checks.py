@@ -24,11 +24,12 @@ from tests.model.conformance import folders, theirs
 from tests.model.conformance.answer import Answer, batches, norm
 from tests.model.conformance.case import Case
 from tests.model.conformance.ours import Ours
+from tests.support.pace import slowness
 
 OUTPUTS, GRADIENTS, TRAINED = 1e-10, 1e-9, 1e-9  # fp64 against fp64
 RAW = 1e-5  # the class in fp32 against itself in fp64
 ROUNDING = 1.2  # times the class's own error in bf16
-SECONDS = 0.5  # until a folder is refused
+SECONDS = 0.5  # of a processor that is not busy, until a folder is refused
 STEPS, LR = 20, 1e-3
 
 
@@ -223,7 +224,7 @@ def refusals(case: Case) -> Figure:
     while not seconds or (min(seconds) > SECONDS and len(seconds) < 3):  # on a busy machine these differ, too
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         done = subprocess.run([*command, "--seq-length", "8"], capture_output=True, text=True, timeout=60)
-        seconds.append(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
+        seconds.append((resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before) / slowness())
         if done.returncode != 2 or key not in done.stderr:
             return Figure(float("inf"), SECONDS, [f"status {done.returncode}: {done.stderr[-500:]}"])
     return Figure(min(seconds), SECONDS)
