@@ -1,5 +1,5 @@
 """Drawn examples are the same in every run, workers of pytest-xdist keep to cores of their own, and no collection of
-garbage looks at what was imported.
+garbage looks at what was imported. ``CI_SHARE`` draws from the tables, never from the suite.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ import os
 
 import pytest
 from hypothesis import settings
+
+from tests.support.shares import is_drawn
+
+TABLES = ("table", "flags", "presets")  # markers of what is drawn from
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +32,16 @@ def pytest_configure(config: pytest.Config) -> None:
     own = cores[int(worker.removeprefix("gw")) % int(count) :: int(count)]
     if own:
         os.sched_setaffinity(0, own)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the share of the tables that was asked for."""
+    kept, left = [], []
+    for item in items:
+        runs = is_drawn(item.nodeid) or not any(map(item.get_closest_marker, TABLES))
+        (kept if runs else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:
