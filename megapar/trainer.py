@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import Config
+from megapar.core.comm.run_store import unknown_address
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
@@ -30,11 +31,12 @@ from megapar.data.sampling.skipping import effective, merged, parse_range
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.errors import MegaparError
 from megapar.launch_environment import job_id
+from megapar.planning.out_of_memory import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
 from megapar.training.building.job import check_device, make_job
-from megapar.training.building.memory import Planned, out_of_memory
+from megapar.training.building.memory import out_of_memory
 from megapar.training.building.own_corpus import make_own_corpus, with_own_data
 from megapar.training.checkpoints import export, local_saves, state
 from megapar.training.checkpoints.checkpoints import Checkpoints
@@ -92,7 +94,6 @@ class Outcome:
 
 def main(
     config: Config,
-    planned: Planned | None = None,
     *,
     loggers: Sequence[Logger] = (),
     callbacks: Sequence[TrainerCallback] = (),
@@ -111,7 +112,7 @@ def main(
     end_with_launcher()
     try:
         more: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks, "data": data}
-        outcome = train(config, stop_signal=StopSignal(), planned=planned, **more)
+        outcome = train(config, stop_signal=StopSignal(), **more)
         if after is not None:
             after(outcome)
     except MegaparError as error:
@@ -136,7 +137,6 @@ def train(
     config: Config,
     rendezvous_url: str | None = None,
     stop_signal: StopSignal | None = None,
-    planned: Planned | None = None,
     *,
     keep_records: bool = False,
     loggers: Sequence[Logger] = (),
@@ -151,7 +151,6 @@ def train(
         config: The resolved configuration.
         rendezvous_url: Address at which the ranks rendezvous, by default from the environment that torchrun sets.
         stop_signal: Source of stop requests. All ranks stop together. Before the rendezvous a signal ends the process.
-        planned: Returns the memory that the plan predicts, for the message after an out-of-memory error.
         keep_records: Keep the records of all iterations for the outcome. They take kilobytes each, on every rank, so
             use this for short runs only.
         loggers: Get the records, on rank 0, next to the loggers that the flags turn on.
@@ -165,6 +164,8 @@ def train(
     try:
         corpus = build.make_corpus(config) if data is None else make_own_corpus(config, data)
         declared = make_declared(config, corpus, device)
+        if rendezvous_url is None and (unknown := unknown_address()):
+            sys.stderr.write(f"rank {os.environ['RANK']}: {unknown}\n")
         world = World.start(config.grid, device, build.timeout(config), rendezvous_url, declared)
     except BaseException:
         watch.close()
@@ -177,7 +178,7 @@ def train(
         trainer.start()
         outcome = trainer.train()
     except torch.OutOfMemoryError as error:
-        refusal = out_of_memory(config, device, error, planned)
+        refusal = out_of_memory(config, device, error, planned_memory(config, device.type, device.name))
         watch.close()
         world.abandon()
         raise refusal from error
@@ -195,6 +196,7 @@ def _prepare_device(config: Config) -> Device:
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
     check_device(config, device)
+    check_memory(config, os.environ, device.type, device.name)
     if config.training.deterministic:
         device.repeat_results()
     return device

@@ -212,6 +212,7 @@ def test_every_iteration_is_an_object_of_the_metrics_file(tmp_path: Path) -> Non
     assert lines[-1]["consumed_samples"] == 48
     assert lines[-1]["mfu_peak"] == "measured"  # no CPU stands in the table
     assert lines[-1]["consumed_tokens"] == 48 * 16
+    assert lines[-1]["predicted_tokens"] == 8 * 16
     assert lines[0].keys() >= {
         *("lm_loss", "sop_loss", "aux_loss", "z_loss", "loss", "grad_norm", "lr", "loss_scale", "skipped"),
         *("dropped_tokens", "iteration_seconds", "tokens_per_second", "model_tflops_per_device", "mfu", "mfu_peak"),

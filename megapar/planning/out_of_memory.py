@@ -1,4 +1,4 @@
-"""Memory figures of the plan: for the start of a run on a CPU, and for the report of a run that is out of memory.
+"""Memory figures of the plan: for the start of a run, and for the report of a run that is out of memory.
 
 Tested in ``tests/training/building/test_memory.py``.
 """
@@ -16,7 +16,7 @@ from megapar.planning.devices import device_kind
 from megapar.planning.memory import StageMemory
 from megapar.planning.plan import Plan
 
-ROOM = 1.25  # no plan for a CPU was more than an eighth above the traced or measured peak
+ROOM = 1.25  # no plan was more than an eighth above the traced or measured peak
 LONG_MINUTES = 5
 
 
@@ -38,13 +38,30 @@ def check_host(config: Config, environ: Mapping[str, str]) -> str:
     ranks = range(first, first + int(environ.get("LOCAL_WORLD_SIZE") or 1))
     needed, ours = sum(peaks[config.grid.coordinates(rank)["pp"]] for rank in ranks), memory_bytes()
     if runtime.memory_check and needed > ROOM * ours:
-        message = (
-            f"the run needs {needed / GIBIBYTE:,.0f} GiB for {len(ranks)} ranks here, by megapar plan, and this "
-            f"machine has {ours / GIBIBYTE:,.0f} GiB."
-        )
-        raise ConfigError([Complaint("memory", message, f"{plan.advice()}. --no-memory-check starts it all the same.")])
+        raise _refusal(plan, needed, f"{len(ranks)} ranks here", ours, "this machine")
     said = f"megapar: a step takes about {seconds / 60:,.0f} minutes on this CPU, by megapar plan\n"
     return said if seconds / 60 > LONG_MINUTES and first == 0 == int(environ.get("LOCAL_RANK") or 0) else ""
+
+
+def check_memory(config: Config, environ: Mapping[str, str], device_type: str, device: str) -> None:
+    """Compare the plan with the memory of this machine's CPU or of the device; one without figures is not compared.
+
+    Args:
+        config: The configuration.
+        environ: Environment of the rank.
+        device_type: torch's device type.
+        device: Name of the device, as the driver reports it.
+
+    Raises ConfigError, on every rank, if the fullest stage needs more than the device has.
+    """
+    if device_type == "cpu":
+        check_host(config, environ)
+        return
+    plan = _plan(config, device_type, device)
+    if config.runtime.memory_check and isinstance(plan, Plan):
+        needed, ours = plan.fullest.peak, plan.kind.memory_bytes
+        if needed > ROOM * ours:
+            raise _refusal(plan, needed, f"a rank of stage {plan.fullest.stage}", ours, f"a device ({device})")
 
 
 def planned_memory(config: Config, device_type: str, device: str) -> str:
@@ -55,17 +72,32 @@ def planned_memory(config: Config, device_type: str, device: str) -> str:
         device_type: torch's device type.
         device: Name of the device, as the driver reports it.
     """
+    plan = _plan(config, device_type, device)
+    if not isinstance(plan, Plan):
+        return f"megapar plan has no figures{plan}"
+    advice = plan.advice()
+    return f"megapar plan ({plan.kind.title}): {_parts(plan.fullest)}" + (f"; {advice}" if advice else "")
+
+
+def _plan(config: Config, device_type: str, device: str) -> Plan | str:
+    """Return the plan on a device, or the reason why there is none."""
     kind = kind_called(device)
     if kind is None and config.runtime.device_memory_gib is None:
-        return f"megapar plan has no figures for the device {device!r}; --device-memory-gib gives its memory"
-    kind = kind or kind_of(device_type, device)
+        return f" for the device {device!r}; --device-memory-gib gives its memory"
     try:
-        plan = Plan(config, kind)
-        stage = plan.fullest
+        plan = Plan(config, kind or kind_of(device_type, device))
+        assert plan.fullest
     except (ConfigError, NotImplementedError) as error:
-        return f"megapar plan has no figures: {error}"
-    advice = plan.advice()
-    return f"megapar plan ({plan.kind.title}): {_parts(stage)}" + (f"; {advice}" if advice else "")
+        return f": {error}"
+    return plan
+
+
+def _refusal(plan: Plan, needed: float, whose: str, ours: float, where: str) -> ConfigError:
+    message = (
+        f"the run needs {needed / GIBIBYTE:,.0f} GiB for {whose}, by megapar plan, and {where} has "
+        f"{ours / GIBIBYTE:,.0f} GiB."
+    )
+    return ConfigError([Complaint("memory", message, f"{plan.advice()}. --no-memory-check starts it all the same.")])
 
 
 def _parts(stage: StageMemory) -> str:

@@ -178,10 +178,9 @@ def run(kind: str, flags: Sequence[str]) -> NoReturn:
         for note in _other_data(config):
             print(f"megapar evaluate: {note}", file=sys.stderr)
 
-    from megapar.planning.out_of_memory import planned_memory
     from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
-    train(config, planned_memory, after=_print_result)
+    train(config, after=_print_result)
 
 
 def _other_data(config: Config) -> Iterator[str]:

@@ -61,10 +61,9 @@ def pretrain(kind: str, argv: Sequence[str] | None = None) -> NoReturn:
     prepare_process()
     config = parse_or_exit(kind, argv, outline=checked_outline)
 
-    from megapar.planning.out_of_memory import planned_memory
     from megapar.trainer import main as train  # imports torch, so only after the configuration is accepted
 
-    train(config, planned_memory)
+    train(config)
 
 
 def checked_outline(config: Config) -> str:

@@ -48,6 +48,21 @@ def _by_file(path: Path, world_size: int, timeout: timedelta) -> dist.Store:
     return store
 
 
+def unknown_address() -> str:
+    """Return what to look at if this machine knows no address of MASTER_ADDR, which torch waits for; else ""."""
+    name = os.environ.get("MASTER_ADDR", "")
+    if not name or os.environ.get(RANK_FILE) or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        return (
+            f"this machine knows no address of {name!r} ({error}), which MASTER_ADDR names; waiting for it. "
+            "MASTER_ADDR is the name or the address of the machine of rank 0, as the other nodes reach it"
+        )
+    return ""
+
+
 def loopback_advice() -> str:
     """Return what to set if gloo listens on a loopback address, which no other node can reach; else "".
 

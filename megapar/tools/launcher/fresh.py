@@ -29,7 +29,7 @@ from typing import Any
 from megapar.core.health.parent import die_with_parent
 from megapar.core.health.signal_listener import write_stderr
 
-MODULES = ("megapar.trainer", "megapar.planning.out_of_memory", "numpy.ma", "yaml")
+MODULES = ("megapar.trainer", "numpy.ma", "yaml")
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/davinci")
 ONE_THREAD = "OPENBLAS_NUM_THREADS"  # NumPy's OpenBLAS starts its threads at import
 _MAX_MESSAGE_BYTES = 1 << 24

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,20 +14,15 @@ from megapar.errors import TrainingError
 from megapar.model.decoder.expert_rows import ExpertRows
 from megapar.model.decoder.sizes import MoeSizes
 
-Planned = Callable[[Config, str, str], str]
 
-
-def out_of_memory(
-    config: Config, device: Device, error: torch.OutOfMemoryError, planned: Planned | None
-) -> TrainingError:
+def out_of_memory(config: Config, device: Device, error: torch.OutOfMemoryError, planned: str) -> TrainingError:
     """Return the error to end with: the failed request, the memory in use, the snapshot and the plan's prediction.
 
     Args:
         config: The configuration of the run.
         device: The device that is out of memory.
         error: torch's error.
-        planned: Returns a sentence with the planned memory from (configuration, device type, device name). None leaves
-            it out.
+        planned: A sentence with the planned memory.
     """
     rank = os.environ.get("RANK", "0")
     lines = [f"rank {rank} is out of device memory: {error}"]
@@ -38,8 +32,7 @@ def out_of_memory(
             f"allocated in tensors: {_gib(pressure.allocated_bytes)} (peak {_gib(device.peak_memory_bytes())}), "
             f"reserved but unused: {_gib(pressure.held_bytes)}, allocation retries: {pressure.retries}"
         )
-    if planned is not None:
-        lines.append(planned(config, device.type, device.name))
+    lines.append(planned)
     snapshot = Path(config.checkpoint.save or ".") / f"out-of-memory-rank{rank}.pickle"
     if device.save_memory_snapshot(snapshot):
         lines.append(f"snapshot for pytorch.org/memory_viz: {snapshot}")

@@ -198,6 +198,8 @@ class Monitor:
     def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
         """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them."""
         names, items, objective = list(step.totals.sums), step.denominators.items, self._objective
+        words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
+        predicted = sum(items[name] for name in words)
         means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
         routed, load = _split_routing(step, row)
         self._places.add(load)
@@ -218,7 +220,8 @@ class Monitor:
             time=datetime.fromtimestamp(step.ended, timezone.utc).isoformat(timespec="milliseconds"),
             consumed_samples=step.consumed_samples,
             consumed_tokens=step.consumed_tokens,
-            lm_loss=_per_word(items, row, names),
+            predicted_tokens=predicted,
+            lm_loss=sum(row[names.index(name)] for name in words) / max(1, predicted),
             tasks={name: mean for name, mean in means.items() if _is_task(name)},
             sop_loss=means.get("sop"),
             mtp_loss=means.get("mtp"),
@@ -265,12 +268,6 @@ def _split_routing(step: StepResult, row: Sequence[float]) -> tuple[Sequence[flo
     loads = losses + len(ROUTING)
     layers, experts = step.totals.load.shape
     return row[losses:loads], [row[loads + n * experts : loads + (n + 1) * experts] for n in range(layers)]
-
-
-def _per_word(items: Mapping[str, int], row: list[float], names: Sequence[str]) -> float:
-    """Return the cross-entropy per predicted token, over all terms that predict tokens of the vocabulary."""
-    words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
-    return sum(row[names.index(name)] for name in words) / max(1, sum(items[name] for name in words))
 
 
 def _work_seconds(step: StepResult, exposed: Waits) -> float:

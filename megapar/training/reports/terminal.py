@@ -114,6 +114,7 @@ def describe(record: Record, train_iters: int) -> str:
     exposed = record.exposed_communication_seconds
     parts += [f"exposed {exposed:.3f} s"] if exposed else []
     parts += [f"loss scale {record.loss_scale:g}"] if record.loss_scale != 1 else []
+    parts += [] if record.predicted_tokens else ["every token is masked"]
     parts += ["skipped"] if record.skipped else []
     parts += [f"eval loss {record.eval_loss:.4f}"] if record.eval_loss is not None else []
     return " | ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapar.core.comm import run_store as meeting
-from megapar.core.comm.run_store import loopback_advice, meet
+from megapar.core.comm.run_store import loopback_advice, meet, unknown_address
 from megapar.errors import DistributedError
 from megapar.launch_environment import RANK_FILE
 from megapar.training.reports.first_report import is_first_to_report
@@ -81,3 +82,29 @@ def test_where_gloo_listens_on_loopback_it_is_told(
     advice = loopback_advice()
     assert told in advice
     assert bool(told) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"MASTER_ADDR": "node..0", "WORLD_SIZE": "2"}, "no address of 'node..0'"),
+        ({"MASTER_ADDR": "node-0", "WORLD_SIZE": "2"}, "no address of 'node-0' ([Errno -2] Name or service not known)"),
+        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}, ""),
+        ({"MASTER_ADDR": "node-0", "WORLD_SIZE": "1"}, ""),
+        ({"MASTER_ADDR": "node-0", "WORLD_SIZE": "2", RANK_FILE: "/tmp/meet"}, ""),  # not asked for
+    ],
+)
+def test_a_name_without_an_address_is_told(environ: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = socket.getaddrinfo
+
+    def resolve(name: str, port: None) -> object:
+        if name == "node-0":  # as the C library answers, without asking the network
+            raise socket.gaierror(-2, "Name or service not known")
+        return known(name, port)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    for name in ("MASTER_ADDR", "WORLD_SIZE", RANK_FILE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert (said in unknown_address()) if said else unknown_address() == ""

@@ -7,6 +7,8 @@ import pytest
 from megapar.arguments import parse
 from megapar.core.device.base import Device
 from megapar.training.reports.messages import expert_products
+from megapar.training.reports.terminal import describe
+from tests.support.record import record
 
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32"
 PIECES = f"{EXPERTS} --moe-model-type deepspeed_moe"
@@ -42,3 +44,8 @@ def test_the_form_of_the_experts_products_is_said(flags, device, said):
     found = expert_products(config, config.model, device)
     assert said in found
     assert bool(found) == bool(said)
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(0, True), (1, False)])
+def test_a_step_whose_tokens_are_all_masked_says_so(tokens, said):
+    assert ("every token is masked" in describe(record(3, predicted_tokens=tokens), 8)) is said
