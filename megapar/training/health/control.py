@@ -32,9 +32,11 @@ class StopSignal:
         self._back = False
         self._listener = Listener(self._on_signal, self._on_main_thread, lambda: self._deadline)
 
-    @property
-    def received(self) -> int:
-        """Number of the first signal, 0 before one, as the main thread asks for it after each step."""
+    def poll(self) -> int:
+        """Return the number of the first signal, 0 before one. The main thread asks after each step.
+
+        From then on, a signal waits for the end of a step, however long that takes, up to the launcher's limit.
+        """
         self._asked_for = True
         return self._received
 
@@ -111,7 +113,7 @@ class Control:
         minutes = (time.monotonic() - self._started) / 60
         since_save = (time.monotonic() - self._saved) / 60
         return [
-            self._signal.received,
+            self._signal.poll(),
             int(self._leader and 0 < self._limits.exit_minutes <= minutes),
             int(self._leader and 0 < self._limits.save_minutes <= since_save),
         ]

@@ -29,10 +29,10 @@ rank, folder = os.environ['RANK'], sys.argv[1]
 stop = StopSignal()
 stop.install()
 def leave(name):
-    open(f'{folder}/{name}{rank}', 'w').write(str(stop.received))
+    open(f'{folder}/{name}{rank}', 'w').write(str(stop.poll()))
 leave('ready')
 asked = threading.Event()
-while not stop.received: asked.wait(0.01)
+while not stop.poll(): asked.wait(0.01)
 leave('asked')
 while not os.path.exists(f'{folder}/go'): asked.wait(0.01)
 leave('saved')

@@ -21,7 +21,7 @@ RANK = (
     "stop.install()\n"
     "print('ready', flush=True)\n"
 )
-SAVES = "while not stop.received: signal.pause()\nprint('asked', flush=True); input(); print(stop.received)"
+SAVES = "while not stop.poll(): signal.pause()\nprint('asked', flush=True); input(); print(stop.poll())"
 # Standard error is a pipe that is full, as behind a pager.
 NOT_READ = """
 import sys
