@@ -302,7 +302,7 @@ class RuntimeOptions:
     )
     memory_check: bool = flag(
         True,
-        "refuse a start on a CPU if its ranks on this machine need more memory than that has, by megapar plan",
+        "refuse a start whose ranks need more memory than this machine's CPU, or each device, has, by megapar plan",
         per_node=True,
     )
     link_gb: float | None = flag(
