@@ -19,7 +19,7 @@ _PLACES = {
     "Outcome": "megapar.trainer",
     "Record": "megapar.training.reports.record",
     "Logger": "megapar.training.reports.logger",
-    "TrainerCallback": "megapar.training.step.callbacks",
+    "TrainerCallback": "megapar.training.loop.callbacks",
     "OwnData": "megapar.data.own_data",
     "TokenDataset": "megapar.data.own_data",
     "MegaparError": "megapar.errors",

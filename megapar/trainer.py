@@ -35,9 +35,9 @@ from megapar.planning.out_of_memory import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
-from megapar.training.building.job import check_device, make_job
 from megapar.training.building.memory import out_of_memory
 from megapar.training.building.own_corpus import make_own_corpus, with_own_data
+from megapar.training.building.parallelize import check_device, make_job
 from megapar.training.checkpoints import export, local_saves, state
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.checkpoints.continued import continue_run
@@ -47,12 +47,14 @@ from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.checkpoints.resume import resume
 from megapar.training.checkpoints.verification import Start
 from megapar.training.health import failure
-from megapar.training.health.control import StopSignal
+from megapar.training.health.control import StopSignal, make_control
 from megapar.training.health.declared import make_declared
 from megapar.training.health.guards import Guards, make_guards
 from megapar.training.health.lost_peer import report_lost_peer
 from megapar.training.health.stragglers import Stragglers
 from megapar.training.health.watch import make_watch, meet
+from megapar.training.loop.callbacks import TrainerCallback, make_callbacks
+from megapar.training.loop.stepper import Stepper
 from megapar.training.reports import messages as report
 from megapar.training.reports import opening
 from megapar.training.reports.first_report import is_first_to_report
@@ -62,15 +64,14 @@ from megapar.training.reports.record import Record
 from megapar.training.reports.streams import make_patient
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.batches import BatchFeed
-from megapar.training.step.callbacks import TrainerCallback, make_callbacks
 from megapar.training.step.evaluate import evaluate, num_evaluated
 from megapar.training.step.expert_places import PLACES, ExpertPlaces
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.learning_rate import make_learning_rate
 from megapar.training.step.observer import StepObserver
+from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
 from megapar.training.step.step_guard import StepGuard
-from megapar.training.step.stepper import Stepper
 
 
 @dataclass(frozen=True)
@@ -276,9 +277,9 @@ class Trainer:
         self.objective = build.make_objective(config)
         self.learning_rate = make_learning_rate(config)
         self.loss_scale = build.make_loss_scale(config, world.device)
-        self.progress = state.Progress(dropout_seed=config.training.seed)
+        self.progress = Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
-        self.control = build.make_control(config, stop_signal, leader=world.rank == 0)
+        self.control = make_control(config, stop_signal, leader=world.rank == 0)
         self.checkpoints = Checkpoints(config.checkpoint, self.job, self.watch.section)
         if config.checkpoint.save_hf and self.job.sizes.drops_tokens:
             self._notes += (export.UNDROPPED,)

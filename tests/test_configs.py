@@ -14,7 +14,7 @@ from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
 from megapar.planning.nearest import nearest
 from megapar.planning.plan import Plan
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))

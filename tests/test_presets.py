@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megapar.arguments import SCRIPTS, Config, parse
 from megapar.tools.tracing.pretend import pretend
-from megapar.training.building.build import make_batch_size, make_progressive
+from megapar.training.step.schedules import make_batch_size, make_progressive
 from tests.test_configs import FILES, FOLDER, SAID, kind_of
 
 pytestmark = pytest.mark.presets

@@ -16,7 +16,7 @@ import pytest
 from megapar.arguments import parse, parse_or_exit
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.schema.flag import SCRIPTS
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 from megapar.training.step.learning_rate import make_learning_rate
 
 ROOT = Path(__file__).parents[1]

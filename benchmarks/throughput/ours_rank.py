@@ -19,7 +19,7 @@ from megapar.core.device.peak import peak_flops
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.flops import step_flops
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.step.dtypes import compute_dtype
 
 
 class RoundAndRound(Loader):
@@ -66,7 +66,7 @@ def main() -> None:
     device = trainer.world.device
     trainer.loader = RoundAndRound(trainer, shape, options.folder)
     memory = PeakMemory(options.device)
-    peak, _ = peak_flops(device, build.compute_dtype(config, device))
+    peak, _ = peak_flops(device, compute_dtype(config, device))
     work = step_flops(trainer.job.sizes, shape.micro_batch, shape.seq_length)
 
     def step(request: str) -> Figures:

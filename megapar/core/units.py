@@ -15,3 +15,13 @@ GIBIBYTE = 2**30
 def billions(count: int) -> str:
     """Format a number of parameters for people: in billions from 0.1 B on, else in millions."""
     return f"{count / 1e9:.4g} B" if count >= 1e8 else f"{count / 1e6:.4g} M"
+
+
+def clock_text(seconds: float) -> str:
+    """Format seconds as ``0:05``, ``1:02:03`` or ``3 d 04:05:06``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

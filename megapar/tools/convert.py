@@ -51,9 +51,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from megapar.data.tokenizers.tokenizer import load_tokenizer
-    from megapar.training.building.build import DTYPES
     from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
     from megapar.training.checkpoints.export import UNDROPPED
+    from megapar.training.step.dtypes import DTYPES
 
     if args.command == "hf-to-megapar":
         done = hf_to_megapar(args.input, args.output)

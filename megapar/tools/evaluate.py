@@ -31,9 +31,9 @@ from megapar.planning.candidate import spelled
 from megapar.schema.rule import either
 from megapar.tools.parser import Parser
 from megapar.tools.pretrain import prepare_process
-from megapar.training.building.outline import outline
 from megapar.training.checkpoints.data_facts import APART, DataFacts
 from megapar.training.checkpoints.identity import RECORD, Identity
+from megapar.training.loop.outline import outline
 
 NO_TRAINING = ("--finetune", "--train-iters", "0", "--eval-interval", "1")
 """Flags of a run that loads weights, takes no step and evaluates."""

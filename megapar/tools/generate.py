@@ -84,8 +84,8 @@ def generate(options: Namespace) -> list[str]:
 
     from megapar.core.device.pick import pick
     from megapar.data.tokenizers.tokenizer import load_tokenizer
-    from megapar.training.building.build import DTYPES
     from megapar.training.checkpoints.exported import exported
+    from megapar.training.step.dtypes import DTYPES
 
     device = pick(options.device).torch_device
     own = load_tokenizer(options.tokenizer_model) if options.tokenizer_model else None

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
 from megapar.core.health.parent import end_with_launcher
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 
 MODELS = {
     "moe": "a mixture-of-experts or dense decoder",

@@ -33,7 +33,7 @@ from megapar.model.flops import step_flops
 from megapar.moe.router import Router
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
-from megapar.training.building import build
+from megapar.training.step.dtypes import compute_dtype
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.step_profile import profiled
 from scripts.gpu_day.trainers import losses, step_seconds, trainer
@@ -184,7 +184,7 @@ def _routed(day: Day, model: str, steps: int, folder: Path) -> Answer:
         made.stepper.resolve_pending()
         last = made.monitor.flush()[-1]
         device = made.world.device
-        peak, source = peak_flops(device, build.compute_dtype(config, device))
+        peak, source = peak_flops(device, compute_dtype(config, device))
         work = step_flops(made.job.sizes, shape.micro_batch, shape.seq_length)
     load = last.expert_load
     figures = {"seconds": seconds, "first_seconds": first, "mfu": work / seconds / peak, "peak_from": source}

@@ -15,7 +15,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.trainer import Trainer
 from megapar.training.building import build
-from megapar.training.building.job import check_device
+from megapar.training.building.parallelize import check_device
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Day
 

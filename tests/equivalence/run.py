@@ -28,10 +28,10 @@ from megapar.trainer import Additions, Trainer
 from megapar.training.building import build
 from megapar.training.building.builder import Builder
 from megapar.training.checkpoints.collect import collect_buffers
+from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports import messages
 from megapar.training.reports.record import Record
 from megapar.training.step import bad_steps
-from megapar.training.step.callbacks import TrainerCallback
 from megapar.training.step.observer import StepObserver
 from tests.support import away, late
 from tests.support.lazy import LazyDevice

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megapar.trainer import Trainer
-from megapar.training.building.job import Job
 from megapar.training.checkpoints.checkpoints import Checkpoints
+from megapar.training.step.job import Job
 
 
 def at_rest(name: str, iteration: int, note: Callable[[], None], *, always: bool = False) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, SCRIPTS, parse, resolved_values
 from megapar.errors import ConfigError
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 from tests.equivalence.table import ON_STREAMS
 from tests.fuzz.legal import split_dropout
 from tests.fuzz.option import Drawn, Option, degree, spell_all

@@ -12,7 +12,7 @@ from typing import Any
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
 from megapar.training.building.build import make_layout, make_slicing
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 from tests.equivalence.compare import UNITS, bits, differences, overflows, rounding_differences
 from tests.equivalence.run import Routing, Trace, trace
 from tests.fuzz.case import GLOO, STEPS, Case

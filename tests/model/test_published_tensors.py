@@ -12,7 +12,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.errors import ConfigError
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

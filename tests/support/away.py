@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar.moe.placement import PlacementRoom, slots_of
 from megapar.trainer import Trainer
-from megapar.training.step.callbacks import TrainerCallback
+from megapar.training.loop.callbacks import TrainerCallback
 
 RETURN = 2  # the step
 

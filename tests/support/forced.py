@@ -20,8 +20,9 @@ from megapar.core.recompute.adaptive import Adaptive, Chosen
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.model.sizes import ModelSizes
 from megapar.training.building.ampipe_degree import AUTO, legal_degrees
-from megapar.training.building.builder import Builder, Model
+from megapar.training.building.builder import Builder
 from megapar.training.building.expert_dispatch import NODE, PLAIN
+from megapar.training.step.job import Model
 
 PIECES = "pieces"
 

@@ -20,7 +20,7 @@ from megapar.machine import memory_bytes
 from megapar.tools.launcher.launch import _validate
 from megapar.tools.launcher.launch_options import read
 from megapar.tools.main import main
-from megapar.training.building.outline import outline
+from megapar.training.loop.outline import outline
 from megapar.training.step.learning_rate import make_learning_rate
 
 YAML = {

@@ -163,7 +163,7 @@ def _validate(launch: Launch) -> Config | None:
     if not program.kind:
         return None
     from megapar.arguments import parse_or_exit
-    from megapar.training.building.outline import outline
+    from megapar.training.loop.outline import outline
 
     # The environment that the ranks will have. The address of their store is not known yet, but it will be set, and so
     # will the ranks' numbers: rank 0 stands for them, because the other ranks print nothing.

@@ -44,8 +44,9 @@ from megapar.tools.tracing.fake import RememberingMode
 from megapar.tools.tracing.replaced import replaced
 from megapar.trainer import Trainer
 from megapar.training.building.build import make_corpus, make_layout
-from megapar.training.building.builder import Builder, Model
+from megapar.training.building.builder import Builder
 from megapar.training.step.denominators import Denominators
+from megapar.training.step.job import Model
 from megapar.training.step.observer import StepObserver
 
 

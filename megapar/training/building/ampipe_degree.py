@@ -19,9 +19,9 @@ from megapar.model.decoder.model import Decoder
 from megapar.training.building.build import make_slicing
 
 if TYPE_CHECKING:
-    from megapar.training.building.job import Job
-    from megapar.training.checkpoints.state import Progress
+    from megapar.training.step.job import Job
     from megapar.training.step.objective import Objective
+    from megapar.training.step.progress import Progress
 
 AUTO = 0
 DEGREES = (1, 2, 4)

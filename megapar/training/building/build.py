@@ -14,7 +14,6 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.core.device.base import Device
-from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
@@ -24,39 +23,14 @@ from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
 from megapar.data.unpadded_batch import unpadded_collate
-from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import spec_of
 from megapar.moe.slicing import Slicing
 from megapar.training.building.attention_backend import skips_padding
 from megapar.training.building.device_figures import kind_of_run
 from megapar.training.building.expert_dispatch import DispatchChoice, dispatch_choice
-from megapar.training.health.control import Control, Limits, StopSignal
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
+from megapar.training.step.dtypes import DTYPES, compute_dtype
 from megapar.training.step.objective import Objective
-from megapar.training.step.schedules import BatchSize, Progressive
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-
-def compute_dtype(config: Config, device: Device) -> torch.dtype:
-    """Return ``--dtype``, or for ``auto`` the default of the device.
-
-    Raises ConfigError if the default is fp16 and another flag needs bf16. Without ``auto`` the rules check this.
-    """
-    dtype = DTYPES.get(config.training.dtype, device.default_dtype)
-    if dtype == torch.float16 and config.sharding.grad_reduce_dtype == "bf16":
-        message = (
-            "--grad-reduce-dtype bf16 would lose the precision of the gradients of an fp16 run, and the default dtype "
-            f"of {device.name} is fp16."
-        )
-        raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave --grad-reduce-dtype out.")])
-    return dtype
-
-
-def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are reduced: ``--grad-reduce-dtype``. "fp32" is that of master weights."""
-    chosen = DTYPES[config.sharding.grad_reduce_dtype]
-    return at_least_fp32(dtype) if chosen == torch.float32 else chosen
 
 
 def experts_dispatch(config: Config, device: Device) -> DispatchChoice:
@@ -201,38 +175,8 @@ def make_loss_scale(config: Config, device: Device) -> LossScale | None:
     )
 
 
-def make_progressive(config: Config) -> Progressive | None:
-    """Return the progressive training of the first steps, or None without it."""
-    training = config.training
-    if not training.progressive_iters:
-        return None
-    return Progressive(
-        iters=training.progressive_iters,
-        length=config.model.seq_length,
-        length_step=training.progressive_length_multiple,
-        batch=training.global_batch_size,
-        batch_step=training.micro_batch_size * training.progressive_batch_multiple,
-    )
-
-
 def make_bad_step_policy(config: Config) -> BadStepPolicy:
     """Return the policy for steps with non-finite gradients or spikes."""
     folder = Path(config.checkpoint.save) if config.checkpoint.save else None
     reliability = config.reliability
     return BadStepPolicy(reliability.bad_step_limit, SpikeDetector(reliability.spike_sigmas), folder)
-
-
-def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
-    """Return the control that collects requests to save or stop, by signals, time and step count."""
-    checkpoint = config.checkpoint
-    limits = Limits(checkpoint.save_interval_minutes, checkpoint.exit_duration_minutes, checkpoint.exit_interval)
-    return Control(limits, stop_signal, leader=leader)
-
-
-def make_batch_size(config: Config) -> BatchSize:
-    """Return the global batch size as a function of the consumed samples."""
-    training = config.training
-    if not training.rampup_batch_size:
-        return BatchSize(training.global_batch_size)
-    start, increment, samples = training.rampup_batch_size
-    return BatchSize(training.global_batch_size, start, increment, samples)

@@ -38,8 +38,6 @@ from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.errors import Complaint, ConfigError
 from megapar.model.attention.latent_exchange import LATENT
-from megapar.model.decoder.model import Decoder
-from megapar.model.ernie.model import Ernie
 from megapar.model.initialize import fill
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
@@ -47,21 +45,14 @@ from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeLayer
 from megapar.training.building.ampipe_degree import choose
 from megapar.training.building.attention_backend import attention_operator
-from megapar.training.building.build import (
-    DTYPES,
-    compute_dtype,
-    experts_axis,
-    make_collate,
-    make_layout,
-    make_slicing,
-)
+from megapar.training.building.build import experts_axis, make_collate, make_layout, make_slicing
 from megapar.training.building.device_figures import kind_of_run
-from megapar.training.building.function_runner import make_runner, try_triton
 from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.building.tensor_overlap import hiding
 from megapar.training.step.denominators import Denominators
-
-Model = Decoder | Ernie
+from megapar.training.step.dtypes import DTYPES, compute_dtype
+from megapar.training.step.function_runner import make_runner, try_triton
+from megapar.training.step.job import Model
 
 
 class Builder:

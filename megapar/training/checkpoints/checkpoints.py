@@ -22,12 +22,12 @@ from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
 from megapar.files.suspects import suspects
 from megapar.launch_environment import job_id, launch_id, starts_before
-from megapar.training.building.job import Job
 from megapar.training.checkpoints import ownership, state
+from megapar.training.checkpoints.aftermath import Aftermath, ResumeLimits
 from megapar.training.checkpoints.lineage import NAMES, Lineage, before, in_order, scalars_of
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.checkpoints.save_failures import SaveFailures
-from megapar.training.health.aftermath import Aftermath, ResumeLimits
+from megapar.training.step.job import Job
 
 LogLine = Callable[[str], None]
 

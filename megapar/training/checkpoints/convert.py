@@ -51,7 +51,7 @@ from megapar.schema.published import PublishedArchitecture
 from megapar.training.checkpoints.model_match import blocks_lacking
 from megapar.training.checkpoints.other_files import files_beside
 from megapar.training.checkpoints.saved import Saved
-from megapar.training.checkpoints.state import Progress
+from megapar.training.step.progress import Progress
 
 CARRIED = "carried.safetensors"
 FACTS = "megapar.json"

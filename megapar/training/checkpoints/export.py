@@ -19,10 +19,10 @@ from megapar.config.published import read_config
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.model.hugging_face import save as hf
 from megapar.schema.published import PublishedArchitecture
-from megapar.training.building.build import compute_dtype
-from megapar.training.building.job import Job
 from megapar.training.checkpoints.collect import collect_all, collect_buffers
 from megapar.training.checkpoints.load_hf import trained_architecture
+from megapar.training.step.dtypes import compute_dtype
+from megapar.training.step.job import Job
 
 UNDROPPED = (
     "the exported Hugging Face model does not drop tokens; this run drops tokens over the capacity, also in "

@@ -13,8 +13,8 @@ from megapar.model.architectures import ARCHITECTURES
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.published_tensors import pieces_of, some
 from megapar.schema.published import PublishedArchitecture
-from megapar.training.building.job import Job
 from megapar.training.checkpoints.model_match import MTP, fitted_folder
+from megapar.training.step.job import Job
 
 
 def trained_architecture(folder: Path) -> PublishedArchitecture:

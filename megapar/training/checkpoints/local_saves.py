@@ -18,8 +18,8 @@ from megapar.core.comm.world import World
 from megapar.errors import TrainingError
 from megapar.files.suspects import RECORD
 from megapar.launch_environment import launch_id
-from megapar.training.building.job import Job
 from megapar.training.checkpoints import state
+from megapar.training.step.job import Job
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -13,11 +13,11 @@ from megapar.arguments import Config
 from megapar.core.checkpoint.local import FoundLocal
 from megapar.core.checkpoint.store import Verify
 from megapar.core.optimizer.loss_scale import LossScale
-from megapar.training.building.job import Job
 from megapar.training.checkpoints import state
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.checkpoints.local_saves import LocalSaves
-from megapar.training.checkpoints.state import Progress
+from megapar.training.step.job import Job
+from megapar.training.step.progress import Progress
 
 
 def resume(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megapar.training.reports.time_left import clock_text
+from megapar.core.units import clock_text
 
 
 class SaveFailures:

@@ -18,33 +18,11 @@ from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
-from megapar.training.building.job import Job
 from megapar.training.checkpoints.model_match import OptionalBlock, fitted
 from megapar.training.checkpoints.scalars import check_scalars
+from megapar.training.step.job import Job
 from megapar.training.step.learning_rate import another_schedule
-
-
-@dataclass
-class Progress:
-    """Progress of a run.
-
-    Attributes:
-        iteration: Steps done.
-        consumed_samples: Samples read so far.
-        consumed_tokens: Tokens read so far, without padding.
-        micro_batches: Micro-batches run so far, on all data ranks together.
-        dropout_seed: Seed of the random streams.
-        skipped_steps: Steps that changed nothing, because they overflowed or were bad.
-        ampipe_degree: Degree measured at the start. 0 if not measured.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
-    micro_batches: int = 0
-    dropout_seed: int = 0
-    skipped_steps: int = 0
-    ampipe_degree: int = 0
+from megapar.training.step.progress import Progress
 
 
 def model_facts(job: Job) -> dict[str, Any]:

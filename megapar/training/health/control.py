@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megapar.arguments import Config
 from megapar.core.health.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
 from megapar.launch_environment import stop_timeout
 
@@ -136,3 +137,10 @@ class Control:
         """Restart the clock of --save-interval-minutes, after a save."""
         self._saved = time.monotonic()
         self.save = False
+
+
+def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
+    """Return the control that collects requests to save or stop, by signals, time and step count."""
+    checkpoint = config.checkpoint
+    limits = Limits(checkpoint.save_interval_minutes, checkpoint.exit_duration_minutes, checkpoint.exit_interval)
+    return Control(limits, stop_signal, leader=leader)

@@ -16,7 +16,6 @@ from megapar.arguments import Config
 from megapar.core.sharding import replicas
 from megapar.data.batches import Loader
 from megapar.errors import TrainingError
-from megapar.training.building.job import Job, copies
 from megapar.training.building.pipeline_split import effective_schedule
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.checkpoints.verification import Start
@@ -24,6 +23,7 @@ from megapar.training.health.recompute_guard import RecomputeGuard
 from megapar.training.health.state_guard import StateGuard
 from megapar.training.health.witness import Witness
 from megapar.training.step.gradients import Gradients
+from megapar.training.step.job import Job, copies
 
 
 class Guard(Protocol):

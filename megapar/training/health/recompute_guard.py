@@ -29,10 +29,10 @@ from megapar.core.health.trail import DigestRecord, DigestTrail, first_differenc
 from megapar.core.pipeline.schedule import GPIPE
 from megapar.data.batches import Loader
 from megapar.errors import CorruptionError
-from megapar.training.building.job import Job
 from megapar.training.health.difference import ADVICE, FirstDifference, first_over_ranks, listed, suspects, where
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.gradients import Gradients
+from megapar.training.step.job import Job
 
 SPREAD = ("pp", "mp", "cp", "ep", "emp")
 

@@ -26,7 +26,7 @@ from megapar.core.health.digested import DigestedTensors, RestingTensors, Visiti
 from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.errors import CorruptionError
-from megapar.training.building.job import Job
+from megapar.training.step.job import Job
 
 AUTO = -1
 SHARE = 0.01  # maximum share of a step's time

@@ -15,15 +15,16 @@ from megapar.core.device.peak import peak_flops
 from megapar.core.units import GIBIBYTE
 from megapar.model.flops import flops_per_token
 from megapar.model.sizes import ModelSizes
-from megapar.training.building.build import compute_dtype, experts_dispatch
-from megapar.training.building.job import Job
+from megapar.training.building.build import experts_dispatch
 from megapar.training.building.memory import expert_bound
 from megapar.training.reports import run_facts as facts
 from megapar.training.reports.chosen_loggers import make_loggers
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.monitor import Monitor
 from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
+from megapar.training.step.dtypes import compute_dtype
 from megapar.training.step.expert_places import ExpertPlaces
+from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 
 

@@ -27,9 +27,9 @@ from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer
 from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels
-from megapar.training.building.build import make_batch_size, make_progressive
 from megapar.training.building.device_figures import kind_of_run, unknown_device
 from megapar.training.step.evaluate import num_evaluated
+from megapar.training.step.schedules import make_batch_size, make_progressive
 
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line

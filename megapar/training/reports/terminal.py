@@ -11,9 +11,10 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TextIO
 
+from megapar.core.units import clock_text
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
-from megapar.training.reports.time_left import TimeLeft, clock_text
+from megapar.training.reports.time_left import TimeLeft
 
 
 class PlainTerminal(Logger):

@@ -36,13 +36,3 @@ class TimeLeft:
             return (now - then) / (iteration - done) * (train_iters - iteration)
         steps = self._first[1:]
         return sum(steps) / len(steps) * (train_iters - iteration) if steps else None
-
-
-def clock_text(seconds: float) -> str:
-    """Format seconds as ``0:05``, ``1:02:03`` or ``3 d 04:05:06``."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days} d {hour:02}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -12,10 +12,10 @@ from typing import cast
 from megapar.arguments import Config
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.ernie.model import Ernie
-from megapar.training.building.build import make_batch_size, make_progressive
-from megapar.training.building.job import Job
-from megapar.training.checkpoints.state import Progress
 from megapar.training.step.denominators import Denominators
+from megapar.training.step.job import Job
+from megapar.training.step.progress import Progress
+from megapar.training.step.schedules import make_batch_size, make_progressive
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.data.batches import Collate
 from megapar.data.sampling.samples import Samples
-from megapar.training.building.job import Job
+from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 
 

@@ -23,7 +23,7 @@ from megapar.core.sharding.moved_rows import RowMoves, move_rows
 from megapar.errors import CheckpointError
 from megapar.model.decoder.model import Decoder
 from megapar.moe.placement import PlacementRoom, busiest_rank, in_order, rebalanced
-from megapar.training.building.job import Job
+from megapar.training.step.job import Job
 
 PLACES = "expert_places"  # among a checkpoint's scalars
 Rows = tuple[tuple[int, ...], ...]  # of each layer with experts, the expert in each slot

@@ -21,10 +21,10 @@ from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
 from megapar.model.layers.terms import Terms
-from megapar.training.building.function_runner import runs_alike
-from megapar.training.building.job import Job
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.denominators import Denominators
+from megapar.training.step.function_runner import runs_alike
+from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
 from megapar.training.step.totals import Totals
 

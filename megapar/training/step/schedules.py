@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
+from megapar.arguments import Config
+
 # Share of the decay that has passed -> share of (peak - floor) that is left. Source: Megatron-LM's
 # optimizer_param_scheduler.
 DECAYS: Mapping[str, Callable[[float], float]] = MappingProxyType(
@@ -125,3 +127,26 @@ class Progressive:
         if iteration + 1 >= self.iters:
             return final
         return max(step, final * (iteration + 1) // self.iters // step * step)
+
+
+def make_progressive(config: Config) -> Progressive | None:
+    """Return the progressive training of the first steps, or None without it."""
+    training = config.training
+    if not training.progressive_iters:
+        return None
+    return Progressive(
+        iters=training.progressive_iters,
+        length=config.model.seq_length,
+        length_step=training.progressive_length_multiple,
+        batch=training.global_batch_size,
+        batch_step=training.micro_batch_size * training.progressive_batch_multiple,
+    )
+
+
+def make_batch_size(config: Config) -> BatchSize:
+    """Return the global batch size as a function of the consumed samples."""
+    training = config.training
+    if not training.rampup_batch_size:
+        return BatchSize(training.global_batch_size)
+    start, increment, samples = training.rampup_batch_size
+    return BatchSize(training.global_batch_size, start, increment, samples)

@@ -13,13 +13,13 @@ from megapar.arguments import Config
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.data.sampling.skipping import Range, sample_at
 from megapar.errors import TrainingError
-from megapar.training.building.function_runner import share_given_up
-from megapar.training.building.job import Job
-from megapar.training.checkpoints.state import Progress
 from megapar.training.step.bad_steps import BadStepPolicy
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.denominators import Denominators
+from megapar.training.step.function_runner import share_given_up
 from megapar.training.step.gradients import Gradients, Summed
+from megapar.training.step.job import Job
+from megapar.training.step.progress import Progress
 from megapar.training.step.totals import Totals
 
 

@@ -16,7 +16,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.published_tensors import stored_pieces
-from megapar.training.building.job import make_job
+from megapar.training.building.parallelize import make_job
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.step.observer import StepObserver

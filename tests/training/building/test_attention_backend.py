@@ -20,7 +20,7 @@ from megapar.training.building.attention_backend import (
     needs_flash3,
     skips_padding,
 )
-from megapar.training.building.job import check_device
+from megapar.training.building.parallelize import check_device
 
 DENSE = "moe --num-experts 0 --bf16"
 

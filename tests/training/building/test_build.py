@@ -15,6 +15,7 @@ from megapar.data.batches import Loader
 from megapar.errors import ConfigError
 from megapar.trainer import Trainer
 from megapar.training.building import build
+from megapar.training.step.dtypes import compute_dtype
 
 FLAGS = "--data-path mock --hidden-size 16 --num-attention-heads 2 --num-layers 1 --seq-length 32 --vocab-size 512"
 
@@ -88,7 +89,7 @@ def test_fp16_that_the_device_chooses_has_a_loss_scale_too():
     assert build.make_loss_scale(auto, Device()) is None
     assert build.make_loss_scale(auto, Volta()).value == 65536
     with pytest.raises(ConfigError, match="reduce-dtype-wide"):
-        build.compute_dtype(parse("moe", ["--grad-reduce-dtype", "bf16"], {}), Volta())
+        compute_dtype(parse("moe", ["--grad-reduce-dtype", "bf16"], {}), Volta())
 
 
 def test_a_run_on_a_device_without_bf16_scales_its_loss(monkeypatch):

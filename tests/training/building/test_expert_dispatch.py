@@ -12,8 +12,8 @@ from megapar.core.device.kinds import kinds
 from megapar.errors import ConfigError
 from megapar.launch_environment import equal_nodes
 from megapar.training.building.expert_dispatch import DispatchChoice, assumed_node, dispatch_choice
-from megapar.training.building.outline import outline
 from megapar.training.checkpoints.identity import flags_of
+from megapar.training.loop.outline import outline
 
 H100 = kinds()["h100-80g"]
 SIZES = (

@@ -14,7 +14,7 @@ from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.core.tensor_parallel.overlap_price import CutLinear
 from megapar.errors import ConfigError
 from megapar.training.building.builder import make_overlap
-from megapar.training.building.job import check_device
+from megapar.training.building.parallelize import check_device
 from megapar.training.building.tensor_overlap import cut_linears, hiding
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, build
 

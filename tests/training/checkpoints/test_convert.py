@@ -36,11 +36,13 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.save import save_hf
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
-from megapar.training.building.job import Job, make_job
+from megapar.training.building.parallelize import make_job
 from megapar.training.checkpoints import state
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
 from megapar.training.checkpoints.load_hf import load_hf
+from megapar.training.step.job import Job
+from megapar.training.step.progress import Progress
 from tests.model import small
 from tests.support.ranks import run_ranks
 
@@ -246,7 +248,7 @@ def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[
             load_hf(Path(config.checkpoint.load_hf), job)
         else:
             options = state.LoadOptions(finetune=True)
-            state.load(store.find(Path(config.checkpoint.load or "")), job, state.Progress(), {}, options)
+            state.load(store.find(Path(config.checkpoint.load or "")), job, Progress(), {}, options)
         job.sharding.wait()
         job.model.eval()
         with torch.no_grad():

@@ -18,8 +18,8 @@ from megapar.data.tokens.cache import cache_folder
 from megapar.errors import CheckpointError, ConfigError
 from megapar.files.tokenizer_folder import FACTS, FOLDER
 from megapar.trainer import Outcome, train
-from megapar.training.building.outline import outline
 from megapar.training.checkpoints.identity import HELDOUT_ORDER, Identity, code_hash
+from megapar.training.loop.outline import outline
 from tests.support.training import SMALL, last_wins
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")

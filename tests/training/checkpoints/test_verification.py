@@ -17,10 +17,10 @@ from megapar.core.checkpoint import folder as folders
 from megapar.errors import CorruptionError, TrainingError, UnverifiedError
 from megapar.files.suspects import NEVER, RECORD, read_fault
 from megapar.trainer import Outcome, train
-from megapar.training.building.job import Job
 from megapar.training.checkpoints.verification import Start
 from megapar.training.health.guards import Guards
 from megapar.training.health.witness import Witness
+from megapar.training.step.job import Job
 from tests.support.training import COMMON, SMALL, last_wins
 
 # A save that is under way when a run fails in this process would end behind the assertions.

@@ -23,10 +23,10 @@ from megapar.core.grid import Grid
 from megapar.data import build
 from megapar.data.contents import Content
 from megapar.training.building.build import make_corpus
-from megapar.training.building.job import make_job
-from megapar.training.checkpoints import state
+from megapar.training.building.parallelize import make_job
 from megapar.training.reports import opening
 from megapar.training.step.batches import BatchFeed
+from megapar.training.step.progress import Progress
 from tests.support.ranks import run_ranks
 from tests.support.training import SMALL, last_wins
 
@@ -149,7 +149,7 @@ def test_a_mixture_has_epochs_of_its_parts() -> None:
 def test_the_samples_of_a_run_are_those_that_it_reads(kind: str, flags: str) -> None:
     config = parse(kind, last_wins(SMALL[kind], ["--data-path", "mock", *flags.split()]), {})
     world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
-    feed, progress = BatchFeed(config, make_job(config, world)), state.Progress()
+    feed, progress = BatchFeed(config, make_job(config, world)), Progress()
     for _ in range(config.training.train_iters):
         progress.consumed_samples += feed._grow(progress)[0]
         progress.iteration += 1

@@ -9,9 +9,10 @@ from datetime import datetime
 
 import pytest
 
+from megapar.core.units import clock_text
 from megapar.training.reports.record import Record
 from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
-from megapar.training.reports.time_left import TimeLeft, clock_text
+from megapar.training.reports.time_left import TimeLeft
 
 
 def record(iteration: int, seconds: float) -> Record:

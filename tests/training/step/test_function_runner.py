@@ -12,8 +12,8 @@ from megapar.arguments import parse
 from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.compiled import Compiled, plain
-from megapar.training.building import function_runner
-from megapar.training.building.function_runner import make_runner, try_triton
+from megapar.training.step import function_runner
+from megapar.training.step.function_runner import make_runner, try_triton
 
 
 def runner(line, trials=("",), rank=0, *, lacks="", monkeypatch):

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from megapar.arguments import Config
 from megapar.core.health.manual_gc import Collector
 from megapar.core.health.watchdog import Watchdog
-from megapar.training.building.job import Job
 from megapar.training.reports.profile import Profile
+from megapar.training.step.job import Job
 
 
 class Callback(Protocol):

@@ -5,20 +5,17 @@ Tested in ``tests/training/building/test_build.py`` and ``tests/test_trainer.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megapar.arguments import Config
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
@@ -26,7 +23,6 @@ from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
-from megapar.core.sharding.replicas import Replica, axes_of
 from megapar.core.sharding.sharding import Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.fp8 import torchao_lacks
@@ -39,52 +35,14 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
 from megapar.training.building.attention_backend import backend_lacks, needs_flash3
-from megapar.training.building.build import compute_dtype, make_objective, reduce_dtype
-from megapar.training.building.builder import Builder, Model, check_widths, make_execution, make_recompute
+from megapar.training.building.build import make_objective
+from megapar.training.building.builder import Builder, check_widths, make_execution, make_recompute
 from megapar.training.building.pipeline_split import effective_schedule, make_stages, placed
 from megapar.training.building.segments import make_segments
+from megapar.training.step.dtypes import compute_dtype, reduce_dtype
+from megapar.training.step.job import Job, Model
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.pipelined import PipelinedModel
-
-
-@dataclass
-class Job:
-    """This rank's part of the model with its parameters, gradients and optimizer state.
-
-    Attributes:
-        world: Process groups of all axes.
-        sizes: Sizes of the model.
-        table: A row for every parameter and buffer of the whole model.
-        model: The modules of this rank.
-        sharding: Shards of the parameters and gradients.
-        optimizer: The optimizer of the shards.
-        comm: Collectives that layers have in flight. None may be left at the end of a step.
-        partial: Parameters whose gradients are summed over mp.
-        pipeline: Runs the model if pp > 1, else None.
-        moves_experts: True if experts change their places, which the gradient norm must not depend on.
-        tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
-        runner: Calls the functions of layers, compiled or not.
-        observer: Hooks into every step.
-    """
-
-    world: World
-    sizes: ModelSizes
-    table: tuple[ParameterSpec, ...]
-    model: Model
-    sharding: Sharding
-    optimizer: Optimizer | OffloadedOptimizer
-    comm: CommContext
-    partial: tuple[str, ...]
-    pipeline: PipelinedModel | None = None
-    moves_experts: bool = False
-    tied: str | None = None
-    runner: FunctionRunner = plain
-    observer: StepObserver = field(default_factory=StepObserver)
-
-    @property
-    def compiled(self) -> bool:
-        """True if functions of layers are compiled."""
-        return self.runner is not plain
 
 
 def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
@@ -298,20 +256,3 @@ def _zero_buffers(model: nn.Module, table: tuple[ParameterSpec, ...]) -> None:
     for spec in table:
         if not spec.trainable and spec.name in buffers:
             buffers[spec.name].zero_()
-
-
-def copies(job: Job) -> Iterator[Replica]:
-    """Yield everything that is replicated on other ranks: master weights, whole parameters, buffers of the table."""
-    for view in job.sharding.views([shard.master for shard in job.sharding.master_shards]):
-        for axis in axes_of(view.spec, job.world, sharded=True):
-            yield Replica(f"the master of {view.spec.name}", view.tensor, axis)
-    rows = {spec.name: spec for spec in job.table}
-    for name, parameter in job.model.named_parameters():
-        if name in rows and not isinstance(parameter, DTensor):
-            for axis in axes_of(rows[name], job.world, sharded=False):
-                yield Replica(name, parameter, axis)
-    for name, buffer in job.model.named_buffers():
-        if name in rows:
-            for axis in map(job.world.axis, ("data", "cp", "mp")):
-                if axis.group is not None:
-                    yield Replica(name, buffer, axis)

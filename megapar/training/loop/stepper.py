@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, gather.
 
-Tested in ``tests/training/step/test_stepper.py`` and ``tests/test_trainer.py``.
+Tested in ``tests/training/loop/test_stepper.py`` and ``tests/test_trainer.py``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megapar.core.device.base import Event
 from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite
 from megapar.data.batches import Loader
 from megapar.model.decoder.model import Decoder
-from megapar.training.building.job import Job
-from megapar.training.checkpoints.state import Progress
 from megapar.training.health.control import Control
 from megapar.training.health.guards import Guards
 from megapar.training.step.bad_steps import BadStepPolicy
 from megapar.training.step.batches import BatchFeed, StepBatches
 from megapar.training.step.gradients import Gradients, Summed
+from megapar.training.step.job import Job
+from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
 from megapar.training.step.schedules import LearningRate
 from megapar.training.step.step_guard import StepGuard, StepVerdict

@@ -1,0 +1,36 @@
+"""Dtypes of a run: of its computation, and of the reduction of gradients.
+
+Tested in ``tests/training/building/test_build.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megapar.arguments import Config
+from megapar.core.device.base import Device
+from megapar.core.device.dtypes import at_least_fp32
+from megapar.errors import Complaint, ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def compute_dtype(config: Config, device: Device) -> torch.dtype:
+    """Return ``--dtype``, or for ``auto`` the default of the device.
+
+    Raises ConfigError if the default is fp16 and another flag needs bf16. Without ``auto`` the rules check this.
+    """
+    dtype = DTYPES.get(config.training.dtype, device.default_dtype)
+    if dtype == torch.float16 and config.sharding.grad_reduce_dtype == "bf16":
+        message = (
+            "--grad-reduce-dtype bf16 would lose the precision of the gradients of an fp16 run, and the default dtype "
+            f"of {device.name} is fp16."
+        )
+        raise ConfigError([Complaint("reduce-dtype-wide", message, "Leave --grad-reduce-dtype out.")])
+    return dtype
+
+
+def reduce_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients are reduced: ``--grad-reduce-dtype``. "fp32" is that of master weights."""
+    chosen = DTYPES[config.sharding.grad_reduce_dtype]
+    return at_least_fp32(dtype) if chosen == torch.float32 else chosen
