@@ -27,8 +27,8 @@ from megapar.core.checkpoint.folder import candidates
 from megapar.core.checkpoint.lease import highest
 from megapar.core.checkpoint.lease import read as read_lease
 from megapar.core.checkpoint.manifest import Manifest
-from megapar.data.text.fingerprint import fingerprint_of_dataset
-from megapar.data.tokenizers.tokenizer import load_tokenizer
+from megapar.data.fingerprint import fingerprint_of_dataset
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.parts import claims
 from megapar.data.tokens.prepared import read_hashes
 from megapar.errors import CheckpointError, ConfigError, DataError, MegaparError

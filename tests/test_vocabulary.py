@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megapar.arguments import Config, parse
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train
-from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.errors import ConfigError
 from megapar.files.vocabulary import BadTokenizer, vocabulary_of
 from megapar.planning.devices import device_kind

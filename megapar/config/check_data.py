@@ -30,11 +30,11 @@ from megapar.files.data_files import (
     nothing_read,
     refusal_of,
 )
+from megapar.files.data_path import blend_of
 from megapar.files.near_path import near_path
 from megapar.files.record import FIELD, decoded, text_of_line
 from megapar.files.regular_file import read_json
 from megapar.files.token_index import check_corpus
-from megapar.rules.data import blend_of
 
 NAMED_DATA = ("builtin", "mock")
 MAX_LINE_BYTES = 1 << 20  # a longer first line is left to the reader

@@ -17,8 +17,8 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
 from megapar.data.tokens.token_cache import EncodedText, TokenCache
 from megapar.errors import DataError
+from megapar.files.data_path import blend_of
 from megapar.files.record import FIELD
-from megapar.rules.data import blend_of
 
 
 class Group(NamedTuple):

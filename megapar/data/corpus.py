@@ -10,18 +10,19 @@ from pathlib import Path
 
 from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
+from megapar.data.cache.cache import hash_parts, made_once
 from megapar.data.contents import Content
 from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
 from megapar.data.sampling.data_phases import Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
-from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.sampling.samples import Samples, TokenPieces
-from megapar.data.sampling.streaming import open_dataset
 from megapar.data.tasks.build import TaskData
 from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.hf_dataset import open_dataset
 from megapar.data.text.source import MOCK, all_documents, sources_hash
-from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
-from megapar.data.tokens.cache import hash_parts, made_once
+from megapar.data.tokenizers.load import load_tokenizer
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache

@@ -5,36 +5,14 @@ Tested in ``tests/data/sampling/test_mixture.py``.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from fractions import Fraction
-
+from megapar.files.data_path import NUMBER, blend_of
 from megapar.schema.flag import MOE
 from megapar.schema.rule import Facts, Rule
 
 SOURCE = "data"
 OVERRIDES = ("sources", "weights", "split", "seed", "seq-length", "knowledge")
 """Legal words of ``--override-data``."""
-_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _BOUNDARIES = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-
-
-def blend_of(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
-    """Parse ``0.7 A 0.3 B`` into pairs of weight and path; paths without weights have None.
-
-    There are weights if the first item is a number; a file whose name is a number is written as ``./7``. Raises
-    ValueError if weights and paths do not alternate, or a weight is 0.
-    """
-    if not paths or not _NUMBER.fullmatch(paths[0]):
-        if any(_NUMBER.fullmatch(path) for path in paths):
-            raise ValueError("a weight follows its path instead of preceding it")
-        return tuple((None, path) for path in paths)
-    weights, names = paths[::2], paths[1::2]
-    if len(weights) != len(names) or any(_NUMBER.fullmatch(name) for name in names):
-        raise ValueError("weights and paths do not alternate")
-    if not all(_NUMBER.fullmatch(weight) and Fraction(weight) > 0 for weight in weights):
-        raise ValueError("not every weight is a number above 0")
-    return tuple((Fraction(weight), name) for weight, name in zip(weights, names, strict=True))
 
 
 def _blends(f: Facts) -> bool:
@@ -49,7 +27,7 @@ def _blends(f: Facts) -> bool:
 def _split(f: Facts) -> bool:
     """Return True if --split is two or three weights, the first one above 0."""
     parts = f.split.split(",")
-    return len(parts) in (2, 3) and all(_NUMBER.fullmatch(part.strip()) for part in parts) and float(parts[0]) > 0
+    return len(parts) in (2, 3) and all(NUMBER.fullmatch(part.strip()) for part in parts) and float(parts[0]) > 0
 
 
 def _holds_out(f: Facts) -> bool:
@@ -62,7 +40,7 @@ def _any_boundary(f: Facts) -> bool:
 
 def _has_records(f: Facts) -> bool:
     """Return True if some data may consist of records; files are not opened here."""
-    files = [name for name in (*f.data_path, *f.eval_data_path) if not _NUMBER.fullmatch(name)]
+    files = [name for name in (*f.data_path, *f.eval_data_path) if not NUMBER.fullmatch(name)]
     return f.data_source == "hf" or any(name not in ("builtin", "mock") for name in files)
 
 

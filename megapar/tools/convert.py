@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.data.tokenizers.load import load_tokenizer
     from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
     from megapar.training.checkpoints.export import UNDROPPED
     from megapar.training.step.dtypes import DTYPES

@@ -145,7 +145,7 @@ def _check_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.data.tokenizers.load import load_tokenizer
     from megapar.data.tokens.indexed import IndexedDataset
     from megapar.data.tokens.prepared import read_hashes
 

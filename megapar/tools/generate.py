@@ -83,7 +83,7 @@ def generate(options: Namespace) -> list[str]:
     import transformers
 
     from megapar.core.device.pick import pick
-    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.data.tokenizers.load import load_tokenizer
     from megapar.training.checkpoints.exported import exported
     from megapar.training.step.dtypes import DTYPES
 

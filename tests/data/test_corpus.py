@@ -68,7 +68,7 @@ def test_unigram_entropy(decoder_corpus: Corpus) -> None:
 
 
 def test_unigram_entropy_by_hand(tmp_path: Path, fresh_cache: Path) -> None:
-    from megapar.data.sampling.mock import MockTokenizer
+    from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 
     (tmp_path / "train.txt").write_text("t7 t7 t8\n")
     (tmp_path / "eval.txt").write_text("t9\n")

@@ -12,7 +12,7 @@ from megapar.arguments import parse
 from megapar.config.published import Unsupported, read_config
 from megapar.core.checkpoint.shard_file import ShardFile
 from megapar.data.text.source import JsonlFile, TextFile, all_documents, open_sources
-from megapar.data.tokenizers.tokenizer import load_tokenizer
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
 from megapar.files.token_index import check_corpus
 

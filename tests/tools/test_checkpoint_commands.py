@@ -16,7 +16,7 @@ import transformers
 from megapar.arguments import FLAGS, SCRIPTS, parse
 from megapar.config.presets import preset_names
 from megapar.config.read import about
-from megapar.data.text.fingerprint import Fingerprint
+from megapar.data.fingerprint import Fingerprint
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.tools import evaluate

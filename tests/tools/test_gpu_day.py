@@ -19,7 +19,7 @@ import torch
 
 from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
-from megapar.data.sampling.mock import MockTokenizer
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.moe.router import Router
 from scripts.gpu_day import (
     ampipe,

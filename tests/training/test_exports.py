@@ -13,8 +13,9 @@ import transformers
 from safetensors.torch import load_file
 
 from megapar.arguments import parse
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
-from megapar.data.tokenizers.tokenizer import NoTokenizer, load_tokenizer, token_ids
+from megapar.data.tokenizers.tokenizer import NoTokenizer, token_ids
 from megapar.errors import CheckpointError, ConfigError
 from megapar.rules.exports import LIMITS, RULES
 from megapar.tools.main import main

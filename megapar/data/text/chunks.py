@@ -297,7 +297,7 @@ def _parquet(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
 
 
 def _dataset(name: str, split: str, field: str) -> Any:
-    from megapar.data.sampling.streaming import open_dataset
+    from megapar.data.text.hf_dataset import open_dataset
 
     return open_dataset(name, split, field)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from megapar.data.cache.cache import hash_parts, known, made_once
+from megapar.data.cache.remembered import Unread, remembered
 from megapar.data.text import builtin
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
-from megapar.data.tokens.cache import hash_parts, known, made_once
-from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
 from megapar.files.content import look_at
 from megapar.files.data_files import (

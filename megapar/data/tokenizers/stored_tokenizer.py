@@ -12,8 +12,9 @@ import shutil
 from pathlib import Path
 
 from megapar.core.checkpoint.durable import put_new, unused
-from megapar.data.sampling.mock import MockTokenizer
-from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from megapar.data.tokenizers.load import load_tokenizer
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
 from megapar.files.tokenizer_folder import FACTS, FOLDER, stored_fingerprint
 

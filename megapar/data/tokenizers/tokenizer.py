@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megapar.errors import DataError
-from megapar.files.tokenizer_folder import foreign_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,27 +157,3 @@ def token_ids(tokenizer: Tokenizer | None, published: Mapping[str, Any]) -> dict
         if taken is not None:
             ids[name] = taken
     return ids
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer at ``path``: a sentencepiece model, a ``tokenizer.json``, or a Hugging Face folder.
-
-    Code in a folder is never run. Raises DataError if the path has no usable tokenizer.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise DataError(
-            f"{path}: no such tokenizer; --tokenizer-model takes a sentencepiece model file or a Hugging Face "
-            "tokenizer folder on this machine"
-        )
-    if foreign := foreign_tokenizer(path):
-        raise DataError(foreign)
-    if path.is_dir() and (path / "tokenizer.model").is_file() and not any(path.glob("tokenizer*.json")):
-        path /= "tokenizer.model"  # no other file requires another library
-    if path.is_file() and path.suffix != ".json":
-        from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-
-        return SentencePieceTokenizer(path.read_bytes(), name=str(path))
-    from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
-
-    return HuggingFaceTokenizer(path)

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megapar.core.health.parent import end_with
+from megapar.data.cache.cache import hash_parts
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, describe
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
-from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megapar.data.tokens.cache import hash_parts
+from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
 from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in, remove_parts
 from megapar.data.tokens.prepared import HashesWriter, hashes_of

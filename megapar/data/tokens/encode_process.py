@@ -22,7 +22,7 @@ from typing import Any
 import megapar
 from megapar.core.health.parent import die_with_parent
 from megapar.data.text.chunks import TextChunk
-from megapar.data.tokenizers.tokenizer import load_tokenizer
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.parts import Done
 from megapar.errors import DataError

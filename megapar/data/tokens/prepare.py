@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megapar.data.text.chunks import TextChunk, dataset_chunks
 from megapar.data.text.source import check_first_records, open_sources
-from megapar.data.tokenizers.tokenizer import load_tokenizer
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, Progress, encode
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.parts import Done, claims

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapar.core.checkpoint.manifest import sha256_of
-from megapar.data.tokens.remembered import remembered
+from megapar.data.cache.remembered import remembered
 from megapar.errors import DataError
 from megapar.files.regular_file import open_regular
 

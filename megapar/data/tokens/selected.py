@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapar.data.tokens.cache import hash_parts, made_once
+from megapar.data.cache.cache import hash_parts, made_once
+from megapar.data.cache.remembered import remembered
 from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.prepared import hashes_path, index_hash, read_hashes
-from megapar.data.tokens.remembered import remembered
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import MappedFile, TokenStore
 

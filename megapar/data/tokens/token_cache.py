@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megapar.core.health.process import cores
+from megapar.data.cache.cache import cache_folder, hash_parts, made_once
 from megapar.data.text.bad_records import skipped_text
 from megapar.data.text.source import TextSource, check_first_records, sources_hash
 from megapar.data.tokenizers.tokenizer import Tokenizer
-from megapar.data.tokens.cache import cache_folder, hash_parts, made_once
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.encode_process import encode_in_process
 from megapar.data.tokens.indexed import IndexedDataset

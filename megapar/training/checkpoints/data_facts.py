@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megapar.arguments import FLAGS, Config
 from megapar.data.corpus import DEFAULT_SPLIT
-from megapar.data.text.fingerprint import (
+from megapar.data.fingerprint import (
     Fingerprint,
     fingerprint_of_dataset,
     fingerprint_of_file,

@@ -25,7 +25,7 @@ from megapar.core.comm.world import roll_call
 from megapar.core.device.base import Device
 from megapar.core.health.declaration import Declaration, Node, differences
 from megapar.data.corpus import Corpus
-from megapar.data.text.fingerprint import Fingerprint, fingerprints_of
+from megapar.data.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
 from megapar.schema.flag import SCRIPTS, Flag
 from megapar.training.building.build import experts_dispatch

@@ -23,7 +23,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.kinds import device_class
 from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
-from megapar.data.sampling.mock import MockTokenizer
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer
 from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels

@@ -24,7 +24,7 @@ from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
-from megapar.rules.data import blend_of
+from megapar.files.data_path import blend_of
 from tests.support.unigram import unigram_entropy
 
 SMALL: dict[str, Any] = {"vocab_size": 1000, "seq_length": 16, "seed": 5}
@@ -249,7 +249,7 @@ def test_a_stream_is_a_function_of_seed_and_number(tmp_path: Path, monkeypatch: 
     assert {i: one.train[i]["tokens"].tolist() for i in numbers} == backwards
     epoch = [tuple(one.train[i]["tokens"].tolist()) for i in range(len(one.train))]
     assert len(set(epoch)) == len(epoch)
-    from megapar.data.tokenizers.tokenizer import load_tokenizer
+    from megapar.data.tokenizers.load import load_tokenizer
 
     ids = load_tokenizer(model).encode_batch(texts[:285])
     total = sum(len(one) + 1 for one in ids)

@@ -15,10 +15,10 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.data.corpus import build
 from megapar.data.sampling.ernie import Spans
-from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.sampling.samples import order_of
 from megapar.data.sampling.streaming import RowSpans
 from megapar.data.tasks.build import TaskData
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.errors import DataError
 from megapar.trainer import Trainer
 from megapar.training.building.build import make_corpus

@@ -13,7 +13,7 @@ import torch
 
 from megapar.data.sampling.draws import Draws
 from megapar.data.sampling.frame import Frame
-from megapar.data.sampling.mock import MockTokenizer, RandomPieces
+from megapar.data.sampling.mock import RandomPieces
 from megapar.data.sampling.samples import NO_LOSS
 from megapar.data.tasks.build import TaskData
 from megapar.data.tasks.document_lm import DocumentLm
@@ -24,6 +24,7 @@ from megapar.data.tasks.samples import TaskSamples, collate_tasks
 from megapar.data.tasks.sentence_distance import ADJACENT, OTHER, SAME, SentenceDistance
 from megapar.data.tasks.sentence_reorder import SentenceReorder, class_of, permutation
 from megapar.data.tasks.task import cut_evenly
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import WordMarks
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from megapar.data import Corpus
-from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.text.source import all_documents, open_sources
+from megapar.data.tokenizers.load import load_tokenizer
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import LONG_TEXT, SentencePieceTokenizer, _Limited, train
-from megapar.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import DataError
 from tests.support.pace import usual_seconds
 

@@ -18,8 +18,8 @@ from megapar.data import build
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, _stretches
 from megapar.data.text.source import all_documents, open_sources
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
-from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.parts import claimed, finished
 from megapar.data.tokens.prepare import input_chunks, prepare

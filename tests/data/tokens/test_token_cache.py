@@ -12,12 +12,12 @@ import pytest
 
 import megapar.data.tokens.encode as encoding
 from megapar.data.blend import open_blend, open_stores
-from megapar.data.sampling.mock import MockTokenizer
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk
 from megapar.data.text.source import all_documents, open_sources
+from megapar.data.tokenizers.load import load_tokenizer
+from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
-from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.data.tokens.prepare import prepare
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.token_cache import EncodedText, TokenCache

@@ -26,8 +26,8 @@ from megapar.arguments import parse
 from megapar.core.checkpoint import store
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
-from megapar.data.tokenizers.tokenizer import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes

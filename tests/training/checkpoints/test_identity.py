@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
+from megapar.data.cache.cache import cache_folder
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
-from megapar.data.tokens.cache import cache_folder
 from megapar.errors import CheckpointError, ConfigError
 from megapar.files.tokenizer_folder import FACTS, FOLDER
 from megapar.trainer import Outcome, train

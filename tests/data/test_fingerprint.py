@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.data.text import fingerprint
-from megapar.data.text.fingerprint import BY_POSITION, BY_TEXT, fingerprint_of_dataset, fingerprints_of
+from megapar.data import fingerprint
+from megapar.data.fingerprint import BY_POSITION, BY_TEXT, fingerprint_of_dataset, fingerprints_of
 from megapar.data.text.source import open_sources, sources_hash
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import DataError

@@ -1,6 +1,6 @@
 """Values computed once from a whole file, kept in the cache by the file's path, size and mtime.
 
-Tested in ``tests/data/tokens/test_cache.py``.
+Tested in ``tests/data/cache/test_cache.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megapar.data.tokens.cache import hash_parts, known, made_once
+from megapar.data.cache.cache import hash_parts, known, made_once
 
 
 class Unread(Exception):

@@ -17,11 +17,11 @@ from fractions import Fraction
 from pathlib import Path
 
 from megapar.data.blend import Group, groups_of
+from megapar.data.cache.cache import hash_parts
+from megapar.data.cache.remembered import Unread, remembered
 from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
-from megapar.data.tokens.cache import hash_parts
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
-from megapar.data.tokens.remembered import Unread, remembered
 from megapar.errors import DataError
 from megapar.files.data_files import bare_name
 from megapar.files.record import FIELD

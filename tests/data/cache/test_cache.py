@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megapar.core.checkpoint import manifest
-from megapar.data.tokens import cache
-from megapar.data.tokens.cache import cache_folder, hash_parts, known, made_once
-from megapar.data.tokens.remembered import remembered
+from megapar.data.cache import cache
+from megapar.data.cache.cache import cache_folder, hash_parts, known, made_once
+from megapar.data.cache.remembered import remembered
 from megapar.errors import DataError
 
 
