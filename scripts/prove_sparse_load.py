@@ -104,7 +104,7 @@ def load(folder: Path, files: int, rank: int, sharding: int, mp: int) -> dict[st
                 needed.add(layout.files[writer].name)
     start = time.monotonic()
     with opened_files(".safetensors") as opened:
-        store.load(folder, targets, expect_model={}, group=None)
+        store.load(folder, targets, expect_model=None, group=None)
     seconds = time.monotonic() - start
     for name, shard in targets.items():
         if not torch.equal(shard.tensor, true_values(shard.box, shape_of(name, files))):

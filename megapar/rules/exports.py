@@ -8,14 +8,12 @@ Tested in ``tests/training/test_exports.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
-from megapar.model.architectures import ARCHITECTURES, model_of_architecture, own_architecture
-from megapar.model.sizes import ModelSizes
-from megapar.model.spec import MODELS, spec_of
-from megapar.schema.published import Limit, PublishedArchitecture, Settings
-from megapar.schema.rule import Rule, show
+from megapar.model.architectures import ARCHITECTURES
+from megapar.model.spec import MODELS
+from megapar.schema.published import Limit
+from megapar.schema.rule import Rule
 
 _KEPT = "Leave --save-hf out: checkpoints of --save keep every weight."
 _LISTED = [
@@ -57,35 +55,3 @@ def export_class(values: Mapping[str, Any], published: str | None) -> str | None
         return ARCHITECTURES[published].trained_as or published
     forms = (spec.published for spec in MODELS.values() if spec.kind == values.get("kind"))
     return next((form.own(values) for form in forms if form.architectures), None)
-
-
-def not_exportable(sizes: ModelSizes, architecture: PublishedArchitecture | None = None) -> str | None:
-    """Return the reason why the class, by default the model's own one, cannot represent this model; None if it can."""
-    own = own_architecture(sizes)
-    if own is None:
-        return f"{spec_of(sizes).title} has no Hugging Face format"
-    architecture = architecture or own
-    if model_of_architecture(architecture.name) is not spec_of(sizes):
-        return f"{architecture.name} is not {spec_of(sizes).title}"
-    settings = spec_of(sizes).published.settings(sizes)
-    if not (reasons := _exceeded(architecture, settings)):
-        return None
-    other = "No supported class can represent it"
-    if architecture.name != own.name and not _exceeded(own, settings):
-        other = f"{own.name} can, and is written if no published folder is stored next to the checkpoint"
-    return (
-        f"{architecture.name} cannot represent this model: {'; '.join(reasons)}. {other}; the checkpoint keeps every "
-        "weight"
-    )
-
-
-def _exceeded(architecture: PublishedArchitecture, settings: Settings) -> list[str]:
-    """Return the limits of the class that a model with these settings violates, with the settings."""
-    reasons = []
-    for limit in architecture.limits:
-        # A model without experts has no expert settings.
-        if any(read not in settings for read in limit.reads) or limit.within(SimpleNamespace(**settings)):
-            continue
-        values = ", ".join(f"{read} {show(settings[read])}" for read in limit.reads)
-        reasons.append(f"{limit.message} ({values}){': ' + limit.way.rstrip('.') if limit.way else ''}")
-    return reasons

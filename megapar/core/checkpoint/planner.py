@@ -6,7 +6,7 @@ Tested in ``tests/core/checkpoint/test_fuzz.py`` and ``tests/core/checkpoint/tes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -34,12 +34,13 @@ from torch.distributed.checkpoint.planner import (
 
 from megapar.core.box import Box
 from megapar.core.checkpoint import layout as layout_file
-from megapar.core.checkpoint.facts import differences
 from megapar.core.checkpoint.layout import DTYPE_NAMES, CheckpointLayout, FileEntry, TensorEntry
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.tiling import BoxList
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError
+
+ModelCheck = Callable[[Mapping[str, Json]], str]
 
 SHOWN = 12  # names in one message
 
@@ -196,11 +197,11 @@ class ShardLoadPlanner(LoadPlanner):
 
     Args:
         folder: Folder of the checkpoint.
-        expect_model: Facts that the checkpoint's model must have; None skips the comparison.
+        expect_model: Returns what is different from this model, given the stored facts, or ""; None skips it.
         ignore: Prefixes of tensor names that may be stored although no rank has a target for them.
     """
 
-    def __init__(self, folder: Path, expect_model: Mapping[str, Json] | None, ignore: Sequence[str]) -> None:
+    def __init__(self, folder: Path, expect_model: ModelCheck | None, ignore: Sequence[str]) -> None:
         self._folder = folder
         self._expect_model = expect_model
         self._ignore = tuple(ignore)
@@ -216,8 +217,8 @@ class ShardLoadPlanner(LoadPlanner):
         """Plan the reads that fill this rank's boxes. Raises CheckpointError if the checkpoint does not fit."""
         _check_names(self._targets)
         self._layout = layout = layout_file.read(self._folder)
-        if self._expect_model is not None:
-            _check_model(self._folder, layout.model, self._expect_model)
+        if self._expect_model is not None and (text := self._expect_model(layout.model)):
+            raise CheckpointMismatchError(f"{self._folder} is a checkpoint of another model: {text}")
         _check_targets(self._folder, layout, self._targets.values())
         reads = [read for shard in self._targets.values() for read in find_reads(layout, shard)]
         return LoadPlan([read.item for read in reads], Reads(reads, layout.scalars), sorted(self._targets))
@@ -294,11 +295,6 @@ def _item(target: Shard, piece: Box, part: Box) -> ReadItem:
         storage_offsets=within(piece),
         lengths=torch.Size(part.sizes),
     )
-
-
-def _check_model(folder: Path, stored: Mapping[str, Json], expected: Mapping[str, Json]) -> None:
-    if text := differences(stored, expected):
-        raise CheckpointMismatchError(f"{folder} is a checkpoint of another model: {text}")
 
 
 def _check_targets(folder: Path, layout: CheckpointLayout, targets: Iterable[Shard]) -> None:

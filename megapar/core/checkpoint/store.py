@@ -13,7 +13,7 @@ from megapar.core.checkpoint.layout import CheckpointLayout
 from megapar.core.checkpoint.layout import parse as parse_layout
 from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.owner import Owner
-from megapar.core.checkpoint.planner import ShardLoadPlanner, ShardSavePlanner
+from megapar.core.checkpoint.planner import ModelCheck, ShardLoadPlanner, ShardSavePlanner
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
 from megapar.core.comm import json_messages as messages
@@ -80,7 +80,7 @@ def load(
     folder: Path,
     targets: Mapping[str, Shard],
     *,
-    expect_model: Mapping[str, Json] | None,
+    expect_model: ModelCheck | None,
     ignore: Sequence[str] = (),
     verify: Verify = "full",
     group: dist.ProcessGroup | None,
@@ -94,7 +94,7 @@ def load(
     Args:
         folder: The checkpoint.
         targets: Tensor name to this rank's shard.
-        expect_model: Facts that must equal those passed at save; None skips the comparison.
+        expect_model: Returns what is different from this model, given the facts passed at save, or ""; None skips it.
         ignore: Prefixes of tensor names that may be stored although no rank has a target for them. Otherwise targets
             and checkpoint must name the same tensors.
         verify: The check of the files that this rank needs: size and SHA-256 ("full"), "size", or none ("off").

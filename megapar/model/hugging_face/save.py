@@ -20,14 +20,13 @@ from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
-from megapar.model.architectures import own_architecture
+from megapar.model.architectures import not_exportable, own_architecture
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.hugging_face.whole_folder import written_aside
 from megapar.model.parameter import ParameterSpec
 from megapar.model.published_tensors import some, stored_pieces
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of, table_of
-from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 
 SHARD_BYTES = 2 << 30

@@ -37,7 +37,7 @@ from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.files.regular_file import INDEX_BYTES, read_json
-from megapar.model.architectures import ARCHITECTURES, own_architecture
+from megapar.model.architectures import ARCHITECTURES, not_exportable, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import SHARD_BYTES, config_of
 from megapar.model.hugging_face.tensors import rotated_dim, to_halves
@@ -46,7 +46,6 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.published_tensors import pieces_of
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of, table_of
-from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 from megapar.training.checkpoints.model_match import blocks_lacking
 from megapar.training.checkpoints.other_files import files_beside

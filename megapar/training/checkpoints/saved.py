@@ -18,13 +18,12 @@ from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import ShardFile, check_file
 from megapar.core.checkpoint.storage import read_scalars
 from megapar.errors import CheckpointError
-from megapar.model.architectures import own_architecture
+from megapar.model.architectures import not_exportable, own_architecture
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import HfPiece, ParameterSpec
 from megapar.model.published_tensors import some
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import STORED
-from megapar.rules.exports import not_exportable
 from megapar.schema.published import PublishedArchitecture
 
 

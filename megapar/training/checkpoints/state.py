@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
+from megapar.model.facts import differences
 from megapar.training.checkpoints.model_match import OptionalBlock, fitted
 from megapar.training.checkpoints.scalars import check_scalars
 from megapar.training.step.job import Job
@@ -146,7 +148,7 @@ def load(
     saved = store.load(
         folder,
         targets,
-        expect_model=fit.facts,
+        expect_model=partial(differences, expected=fit.facts),
         ignore=() if with_moments else ("optimizer/", *_stored_names(fit.left)),
         verify=options.verify,
         group=group,

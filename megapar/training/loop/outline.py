@@ -12,9 +12,9 @@ from pathlib import Path
 from megapar.arguments import Config
 from megapar.config.published import architecture_of, read_config
 from megapar.config.stored import stored_facts, stored_schedule
-from megapar.core.checkpoint.facts import differences
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import CheckpointError, Complaint, ConfigError
+from megapar.model.facts import differences
 from megapar.model.published_tensors import PublishedTensors
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,19 @@ from torch import Tensor
 
 from megapar.core.box import Box
 from megapar.core.checkpoint import store
+from megapar.core.checkpoint.planner import ModelCheck
 from megapar.core.checkpoint.shard import Shard
+from megapar.model.facts import differences
 
 MODEL = {"hidden_size": 8, "kind": "test", "shape": (2, 3)}
 LAYOUT: dict[str, dict[str, Any]] = {"model": MODEL, "grid": {"sharding": 2, "mp": 1}}
 SCALARS = {"iteration": 7, "lr": 0.1, "note": "naïve", "nested": {"a": [1, None, True]}}
+
+
+def same_model(facts: Mapping[str, Any]) -> ModelCheck:
+    """Return the check that the stored facts are these."""
+    return partial(differences, expected=facts)
+
 
 # name -> shape and dtype; the two [..] sizes that no degree divides are on purpose
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -104,5 +114,5 @@ def save_on(rank: int, world: int, folder: Path, layout: str, salt: int = 0) -> 
 def load_on(rank: int, world: int, folder: Path, layout: str, **options: Any) -> tuple[list[str], dict[str, Any]]:
     """Names that were loaded wrongly, and the scalars."""
     state = make_state(layout, rank, filled=False)
-    scalars = store.load(folder, state, expect_model=MODEL, group=group_of(world), **options)
+    scalars = store.load(folder, state, expect_model=same_model(MODEL), group=group_of(world), **options)
     return wrong(state), scalars

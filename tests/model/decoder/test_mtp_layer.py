@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.checkpoint.facts import differences
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.facts import differences
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.spec import parameter_counts, table_of
 from megapar.training.checkpoints.model_match import fitted
