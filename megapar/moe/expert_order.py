@@ -13,13 +13,15 @@ Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megapar.core.device.base import Device
 from megapar.core.device.ops import op
+from megapar.moe.placement import slots_of
 
 
 class ExpertOrder(NamedTuple):
@@ -172,3 +174,36 @@ def gather_sum(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
     if rows_RH.shape[0] == 0 or num_tokens == 0:
         return rows_RH.new_zeros(num_tokens, rows_RH.shape[1])
     return op("unpermute", rows_RH)(rows_RH, order.row, order.pair_kept)
+
+
+class ExpertSlots:
+    """The expert in each slot of a layer: expert e in slot e until ``set_order``.
+
+    device: Has the tables of experts that moved.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._slot_E: Tensor | None = None  # of each expert, if they are not in order
+        self._expert_E: Tensor | None = None  # in each slot
+
+    def set_order(self, experts: Sequence[int]) -> None:
+        """Set the expert in each slot for later passages; the caller has moved their weights.
+
+        experts: E numbers; the slots of a rank of ep are consecutive (``placement``).
+        """
+        self._slot_E = self._expert_E = None
+        if list(experts) != sorted(experts):
+            self._slot_E, self._expert_E = self._device.integers((slots_of(experts), experts)).unbind(0)
+
+    def of(self, experts_Tk: Tensor, counts_kE: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the slots of these experts, and the counts by slot, for the dispatch.
+
+        Args:
+            experts_Tk: Numbers of experts.
+            counts_kE: Counts by expert.
+        """
+        if self._slot_E is None or self._expert_E is None:
+            return experts_Tk, counts_kE
+        by_slot = None if counts_kE is None else counts_kE.index_select(1, self._expert_E)
+        return self._slot_E[experts_Tk], by_slot

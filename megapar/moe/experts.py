@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.compiled import counted, plain
 from megapar.core.device.grouped import row_ends
 from megapar.core.device.ops import op
 from megapar.core.device.swiglu import in_one_kernel
+from megapar.core.recompute.replay import Replay, once
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
@@ -27,6 +29,7 @@ from megapar.moe.expert_linear import grouped_linear
 from megapar.moe.expert_order import weigh
 
 T = TypeVar("T")
+READ_SIZES = "Experts.read_sizes"  # where the host waits for the rows of experts
 
 
 class Experts(nn.Module):
@@ -71,6 +74,9 @@ class Experts(nn.Module):
         self.adds_down_bias = adds_down_bias
         self.run, self.selective = execution.run, execution.selective
         self.weight_gradients = execution.weight_gradients
+        self._comm = execution.comm or CommContext()
+        widths = hidden_size, ffn_hidden_size
+        self._needs_host_sizes = bool(self._comm.device.grouped_lacks(dtype, widths))
 
         def create(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(num_experts, *shape, dtype=dtype, device=device))
@@ -124,6 +130,30 @@ class Experts(nn.Module):
             return grouped_linear(inner, local(self.down), counts_E, self._defer_wgrad("down"), sizes_E, ends)
 
         return self._finish(hidden, up_bias, down, down_bias, weights_R)
+
+    def host_sizes(
+        self, counts_E: Tensor, known: tuple[int, ...] | None, rows: int, replay: Replay | None
+    ) -> tuple[int, ...] | None:
+        """Return the rows of each local expert on the host, or None if the device's products do not need them.
+
+        Args:
+            counts_E: The rows, on the device.
+            known: The rows on the host, if the dispatch plan has them.
+            rows: Their sum.
+            replay: Of the recomputed unit; its recomputation reuses the sizes read in the forward.
+        """
+        if not self._needs_host_sizes or known is not None:
+            return known if self._needs_host_sizes else None
+        return once(replay, lambda: self.read_sizes(counts_E, rows))
+
+    def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
+        """Copy the counts to the host, with one host wait for all products. rows: their sum."""
+        numbers, ready = self._comm.device.host_copy(counts_E)
+        ready.synchronize()
+        self._comm.count_host_wait(READ_SIZES)
+        sizes = tuple(numbers.tolist())
+        assert sum(sizes) == rows, (sizes, rows)
+        return sizes
 
     def per_expert(self) -> list[Callable[[Tensor, Tensor | None], Tensor]]:
         """Return a function per expert on this rank, as ``compute`` of (rows, weights), callable any number of times.

@@ -6,9 +6,7 @@ Under sequence parallelism S is the sequence divided by mp.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +14,39 @@ from torch import Tensor, nn
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.share import Share
-from megapar.core.recompute.replay import Replay, once
+from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import piece_shape
 from megapar.errors import DistributedError
 from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import capacity_on_device
 from megapar.moe.dispatcher import Dispatcher
+from megapar.moe.expert_order import ExpertSlots
 from megapar.moe.experts import Experts
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.passage import Passage
-from megapar.moe.placement import slots_of
 from megapar.moe.router import Router
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 from megapar.moe.token_dispatcher import TokenDispatcher
 
-READ_SIZES = "MoeLayer.read_sizes"  # where the host waits for the rows of experts
+
+@dataclass(frozen=True)
+class MoeParts:
+    """The classes that layers of experts are made of, for tests and tools that replace some.
+
+    Attributes:
+        experts: The experts of a rank.
+        routing: The choice of one micro-batch.
+        dispatcher: The plain dispatch.
+        node_dispatcher: The dispatch of an axis ep that is divided by node.
+    """
+
+    experts: type[Experts] = Experts
+    routing: type[MicroBatchRouting] = MicroBatchRouting
+    dispatcher: type[Dispatcher] = TokenDispatcher
+    node_dispatcher: type[Dispatcher] = NodeDispatcher
 
 
 class MoeLayer(nn.Module):
@@ -63,14 +76,9 @@ class MoeLayer(nn.Module):
         router, experts: Submodules.
         shared: The shared experts, or None.
         comm: Launches the collectives, and counts host waits.
-        dispatcher_class, node_dispatcher_class, routing_class: The classes of the layer's dispatcher, plain or if ep is
-            divided by node, and of its passages' routing; subclasses of the layer may replace them.
+        slots: The expert in each slot.
         dispatcher: Sends tokens to their experts and back, with even splits if capacities allow it.
     """
-
-    dispatcher_class: ClassVar[type[Dispatcher]] = TokenDispatcher
-    node_dispatcher_class: ClassVar[type[Dispatcher]] = NodeDispatcher
-    routing_class: ClassVar[type[MicroBatchRouting]] = MicroBatchRouting
 
     def __init__(
         self,
@@ -85,6 +93,7 @@ class MoeLayer(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
+        parts: MoeParts | None = None,
     ) -> None:
         """Create the layer with uninitialized parameters.
 
@@ -104,8 +113,10 @@ class MoeLayer(nn.Module):
             dtype: dtype of the experts; the router is max(fp32, dtype).
             device: Device of the parameters.
             execution: How the layer runs; its ``comm`` launches all collectives of the layer.
+            parts: The classes of the layer's parts.
         """
         super().__init__()
+        parts = parts or MoeParts()
         ep, emp, mp = ep or Axis.single("ep"), emp or Axis.single("emp"), mp or Axis.single("mp")
         _check_axes(emp, mp, sequence_parallel)
         _check_shared(sizes, shared)
@@ -115,20 +126,17 @@ class MoeLayer(nn.Module):
         self.shares_batch = self.share.size > 1
         self.local_capacity = not self.shares_batch or sizes.capacity_scope == "rank"
         self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size, run=execution.run)
-        self.experts = _own_experts(sizes, ep, emp, dtype, device, execution)
-        self.shared = shared
         self.comm = execution.comm or CommContext()
-        widths = sizes.hidden_size, self.experts.down.shape[2]
-        self._needs_host_sizes = bool(self.comm.device.grouped_lacks(dtype, widths))
+        execution = replace(execution, comm=self.comm)
+        self.experts = _own_experts(parts.experts, sizes, ep, emp, dtype, device, execution)
+        self.shared = shared
         exchanges_rows = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
         by_node = ep.nodes is not None
         even_splits = sizes.has_capacity and self.local_capacity and exchanges_rows and not by_node
-        dispatcher_class = self.node_dispatcher_class if by_node else self.dispatcher_class
-        self.dispatcher = dispatcher_class(
-            sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm
-        )
-        self._slot_E: Tensor | None = None  # of each expert, if they are not in order
-        self._expert_E: Tensor | None = None  # in each slot
+        dispatcher = parts.node_dispatcher if by_node else parts.dispatcher
+        self.dispatcher = dispatcher(sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm)
+        self.slots = ExpertSlots(self.comm.device)
+        self._routing = parts.routing
 
     def forward(
         self,
@@ -204,69 +212,20 @@ class MoeLayer(nn.Module):
         ends_unit: Replay | None,
     ) -> Passage:
         local_capacity = self.local_capacity
-        routing = self.routing_class(
+        routing = self._routing(
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
-        return Passage(self, routing, dispatcher, slicing, replay, ends_unit)
-
-    def place(self, experts: Sequence[int]) -> None:
-        """Set the expert in each slot for later passages; the caller has moved their weights.
-
-        experts: E numbers; the slots of a rank of ep are consecutive (``placement``).
-        """
-        self._slot_E = self._expert_E = None
-        if list(experts) != sorted(experts):
-            self._slot_E, self._expert_E = self.comm.device.integers((slots_of(experts), experts)).unbind(0)
-
-    def in_slots(self, experts_Tk: Tensor, counts_kE: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of these experts, and the counts by slot, for the dispatch.
-
-        Args:
-            experts_Tk: Numbers of experts.
-            counts_kE: Counts by expert.
-        """
-        if self._slot_E is None or self._expert_E is None:
-            return experts_Tk, counts_kE
-        by_slot = None if counts_kE is None else counts_kE.index_select(1, self._expert_E)
-        return self._slot_E[experts_Tk], by_slot
-
-    def shared_experts(self, x: Tensor, ends_unit: Replay | None, onto: Tensor | None = None) -> Tensor | None:
-        """Return the output of the shared experts, [.., H] to [.., H]; None if there are none.
-
-        onto: A sum [T, H] to add the output to, which is returned in its place; it may change.
-        """
-        if self.shared is None:
-            return None
-        y: Tensor
-        if onto is not None and getattr(self.shared, "adds_onto", False):
-            y = self.shared(x, ends_unit, onto)
-            return y
-        y = self.shared(x) if ends_unit is None else self.shared(x, ends_unit)
-        return y if onto is None else onto + y.flatten(0, -2)
-
-    def host_sizes(
-        self, counts_E: Tensor, known: tuple[int, ...] | None, rows: int, replay: Replay | None
-    ) -> tuple[int, ...] | None:
-        """Return the rows of each local expert on the host, or None if the device's products do not need them.
-
-        Args:
-            counts_E: The rows, on the device.
-            known: The rows on the host, if the dispatch plan has them.
-            rows: Their sum.
-            replay: Of the recomputed unit; its recomputation reuses the sizes read in the forward.
-        """
-        if not self._needs_host_sizes or known is not None:
-            return known if self._needs_host_sizes else None
-        return once(replay, lambda: self.read_sizes(counts_E, rows))
-
-    def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
-        """Copy the counts to the host, with one host wait for all products. rows: their sum."""
-        numbers, ready = self.comm.device.host_copy(counts_E)
-        ready.synchronize()
-        self.comm.count_host_wait(READ_SIZES)
-        sizes = tuple(numbers.tolist())
-        assert sum(sizes) == rows, (sizes, rows)
-        return sizes
+        return Passage(
+            self.router,
+            self.experts,
+            self.shared,
+            self.slots,
+            routing=routing,
+            dispatcher=dispatcher,
+            slicing=slicing,
+            replay=replay,
+            ends_unit=ends_unit,
+        )
 
 
 def _check_axes(emp: Axis, mp: Axis, sequence_parallel: bool) -> None:
@@ -288,6 +247,7 @@ def _check_shared(sizes: MoeSizes, shared: nn.Module | None) -> None:
 
 
 def _own_experts(
+    experts: type[Experts],
     sizes: MoeSizes,
     ep: Axis,
     emp: Axis,
@@ -296,7 +256,7 @@ def _own_experts(
     execution: Execution,
 ) -> Experts:
     """Create this rank's part of the experts: sharded over ep, and their features over emp."""
-    return Experts(
+    return experts(
         sizes.hidden_size,
         piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
         piece_shape((sizes.num_experts,), 0, ep)[0],

@@ -27,24 +27,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.core.comm.async_pairs import Ticket, wait
 from megapar.core.recompute.replay import Replay, kept_as_it_is
-from megapar.moe.dispatcher import Dispatcher, DispatchPlan, PendingRows, RoutedPairs
-from megapar.moe.expert_order import ExpertOrder, unpermute, weigh
+from megapar.moe.dispatcher import Dispatcher, PendingRows, RoutedPairs
+from megapar.moe.expert_order import ExpertOrder, ExpertSlots, unpermute, weigh
 from megapar.moe.experts import Experts
 from megapar.moe.micro_batch import MicroBatchRouting
-from megapar.moe.router import gate_weights
+from megapar.moe.router import Router, gate_weights
 from megapar.moe.slice_dispatch import DeferredDispatch, FinishedDispatch
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
-
-if TYPE_CHECKING:
-    from megapar.moe.layer import MoeLayer
 
 Compute = Callable[..., Tensor]  # as ``Experts.compute``
 ComputeOne = Callable[[Tensor, Tensor | None], Tensor]  # as of ``Experts.per_expert``
@@ -115,7 +112,7 @@ class _PieceWork:
         if plan.counts is None:
             out_RH = by_expert[plan.expert](rows_RH, weights_R)
         else:
-            sizes = self._passage.host_sizes(plan, rows_RH)
+            sizes = self._passage.experts.host_sizes(plan.counts, plan.sizes, len(rows_RH), self._passage.replay)
             out_RH = compute(rows_RH, plan.counts, sizes, weights_R, plan.ends)
         self._leaving = self._dispatcher.start_leave(out_RH, plan)  # [6]
 
@@ -131,29 +128,31 @@ class Passage:
     """One micro-batch in one layer: call ``send`` for every slice in order, then ``work``, then ``stats``.
 
     Attributes:
-        layer: Has the router, the experts and the shared experts.
+        router, experts: Of the layer.
         routing: Decides which pairs are kept, and computes the statistics.
         dispatcher: Sends tokens to their experts.
         slicing: The number of slices, and what is overlapped with what.
+        replay: Of the recomputed unit that contains the layer; its recomputation reuses the forward's splits and
+            exchanges no counts.
         ends_unit: Of the recomputed unit that ends with this layer; its recomputation does not send combines.
     """
 
     def __init__(
         self,
-        layer: MoeLayer,
+        router: Router,
+        experts: Experts,
+        shared: nn.Module | None,
+        slots: ExpertSlots,
+        *,
         routing: MicroBatchRouting,
         dispatcher: Dispatcher,
         slicing: Slicing,
         replay: Replay | None,
         ends_unit: Replay | None,
     ) -> None:
-        """Create a passage without slices.
-
-        replay: of the recomputed unit that contains the layer; its recomputation reuses the forward's splits and
-        exchanges no counts.
-        """
-        self.layer, self.routing, self.dispatcher, self.slicing = layer, routing, dispatcher, slicing
-        self.ends_unit, self._replay = ends_unit, replay
+        self.router, self.experts, self._shared, self._slots_of_experts = router, experts, shared, slots
+        self.routing, self.dispatcher, self.slicing = routing, dispatcher, slicing
+        self.ends_unit, self.replay = ends_unit, replay
         self._slices: list[_Slice] = []
         self._device = dispatcher.comm.device
 
@@ -165,12 +164,12 @@ class Passage:
         autograd graph the message keeps its place here.
         """
         self._launch_last()
-        layer, (batch, length, _) = self.layer, x_BsH.shape
+        batch, length, _ = x_BsH.shape
         valid_T = None if valid_Bs is None else valid_Bs.flatten()
-        wide_TH, x_TH, shared_TH = layer.router.fan_out(x_BsH.flatten(0, 1))
-        routing = layer.router(wide_TH, valid_T, batch)  # [1]
+        wide_TH, x_TH, shared_TH = self.router.fan_out(x_BsH.flatten(0, 1))
+        routing = self.router(wide_TH, valid_T, batch)  # [1]
         kept_Tk = self.routing.keep(routing, valid_T, batch, length)  # [2]
-        sizes = layer.sizes
+        sizes = self.routing.sizes
         weights_Tk = gate_weights(
             routing,
             kept_Tk,
@@ -181,10 +180,10 @@ class Passage:
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
         rows, exact = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
         counts_kE = routing.sums.counts if kept_Tk is None else None
-        experts_Tk, counts_kE = layer.in_slots(routing.experts, counts_kE)
+        experts_Tk, counts_kE = self._slots_of_experts.of(routing.experts, counts_kE)
         dispatch: FinishedDispatch | DeferredDispatch  # [3]
         if not self.slicing.active:
-            plan = self.dispatcher.plan(experts_Tk, kept_Tk, rows, exact, self._replay, counts_kE)
+            plan = self.dispatcher.plan(experts_Tk, kept_Tk, rows, exact, self.replay, counts_kE)
             dispatch = FinishedDispatch(plan, *self.dispatcher.dispatch(x_TH, weights_Tk, plan))
         else:
             dispatch = DeferredDispatch(
@@ -194,7 +193,7 @@ class Passage:
                 weights_Tk,
                 RoutedPairs(experts_Tk, kept_Tk, counts_kE),
                 (rows, exact),
-                self._replay,
+                self.replay,
             )
         self._slices.append(_Slice(shared_TH.view_as(x_BsH), dispatch))
         if not self._device.is_async:
@@ -213,7 +212,7 @@ class Passage:
         """
         self._launch_last()
         tokens = [one.dispatch.tokens for one in self._slices]
-        experts = self.layer.experts
+        experts = self.experts
         if self.slicing.active:
             tickets, combines, shared = experts(self._work_inside, *tokens)
         else:
@@ -257,8 +256,19 @@ class Passage:
         return tickets, [tuple(token for token, _ in pending) for pending in sent], shared
 
     def shared_experts(self, number: int, onto: Tensor | None = None) -> Tensor | None:
-        """Return the output of the shared experts for slice ``number``, [B, s, H]; see ``MoeLayer.shared_experts``."""
-        return self.layer.shared_experts(self._slices[number].shared_BsH, self.ends_unit, onto)
+        """Return the output of the shared experts for slice ``number``, [B, s, H]; None if there are none.
+
+        onto: A sum [T, H] to add the output to, which is returned in its place; it may change.
+        """
+        if self._shared is None:
+            return None
+        x = self._slices[number].shared_BsH
+        y: Tensor
+        if onto is not None and getattr(self._shared, "adds_onto", False):
+            y = self._shared(x, self.ends_unit, onto)
+            return y
+        y = self._shared(x) if self.ends_unit is None else self._shared(x, self.ends_unit)
+        return y if onto is None else onto + y.flatten(0, -2)
 
     def _pieces_ahead(self) -> int:
         """Return the number of pieces that enter ahead of the computation, to hide collectives over emp.
@@ -271,11 +281,6 @@ class Passage:
         if slicing.chained and not self._device.is_async:
             return 0  # a CPU chains by waiting, and would wait for the next rows before computing these
         return 1 if slicing.overlap_mp or slicing.expert_pieces else 0
-
-    def host_sizes(self, plan: DispatchPlan, rows_RH: Tensor) -> tuple[int, ...] | None:
-        """Return the rows of each local expert on the host, if its products need them (``MoeLayer.host_sizes``)."""
-        assert plan.counts is not None
-        return self.layer.host_sizes(plan.counts, plan.sizes, rows_RH.shape[0], self._replay)
 
     def stats(self) -> MoeStats:
         """Return the statistics of the micro-batch; call it after ``work``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapar.model.decoder.sizes import MoeSizes
-from megapar.moe.layer import MoeLayer
+from megapar.moe.layer import MoeParts
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Routing
 from megapar.moe.stats import MoeStats
@@ -40,15 +40,8 @@ def trace_by_parts(
 ) -> Trace | None:
     """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
     builder = Builder()
-    builder.moe_layer = _layer_by(parts)
+    builder.moe_parts = MoeParts(routing=_routing_by(parts))
     return trace(rank, world_size, rendezvous, kind, flags, steps, replay, builder=builder)
-
-
-def _layer_by(parts: Parts) -> type[MoeLayer]:
-    class LayerByParts(MoeLayer):
-        routing_class = _routing_by(parts)
-
-    return LayerByParts
 
 
 def _routing_by(parts: Parts) -> type[MicroBatchRouting]:

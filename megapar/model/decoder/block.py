@@ -26,7 +26,7 @@ from megapar.model.layers.norm import make_norm
 from megapar.model.layers.pending_sum import PendingSum
 from megapar.model.layers.self_attention import make_attention
 from megapar.model.layers.token_gated_mlp import TokenGatedMlp
-from megapar.moe.layer import MoeLayer
+from megapar.moe.layer import MoeLayer, MoeParts
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class DecoderBlock(nn.Module):
         ep: Axis,
         emp: Axis,
         cp: ContextParallel,
-        moe_layer: type[MoeLayer] = MoeLayer,
+        moe_parts: MoeParts | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -72,12 +72,13 @@ class DecoderBlock(nn.Module):
         moe = sizes.moe_at(layer)
         if moe is not None:
             shared = _shared(sizes, moe, **options)
-            self.moe = moe_layer(
+            self.moe = MoeLayer(
                 moe,
                 shared=shared,
                 ep=ep,
                 emp=emp,
                 share=share,
+                parts=moe_parts,
                 **options,
             )
         else:

@@ -44,7 +44,7 @@ from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.model.layers.stack import run_layers
 from megapar.model.layers.terms import Terms, collect
-from megapar.moe.layer import MoeLayer
+from megapar.moe.layer import MoeLayer, MoeParts
 from megapar.moe.router import move_correction_bias
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
         rank_layers: Part of the model on this pipeline stage; None for all.
         slicing: Slices of the sequence, run as drawn in ``model.layers.ampipe``.
         recompute: Activation checkpointing; None to keep all activations.
-        moe_layer: Class of mixture-of-experts layers.
+        moe_parts: The classes that mixture-of-experts layers are made of.
         dtype: Compute dtype.
         device: Device of the parameters.
         execution: Options of the layers' execution, for example compilation.
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         rank_layers: RankLayers | None = None,
         slicing: Slicing | None = None,
         recompute: Recompute | None = None,
-        moe_layer: type[MoeLayer] = MoeLayer,
+        moe_parts: MoeParts | None = None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         execution: Execution = DEFAULT,
@@ -163,11 +163,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict()
         for layer in held.layers:
             self.layers[str(layer)] = DecoderBlock(
-                sizes, layer, ep=ep, emp=emp, cp=self.cp, moe_layer=moe_layer, **options
+                sizes, layer, ep=ep, emp=emp, cp=self.cp, moe_parts=moe_parts, **options
             )
         self.mtp = None
         if held.last and sizes.mtp_depth:
-            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, moe_layer=moe_layer, **options)
+            self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, moe_parts=moe_parts, **options)
         self.final_norm: nn.Module | None = None
         if held.last:
             norm, epsilon, run = sizes.normalization, sizes.layernorm_epsilon, execution.run

@@ -35,7 +35,7 @@ from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.context import Context
 from megapar.model.layers.loss import IGNORED
 from megapar.model.layers.norm import make_norm
-from megapar.moe.layer import MoeLayer
+from megapar.moe.layer import MoeParts
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Mtp(nn.Module):
         ep: Axis,
         emp: Axis,
         cp: ContextParallel,
-        moe_layer: type[MoeLayer] = MoeLayer,
+        moe_parts: MoeParts | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Mtp(nn.Module):
         self.hidden_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)
         self.proj = Linear(2 * H, H, bias=False, dtype=dtype, device=device)
         # The block has the number after the last layer's, so it has a separate dropout stream.
-        self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, moe_layer=moe_layer, **options)
+        self.block = DecoderBlock(sizes, sizes.num_layers, ep=ep, emp=emp, cp=cp, moe_parts=moe_parts, **options)
         self.final_norm: nn.Module | None = None
         if sizes.ends_as_layer:
             self.final_norm = make_norm(norm, H, epsilon, dtype=dtype, device=device, run=run)

@@ -36,7 +36,8 @@ from megapar.model.decoder.dispatch_bytes import DispatchBytes
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.moe.dispatcher import READ, DispatchPlan
-from megapar.moe.layer import READ_SIZES, MoeLayer
+from megapar.moe.experts import READ_SIZES, Experts
+from megapar.moe.layer import MoeParts
 from megapar.moe.node_counts import Leaving
 from megapar.moe.node_dispatcher import NodeDispatcher, NodeTables
 from megapar.moe.token_dispatcher import RowCounts, TokenDispatcher
@@ -167,15 +168,12 @@ class BalancedNodeDispatcher(NodeDispatcher):
         return super().plan_pieces(leaving, tables, balanced, pieces)  # type: ignore[arg-type]
 
 
-class BalancedMoeLayer(MoeLayer):
-    """MoE layer whose experts all receive the same number of rows."""
-
-    dispatcher_class = BalancedDispatcher
-    node_dispatcher_class = BalancedNodeDispatcher
+class BalancedExperts(Experts):
+    """Experts that all receive the same number of rows."""
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
         """Return the sizes that ``BalancedDispatcher.announce`` counts."""
-        self.comm.count_host_wait(READ_SIZES)
+        self._comm.count_host_wait(READ_SIZES)
         return _even(rows, len(counts_E))
 
 
@@ -202,7 +200,7 @@ class FakeWorld(World):
 class FakeBuilder(Builder):
     """Builder of a trainer with fake tensors whose host sees a balanced run. For the arguments see ``pretend``."""
 
-    moe_layer = BalancedMoeLayer
+    moe_parts = MoeParts(experts=BalancedExperts, dispatcher=BalancedDispatcher, node_dispatcher=BalancedNodeDispatcher)
     denominators = BalancedDenominators
 
     def __init__(self, *, exact: bool, run: FunctionRunner = plain, padded: bool = False) -> None:

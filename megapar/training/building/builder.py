@@ -42,7 +42,7 @@ from megapar.model.initialize import fill
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
-from megapar.moe.layer import MoeLayer
+from megapar.moe.layer import MoeParts
 from megapar.training.building.ampipe_degree import choose
 from megapar.training.building.attention_backend import attention_operator
 from megapar.training.building.build import experts_axis, make_collate, make_layout, make_slicing
@@ -59,11 +59,11 @@ class Builder:
     """Factory for the replaceable parts of a trainer. ``tools.tracing.pretend`` overrides them to trace without data.
 
     Attributes:
-        moe_layer: Class of mixture-of-experts layers.
+        moe_parts: The classes that mixture-of-experts layers are made of.
         denominators: Class that counts the labels of a step.
     """
 
-    moe_layer: type[MoeLayer] = MoeLayer
+    moe_parts: MoeParts = MoeParts()
     denominators: type[Denominators] = Denominators
 
     def model(
@@ -109,7 +109,7 @@ class Builder:
         spec = spec_of(sizes)
         if spec.has_experts:
             common |= {"ep": experts_axis(config, world), "emp": world.axis("emp"), "slicing": make_slicing(config)}
-            common |= {"moe_layer": self.moe_layer}
+            common |= {"moe_parts": self.moe_parts}
         model: Model = spec.load_parts()(sizes, **common)
         return model
 

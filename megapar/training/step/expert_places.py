@@ -5,7 +5,7 @@
     before a save, at the end   experts return to the order of their numbers, so files do not know of places; the next
                                 update moves them back. Local checkpoints are saved as the ranks are
 
-Nothing else knows of places: the layer maps experts to slots before its dispatch (``MoeLayer.in_slots``).
+Nothing else knows of places: the layer maps experts to slots before its dispatch (``MoeLayer.slots``).
 
 Source of moving experts by load between steps: the expert load balancer of DeepSeek-V3, arXiv:2412.19437, section
 3.4; here without copies of experts.
@@ -157,7 +157,7 @@ class ExpertPlaces:
             place = self._layers.index(number)
             if self.rows[place] == rows[place]:
                 continue
-            moe.place(rows[place])
+            moe.slots.set_order(rows[place])
             for same in views:
                 view = same[0]
                 if view.spec.expert and view.spec.name.startswith(self._prefix(number)):
@@ -201,5 +201,5 @@ class ExpertPlaces:
         """Change the layers' slots to those in which the loaded weights are."""
         if rows != self.rows:
             for number, moe in cast(Decoder, self._job.model).expert_layers().items():
-                moe.place(rows[self._layers.index(number)])
+                moe.slots.set_order(rows[self._layers.index(number)])
             self.rows = rows

@@ -66,8 +66,8 @@ def test_a_step_that_moves_nothing_waits_copies_and_sends_as_without_the_flag() 
     assert {label for _, label in more.kernels} == {"global_norm", "parts", "total"}
     assert on.sums.launches - off.sums.launches <= NORM
     assert away.sums.without(on.sums).kernels == {
-        ("index", "MoeLayer.in_slots"): LAYERS,
-        ("index_select", "MoeLayer.in_slots"): LAYERS,
+        ("index", "ExpertSlots.of"): LAYERS,
+        ("index_select", "ExpertSlots.of"): LAYERS,
     }
 
 
