@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 
 WAYS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.model.decoder.dispatch_bytes import DispatchBytes
+from megapar.moe.dispatch_bytes import DispatchBytes
 
 RANKS, NODE = 4, 2
 HIDDEN = 512

@@ -25,10 +25,10 @@ from megapar.config.run import (
     TrainingOptions,
 )
 from megapar.core.grid import Grid
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import MODELS, selected_model
+from megapar.moe.sizes import MoeSizes
 from megapar.schema.flag import KINDS, Flag, from_flags, to_flag, to_flags
 
 NOT_BUILT_NOTE = "NOT BUILT, a start is refused: "  # how notes about features of a later version begin

@@ -14,6 +14,8 @@ from megapar.model.attention_sizes import AttentionSizes
 from megapar.schema.flag import flag
 from megapar.schema.legal_values import MAX_LAYERS
 
+ACTIVATIONS = ("swiglu", "gelu")
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.share import Share
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.sizes import MoeSizes
 
 
 def capacity_on_device(sizes: MoeSizes, tokens: Tensor) -> Tensor:

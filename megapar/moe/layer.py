@@ -18,7 +18,6 @@ from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import piece_shape
 from megapar.errors import DistributedError
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import capacity_on_device
 from megapar.moe.dispatcher import Dispatcher
 from megapar.moe.expert_order import ExpertSlots
@@ -27,6 +26,7 @@ from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.passage import Passage
 from megapar.moe.router import Router
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 from megapar.moe.token_dispatcher import TokenDispatcher

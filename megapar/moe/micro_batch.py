@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.share import Share
-from megapar.model.decoder.expert_rows import dispatched_rows
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import (
     capacity_on_device,
     keep_by_order,
@@ -28,7 +26,9 @@ from megapar.moe.capacity import (
     keep_by_probability_over,
     queue_starts,
 )
+from megapar.moe.expert_rows import dispatched_rows
 from megapar.moe.router import Routing
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats, RouterSums, add_sums, count_pairs, gather_sums
 

@@ -34,7 +34,7 @@ from megapar.core.comm.two_hops import TwoHops
 from megapar.core.device.base import Event
 from megapar.core.recompute.replay import Replay, once
 from megapar.errors import DistributedError
-from megapar.model.decoder.dispatch_bytes import MOST_EXPERTS
+from megapar.moe.dispatch_bytes import MOST_EXPERTS
 from megapar.moe.dispatcher import READ, Dispatcher, DispatchPlan, PendingRows, RoutedPairs, unsent_if_unused
 from megapar.moe.expert_order import ExpertOrder, kept_rows, order_by_expert, unpermute
 from megapar.moe.node_counts import Leaving, NodeShape, Splits

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.expert_rows import token_of
-from megapar.model.decoder.dispatch_bytes import NO_EXPERT, node_row_bytes
+from megapar.moe.dispatch_bytes import NO_EXPERT, node_row_bytes
 from megapar.moe.expert_order import ExpertOrder, gather_sum
 
 EMPTY = NO_EXPERT - 2**16  # as int16

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.device.compiled import FunctionRunner, counted, plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.tensor_parallel.layers import local
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import RouterSums, router_sums
 
 SMALLEST_TOTAL = 1e-12  # lower bound of the divisor in renormalization; the value of the ERNIE 4.5 models

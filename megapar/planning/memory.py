@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from megapar.core.comm.rounds import axis_rounds, queue_rounds
 from megapar.core.device.communicators import COMMUNICATORS
-from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
+from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.activations import Activations, activations, stages_held
 from megapar.planning.gathered_groups import Unsharded, unsharded
 from megapar.planning.planned_run import PlannedRun

@@ -13,8 +13,8 @@ from functools import cache
 from typing import NamedTuple
 
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
-from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
+from megapar.moe.sizes import MoeSizes
 from megapar.planning.calibration import CALIBRATIONS, Calibration
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.traffic import Link, link

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from megapar.core.grid import Grid
-from megapar.model.decoder.dispatch_bytes import BETWEEN, WITHIN
+from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.kept_inputs import HOST, recompute_messages
 from megapar.planning.planned_run import PlannedRun, input_of, units_of

@@ -6,7 +6,7 @@ Tested in ``tests/test_compatibility.py``.
 from __future__ import annotations
 
 from megapar.core.grid import Grid
-from megapar.model.decoder.dispatch_bytes import MOST_EXPERTS
+from megapar.moe.dispatch_bytes import MOST_EXPERTS
 from megapar.schema.flag import MOE
 from megapar.schema.rule import NO_EFFECT, Facts, Rule
 

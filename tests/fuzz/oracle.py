@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeParts
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Routing
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
 from megapar.training.building.builder import Builder
 from tests.equivalence.run import Routing as Choices

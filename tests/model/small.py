@@ -15,12 +15,13 @@ from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import local
 from megapar.model.decoder.model import Decoder
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.model import Ernie
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.initialize import fill
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import table_of
+from megapar.moe.sizes import MoeSizes
 
 DENSE = DecoderSizes(
     num_layers=2,

@@ -11,9 +11,9 @@ import pytest
 
 from megapar.config.published import flags_of
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture, own_architecture
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
+from megapar.moe.sizes import MoeSizes
 from tests.model.small import DENSE, ERNIE, LATENT, MOE, MULTIPLIED, OLMO2
 
 GROUPED = MoeSizes(32, 16, num_experts=8, topk=3, groups=4, group_topk=2, group_score_topk=2, scaling=2.5)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.flops import flops_per_token, step_flops
+from megapar.moe.sizes import MoeSizes
 
 ERNIE_300B = DecoderSizes(
     num_layers=54,

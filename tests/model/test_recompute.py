@@ -14,7 +14,8 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import FirstLayers, Interval, RecomputeChoice
 from megapar.core.tensor_parallel.execution import Execution
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.moe.sizes import MoeSizes
 from tests.model.small import DENSE, MOE, batch_for, build
 from tests.support.ranks import run_ranks
 

@@ -13,11 +13,12 @@ from megapar.core.box import Box
 from megapar.core.comm.axis import Axis
 from megapar.core.sharding.cut import box_at
 from megapar.model.decoder.model import Decoder
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.model import Ernie
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.initialize import piece_box
 from megapar.model.spec import parameter_counts, table_of
+from megapar.moe.sizes import MoeSizes
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, build, named_tensors
 
 ERNIE_21B = DecoderSizes(

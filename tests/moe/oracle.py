@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
 
 Pair = tuple[int, int]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.capacity import keep_by_order, keep_by_probability, queue_starts
 from megapar.moe.router import Routing, gate_weights
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, router_sums
 
 ROWS = json.loads((Path(__file__).parent / "golden" / "deepspeed_gates.json").read_text())["rows"]

@@ -16,10 +16,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megapar.core.comm.axis import Axis
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.layer import MoeLayer
 from megapar.moe.router import Router, gate_weights
+from megapar.moe.sizes import MoeSizes
 
 HIDDEN, FFN, EXPERTS = 32, 16, 8
 

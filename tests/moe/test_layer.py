@@ -3,8 +3,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
 from tests.moe import oracle
 
 HIDDEN, FFN, EXPERTS = 8, 12, 6

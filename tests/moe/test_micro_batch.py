@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapar.core.context_parallel.share import Share
-from megapar.model.decoder.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Router
+from megapar.moe.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
 from megapar.moe.slicing import Slicing
 
 HIDDEN, EXPERTS, BATCH, LENGTH = 4, 5, 2, 6

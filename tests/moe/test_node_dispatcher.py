@@ -16,7 +16,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.errors import DistributedError
-from megapar.model.decoder.dispatch_bytes import node_row_bytes
+from megapar.moe.dispatch_bytes import node_row_bytes
 from megapar.moe.node_dispatcher import NodeDispatcher
 from megapar.moe.slicing import Slicing
 from tests.moe import test_passage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.model.decoder.dispatch_bytes import node_row_bytes
+from megapar.moe.dispatch_bytes import node_row_bytes
 from megapar.moe.expert_order import kept_rows
 from megapar.moe.node_counts import NodeShape
 from megapar.moe.node_route import NodeRoute

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from tests.support import late
 from tests.support.nodes import axis_by_node

@@ -16,8 +16,8 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.base import Device
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import Execution
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from tests.moe.test_waits import by_slices
 from tests.support.ranks import run_ranks

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.router import SMALLEST_TOTAL, Router, Routing, gate_weights, move_correction_bias
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import router_sums
 
 

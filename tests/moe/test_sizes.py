@@ -1,6 +1,6 @@
 import pytest
 
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.sizes import MoeSizes
 
 
 def sizes(**changes):

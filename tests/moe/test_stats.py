@@ -1,7 +1,7 @@
 import torch
 
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.router import choose, score
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, add_sums, count_pairs, over_choices, router_sums
 
 

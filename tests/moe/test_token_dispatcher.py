@@ -24,11 +24,11 @@ from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.core.sharding.cut import box_at
 from megapar.errors import DistributedError
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.decoder.table import decoder_table
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.expert_order import order_by_expert, transpose_runs
 from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.token_dispatcher import TokenDispatcher
 from tests.model.small import MOE
 from tests.support import late

@@ -9,8 +9,8 @@ from torch import nn
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.share import Share
 from megapar.core.device.packed_attention import PackedDocuments
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.moe.layer import MoeLayer
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from tests.support.host_tensors import HostTensors
 from tests.support.nodes import axis_by_node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megapar.model.decoder.dispatch_bytes import Sent
+from megapar.moe.dispatch_bytes import Sent
 
 
 def rows_by_node(routing: Sequence[Sequence[Sequence[int]]], num_experts: int, node_ranks: int) -> tuple[Sent, ...]:

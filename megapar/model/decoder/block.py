@@ -17,7 +17,7 @@ from megapar.core.device.compiled import plain
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, run_sliced
 from megapar.model.layers.context import Context
 from megapar.model.layers.hidden_dropout import HiddenDropout
@@ -27,6 +27,7 @@ from megapar.model.layers.pending_sum import PendingSum
 from megapar.model.layers.self_attention import make_attention
 from megapar.model.layers.token_gated_mlp import TokenGatedMlp
 from megapar.moe.layer import MoeLayer, MoeParts
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Product, UnitCost
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
-from megapar.model.decoder.expert_costs import expert_costs, held, in_flight
-from megapar.model.decoder.sizes import MEGATRON_MOE, DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.moe.expert_costs import expert_costs, held, in_flight
+from megapar.moe.sizes import MEGATRON_MOE, MoeSizes
 
 
 class DecoderCost(ModelCost):

@@ -33,12 +33,13 @@ from megapar.core.tensor_parallel.layers import (
     vocabulary_range,
 )
 from megapar.model.decoder.block import DecoderBlock
+from megapar.model.decoder.embedding import DecoderEmbedding
 from megapar.model.decoder.mtp import Mtp, following
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.context import Context
-from megapar.model.layers.embedding import DecoderEmbedding, TiedWord, own_sequence
+from megapar.model.layers.embedding import TiedWord, own_sequence
 from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import RotaryEmbedding

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from megapar.model.attention.kinds import kind_of
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.parameter import (
     ALL,
     HfPiece,
@@ -20,6 +20,7 @@ from megapar.model.parameter import (
     norm_rows,
     weight_row,
 )
+from megapar.moe.sizes import MoeSizes
 
 _HF_NAMES = {"kv_a": "kv_a_proj_with_mqa", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
 

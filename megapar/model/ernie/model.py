@@ -35,9 +35,10 @@ from megapar.core.tensor_parallel.layers import (
     vocabulary_range,
 )
 from megapar.model.ernie.block import ErnieBlock
+from megapar.model.ernie.embedding import ErnieEmbedding
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.context import Context
-from megapar.model.layers.embedding import ErnieEmbedding, TiedWord, own_sequence
+from megapar.model.layers.embedding import TiedWord, own_sequence
 from megapar.model.layers.hidden_dropout import HiddenDropout
 from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm

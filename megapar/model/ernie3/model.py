@@ -30,13 +30,13 @@ from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Linear, local, parameter
 from megapar.model.ernie.block import ErnieBlock
+from megapar.model.ernie.embedding import ErnieEmbedding
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
 from megapar.model.ernie3.recurrence import BranchContext, generate, understand
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.tasks import CLASSES, GENERATION, accuracy_of
 from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.context import Context
-from megapar.model.layers.embedding import ErnieEmbedding
 from megapar.model.layers.stack import run_layers
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats

@@ -32,9 +32,9 @@ from megapar.data.batches import Collate, MicroBatch, pinned
 from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.samples import Sample
-from megapar.model.decoder.dispatch_bytes import DispatchBytes
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
+from megapar.moe.dispatch_bytes import DispatchBytes
 from megapar.moe.dispatcher import READ, DispatchPlan
 from megapar.moe.experts import READ_SIZES, Experts
 from megapar.moe.layer import MoeParts

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from megapar.arguments import Config
 from megapar.core.device.kinds import DeviceKind
 from megapar.errors import Complaint, ConfigError
-from megapar.model.decoder.dispatch_bytes import MOST_EXPERTS, DispatchBytes
-from megapar.model.decoder.expert_rows import dispatched_rows
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.moe.dispatch_bytes import MOST_EXPERTS, DispatchBytes
+from megapar.moe.expert_rows import dispatched_rows
+from megapar.moe.sizes import MoeSizes
 from megapar.training.building.segments import ITEM_BYTES
 
 LEAST_GAIN = 1.1  # of the time of plain dispatch over that by node, for ``auto``

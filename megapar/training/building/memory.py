@@ -11,8 +11,8 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
-from megapar.model.decoder.expert_rows import ExpertRows
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.expert_rows import ExpertRows
+from megapar.moe.sizes import MoeSizes
 
 
 def out_of_memory(config: Config, device: Device, error: torch.OutOfMemoryError, planned: str) -> TrainingError:

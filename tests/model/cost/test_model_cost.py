@@ -8,12 +8,13 @@ import pytest
 
 from megapar.model.cost.model_cost import UnitCost
 from megapar.model.cost.rank_view import RankView
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.flops import layer_flops, step_flops
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
+from megapar.moe.sizes import MoeSizes
 
 COMMON = {
     **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 128, "vocab_size": 256},

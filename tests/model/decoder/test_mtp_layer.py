@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.decoder.model import Decoder
-from megapar.model.decoder.sizes import DecoderSizes, MoeSizes
+from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.facts import differences
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.spec import parameter_counts, table_of
+from megapar.moe.sizes import MoeSizes
 from megapar.training.checkpoints.model_match import fitted
 from tests.model.small import DENSE, LATENT, MOE, batch_for, build, named_tensors
 

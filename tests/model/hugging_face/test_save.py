@@ -22,12 +22,12 @@ from transformers import (
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.model.architectures import ARCHITECTURES, not_exportable, own_architecture
-from megapar.model.decoder.sizes import MoeSizes
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import save_hf
 from megapar.model.hugging_face.tensors import export_piece, to_halves, to_pairs
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.spec import table_of
+from megapar.moe.sizes import MoeSizes
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, named_tensors
 
 DECODERS = {

@@ -17,7 +17,7 @@ from megapar.config.read import normal, spellings
 from megapar.core.optimizer.gradient_norm import clip_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.master_shard import MasterShard
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats, router_sums
 from megapar.tools.translation.translated import Translated, equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME

@@ -9,7 +9,7 @@ from math import isclose
 import pytest
 
 from megapar.core.units import GIBIBYTE
-from megapar.model.decoder.dispatch_bytes import (
+from megapar.moe.dispatch_bytes import (
     DispatchBytes,
     Sent,
     node_row_bytes,

@@ -10,7 +10,7 @@ k fields with an expert's number (2 bytes) and its weight each, padded to 16 byt
 Expected numbers are those of balanced routing: all sets of k of the E experts are equally likely, so the number of a
 token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them.
 
-E experts, k choices, N nodes of L ranks of ep. Tested in ``tests/model/decoder/test_dispatch_bytes.py``.
+E experts, k choices, N nodes of L ranks of ep. Tested in ``tests/moe/test_dispatch_bytes.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-from megapar.model.decoder.expert_rows import ALIGNED_BYTES, row_columns
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.expert_rows import ALIGNED_BYTES, row_columns
+from megapar.moe.sizes import MoeSizes
 
 BETWEEN, WITHIN = "ep_between", "ep_within"  # the axes of the two hops
 EXPERT_BYTES = 2  # of an expert's number in a field

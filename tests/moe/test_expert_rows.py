@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.model.decoder.expert_rows import ExpertRows, dispatched_rows, row_columns
-from megapar.model.decoder.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
+from megapar.moe.expert_rows import ExpertRows, dispatched_rows, row_columns
+from megapar.moe.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
 
 
 def sizes(kind: str) -> MoeSizes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.sizes import MoeSizes
 
 ALIGNED_BYTES = 16  # NCCL copies whole vectors of aligned rows
 

@@ -12,9 +12,9 @@ from functools import cached_property
 from megapar.model.cost.communication import Communication
 from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product
 from megapar.model.cost.rank_view import RankView
-from megapar.model.decoder.dispatch_bytes import BETWEEN, EXPERT_BYTES, WITHIN, DispatchBytes, node_row_bytes
-from megapar.model.decoder.expert_rows import ExpertRows, row_columns
-from megapar.model.decoder.sizes import MoeSizes
+from megapar.moe.dispatch_bytes import BETWEEN, EXPERT_BYTES, WITHIN, DispatchBytes, node_row_bytes
+from megapar.moe.expert_rows import ExpertRows, row_columns
+from megapar.moe.sizes import MoeSizes
 
 
 def expert_costs(view: RankView, moe: MoeSizes) -> list[OpCost]:

@@ -1,0 +1,244 @@
+"""Sizes and routing options of a layer of experts, each with its flag.
+
+Standard library only. Tested in ``tests/moe/test_capacity.py`` and ``tests/moe/test_router.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from megapar.model.sizes import ACTIVATIONS, require_choice
+from megapar.schema.flag import SWITCH, flag, follows
+
+MEGATRON_MOE = "megatron_moe"
+DEEPSPEED_MOE = "deepspeed_moe"
+KINDS = (MEGATRON_MOE, DEEPSPEED_MOE)
+DROP_POLICIES = ("token", "choice", "probs")
+CAPACITY_SCOPES = ("micro_batch", "rank")
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """Sizes and routing options of one mixture-of-experts layer. All sizes are global.
+
+    Attributes:
+        hidden_size: Features of a token (H).
+        ffn_hidden_size: Intermediate features of one expert (F).
+        num_experts: Routed experts (E).
+        topk: Experts per token (k), 1 <= k <= E.
+        shared_experts: Experts that all tokens pass, built as one MLP of width ``shared_width``. 0 for none.
+        shared_ffn: Intermediate features of the shared MLP; 0: ``shared_experts`` times those of an expert.
+        shared_gate: The shared MLP's output is multiplied by a sigmoid of a product of each token and a weight.
+        kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (has a capacity and drops tokens).
+        capacity_factor: Capacity factor, for deepspeed_moe only; see ``capacity``.
+        min_capacity: Least capacity of an expert, for deepspeed_moe only.
+        drop_policy: Choices to keep when an expert is full, for deepspeed_moe only.
+        capacity_scope: Tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
+        activation: ``swiglu`` (gate and up) or ``gelu`` (up only).
+        add_bias: Experts have biases.
+        score: Function from router logits to scores: ``softmax`` or ``sigmoid``.
+        groups: Equal groups of experts; a token's choices come from the best ``group_topk`` of them.
+        group_topk: Groups that a token's choices come from.
+        group_score_topk: Best experts of a group whose scores are summed as the group's score; 0: ``topk`` /
+            ``group_topk``.
+        norm_topk_prob: ``on``: the chosen scores are divided by their sum; ``off``: they are weights as they are;
+            ``auto``: divided if ``topk`` > 1.
+        scaling: Factor on the weights of expert outputs.
+        sequence_aux: Compute the load balancing loss of each sample.
+        orthogonal: Compute the loss that keeps the router's rows orthogonal.
+        biased: The correction bias may differ from 0.
+    """
+
+    hidden_size: int = follows(lambda values: values["hidden_size"])
+    ffn_hidden_size: int = flag(
+        None,
+        "intermediate features of one expert",
+        name="moe_ffn_hidden_size",
+        unit="features",
+        low=1,
+        derived="ffn-hidden-size",
+        after="moe_model_type",
+    )
+    num_experts: int = flag(
+        8, "routed experts; 0: a dense decoder", unit="experts", ernie=0, low=0, aliases=("num-moe-experts",)
+    )
+    topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1)
+    shared_experts: int = flag(
+        0, "experts that every token passes through", name="moe_shared_experts", unit="experts", low=0, value=0
+    )
+    shared_ffn: int = flag(
+        0,
+        "intermediate features of the shared experts, in place of a number of experts; 0: moe-shared-experts x "
+        "moe-ffn-hidden-size",
+        name="moe_shared_expert_intermediate_size",
+        unit="features",
+        low=0,
+        value=0,
+    )
+    shared_gate: bool = flag(
+        False,
+        "multiply each token's output of the shared experts by a sigmoid (Qwen2-MoE)",
+        name="moe_shared_expert_gate",
+        value=False,
+    )
+    kind: str = flag(
+        MEGATRON_MOE,
+        "megatron_moe drops no token; deepspeed_moe has a capacity per expert",
+        name="moe_model_type",
+        choices=KINDS,
+        after="num_experts",
+        value=MEGATRON_MOE,
+    )
+    capacity_factor: float = flag(
+        1.0,
+        "capacity of an expert over an even share of the (token, choice) pairs",
+        name="moe_capacity_factor",
+        above=0,
+        aliases=("moe-expert-capacity-factor", "moe-train-capacity-factor"),
+        value=1.0,
+    )
+    min_capacity: int = flag(4, "minimum capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
+    drop_policy: str = flag(
+        "token",
+        "what is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",
+        name="moe_drop_policy",
+        choices=DROP_POLICIES,
+        value="token",
+    )
+    capacity_scope: str = flag(
+        "micro_batch",
+        "tokens that share a capacity: those of the whole micro-batch, or of each rank (DeepSpeed)",
+        name="moe_capacity_scope",
+        choices=CAPACITY_SCOPES,
+        value="micro_batch",
+    )
+    activation: str = follows(lambda values: values["activation"], value="swiglu")
+    add_bias: bool = follows(lambda values: values["add_bias_linear"], value=False)
+    score: str = flag(
+        "softmax",
+        "function from router logits to scores",
+        name="moe_router_score_function",
+        choices=SCORES,
+        value="softmax",
+    )
+    groups: int = flag(
+        1,
+        "equal groups of experts; a token's choices come from some of the groups",
+        name="moe_router_num_groups",
+        unit="groups",
+        low=1,
+        value=1,
+    )
+    group_topk: int = flag(
+        None,
+        "groups a token's choices come from",
+        name="moe_router_group_topk",
+        unit="groups",
+        low=1,
+        derived="moe-router-num-groups",
+        value=1,
+    )
+    group_score_topk: int = flag(
+        0,
+        "best experts of a group whose scores are summed as the group's score; auto: moe-router-topk / "
+        "moe-router-group-topk",
+        name="moe_router_group_score_topk",
+        unit="experts",
+        low=0,
+        words={"auto": 0},
+        value=0,
+    )
+    norm_topk_prob: str = flag(
+        "auto",
+        "divide the scores of a token's experts by their sum; auto: if they are several",
+        type="switch",
+        choices=SWITCH,
+        value="auto",
+    )
+    scaling: float = flag(
+        1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, value=1.0
+    )
+    sequence_aux: bool = follows(lambda values: values["moe_seq_aux_loss_coeff"] > 0, value=False)
+    orthogonal: bool = follows(lambda values: values["moe_orthogonal_loss_coeff"] > 0, value=False)
+    biased: bool = follows(
+        lambda values: values["moe_router_bias_update_rate"] > 0 or bool(values["load"] or values["load_hf"]),
+        value=True,
+    )
+
+    def __post_init__(self) -> None:
+        # The command line refuses wrong values with a full report. This check is for direct callers.
+        for field, legal in (
+            ("kind", KINDS),
+            ("drop_policy", DROP_POLICIES),
+            ("capacity_scope", CAPACITY_SCOPES),
+            ("activation", ACTIVATIONS),
+            ("score", SCORES),
+            ("norm_topk_prob", SWITCH),
+        ):
+            require_choice(field, getattr(self, field), legal)
+        if not 1 <= self.topk <= self.num_experts:
+            raise ValueError(f"topk is {self.topk}; it must be 1 to num_experts ({self.num_experts})")
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("shared_gate is set, but there are no shared experts")
+        if self.num_experts % self.groups or not 1 <= self.group_topk <= self.groups:
+            raise ValueError(
+                f"{self.num_experts} experts in {self.groups} groups, of which {self.group_topk} are chosen"
+            )
+        size = self.num_experts // self.groups
+        if self.group_score_topk > size:
+            raise ValueError(f"the score of a group sums {self.group_score_topk} experts of its {size}")
+        if (self.topk % self.group_topk and not self.group_score_topk) or self.topk > self.group_topk * size:
+            raise ValueError(f"{self.topk} choices do not come evenly from {self.group_topk} groups")
+
+    @property
+    def has_capacity(self) -> bool:
+        """Experts have a capacity, so tokens may be dropped."""
+        return self.kind == DEEPSPEED_MOE
+
+    @property
+    def scored_of_group(self) -> int:
+        """Number of a group's best experts whose scores are summed as the group's score."""
+        return self.group_score_topk or self.topk // self.group_topk
+
+    @property
+    def renormalizes(self) -> bool:
+        """The scores of a token's experts are divided by their sum."""
+        return self.topk > 1 if self.norm_topk_prob == "auto" else self.norm_topk_prob == "on"
+
+    @property
+    def loss_choices(self) -> int:
+        """Number of a token's best experts by score that the load balancing losses count; 0 if they are its choices.
+
+        With biases or groups the choices may differ from the best experts by score, which the losses of DeepSeek-V3
+        count (arXiv 2412.19437, equation 18).
+        """
+        if not self.biased and self.group_topk == self.groups:
+            return 0
+        return 1 if self.has_capacity and self.drop_policy == "choice" else self.topk
+
+    @property
+    def gated(self) -> bool:
+        """The experts have a gate in addition to the up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def shared_width(self) -> int:
+        """Intermediate features of the shared MLP; 0 without shared experts."""
+        return self.shared_ffn or self.shared_experts * self.ffn_hidden_size
+
+    def capacity(self, tokens: int) -> int:
+        """Return the capacity C: (token, choice) pairs that one expert keeps of ``tokens`` non-padding tokens.
+
+        It is ceil(tokens / E · factor · k), at least ``min_capacity``. Decimal fractions make it exact: 1.1 times 10 is
+        11, not 12.
+        """
+        ratio = self.capacity_per_token
+        return max(-(-tokens * ratio.numerator // ratio.denominator), self.min_capacity)
+
+    @cached_property
+    def capacity_per_token(self) -> Fraction:
+        """Exact value of factor · k / E."""
+        return Fraction(self.topk, self.num_experts) * Fraction(str(self.capacity_factor))
