@@ -1,7 +1,4 @@
-"""``python -m megapar``: the ``megapar`` command for environments whose scripts are not on the PATH.
-
-Tested in ``tests/tools/test_package.py``.
-"""
+"""``python -m megapar``: the ``megapar`` command for environments whose scripts are not on the PATH."""
 
 import sys
 

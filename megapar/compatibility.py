@@ -1,4 +1,4 @@
-"""Compatibility matrix: rows of data, all of which are evaluated, in any order. Standard library only."""
+"""Compatibility matrix: rows of data, all of which are evaluated, in any order."""
 
 from __future__ import annotations
 

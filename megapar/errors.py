@@ -1,7 +1,4 @@
-"""Typed errors that callers may want to catch. Standard library only.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Typed errors that callers may want to catch."""
 
 from __future__ import annotations
 

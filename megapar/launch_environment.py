@@ -1,7 +1,4 @@
-"""Environment variables that a launcher sets for this process. Standard library only.
-
-Tested in ``tests/tools/launcher/test_failures.py`` and ``tests/training/health/test_control.py``.
-"""
+"""Environment variables that a launcher sets for this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Devices and memory of this machine, without torch.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Devices and memory of this machine, without torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Configuration of a run: one frozen dataclass per group, one field per flag. Standard library only."""
+"""Configuration of a run: one frozen dataclass per group, one field per flag."""

@@ -4,9 +4,7 @@
     device_kind: h100-80g            the device that `megapar plan` plans for
     assume: [fp8-mlp, dualpipe]      techniques of the published run that only `megapar plan` supports
 
-The number of ranks is a flag, ``world_size``. Standard library only.
-
-Tested in ``tests/test_configs.py``.
+The number of ranks is a flag, ``world_size``.
 """
 
 from __future__ import annotations

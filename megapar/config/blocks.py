@@ -1,7 +1,4 @@
-"""Blocks of a YAML file: the groups of flags, and the blocks of PaddlePaddle's strategies for the same settings.
-
-Tested in ``tests/config/test_read.py``.
-"""
+"""Blocks of a YAML file: the groups of flags, and the blocks of PaddlePaddle's strategies for the same settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checks of a configuration's data files by their names, headers and first lines.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Checks of a configuration's data files by their names, headers and first lines."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 The numbers of a model are declared, each with its flag, by the dataclass that its layers take
 (``model/<name>/sizes.py``); ``Config.model`` is that dataclass. All other flags are declared in this folder.
-
-Tested in ``tests/test_arguments.py``.
 """
 
 from __future__ import annotations

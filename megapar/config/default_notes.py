@@ -1,7 +1,4 @@
-"""Consequences of defaults that may be unintended (built-in text, nothing saved): notes at the start, or refusals.
-
-Tested in ``tests/test_validate_only.py``.
-"""
+"""Consequences of defaults that may be unintended (built-in text, nothing saved): notes at the start, or refusals."""
 
 from __future__ import annotations
 

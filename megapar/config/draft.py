@@ -1,7 +1,4 @@
-"""Settings while a command line and files are being read, with the complaints collected so far.
-
-Tested in ``tests/config/test_read.py``.
-"""
+"""Settings while a command line and files are being read, with the complaints collected so far."""
 
 from __future__ import annotations
 

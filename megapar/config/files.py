@@ -1,7 +1,4 @@
-"""Checks that the files named by a configuration exist, and that its output folders can be written.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Checks that the files named by a configuration exist, and that its output folders can be written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checkpoints of other frameworks, recognized by file names alone; no file is opened.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Checkpoints of other frameworks, recognized by file names alone; no file is opened."""
 
 from __future__ import annotations
 

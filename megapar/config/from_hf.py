@@ -1,7 +1,4 @@
-"""``--load-hf`` and converted checkpoints: the sizes of a published model replace the defaults.
-
-Tested in ``tests/training/test_imports.py``.
-"""
+"""``--load-hf`` and converted checkpoints: the sizes of a published model replace the defaults."""
 
 from __future__ import annotations
 

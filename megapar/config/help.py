@@ -1,7 +1,4 @@
-"""Text of --help: every flag of one trainer by group, with its unit and default.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Text of --help: every flag of one trainer by group, with its unit and default."""
 
 from __future__ import annotations
 

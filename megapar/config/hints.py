@@ -1,7 +1,4 @@
-"""Suggestions for mistakes: names that other programs use, similar names of flags and files, numbers with units.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Suggestions for mistakes: names that other programs use, similar names of flags and files, numbers with units."""
 
 from __future__ import annotations
 

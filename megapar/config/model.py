@@ -1,7 +1,4 @@
-"""Options of the models other than the numbers that their layers take; ``model/`` declares those with their flags.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Options of the models other than the numbers that their layers take; ``model/`` declares those with their flags."""
 
 from __future__ import annotations
 

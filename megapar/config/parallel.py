@@ -1,7 +1,4 @@
-"""Flags of the device mesh, of sharding, of the pipeline and of activation checkpointing.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Flags of the device mesh, of sharding, of the pipeline and of activation checkpointing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Expansion of ``~`` and ``$NAME`` in the paths that flags name, as in a shell, and paths that are URLs.
-
-Tested in ``tests/config/test_read.py``.
-"""
+"""Expansion of ``~`` and ``$NAME`` in the paths that flags name, as in a shell, and paths that are URLs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations that are part of the package: ``--config NAME`` finds them by name. Standard library only.
+"""Configurations that are part of the package: ``--config NAME`` finds them by name.
 
 They are the files of the repository's ``configs/``, which a wheel contains as ``megapar/configs/``.
 """

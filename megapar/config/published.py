@@ -1,7 +1,4 @@
-"""Flags that a Hugging Face config.json determines, and settings of published models that are refused.
-
-Tested in ``tests/training/checkpoints/test_convert.py``.
-"""
+"""Flags that a Hugging Face config.json determines, and settings of published models that are refused."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Flags for fault handling: bad numbers, diverged replicas, hangs, slow and lost ranks.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Flags for fault handling: bad numbers, diverged replicas, hangs, slow and lost ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Output of --validate-only: the effective configuration with origins, the ranks and their groups.
-
-Tested in ``tests/test_validate_only.py``.
-"""
+"""Output of --validate-only: the effective configuration with origins, the ranks and their groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Flags for training, data, checkpoints, logging and the runtime.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Flags for training, data, checkpoints, logging and the runtime."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Values in messages: enough of a value to find it again, never the whole of a large one.
-
-Tested in ``tests/test_hostile.py``.
-"""
+"""Values in messages: enough of a value to find it again, never the whole of a large one."""
 
 from __future__ import annotations
 

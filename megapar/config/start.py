@@ -1,8 +1,6 @@
 """Start checks that need no torch: rendezvous variables, a device, a --save folder without another run's checkpoints.
 
 Only the check of the folder gives the same result on every machine.
-
-Tested in ``tests/tools/test_mistakes.py``.
 """
 
 from __future__ import annotations

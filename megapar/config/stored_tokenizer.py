@@ -1,7 +1,4 @@
-"""Tokenizer stored next to a run's checkpoints, used if none is named. Standard library only.
-
-Tested in ``tests/training/checkpoints/test_identity.py``.
-"""
+"""Tokenizer stored next to a run's checkpoints, used if none is named."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 An alias (``*name``) repeats the value marked by ``&name``. Sixty lines of aliases to aliases expand to more values than
 fit into any memory, and code that prints or traverses such a value never finishes. Configurations do not need aliases.
-
-Tested in ``tests/test_hostile.py``.
 """
 
 from __future__ import annotations

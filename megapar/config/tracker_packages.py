@@ -1,7 +1,4 @@
-"""Experiment trackers: the flag that turns each one on, and the package that it needs, which megapar does not install.
-
-Tested in ``tests/training/reports/test_trackers.py``.
-"""
+"""Experiment trackers: the flag that turns each one on, and the package that it needs, which megapar leaves out."""
 
 from __future__ import annotations
 

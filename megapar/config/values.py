@@ -1,7 +1,4 @@
-"""Conversion of text and YAML scalars to values of flags, with checks of type, choices and bounds.
-
-Tested in ``tests/test_arguments.py``.
-"""
+"""Conversion of text and YAML scalars to values of flags, with checks of type, choices and bounds."""
 
 from __future__ import annotations
 

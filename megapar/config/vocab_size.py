@@ -1,7 +1,4 @@
-"""Number of embedding rows if ``--vocab-size`` is not given: the checkpoint's, else the tokenizer's.
-
-Tested in ``tests/test_vocabulary.py``.
-"""
+"""Number of embedding rows if ``--vocab-size`` is not given: the checkpoint's, else the tokenizer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic of ranks over the named axes of the device mesh. Standard library only.
+"""Arithmetic of ranks over the named axes of the device mesh.
 
 The same ranks are factorized twice. The dense view orders dp, pp, sharding, cp, mp (outermost first; the order is
 configurable). The expert view flattens (dp, sharding, cp, mp) inside every pipeline stage, always in this order, and

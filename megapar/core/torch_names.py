@@ -1,7 +1,4 @@
-"""Functions whose names or arguments differ between the supported versions of torch (2.11 to 2.13).
-
-Tested in ``tests/tools/test_torch_names.py``.
-"""
+"""Functions whose names or arguments differ between the supported versions of torch (2.11 to 2.13)."""
 
 from __future__ import annotations
 

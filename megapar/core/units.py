@@ -1,7 +1,4 @@
-"""Units of bytes and of parameter counts, and the type of a JSON value.
-
-Tested in ``tests/planning/test_plan.py``.
-"""
+"""Units of bytes and of parameter counts, and the type of a JSON value."""
 
 from __future__ import annotations
 

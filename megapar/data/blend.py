@@ -1,7 +1,4 @@
-"""The corpora that ``--data-path`` names: text is opened through the token cache, indexed files directly.
-
-Tested in ``tests/data/test_corpus.py``.
-"""
+"""The corpora that ``--data-path`` names: text is opened through the token cache, indexed files directly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Counts of a corpus for the log. The token stores provide them, so no data is read.
-
-Tested in ``tests/training/reports/test_opening.py``.
-"""
+"""Counts of a corpus for the log. The token stores provide them, so no data is read."""
 
 from __future__ import annotations
 

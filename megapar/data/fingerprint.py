@@ -4,7 +4,7 @@
     PREFIX.bin, PREFIX.idx  SHA-256 of the index; the length of the tokens and 64 blocks of 1 MiB spread over them
     a datasets source       its revision if the Hub's cache has it, and the names and lengths of its files
 
-Standard library only. Hashes that need whole files to be read are remembered in the cache.
+Hashes that need whole files to be read are remembered in the cache.
 """
 
 from __future__ import annotations

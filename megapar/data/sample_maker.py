@@ -1,7 +1,4 @@
-"""The makers of samples: from a corpus to token pieces, and from pieces to the samples of a decoder or of ERNIE.
-
-Tested in ``tests/data/test_corpus.py`` and ``tests/data/sampling/test_mixture.py``.
-"""
+"""The makers of samples: from a corpus to token pieces, and from pieces to the samples of a decoder or of ERNIE."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Names and formats of the files that runs read and write. Standard library only."""
+"""Names and formats of the files that runs read and write."""

@@ -1,4 +1,4 @@
-"""Names of checkpoints and of their files, and the latest checkpoint of a folder. Standard library only.
+"""Names of checkpoints and of their files, and the latest checkpoint of a folder.
 
     iter_0000100        the checkpoint of iteration 100
     iter_0000100.e3     a second one: the name was taken when the third owner of the folder saved it

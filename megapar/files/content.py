@@ -1,7 +1,4 @@
-"""Content of files by their first bytes, whatever their names: the only place that looks, before any parser stumbles.
-
-Standard library only. Tested in ``tests/files/test_content.py``.
-"""
+"""Content of files by their first bytes, whatever their names: the one place that looks, before any parser stumbles."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Files that ``--data-path`` may name: their kinds by name, and reading of compressed ones.
 
 Standard library only, except that Zstandard needs pyarrow below Python 3.14.
-
-Tested in ``tests/tools/test_mistakes.py``.
 """
 
 from __future__ import annotations

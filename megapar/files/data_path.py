@@ -1,7 +1,4 @@
-"""The words of ``--data-path``: paths, each after its weight or all without.
-
-Tested in ``tests/data/sampling/test_mixture.py``.
-"""
+"""The words of ``--data-path``: paths, each after its weight or all without."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Names of the files with a run's metrics.
-
-Tested in ``tests/training/reports/test_json_lines.py``.
-"""
+"""Names of the files with a run's metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Suggestions for a path that does not exist.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Suggestions for a path that does not exist."""
 
 from __future__ import annotations
 

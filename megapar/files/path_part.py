@@ -1,7 +1,4 @@
-"""Names of jobs as names of folders. Standard library only.
-
-Tested in ``tests/core/checkpoint/test_local.py`` and ``tests/tools/launcher/test_rank_logs.py``.
-"""
+"""Names of jobs as names of folders."""
 
 from __future__ import annotations
 

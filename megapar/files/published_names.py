@@ -1,11 +1,9 @@
-"""Names of the files of a published model's folder, as transformers reads and writes them. Standard library only.
+"""Names of the files of a published model's folder, as transformers reads and writes them.
 
-    config.json                                          settings of the model
-    model.safetensors                                    all weights, or
-    model-00001-of-00002.safetensors, ..                 parts of them, and
-    model.safetensors.index.json                         the part that each weight is in
-
-Tested in ``tests/model/hugging_face/test_save.py``.
+config.json                                          settings of the model
+model.safetensors                                    all weights, or
+model-00001-of-00002.safetensors, ..                 parts of them, and
+model.safetensors.index.json                         the part that each weight is in
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Documents in lines of files and fields of records.
-
-Tested in ``tests/data/text/test_source.py``.
-"""
+"""Documents in lines of files and fields of records."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Reading of small untrusted files: only regular ones, up to a size limit.
 
 The caller never blocks on a pipe, never reads an endless device, and needs no memory for a file that is too large.
-
-Tested in ``tests/test_hostile.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Paths that are URLs, such as ``s3://bucket/a``, which are refused. Standard library only.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Paths that are URLs, such as ``s3://bucket/a``, which are refused."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Records of detected faults, and the checkpoints that were set aside because of them.
 
-    corruption.json             written by a run that ended on a fault, until the next start has handled it
-    corruption-0000105.json     the same file afterwards; 105 is the iteration at which the fault was found
-    iter_0000104.suspect        a checkpoint saved after the last check that passed: --ckpt-step 104 still loads it
-
-Standard library only.
+corruption.json             written by a run that ended on a fault, until the next start has handled it
+corruption-0000105.json     the same file afterwards; 105 is the iteration at which the fault was found
+iter_0000104.suspect        a checkpoint saved after the last check that passed: --ckpt-step 104 still loads it
 """
 
 from __future__ import annotations

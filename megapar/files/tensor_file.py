@@ -4,8 +4,6 @@
     header: {name: {"dtype": "F32", "shape": [...], "data_offsets": [first byte, end]}}, counted from the header's end
 
 Standard library only: a folder of weights is refused before torch is imported.
-
-Tested in ``tests/model/test_absurd_folder.py`` and ``tests/core/checkpoint/test_damage.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Header of Megatron's indexed token files, and a sample of token ids, which reveal a wrong or damaged file.
 
-Standard library only. data/tokens/indexed.py documents the format and reads all of it.
-
-Tested in ``tests/data/test_absurd_index.py``.
+data/tokens/indexed.py documents the format and reads all of it.
 """
 
 from __future__ import annotations

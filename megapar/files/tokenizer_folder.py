@@ -1,7 +1,4 @@
-"""Files of a tokenizer, and the folder in which a run stores its own.
-
-Tested in ``tests/training/checkpoints/test_identity.py``.
-"""
+"""Files of a tokenizer, and the folder in which a run stores its own."""
 
 from __future__ import annotations
 

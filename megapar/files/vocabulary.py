@@ -1,8 +1,6 @@
 """Number of ids and special tokens of a tokenizer, read from its files without the tokenizer library.
 
 Standard library only: a tokenizer that is larger than the embedding is refused before torch is imported.
-
-Tested in ``tests/test_vocabulary.py``.
 """
 
 from __future__ import annotations

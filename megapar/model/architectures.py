@@ -1,4 +1,4 @@
-"""Registry of published architectures by class name, built from the registry of models. Standard library only."""
+"""Registry of published architectures by class name, built from the registry of models."""
 
 from __future__ import annotations
 

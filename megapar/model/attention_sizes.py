@@ -1,9 +1,4 @@
-"""Sizes of a self-attention layer, from which it is built, planned and listed in the parameter table.
-
-Standard library only.
-
-Tested in ``tests/model/layers/test_self_attention.py``.
-"""
+"""Sizes of a self-attention layer, from which it is built, planned and listed in the parameter table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Differences between the model of a checkpoint and another one. Does not import torch, so that refusals are fast.
-
-Tested in ``tests/core/checkpoint/test_damage.py``.
-"""
+"""Differences between the model of a checkpoint and another one. Does not import torch, so that refusals are fast."""
 
 from __future__ import annotations
 

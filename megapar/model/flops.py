@@ -1,6 +1,6 @@
 """Model FLOPs: FLOPs that the mathematics of a training step requires, as counted for published utilization figures.
 
-Each model lists its matrix products in its ``costs``; ``ModelCost`` defines which of them count. Standard library only.
+Each model lists its matrix products in its ``costs``; ``ModelCost`` defines which of them count.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Names and shapes are global and do not depend on the layout. Buckets, memory, co
 export are computed from the table. A test compares it with the module tree.
 
 Shape letters: V vocabulary, H hidden, P positions, G key-value heads (groups), D head size, F MLP width, E experts.
-
-Tested in ``tests/model/test_table.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The table has the Hugging Face names and the row order of Ernie4_5 and Ernie. A ``PublishedArchitecture`` describes how
 a class differs. Standard library only: a folder that does not fit is refused before torch is imported.
-
-Tested in ``tests/model/test_published_tensors.py`` and ``tests/model/test_absurd_folder.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Scaling of rotary frequencies, with which a model reads longer texts than those it was trained on at first.
 
-Standard library only. ``model.layers.rotary`` computes the frequencies. Tested in
-``tests/model/layers/test_rotary.py``.
+``model.layers.rotary`` computes the frequencies.
 """
 
 from __future__ import annotations

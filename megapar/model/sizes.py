@@ -1,7 +1,4 @@
-"""Sizes and options that all models share. Standard library only, no torch.
-
-Tested in ``tests/model/test_spec.py``.
-"""
+"""Sizes and options that all models share. Standard library only, no torch."""
 
 from __future__ import annotations
 

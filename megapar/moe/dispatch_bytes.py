@@ -1,4 +1,4 @@
-"""Rows and bytes of the two dispatches of experts: plain, or by node. Standard library only.
+"""Rows and bytes of the two dispatches of experts: plain, or by node.
 
     plain      a row per (token, expert): all-to-all over ep
     by node    a row per (token, node): from its rank to the rank at the same place of the node    ``ep_between``
@@ -10,7 +10,7 @@ k fields with an expert's number (2 bytes) and its weight each, padded to 16 byt
 Expected numbers are those of balanced routing: all sets of k of the E experts are equally likely, so the number of a
 token's experts on a node is hypergeometric. Plans and the choice of a dispatch use them.
 
-E experts, k choices, N nodes of L ranks of ep. Tested in ``tests/moe/test_dispatch_bytes.py``.
+E experts, k choices, N nodes of L ranks of ep.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-from megapar.moe.expert_rows import ALIGNED_BYTES, row_columns
+from megapar.moe.row_counts import ALIGNED_BYTES, row_columns
 from megapar.moe.sizes import MoeSizes
 
 BETWEEN, WITHIN = "ep_between", "ep_within"  # the axes of the two hops

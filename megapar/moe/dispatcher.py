@@ -10,7 +10,6 @@
 for each (token, rank). A backend that sends tokens in another way is a third class.
 
 Shape letters: T tokens, k choices per token, H hidden, E experts, L experts on this rank, R rows.
-Tested in ``tests/moe/test_token_dispatcher.py``.
 """
 
 from __future__ import annotations

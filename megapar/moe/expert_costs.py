@@ -1,8 +1,6 @@
-"""Cost of a mixture-of-experts layer on one rank: router, dispatch, experts, combine. Standard library only.
+"""Cost of a mixture-of-experts layer on one rank: router, dispatch, experts, combine.
 
 Shape letters: s positions of this rank, H hidden, F MLP width, E experts, k choices.
-
-Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from megapar.model.cost.communication import Communication
 from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product
 from megapar.model.cost.rank_view import RankView
 from megapar.moe.dispatch_bytes import BETWEEN, EXPERT_BYTES, WITHIN, DispatchBytes, node_row_bytes
-from megapar.moe.expert_rows import ExpertRows, row_columns
+from megapar.moe.row_counts import ExpertRows, row_columns
 from megapar.moe.sizes import MoeSizes
 
 

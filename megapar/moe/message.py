@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megapar.core.device.ops import op
 from megapar.moe.expert_order import ExpertOrder
-from megapar.moe.expert_rows import row_columns
+from megapar.moe.row_counts import row_columns
 
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:

@@ -26,8 +26,8 @@ from megapar.moe.capacity import (
     keep_by_probability_over,
     queue_starts,
 )
-from megapar.moe.expert_rows import dispatched_rows
 from megapar.moe.router import Routing
+from megapar.moe.row_counts import dispatched_rows
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats, RouterSums, add_sums, count_pairs, gather_sums

@@ -6,7 +6,6 @@ With pieces, each of the three has an entry for each message, and a message has 
 
 Shape letters: T tokens, k choices per token, E experts, L experts on a rank, P messages, N nodes, D ranks of
 ep on each node, G = N D ranks of ep, S ranks of emp that gather rows (or 1), W width of a table.
-Tested in ``tests/moe/test_node_dispatcher.py``.
 """
 
 from __future__ import annotations

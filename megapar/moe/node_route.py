@@ -10,7 +10,6 @@ Choices of one destination are neighbours once they are sorted, so no row is com
 in the order of nodes, ranks and experts. A token with no kept pair has no row.
 
 Shape letters: T tokens, k choices per token, R rows, H hidden, C columns of a row.
-Tested in ``tests/moe/test_node_dispatcher.py``.
 """
 
 from __future__ import annotations

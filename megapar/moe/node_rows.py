@@ -6,7 +6,6 @@ A field is empty if its pair is dropped or its expert is on another node. Weight
 their bits. A row is a multiple of 16 bytes. In a row of the gradient, a field has the gradient of its weight.
 
 Shape letters: T tokens, k choices per token, H hidden, R rows, C columns of a row, w columns after the token, P pairs.
-Tested in ``tests/moe/test_node_rows.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Placement of the experts of a layer on the ranks of ep, and its change by measured load. Standard library only.
+"""Placement of the experts of a layer on the ranks of ep, and its change by measured load.
 
 A layer has E slots, E / ranks consecutive ones on each rank; a placement names the expert in each slot. By default
 expert e is in slot e. Only the way of tokens and of weights depends on it: routers, losses and checkpoints number

@@ -1,7 +1,4 @@
-"""Sizes and routing options of a layer of experts, each with its flag.
-
-Standard library only. Tested in ``tests/moe/test_capacity.py`` and ``tests/moe/test_router.py``.
-"""
+"""Sizes and routing options of a layer of experts, each with its flag."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     DeferredDispatch    the message's node is in the graph where the slice is routed; its counts are exchanged, it is
                         launched with the next slice, and waited for just before its experts compute
 
-Shape letters: T tokens, k choices per token, H hidden, R rows. Tested in ``tests/moe/test_passage.py``.
+Shape letters: T tokens, k choices per token, H hidden, R rows.
 """
 
 from __future__ import annotations

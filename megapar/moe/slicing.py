@@ -1,4 +1,4 @@
-"""The slices of a sequence, which are pipelined from attention to experts (AMPipe). Standard library only."""
+"""The slices of a sequence, which are pipelined from attention to experts (AMPipe)."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@
 
 A unit's peak (``UnitCost.peak``) goes through its operators: the backward of an operator needs what it and the earlier
 operators keep, and temporary tensors. A recomputed unit keeps its input only, and has all of this while it runs again.
-
-Tested in ``tests/planning/test_memory.py``.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
 """Techniques of published runs that megapar does not implement. A plan may assume them, and marks them in its output.
 
-    fp8                       matrix products of all linear layers in fp8
-    fp8-mlp                   matrix products of feed-forward layers and experts in fp8
-    fp8-activations           inputs that matrix products keep are stored in one byte per element
-    fp8-swiglu                so are the inputs of the activations of experts, shared ones included (DeepSeek-V3)
-    operator-recompute:A+B    recompute the outputs of these operators instead of keeping them: norm, qkv, up,
-                              activation, core; or combine (rows are weighted before the all-to-all back, so that none
-                              are kept). A@4-8,10 applies to these layers only
-    cuda-graphs               no kernel waits for its launch by the host
-    fused-experts             one kernel for an expert layer's products, its activation and its casts, which reads the
-                              rows per expert on the device
-    hybrid-ep                 a token travels to a node and to a rank once, permuted on its way (HybridEP, DeepEP)
-    expert-overlap            all-to-alls of experts hide under the products of another micro-batch (1F1B pairing)
-    dualpipe                  run the pipeline in both directions: all-to-alls hide under the other direction's
-                              computation, and each rank has two copies of the parameters
-
-Standard library only. Tested in ``tests/planning/test_plan.py``.
+fp8                       matrix products of all linear layers in fp8
+fp8-mlp                   matrix products of feed-forward layers and experts in fp8
+fp8-activations           inputs that matrix products keep are stored in one byte per element
+fp8-swiglu                so are the inputs of the activations of experts, shared ones included (DeepSeek-V3)
+operator-recompute:A+B    recompute the outputs of these operators instead of keeping them: norm, qkv, up,
+                          activation, core; or combine (rows are weighted before the all-to-all back, so that none
+                          are kept). A@4-8,10 applies to these layers only
+cuda-graphs               no kernel waits for its launch by the host
+fused-experts             one kernel for an expert layer's products, its activation and its casts, which reads the
+                          rows per expert on the device
+hybrid-ep                 a token travels to a node and to a rank once, permuted on its way (HybridEP, DeepEP)
+expert-overlap            all-to-alls of experts hide under the products of another micro-batch (1F1B pairing)
+dualpipe                  run the pipeline in both directions: all-to-alls hide under the other direction's
+                          computation, and each rank has two copies of the parameters
 """
 
 from __future__ import annotations

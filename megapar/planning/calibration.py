@@ -7,8 +7,6 @@ fused kernels, by which published runs are predicted. They differ in the costs o
 The numbers are in ``fitted.py``, which ``benchmarks/prediction/fit.py`` writes. Those of ``megatron`` and the shares of
 devices are fitted to published runs. ``scores`` and ``memory`` of ``megapar`` were measured on one H200
 (``benchmarks/throughput/results/2026-11-26-h200-day.jsonl``); its other costs are counts of the budgets.
-
-Tested in ``tests/planning/test_calibration.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One candidate of a search: the values of the knobs that differ from their defaults.
-
-Tested in ``tests/planning/test_knobs.py``.
-"""
+"""One candidate of a search: the values of the knobs that differ from their defaults."""
 
 from __future__ import annotations
 

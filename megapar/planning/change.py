@@ -1,7 +1,4 @@
-"""Variations of a configuration, resolved and checked by the same rules as a command line.
-
-Tested in ``tests/planning/test_search.py``.
-"""
+"""Variations of a configuration, resolved and checked by the same rules as a command line."""
 
 from __future__ import annotations
 

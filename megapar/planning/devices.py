@@ -1,7 +1,4 @@
-"""Parser of ``--device-kind``, whose figures flags may replace. The rows are in ``megapar/core/device/kinds.yaml``.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""Parser of ``--device-kind``, whose figures flags may replace. The rows are in ``megapar/core/device/kinds.yaml``."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ without regard to their load, as they are without ``--moe-rebalance-interval``. 
 each spread by 1 / sqrt(L) of the experts' spread, and the busiest of r ranks is about sqrt(2 ln r) of that above the
 mean, as the maximum of r normal variables grows. It is no more than the mean of the L most loaded experts, which with
 one expert per rank is the load of the busiest one itself.
-
-Standard library only. Tested in ``tests/planning/test_expert_load.py``.
 """
 
 from __future__ import annotations

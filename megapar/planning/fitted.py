@@ -1,7 +1,4 @@
-"""Numbers of ``calibration.py``, written by ``python -m benchmarks.prediction.fit --write``.
-
-Tested in ``tests/planning/test_calibration.py``.
-"""
+"""Numbers of ``calibration.py``, written by ``python -m benchmarks.prediction.fit --write``."""
 
 from typing import Any
 

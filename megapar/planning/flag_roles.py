@@ -1,8 +1,6 @@
 """The role of each flag in a search: tried, left to the user, part of what is trained, or outside a step.
 
 Every flag has exactly one role. A knob changes time, memory or traffic and not what is trained, so a search tries it.
-
-Tested in ``tests/planning/test_flags_move.py``.
 """
 
 from __future__ import annotations

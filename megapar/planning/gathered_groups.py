@@ -1,7 +1,4 @@
-"""Groups of parameters that a stage gathers and reduces together: the run's segments, with what is wrapped apart.
-
-Tested in ``tests/planning/test_memory.py``.
-"""
+"""Groups of parameters that a stage gathers and reduces together: the run's segments, with what is wrapped apart."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 ``--recompute-partition`` keeps a shard of each input on every mp rank, ``--recompute-offload`` a copy in host memory.
 The newest units of a rank stay whole on the device (``core/recompute/saved_inputs.py``): their copies to the host are
 made in any case, but nothing is fetched.
-
-Tested in ``tests/planning/test_kept_inputs.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A knob is one decision, made by one flag or by flags that make sense only together (a schedule and its chunks). The
 values are those that the sizes of the model and the number of ranks allow; the rules have the last word.
-
-Tested in ``tests/planning/test_knobs.py``.
 """
 
 from __future__ import annotations

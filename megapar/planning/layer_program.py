@@ -2,8 +2,6 @@
 
 ``tests/model/layers/test_ampipe.py`` compares the same drawing with the orders that runs record. Without slices a layer
 is its operators one after another, and waits for each all-to-all where it is launched.
-
-Standard library only. Tested in ``tests/planning/test_program.py``.
 """
 
 from __future__ import annotations

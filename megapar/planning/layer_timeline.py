@@ -2,8 +2,6 @@
 
 The layer is one in the middle of the first stage, with experts if any has. Where slices pass from layer to layer, it
 has others like it before and after it.
-
-Standard library only. Tested in ``tests/planning/test_layer_timeline.py``.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ Memory can peak at only a few moments of a step, and each is a sum:
 Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
 buffers of the reduction's dtype (stage 2). torch has no caching allocator on a CPU, so communication buffers are kept
 for the next step (``core/comm/buffers.py``), and a reduce-scatter needs a buffer for its result.
-
-Tested in ``tests/planning/test_plan.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Legal layouts nearest to a requested one that the rules refuse, or that must run on another number of ranks.
-
-Standard library only. Tested in ``tests/tools/launcher/test_elastic.py``.
-"""
+"""Legal layouts nearest to a requested one that the rules refuse, or that must run on another number of ranks."""
 
 from __future__ import annotations
 

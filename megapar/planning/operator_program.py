@@ -3,8 +3,6 @@
 A collective that a product hides travels in pieces, as ``core/tensor_parallel/overlapped_linear.py`` draws it; keys and
 values over cp travel while tiles are computed, as ``core/context_parallel`` draws them. Everything else is waited for
 where it is launched. A slice has a share of the rows, so its products are shorter, and all of the kernels.
-
-Standard library only. Tested in ``tests/planning/test_program.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 All models, devices and layouts have one calibration, which ``benchmarks/prediction`` compares with published runs; the
 software adds its kernels and bytes to an operator's.
-
-Tested in ``tests/planning/test_operator_time.py``.
 """
 
 from __future__ import annotations

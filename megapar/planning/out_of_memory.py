@@ -1,7 +1,4 @@
-"""Memory figures of the plan: for the start of a run, and for the report of a run that is out of memory.
-
-Tested in ``tests/training/building/test_memory.py``.
-"""
+"""Memory figures of the plan: for the start of a run, and for the report of a run that is out of memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Input of the plan's formulas: the model, the stages, and one rank of each stage.
-
-Tested in ``tests/planning/test_plan.py``.
-"""
+"""Input of the plan's formulas: the model, the stages, and one rank of each stage."""
 
 from __future__ import annotations
 

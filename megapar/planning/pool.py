@@ -2,8 +2,6 @@
 
 On a CPU, buffers are reused instead of freed (``core/comm/buffers.py``), so memory depends on the buffers that exist
 after a few steps. The order in which buckets are sent (``core/sharding/zero.py``) determines which buffers are reused.
-
-Tested in ``tests/tools/tracing/test_trace.py``.
 """
 
 from __future__ import annotations

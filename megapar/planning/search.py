@@ -7,8 +7,6 @@ until no knob has a better one. So the result is never slower than a candidate t
 
 Each candidate passes the command line's rules. Its time is computed before its memory, and its memory only if it is
 faster than the best one so far.
-
-Tested in ``tests/planning/test_search.py``.
 """
 
 from __future__ import annotations

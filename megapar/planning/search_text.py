@@ -1,7 +1,4 @@
-"""Text and JSON forms of a search: the best layouts, a command to start the first, and why no other is better.
-
-Tested in ``tests/planning/test_search.py``.
-"""
+"""Text and JSON forms of a search: the best layouts, a command to start the first, and why no other is better."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 A plan outside a search has its own, and shares it with nothing. Keys contain everything that a part depends on, except
 the kind of device, what is assumed, and the data, which a search does not change.
-
-Tested in ``tests/planning/test_shared.py``.
 """
 
 from __future__ import annotations

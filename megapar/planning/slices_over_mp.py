@@ -2,8 +2,6 @@
 
 The drawing is that of ``model/layers/ampipe.py``: all but a layer's first all-gather and last reduce-scatter are in
 flight while another slice computes, and their conjugates likewise.
-
-Standard library only. Tested in ``tests/planning/test_program.py``.
 """
 
 from __future__ import annotations

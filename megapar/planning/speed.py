@@ -1,8 +1,6 @@
 """Time of a step: its pipeline, whose stages run their drawn programs (``stage_time``), and what follows it.
 
 One law holds by construction: a step takes at least as long as any link, or the compute units, are busy.
-
-Tested in ``tests/planning/test_law.py`` and ``tests/planning/test_queues.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Layers that do not pass slices on are run one by one, equal ones once. In a chain of layers that do, equal units take
 equally long from the third on.
-
-Standard library only. Tested in ``tests/planning/test_stage_time.py``.
 """
 
 from __future__ import annotations

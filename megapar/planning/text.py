@@ -1,7 +1,4 @@
-"""Text form of a plan, the page that ``megapar plan`` prints.
-
-Tested in ``tests/planning/test_plan.py``.
-"""
+"""Text form of a plan, the page that ``megapar plan`` prints."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ wait for it. A message starts when it has been launched, when the message before
 ended, and, on each link that it uses, when that link is free. Links serve messages in the order of their launches.
 A message across nodes uses the links within and between nodes at once. Work that runs while messages travel is slower
 by ``shown`` seconds for each second of a message, because both use the units and the memory of a device.
-
-Standard library only. Tested in ``tests/planning/test_timeline.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Settings that a plan refuses because it has no formula for their cost.
-
-Tested in ``tests/planning/test_unpriced.py``.
-"""
+"""Settings that a plan refuses because it has no formula for their cost."""
 
 from __future__ import annotations
 

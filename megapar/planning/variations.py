@@ -3,8 +3,6 @@
 A search tries thousands of them, so the files are read once, only those rules are evaluated again that read a value
 which differs, and groups of options without a change are shared. A rule sees only the values that it declares
 (``schema.rule.Facts``), so its outcome cannot depend on anything else.
-
-Tested in ``tests/planning/test_variations.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rows on AMPipe and pipe-experts. d is --ampipe-degree, N is --pipe-experts-multi-data.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on AMPipe and pipe-experts. d is --ampipe-degree, N is --pipe-experts-multi-data."""
 
 from __future__ import annotations
 

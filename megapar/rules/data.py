@@ -1,7 +1,4 @@
-"""Rows on the training data, and parsing of ``--data-path``.
-
-Tested in ``tests/data/sampling/test_mixture.py``.
-"""
+"""Rows on the training data, and parsing of ``--data-path``."""
 
 from __future__ import annotations
 

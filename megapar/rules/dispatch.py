@@ -1,7 +1,4 @@
-"""Rows on the dispatch of experts by node, the number of ranks of a node, and experts that move between ranks.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on the dispatch of experts by node, the number of ranks of a node, and experts that move between ranks."""
 
 from __future__ import annotations
 

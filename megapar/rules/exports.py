@@ -1,8 +1,6 @@
 """Limits of the published classes: rows for ``--save-hf``, and the same check for an existing model.
 
-The classes list their limits in ``model/*/published.py``. Standard library only.
-
-Tested in ``tests/training/test_exports.py``.
+The classes list their limits in ``model/*/published.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rows on the device mesh: the degrees must multiply to the number of ranks, and each must divide some sizes.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on the device mesh: the degrees must multiply to the number of ranks, and each must divide some sizes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows on the sizes that every model has, and on the limits of the Hugging Face format.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on the sizes that every model has, and on the limits of the Hugging Face format."""
 
 from __future__ import annotations
 

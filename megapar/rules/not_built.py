@@ -1,7 +1,4 @@
-"""Features of a later version, one row each; implementing a feature removes its row.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Features of a later version, one row each; implementing a feature removes its row."""
 
 from __future__ import annotations
 

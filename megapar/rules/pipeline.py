@@ -1,7 +1,4 @@
-"""Rows on pipeline stages, schedules and activation checkpointing.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on pipeline stages, schedules and activation checkpointing."""
 
 from __future__ import annotations
 

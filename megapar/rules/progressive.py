@@ -1,7 +1,4 @@
-"""Rows on progressive learning (ERNIE 3.0).
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on progressive learning (ERNIE 3.0)."""
 
 from __future__ import annotations
 

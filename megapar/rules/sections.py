@@ -1,4 +1,4 @@
-"""Time limits of the sections of a run, set by ``--section-timeouts``. Standard library only."""
+"""Time limits of the sections of a run, set by ``--section-timeouts``."""
 
 from __future__ import annotations
 

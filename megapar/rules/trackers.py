@@ -1,7 +1,4 @@
-"""Rows on experiment trackers: their options need the flag that turns the tracker on.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on experiment trackers: their options need the flag that turns the tracker on."""
 
 from __future__ import annotations
 

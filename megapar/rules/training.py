@@ -1,7 +1,4 @@
-"""Rows on batches, schedules, sharding modes, checkpoints and data.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows on batches, schedules, sharding modes, checkpoints and data."""
 
 from __future__ import annotations
 

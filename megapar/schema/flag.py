@@ -2,8 +2,6 @@
 
 A number is declared once: the field of the dataclass that layers take carries its flag. ``from_flags`` builds such a
 dataclass from the values of flags, and ``to_flags`` is its inverse.
-
-Tested in ``tests/test_arguments.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Types and bounds of the settings in a published config.json. Standard library only.
+"""Types and bounds of the settings in a published config.json.
 
 The file is untrusted input and may contain any JSON value, and Python's JSON also accepts NaN, infinities and numbers
 of any length. A value that passes its check is safe to calculate with.
-
-Tested in ``tests/model/test_absurd_folder.py``.
 """
 
 from __future__ import annotations

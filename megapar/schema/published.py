@@ -3,8 +3,6 @@
 Each class of transformers that megapar reads or writes is one ``PublishedArchitecture``, listed in ``published.py`` of
 the model that implements it. The reader and the writer of config.json, the rows that refuse ``--save-hf``, the
 conversion of tensors and docs/architectures.md are all driven by this list.
-
-Tested in ``tests/model/test_architectures.py``.
 """
 
 from __future__ import annotations

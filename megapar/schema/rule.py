@@ -1,7 +1,4 @@
-"""Rows of the compatibility matrix, and the facts that they read.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rows of the compatibility matrix, and the facts that they read."""
 
 from __future__ import annotations
 

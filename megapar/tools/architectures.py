@@ -1,7 +1,4 @@
-"""docs/architectures.md: the published classes that megapar reads and writes, generated from the code's own table.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""docs/architectures.md: the published classes that megapar reads and writes, generated from the code's own table."""
 
 from __future__ import annotations
 

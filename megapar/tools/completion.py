@@ -2,8 +2,6 @@
 
 The package argcomplete does the work: the shell runs ``megapar`` with the line so far in the environment, and gets the
 words that may follow. Each command's own parser says which, and is the only one that is imported.
-
-Tested in ``tests/tools/test_completion.py``.
 """
 
 from __future__ import annotations

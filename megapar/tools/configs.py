@@ -1,7 +1,4 @@
-"""``megapar configs``: lists the configurations of the package, or prints one of them.
-
-Tested in ``tests/tools/test_package.py``.
-"""
+"""``megapar configs``: lists the configurations of the package, or prints one of them."""
 
 from __future__ import annotations
 

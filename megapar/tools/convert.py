@@ -1,7 +1,4 @@
-"""``megapar convert``: converts models between Hugging Face folders and checkpoints.
-
-Tested in ``tests/training/checkpoints/test_convert.py``.
-"""
+"""``megapar convert``: converts models between Hugging Face folders and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``megapar data``: prepares and checks files of tokens, and trains tokenizers.
-
-Tested in ``tests/data/tokens/test_prepare.py`` and ``tests/tools/test_mistakes.py``.
-"""
+"""``megapar data``: prepares and checks files of tokens, and trains tokenizers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``megapar docs``: writes the generated pages, or reports which are stale.
-
-Tested in ``tests/tools/test_main.py`` and ``tests/test_compatibility.py``.
-"""
+"""``megapar docs``: writes the generated pages, or reports which are stale."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ megapar evaluate CHECKPOINT [--data-path PATH ... | --eval-data-path PATH ...] [
 The flags that describe the model and its samples are those that the checkpoint records. The layout is a new one: a
 single process, or the ranks of ``megapar launch ... evaluate``. As a module it is the program of a rank, with the line
 of the trainer: python .../own.py megapar.tools.evaluate KIND FLAGS...
-
-Tested in ``tests/tools/test_checkpoint_commands.py``.
 """
 
 from __future__ import annotations

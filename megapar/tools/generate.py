@@ -2,8 +2,6 @@
 
 The checkpoint is exported as a Hugging Face folder, and transformers generates. The folder is temporary unless
 --hf-cache keeps it.
-
-Tested in ``tests/tools/test_checkpoint_commands.py``.
 """
 
 from __future__ import annotations

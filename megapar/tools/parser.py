@@ -1,7 +1,4 @@
-"""An argparse parser with short errors: the mistake and the nearest option, without the usage.
-
-Tested in ``tests/tools/test_mistakes.py``.
-"""
+"""An argparse parser with short errors: the mistake and the nearest option, without the usage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""docs/presets.md: a table of the files in configs/, generated from their values and their header comments.
-
-Tested in ``tests/tools/test_preset_table.py`` and ``tests/test_compatibility.py``.
-"""
+"""docs/presets.md: a table of the files in configs/, generated from their values and their header comments."""
 
 from __future__ import annotations
 

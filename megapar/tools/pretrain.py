@@ -1,8 +1,6 @@
 """``megapar pretrain``: the trainers as a command. The entry scripts and the ranks of a launch run it as well.
 
 megapar pretrain moe|ernie [FLAGS]
-
-Tested in ``tests/tools/test_package.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``megapar rules``: prints the compatibility matrix as text, or as the Markdown of docs/compatibility.md.
-
-Tested in ``tests/tools/test_main.py`` and ``tests/test_compatibility.py``.
-"""
+"""``megapar rules``: prints the compatibility matrix as text, or as the Markdown of docs/compatibility.md."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.moe.dispatch_bytes import Sent, node_row_bytes
-from megapar.moe.expert_rows import row_columns
+from megapar.moe.row_counts import row_columns
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.step.observer import StepObserver

@@ -5,8 +5,6 @@
 
 Each rank plans, the first rank collects all plans and returns an assignment to each, and each rank does its part. A
 failure on any rank fails on all of them.
-
-Tested in ``tests/core/checkpoint/test_store.py`` and ``tests/core/checkpoint/test_damage.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     temporary name -> fsync of every file and folder -> rename, or exchange with the old one -> fsync of the parent
 
-After a power failure a name refers either to the old content or to all of the new content. Standard library only.
+After a power failure a name refers either to the old content or to all of the new content.
 """
 
 from __future__ import annotations

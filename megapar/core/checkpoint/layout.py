@@ -10,8 +10,6 @@
 
 The file is untrusted input: reading it either returns a CheckpointLayout or raises CheckpointError, whatever it
 contains.
-
-Tested in ``tests/core/checkpoint/test_fuzz.py`` and ``tests/core/checkpoint/test_damage.py``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ root/owner/
   3.latest      see megapar/files/checkpoint_names.py
 
 The owner is the highest epoch. Nothing here reads a clock, because the clocks of two machines may differ.
-
-Tested in ``tests/core/checkpoint/test_owner.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Manifests: the sizes and SHA-256 digests of a complete file or folder. Standard library only.
+"""Manifests: the sizes and SHA-256 digests of a complete file or folder.
 
 {"name": "tokens/4f2a..", "files": {"corpus.bin": [size, "sha256"], ...}}
-
-Tested in ``tests/core/checkpoint/test_durable.py``.
 """
 
 from __future__ import annotations

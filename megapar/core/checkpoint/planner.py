@@ -1,7 +1,4 @@
-"""DCP planners for shards: assign each box one writer at save, and find the stored pieces that fill a box at load.
-
-Tested in ``tests/core/checkpoint/test_fuzz.py`` and ``tests/core/checkpoint/test_damage.py``.
-"""
+"""DCP planners for shards: assign each box one writer at save, and find the stored pieces that fill a box at load."""
 
 from __future__ import annotations
 

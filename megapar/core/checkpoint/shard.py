@@ -1,7 +1,4 @@
-"""Shards: a rank's part of a global tensor, in the form that torch.distributed.checkpoint (DCP) accepts.
-
-Tested in ``tests/core/checkpoint/test_store.py``.
-"""
+"""Shards: a rank's part of a global tensor, in the form that torch.distributed.checkpoint (DCP) accepts."""
 
 from __future__ import annotations
 

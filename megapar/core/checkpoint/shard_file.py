@@ -2,8 +2,6 @@
 
 The format is the public one (``files.tensor_file``), so that any safetensors reader can open a shard. Tensors are
 sorted by descending element size, which keeps each of them aligned.
-
-Tested in ``tests/core/checkpoint/test_damage.py`` and ``tests/core/checkpoint/test_store.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""DCP storage of a checkpoint: one safetensors file per writing rank, the scalars as JSON, and layout.json.
-
-Tested in ``tests/core/checkpoint/test_store.py`` and ``tests/core/checkpoint/test_damage.py``.
-"""
+"""DCP storage of a checkpoint: one safetensors file per writing rank, the scalars as JSON, and layout.json."""
 
 from __future__ import annotations
 

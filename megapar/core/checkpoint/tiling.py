@@ -7,8 +7,6 @@
 
 Almost every layout cuts a tensor into a grid of cells. The tiling is then a few runs of numbers, however many files
 there are, and the cells that meet a box are found by bisection. Pieces that do not form a grid are listed one by one.
-
-Tested in ``tests/core/checkpoint/test_fuzz.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One axis of the device mesh, as a layer sees it.
-
-Tested in ``tests/core/comm/test_autograd.py``.
-"""
+"""One axis of the device mesh, as a layer sees it."""
 
 from __future__ import annotations
 

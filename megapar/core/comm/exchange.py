@@ -15,8 +15,6 @@ gradient (``alike``). If each rank uses it for a part of the work, the parts of 
 
 An exchange along dim 0 can be in flight (``launch``, called by ``async_pairs.py``). A ``Conjugate`` can also block
 (``run``, called by ``autograd.py``), along any dim.
-
-Tested in ``tests/core/comm/test_async_pairs.py`` and ``tests/core/comm/test_autograd.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The flight recorder: the last collectives that this rank launched, for the report of a hang.
-
-Tested in ``tests/core/health/test_watchdog.py``.
-"""
+"""The flight recorder: the last collectives that this rank launched, for the report of a hang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Blocking messages of host tensors between ranks, for checkpoints and exports. Training steps do not use them.
 
 Their bytes are not counted, and the flight recorder does not note them.
-Tested in ``tests/core/checkpoint/test_local.py`` and ``tests/training/checkpoints/test_convert.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Collectives in flight on this rank: launched, and not waited for yet.
-
-Tested in ``tests/core/comm/test_async_pairs.py`` and ``tests/core/device/test_streams.py``.
-"""
+"""Collectives in flight on this rank: launched, and not waited for yet."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Blocking collectives of JSON values, sent as tensors. Unlike a pickle, a received value is parsed, never executed.
 
 Every rank of the group calls the same function. Training steps do not use them.
-
-Tested in ``tests/training/checkpoints/test_ownership.py`` and ``tests/test_no_objects.py``.
 """
 
 from __future__ import annotations

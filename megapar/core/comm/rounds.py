@@ -1,4 +1,4 @@
-"""The order in which the communicators of a device mesh are created. Standard library only.
+"""The order in which the communicators of a device mesh are created.
 
 If the device is bound to the process, torch creates a group by splitting the world's communicator (``ncclCommSplit``),
 and every rank must participate in every split. Groups are therefore created in rounds, and every rank is in exactly one
@@ -10,8 +10,6 @@ group of each round:
 
                   stages 0 1 2 3      0>1 2>3 | 1>0 3>2 | 1>2 3>0 | 2>1 0>3
                   stages 0 1 2        0>1 2   | 1>0 2   | 1>2 0   | 2>1 0   | 2>0 1 | 0>2 1
-
-Tested in ``tests/core/comm/test_rounds.py``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@
 On an accelerator all three run on the axis' own stream, and the host goes on. On a CPU the host relays. It does so
 where the message between nodes, the slow one, stays in flight as long as that of a plain all-to-all would: right after
 the launch if the first hop is within the node, and in the wait if it is between nodes.
-
-Tested in ``tests/core/comm/test_two_hops.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Columns of the attention matrix as ranks send them: for each head the key's features, then the value's.
 
 Shape letters: B batch, G key-value heads, S positions, D head size of queries and keys, V of values.
-
-Tested in ``tests/core/context_parallel/test_blockwise.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keys and values of all ranks at once: one all-gather, and one reduce-scatter for the gradients.
 
 Computing this rank's own tiles hides the all-gather, and in the backward both messages.
-Source: Llama 3, arXiv 2407.21783, section 3.3.2. Tested in ``tests/core/context_parallel/test_blockwise.py``.
+Source: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations

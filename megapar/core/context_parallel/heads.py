@@ -10,7 +10,6 @@ Keys and values that are made of latents (``latents``) need not travel: queries 
 positions are gathered, and each rank makes the keys and values of its heads.
 
 Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values.
-Tested in ``tests/core/context_parallel/test_method.py``.
 """
 
 from __future__ import annotations

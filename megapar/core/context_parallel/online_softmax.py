@@ -1,7 +1,7 @@
 """Online softmax: attention of a rank's queries tile by tile, merging tiles by their log-sum-exps.
 
 Shape letters: B batch, N query heads, G key-value heads, S queries, L keys, D head size of queries and keys, V of
-values and outputs. Tested in ``tests/core/context_parallel/test_blockwise.py``.
+values and outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The positions of a sequence that each rank of cp holds. Standard library only.
+"""The positions of a sequence that each rank of cp holds.
 
 Every rank holds two runs of consecutive positions. In the plain layout ("in order") they are adjacent. In zig-zag the
 second run mirrors the first, so that under a causal mask every rank attends to the same number of keys. When the

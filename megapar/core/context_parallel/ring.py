@@ -7,7 +7,6 @@
 
 The gradients of a block follow it around the ring and return while their owner computes its late own tiles.
 Source: Ring Attention, arXiv 2310.01889; the order of the backward, which hides every message, is ours.
-Tested in ``tests/core/context_parallel/test_blockwise.py``.
 """
 
 from __future__ import annotations

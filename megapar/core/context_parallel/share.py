@@ -1,7 +1,4 @@
-"""The ranks that share the positions of a micro-batch: those of cp and, under sequence parallelism, of mp.
-
-Tested in ``tests/core/context_parallel/test_positions.py``.
-"""
+"""The ranks that share the positions of a micro-batch: those of cp and, under sequence parallelism, of mp."""
 
 from __future__ import annotations
 

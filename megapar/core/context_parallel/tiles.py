@@ -1,4 +1,4 @@
-"""Tiles: the rectangles of the attention matrix that a rank computes. Standard library only.
+"""Tiles: the rectangles of the attention matrix that a rank computes.
 
 A tile is either fully visible or causal (square, on the diagonal), so that kernels need no mask. Example: zig-zag,
 cp 2, the rows of rank 0 and columns in storage order (runs 0, 3 | 1, 2; # visible):

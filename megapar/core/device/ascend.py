@@ -7,8 +7,6 @@ Dk >= Dv). If the head size of values is larger, queries and keys are padded wit
 
 Shape letters: B batch, S positions of q, L of k and v, N query heads, G key-value heads, D head size of q and k, V of v
 and the output, T = B S, R rows, I and O features in and out, E experts, k choices.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 
 Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values and
 outputs.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ The packed forms attend inside documents only. A slice can contain any part of a
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, D head size of q and k, V of v
 and the output.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

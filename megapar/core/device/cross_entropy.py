@@ -1,7 +1,5 @@
 """Cross-entropy over the whole vocabulary, with its gradient.
 
-Tested in ``tests/core/device/test_cross_entropy.py``.
-
 Shape letters: N rows (tokens), V vocabulary.
 """
 

@@ -1,8 +1,6 @@
 """GPUs of NVIDIA, and of AMD, whose build of torch (ROCm) has the same names: its device type is cuda, RCCL is nccl.
 
 What only NVIDIA's GPUs have is asked by ``torch.version.hip``. No AMD GPU has been run on.
-
-Tested in ``tests/core/device/test_base.py``.
 """
 
 from __future__ import annotations

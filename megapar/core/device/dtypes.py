@@ -1,7 +1,4 @@
-"""Dtypes derived from that of the run, or from the device.
-
-Tested in ``tests/core/device/test_ops.py``.
-"""
+"""Dtypes derived from that of the run, or from the device."""
 
 from __future__ import annotations
 

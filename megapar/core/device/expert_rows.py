@@ -3,8 +3,6 @@
 Copies are exact in every form. Sums are taken in max(fp32, dtype), in the order of a token's choices.
 
 Shape letters: T tokens, k choices per token, H hidden, R rows, w columns of a weight.
-
-Tested in ``tests/core/device/test_triton_operators.py`` and ``tests/moe/test_message.py``.
 """
 
 from __future__ import annotations

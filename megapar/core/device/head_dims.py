@@ -1,8 +1,6 @@
 """Padding of keys or values with different head sizes, for kernels that take a single head size.
 
 Zeros appended to the shorter features change neither the scores nor the other features of the output.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Cache of index tensors on a device.
-
-Tested in ``tests/model/layers/test_arrangement.py``.
-"""
+"""Cache of index tensors on a device."""
 
 from __future__ import annotations
 

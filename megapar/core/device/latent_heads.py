@@ -10,7 +10,7 @@ Keys are written once. Values stay a view of the product unless the kernel of at
 Shape letters: B batch, S sequence, N heads, D features of a query or key head, Dn plain and Dr rotated ones, V features
 of a value head.
 
-Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Tested in ``tests/core/device/test_latent_heads.py``.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations

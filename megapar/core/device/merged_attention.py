@@ -8,8 +8,6 @@ Neither a mask nor the scores are materialized.
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of q, L of k and v, P = L - S of the prefix,
 D head size of q and k, V of v and the output.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

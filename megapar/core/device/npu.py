@@ -1,7 +1,4 @@
-"""Ascend NPUs, by torch_npu.
-
-Tested in ``tests/core/device/test_base.py``.
-"""
+"""Ascend NPUs, by torch_npu."""
 
 from __future__ import annotations
 

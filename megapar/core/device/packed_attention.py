@@ -4,8 +4,6 @@ Samples without their padding are documents, too: one after another, each with a
 
 Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size of queries and keys, V of
 values and outputs.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

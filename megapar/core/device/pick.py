@@ -1,7 +1,4 @@
-"""Selection of the device, by flag or by availability.
-
-Tested in ``tests/training/test_loss_scaling.py``, which starts a world on a picked device.
-"""
+"""Selection of the device, by flag or by availability."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 Angles are (cos, sin), [B, S, D / 2] each, in max(fp32, dtype).
 
 Shape letters: B batch, S sequence, G groups (key-value heads), Q query heads per group, N query heads, D head size.
-
-Tested in ``tests/core/device/test_ops.py``.
 """
 
 from __future__ import annotations

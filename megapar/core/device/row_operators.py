@@ -2,8 +2,6 @@
 
 Used like those of ``triton_operators.py``. All of them repeat: no result depends on the order of threads.
 
-Tested in ``tests/core/device/test_triton_operators.py``.
-
 Shape letters: T tokens, k choices per token, H hidden, E experts, R rows, w columns of a weight.
 """
 

@@ -3,8 +3,6 @@
 Every form gives the same numbers.
 
 Shape letters: T tokens, k choices per token, E experts, L experts on this rank, R rows.
-
-Tested in ``tests/core/device/test_triton_operators.py`` and ``tests/moe/test_expert_order.py``.
 """
 
 from __future__ import annotations

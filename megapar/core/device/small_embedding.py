@@ -1,7 +1,5 @@
 """Embeddings of few rows, such as token types and learned positions.
 
-Tested in ``tests/core/device/test_ops.py``.
-
 Shape letters: N indices, C rows of the weight, H hidden.
 """
 

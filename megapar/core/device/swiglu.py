@@ -1,7 +1,4 @@
-"""Swiglu: silu(gate) * up of a fused gate-up product, times a weight per row.
-
-Tested in ``tests/core/device/test_ops.py``.
-"""
+"""Swiglu: silu(gate) * up of a fused gate-up product, times a weight per row."""
 
 from __future__ import annotations
 

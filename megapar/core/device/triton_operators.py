@@ -2,8 +2,6 @@
 
 torch's builds for CUDA include Triton. GPUs use the kernels after each has computed an example (``triton_trial.py``);
 otherwise they use the forms without Triton.
-
-Tested in ``tests/core/device/test_triton_operators.py``.
 """
 
 from __future__ import annotations

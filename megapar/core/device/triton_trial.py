@@ -1,7 +1,4 @@
-"""Trial of the Triton kernels on a GPU, before a run uses them.
-
-Tested in ``tests/core/device/test_triton_operators.py``.
-"""
+"""Trial of the Triton kernels on a GPU, before a run uses them."""
 
 from __future__ import annotations
 

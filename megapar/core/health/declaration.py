@@ -1,7 +1,7 @@
 """Declarations: the flags and facts of each node's run, compared before any process group exists.
 
 Equal declarations are equal texts. Those of a thousand nodes are therefore compared as text, and only the differing
-ones are parsed. Standard library only.
+ones are parsed.
 """
 
 from __future__ import annotations

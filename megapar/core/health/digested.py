@@ -4,8 +4,6 @@
 
 The parts rotate. Between two updates no code writes to the tensors, so that a changed digest means faulty memory. Only
 ``changed`` makes the host wait for the device.
-
-Tested in ``tests/core/health/test_state_digest.py``.
 """
 
 from __future__ import annotations

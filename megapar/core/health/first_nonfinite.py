@@ -1,7 +1,4 @@
-"""The first module with a non-finite output: found by hooks on the forward while a bad step is run again.
-
-Tested in ``tests/training/step/test_bad_steps.py``.
-"""
+"""The first module with a non-finite output: found by hooks on the forward while a bad step is run again."""
 
 from __future__ import annotations
 

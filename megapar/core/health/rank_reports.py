@@ -3,8 +3,6 @@
 A rank waits for another one if it has launched more collectives on an axis that both are on. The late ranks are those
 that others wait for and that do not wait themselves. In a save or load, they are the ranks that do not wait for a
 collective or a thread, but for a file. A rank without a report in the store is stopped, dead, or off the network.
-
-Tested in ``tests/core/health/test_watchdog.py``.
 """
 
 from __future__ import annotations

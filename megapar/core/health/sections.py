@@ -1,7 +1,4 @@
-"""Sections: the current activity of each thread of this rank, its time so far, and its time limit.
-
-Tested in ``tests/core/health/test_watchdog.py``.
-"""
+"""Sections: the current activity of each thread of this rank, its time so far, and its time limit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""AdamW on this rank's master weights, a shard of them.
-
-Tested in ``tests/equivalence/test_equivalence.py``.
-"""
+"""AdamW on this rank's master weights, a shard of them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ The device has two slots; program order of the streams for shards 0, 1, 2, ..:
 
 Source: the optimizer-state offload of Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2, with the update on the
 device. On a CPU, host and device are the same memory: the copies are made, and nothing overlaps with them.
-Tested in ``tests/core/device/test_streams.py``.
 """
 
 from __future__ import annotations

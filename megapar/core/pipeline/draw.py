@@ -1,8 +1,8 @@
-"""Drawings of a simulated schedule: text for a terminal, SVG for a page. Standard library only.
+"""Drawings of a simulated schedule: text for a terminal, SVG for a page.
 
 One line per stage, time from left to right. ``F2`` is the forward of micro-batch 2, ``B2`` its backward, ``I2`` and
 ``W2`` the two parts of a split backward. With several chunks per stage the chunk comes first (``4F2``). ``=`` continues
-the computation to its left, ``.`` is pipeline bubble. Tested in ``tests/core/pipeline/test_simulate.py``.
+the computation to its left, ``.`` is pipeline bubble.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ Messages go through ``Queues``, one for each ordered pair of neighbours.
 
 Schedules are torch's (``schedule``), the runtime is not: torch's allocates the receive buffers of all micro-batches at
 once, fixes one shape for a whole run, and its split backward runs the graph twice, collectives included.
-Tested in ``tests/core/pipeline/test_queues.py``.
 """
 
 from __future__ import annotations

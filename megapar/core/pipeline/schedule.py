@@ -11,7 +11,6 @@ An action is written as in torch: chunk, kind, micro-batch. ``2F0`` is the forwa
     I  backward, inputs  W  backward, weights           SEND_B RECV_B   gradients to the previous chunk
 
 Sources: GPipe (arXiv 1811.06965), 1F1B and interleaved (arXiv 2104.04473), zero bubble and ZBV (arXiv 2401.10241).
-Tested in ``tests/core/pipeline/test_simulate.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulation of a schedule without processes: deadlocks, the time of every action, and the pipeline bubble.
 
-Standard library only. There are two models of a message:
+There are two models of a message:
 
     check       A send blocks until its receiver has reached the receive. A schedule that ends under this model cannot
                 hang on any network: buffering in a backend only relaxes it.

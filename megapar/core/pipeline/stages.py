@@ -1,4 +1,4 @@
-"""Pipeline stages: the cut of a model's layers into the chunks that pipeline ranks hold. Standard library only.
+"""Pipeline stages: the cut of a model's layers into the chunks that pipeline ranks hold.
 
 A model is a list of layers between an embedding and a head:
 

@@ -1,7 +1,4 @@
-"""The choice of layers to recompute, and of their units, for runs and for plans. Standard library only.
-
-Tested in ``tests/core/recompute/test_checkpointing.py``.
-"""
+"""The choice of layers to recompute, and of their units, for runs and for plans."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ recompute  ..          dispatch^v experts                 counts are replayed; t
 
 Messages in flight when the unit begins (slices of the previous layer) arrive inside it but are not computed by it: the
 unit keeps what has arrived (``arrival``) as it keeps its inputs.
-Tested in ``tests/core/comm/test_async_pairs.py``.
 """
 
 from __future__ import annotations

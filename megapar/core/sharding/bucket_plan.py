@@ -1,4 +1,4 @@
-"""The plan of buckets: groups of parameters to gather and reduce together. Standard library only.
+"""The plan of buckets: groups of parameters to gather and reduce together.
 
 The flags and Paddle call a bucket a *segment*. Sources: the two segment strategies of Paddle's sharding for ERNIE 3.0
 (PaddlePaddle PR 31884), where buckets are the unit of overlap. Buckets are planned from the parameter table, in forward

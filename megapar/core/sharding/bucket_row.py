@@ -1,9 +1,7 @@
 """The row of a bucket: where the pieces of its parameters are, and the ranges that the optimizer treats alike.
 
-    row | with decay: a, b | c: split over mp | without: d | padding |     [P]; each rank has one, its master shard
-        |  range           |  range           |  range     |
-
-Tested in ``tests/core/sharding/test_bucket.py``.
+row | with decay: a, b | c: split over mp | without: d | padding |     [P]; each rank has one, its master shard
+    |  range           |  range           |  range     |
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Several shardings side by side in one model: stage 3, and experts that are whole on one rank.
-
-Tested in ``tests/equivalence/test_equivalence.py``.
-"""
+"""Several shardings side by side in one model: stage 3, and experts that are whole on one rank."""
 
 from __future__ import annotations
 

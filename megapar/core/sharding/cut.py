@@ -1,4 +1,4 @@
-"""The cut of parameters: the piece of each whose master weights a rank has, as arithmetic. Standard library only.
+"""The cut of parameters: the piece of each whose master weights a rank has, as arithmetic.
 
 mp, ep and emp cut first, along the dims that the parameter's ``axes`` name. Sharding then cuts the local piece along
 its first dim that the degree divides, so that no rank is left empty, and pieces are contiguous in as long runs as can

@@ -1,7 +1,4 @@
-"""Stage 3: parameters are sharded too, by torch's FSDP2, in one group per unit.
-
-Tested in ``tests/equivalence/test_equivalence.py``.
-"""
+"""Stage 3: parameters are sharded too, by torch's FSDP2, in one group per unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives of FSDP2's groups, and the waits for them. Tested in ``tests/training/test_pace.py``."""
+"""The collectives of FSDP2's groups, and the waits for them."""
 
 from __future__ import annotations
 

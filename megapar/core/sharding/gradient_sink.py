@@ -2,7 +2,6 @@
 
 A layer asks for the sink of its weight and calls it, in its backward, with the product. Autograd then gets no gradient
 for this use of the weight, and the weight's hooks fire as always. Megatron calls this gradient accumulation fusion.
-Tested in ``tests/core/sharding/test_zero.py``.
 """
 
 from __future__ import annotations

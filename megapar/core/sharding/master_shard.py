@@ -1,7 +1,4 @@
-"""Master shards: this rank's flat pieces of the master weights, with gradients, for the optimizer to update.
-
-Tested in ``tests/core/optimizer/test_gradient_norm.py``.
-"""
+"""Master shards: this rank's flat pieces of the master weights, with gradients, for the optimizer to update."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@
     afterwards                 c b | a d      of each tensor in ``tensors`` the same one, in one all-to-all
 
 Sharding may cut a rank's piece further. If it cuts dim 0, a row must go to the same shard's piece on another rank.
-
-Tested in ``tests/training/step/test_expert_places.py``.
 """
 
 from __future__ import annotations

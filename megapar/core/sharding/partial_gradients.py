@@ -3,7 +3,6 @@
 Under sequence parallelism every mp rank sees a part of the positions, so parameters that are replicated over mp (norms,
 the router, biases of row parallel layers) have partial gradients. Those that each rank applies to its own heads
 (qk-norm) always have. The sharded gradients are summed, after the reduction over data.
-Tested in ``tests/model/test_parallel.py``.
 """
 
 from __future__ import annotations

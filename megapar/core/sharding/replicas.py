@@ -2,7 +2,7 @@
 
 A rank with faulty memory or arithmetic silently continues with different weights, and every later step spreads the
 damage. A 64-bit digest per tensor, compared by one all-reduce per axis, detects this at the cost of one pass over the
-parameters. Tested in ``tests/training/step/test_bad_steps.py``.
+parameters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The interface of all sharding stages: who owns parameters, gradients and optimizer state.
-
-Tested in ``tests/equivalence/test_equivalence.py``.
-"""
+"""The interface of all sharding stages: who owns parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 

@@ -5,8 +5,6 @@ others are computed. torch marks these operators as internal; names and argument
 megapar uses them in bf16 only.
 
 Shape letters: B batch, S sequence, s = S / (ranks of mp), I in features, O out features.
-
-Tested in ``tests/core/tensor_parallel/test_layers.py``.
 """
 
 from __future__ import annotations

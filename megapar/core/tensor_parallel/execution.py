@@ -1,7 +1,4 @@
-"""Execution options of the layers of a model, created once before the model and passed to every constructor.
-
-Tested in ``tests/core/tensor_parallel/test_layers.py`` and ``tests/core/device/test_compiled.py``.
-"""
+"""Execution options of the layers of a model, created once before the model and passed to every constructor."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Everything launched inside a call is waited for inside it, so nothing is in flig
 run. Only this rank's rows of a gathered input are kept for the backward, which gathers the others again under dgrad.
 
 Shape letters: B batch, M ranks of mp, S sequence, s = S/M own positions, p positions of a piece, I in features and
-O out features on this rank, H features outside the layer. Tested in ``tests/core/tensor_parallel/test_layers.py``.
+O out features on this rank, H features outside the layer.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ gradients are computed while it is in flight.
 The gathered input is kept for the backward: it is small, and attention makes its keys from it there.
 
 Shape letters: B batch, M ranks of mp, S sequence, s = S/M, W width of the input, O out features of a weight on this
-rank, R width of the rest. Tested in ``tests/core/tensor_parallel/test_shared_input.py``.
+rank, R width of the rest.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Each rank sums the squares of its heads; one all-reduce of two numbers per posit
 has one more. Sums are computed and sent in max(fp32, dtype). Source: the norms of OLMo 2 (arXiv 2501.00656).
 
 Shape letters: B samples, S positions, N heads of this rank, D head size.
-
-Tested in ``tests/core/tensor_parallel/test_split_norm.py``.
 """
 
 from __future__ import annotations

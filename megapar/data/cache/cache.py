@@ -1,4 +1,4 @@
-"""The cache folder: entries made once from a corpus, shared by all ranks and later runs. Standard library only.
+"""The cache folder: entries made once from a corpus, shared by all ranks and later runs.
 
 An entry is a file or a folder whose name contains a hash of everything it was made from, so it is never updated:
 either it exists and is complete, or it is made again. Under a lock, one process makes it in a scratch folder and

@@ -1,7 +1,4 @@
-"""Values computed once from a whole file, kept in the cache by the file's path, size and mtime.
-
-Tested in ``tests/data/cache/test_cache.py``.
-"""
+"""Values computed once from a whole file, kept in the cache by the file's path, size and mtime."""
 
 from __future__ import annotations
 

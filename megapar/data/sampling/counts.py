@@ -1,7 +1,4 @@
-"""Counts of the pieces of documents, and the document of each piece, by sparse prefix sums.
-
-Tested in ``tests/data/sampling/test_mixture.py``.
-"""
+"""Counts of the pieces of documents, and the document of each piece, by sparse prefix sums."""
 
 from __future__ import annotations
 

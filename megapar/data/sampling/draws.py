@@ -1,7 +1,4 @@
-"""Random numbers that are pure functions of (seed, number): the same on every rank, machine and library version.
-
-Tested in ``tests/data/sampling/test_samples.py``.
-"""
+"""Random numbers that are pure functions of (seed, number): the same on every rank, machine and library version."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The form of ERNIE's samples, common to all objectives.
 
 [CLS] part .. [SEP] part .. [SEP] pad ..        token types 0, 1, 1, ..; positions from 0
-
-Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Random tokens instead of a corpus, for benchmarks and for tests without text.
-
-Tested in ``tests/data/sampling/test_ernie.py``.
-"""
+"""Random tokens instead of a corpus, for benchmarks and for tests without text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A random permutation of n items that is computed, not stored. Standard library only.
-
-Tested in ``tests/data/sampling/test_samples.py``.
-"""
+"""A random permutation of n items that is computed, not stored."""
 
 from __future__ import annotations
 

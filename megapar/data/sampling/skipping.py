@@ -1,7 +1,4 @@
-"""Samples without the ranges that a run skips because they harm training.
-
-Tested in ``tests/training/step/test_bad_steps.py``.
-"""
+"""Samples without the ranges that a run skips because they harm training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The training and held-out samples of a mixture of tasks.
-
-Tested in ``tests/data/tasks/test_tasks.py``.
-"""
+"""The training and held-out samples of a mixture of tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Document language model: every next token of a piece, left to right, in the generation branch.
 
 Items: predicted tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
-Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Knowledge-masked language model: words, phrases and named entities are masked whole and predicted.
 
 Items: masked tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.1.
-Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations

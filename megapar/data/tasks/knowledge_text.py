@@ -3,7 +3,6 @@
     [CLS] head relation tail [SEP] sentence [SEP]     the relation is masked whole, or words of the sentence are
 
 Items: masked tokens. Metric: their cross-entropy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.3.
-Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations

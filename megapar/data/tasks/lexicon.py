@@ -1,7 +1,4 @@
-"""Phrases and named entities that are masked whole, matched in ids by an automaton, longest first.
-
-Tested in ``tests/data/tasks/test_tasks.py``.
-"""
+"""Phrases and named entities that are masked whole, matched in ids by an automaton, longest first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Samples of several tasks in one sequence; each sample belongs to one task.
-
-Tested in ``tests/data/tasks/test_tasks.py``.
-"""
+"""Samples of several tasks in one sequence; each sample belongs to one task."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     document   a b c     0: a b, or b c     1: a c     2: a and a part of another document
 
 All parts are thirds of pieces, so that lengths do not reveal the class. Items: samples. Metric: accuracy.
-Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2. Tested in ``tests/data/tasks/test_tasks.py``.
+Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2.
 """
 
 from __future__ import annotations

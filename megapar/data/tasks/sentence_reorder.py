@@ -3,7 +3,6 @@
     class   0 | 1 2 | 3 4 5 6 7 8 | ..        permutations of 1, of 2, of 3 parts, in lexicographic order
 
 Items: samples. Metric: accuracy. Source: ERNIE 3.0 (arXiv 2107.02137), section 3.2.2.
-Tested in ``tests/data/tasks/test_tasks.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The protocol of an objective, and functions that several objectives share.
-
-Tested in ``tests/data/tasks/test_tasks.py``.
-"""
+"""The protocol of an objective, and functions that several objectives share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Broken records: a reader raises the first one, or skips and counts them.
-
-Tested in ``tests/data/text/test_source.py``.
-"""
+"""Broken records: a reader raises the first one, or skips and counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in text: the documentation that every CPython carries, as documents. Standard library only.
+"""The built-in text: the documentation that every CPython carries, as documents.
 
 About 2 MB of English that needs no download: the language reference of ``pydoc_data.topics`` and the
 docstrings of the standard library. Source files are parsed, never imported, so nothing in them runs.

@@ -4,8 +4,6 @@ Text and JSONL files are cut every 16 MiB, files below 4 GiB into 256 chunks of 
 four times as finely, so that workers finish together. A chunk contains the documents that begin in its bytes. A
 compressed file is one chunk, because it can only be read from its beginning. Parquet files are cut by row groups,
 ``datasets`` sources every 8,192 rows.
-
-Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
 from __future__ import annotations

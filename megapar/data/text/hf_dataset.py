@@ -1,7 +1,4 @@
-"""A dataset of the Hugging Face hub or of its cache, opened by name.
-
-Tested in ``tests/data/sampling/test_streaming.py``.
-"""
+"""A dataset of the Hugging Face hub or of its cache, opened by name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hugging Face tokenizers, from a folder or a ``tokenizer.json``; code in a folder is never run.
-
-Tested in ``tests/data/tokenizers/test_tokenizer.py``.
-"""
+"""Hugging Face tokenizers, from a folder or a ``tokenizer.json``; code in a folder is never run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The choice of a tokenizer's class by what its folder or file has.
-
-Tested in ``tests/data/tokenizers/test_tokenizer.py``.
-"""
+"""The choice of a tokenizer's class by what its folder or file has."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The tokenizer of mock data.
-
-Tested in ``tests/data/sampling/test_samples.py``.
-"""
+"""The tokenizer of mock data."""
 
 from __future__ import annotations
 

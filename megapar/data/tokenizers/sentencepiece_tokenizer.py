@@ -1,7 +1,4 @@
-"""SentencePiece models: trained on a corpus, read from a file, and written in Hugging Face's form.
-
-Tested in ``tests/data/tokenizers/test_tokenizer.py``.
-"""
+"""SentencePiece models: trained on a corpus, read from a file, and written in Hugging Face's form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The tokenizer of a run next to its checkpoints: ``SAVE/tokenizer``, which ``--tokenizer-model`` accepts.
-
-Tested in ``tests/training/checkpoints/test_identity.py``.
-"""
+"""The tokenizer of a run next to its checkpoints: ``SAVE/tokenizer``, which ``--tokenizer-model`` accepts."""
 
 from __future__ import annotations
 

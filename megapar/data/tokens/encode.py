@@ -6,8 +6,6 @@
 
 While the work runs, a folder contains one part per finished chunk; a run that was killed resumes from them. The bytes
 of the result depend on the inputs and the tokenizer, not on the number of workers.
-
-Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
 from __future__ import annotations

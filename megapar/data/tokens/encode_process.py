@@ -3,8 +3,6 @@
 A trainer has threads and a device, which forked workers must not inherit, and processes that multiprocessing spawns
 would run the user's script again. The process here is a plain Python: it reads one job as JSON from standard input,
 forks its workers, and writes the result as JSON to standard output.
-
-Tested in ``tests/data/tokens/test_token_cache.py``.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ key             hash of the work; locked by the run and its worker processes
 
 The record has the CRC-32 of what is before it, by which a later run finds parts that a power failure cut or zeroed. So
 encoding does not wait until each part is on the disk.
-
-Tested in ``tests/data/tokens/test_prepare.py``.
 """
 
 from __future__ import annotations

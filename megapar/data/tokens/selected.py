@@ -1,7 +1,4 @@
-"""Documents of an indexed file as token stores: a range of them, or those selected by the hashes of their texts.
-
-Tested in ``tests/data/tokens/test_prepared.py``.
-"""
+"""Documents of an indexed file as token stores: a range of them, or those selected by the hashes of their texts."""
 
 from __future__ import annotations
 

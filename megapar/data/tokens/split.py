@@ -1,7 +1,4 @@
-"""The split of documents into training and held-out ones, and a pair of values for the two sides.
-
-Tested in ``tests/data/tokens/test_prepared.py``.
-"""
+"""The split of documents into training and held-out ones, and a pair of values for the two sides."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Token stores: documents as ids in memory-mapped files.
-
-Tested in ``tests/data/sampling/test_samples.py``.
-"""
+"""Token stores: documents as ids in memory-mapped files."""
 
 from __future__ import annotations
 

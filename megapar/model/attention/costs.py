@@ -1,9 +1,7 @@
-"""Cost of an attention layer on one rank, which the kinds of attention share. Standard library only.
+"""Cost of an attention layer on one rank, which the kinds of attention share.
 
 Shape letters: t positions that matrix products see, s positions outside them, H hidden, N query heads, G key-value
 heads, D head size; N and G are those of this rank.
-
-Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations

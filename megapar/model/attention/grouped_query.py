@@ -1,8 +1,6 @@
 """Description of multi-head, grouped-query and multi-query attention; ``model.layers`` has its class.
 
-Shape letters as in ``model.parameter``; Q query heads of a group. Standard library only.
-
-Tested in ``tests/model/test_table.py`` and ``tests/model/cost/test_model_cost.py``.
+Shape letters as in ``model.parameter``; Q query heads of a group.
 """
 
 from __future__ import annotations

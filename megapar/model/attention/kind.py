@@ -1,7 +1,4 @@
-"""One kind of self-attention, described without torch.
-
-Tested in ``tests/model/layers/test_self_attention.py``.
-"""
+"""One kind of self-attention, described without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Registry of the kinds of attention. Standard library only.
-
-Tested in ``tests/model/layers/test_self_attention.py``.
-"""
+"""Registry of the kinds of attention."""
 
 from __future__ import annotations
 

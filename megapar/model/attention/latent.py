@@ -5,9 +5,7 @@ DeepSeek-V2 (arXiv 2405.04434, section 2.1).
 
 Shape letters: H hidden, N heads, Rq rank of the queries' latent (0: queries straight from the hidden states), R rank of
 the latent of keys and values, Dn plain features of a query or key head, Dr rotated features, which follow the plain
-ones, V features of a value head. Standard library only.
-
-Tested in ``tests/model/attention/test_latent.py``.
+ones, V features of a value head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost of multi-latent attention on one rank. Standard library only.
+"""Cost of multi-latent attention on one rank.
 
 Shape letters: t positions that matrix products see, s positions outside them, H hidden, N heads of this rank, D
 features of a query or key head (Dn plain ones, Dr rotated), V features of a value head, Rq and R ranks of the latents
@@ -7,8 +7,6 @@ of queries and of keys and values, W features of the down projection's output.
 The latents, the rotary key and the queries are kept for the backward, and keys and values are not: attention's backward
 makes them again. Under context parallelism ranks send latents or keys and values (``latent_exchange``); every rank
 makes the keys and values of all latents that arrive. These up-projections are ``OpCost.extra``.
-
-Tested in ``tests/model/cost/test_latent_costs.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The choice of what ranks of cp send for multi-latent attention: latents, or keys and values.
-
-Tested in ``tests/model/attention/test_latent_exchange.py``.
-"""
+"""The choice of what ranks of cp send for multi-latent attention: latents, or keys and values."""
 
 from __future__ import annotations
 

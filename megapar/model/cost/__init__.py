@@ -1,1 +1,1 @@
-"""Cost types, and the costs of operators that models share. Standard library only."""
+"""Cost types, and the costs of operators that models share."""

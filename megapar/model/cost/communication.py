@@ -1,7 +1,4 @@
-"""Communication of a layer's operators over mp, emp and cp. Standard library only.
-
-Tested in ``tests/model/cost/test_model_cost.py``.
-"""
+"""Communication of a layer's operators over mp, emp and cp."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Chunk size of the logits, for runs and plans. Standard library only.
-
-Tested in ``tests/model/layers/test_loss.py``.
-"""
+"""Chunk size of the logits, for runs and plans."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Costs of operators that models share: norms, MLPs, embeddings and vocabulary heads. Standard library only.
+"""Costs of operators that models share: norms, MLPs, embeddings and vocabulary heads.
 
 Kept bytes follow the backward formulas of the kernels that run on the device (``core/device/ops.py``: a CPU has no
 fused RMS norm, for example).
 
 Shape letters: t positions that matrix products see, s positions outside them (s = t / mp under sequence parallelism),
 H hidden, F MLP width, V rows of the vocabulary.
-
-Tested in ``tests/model/cost/test_model_cost.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Description of one rank of a run, the input of the cost formulas. Standard library only.
-
-Tested in ``tests/model/cost/test_model_cost.py``.
-"""
+"""Description of one rank of a run, the input of the cost formulas."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """One layer of the decoder: attention, then a dense MLP or a mixture of experts, with norms before or after each.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
-
-Tested in ``tests/model/test_models.py``.
 """
 
 from __future__ import annotations

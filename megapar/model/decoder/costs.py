@@ -1,7 +1,4 @@
-"""Costs of a decoder on a rank: blocks with a dense MLP or experts, multi-token prediction, head.
-
-Standard library only. Tested in ``tests/model/cost/test_model_cost.py``.
-"""
+"""Costs of a decoder on a rank: blocks with a dense MLP or experts, multi-token prediction, head."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keys of config.json of the DeepSeek family, each with its flag: latent attention and its routing.
-
-Standard library only. Tested in ``tests/training/test_deepseek_keys.py``.
-"""
+"""Keys of config.json of the DeepSeek family, each with its flag: latent attention and its routing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The embedding of a decoder.
-
-Tested in ``tests/model/test_models.py``.
-"""
+"""The embedding of a decoder."""
 
 from __future__ import annotations
 

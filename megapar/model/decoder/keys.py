@@ -1,7 +1,4 @@
-"""Keys of config.json that decoders share, each with its flag. Standard library only.
-
-Tested in ``tests/training/checkpoints/test_convert.py``.
-"""
+"""Keys of config.json that decoders share, each with its flag."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Layers of a decoder that have experts, as ``--moe-layer-freq`` gives them. Standard library only.
+"""Layers of a decoder that have experts, as ``--moe-layer-freq`` gives them.
 
 Megatron-LM evaluates the value as Python. Here it is parsed: a number N, which gives experts to layers 0, N, 2 N, ..,
 or sums and multiples of lists of 0 and 1, such as ([0]*3+[1]*58), with one number for each layer.
-
-Tested in ``tests/model/test_layer_pattern.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Settings of a decoder that some published classes do not support. Standard library only.
+"""Settings of a decoder that some published classes do not support.
 
 The rules that refuse ``--save-hf`` are made from these limits. The export and ``megapar convert`` check them again
 against the sizes of the model.
-
-Tested in ``tests/model/hugging_face/test_save.py``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary, L mixture-of-experts layers, E experts; S is split over mp
 under sequence parallelism, written S(/mp).
-
-Tested in ``tests/model/test_table.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Published classes that the decoder implements, one entry in ``ARCHITECTURES`` each. Standard library only.
-
-Tested in ``tests/model/test_architectures.py``.
-"""
+"""Published classes that the decoder implements, one entry in ``ARCHITECTURES`` each."""
 
 from __future__ import annotations
 

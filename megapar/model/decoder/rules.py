@@ -1,7 +1,4 @@
-"""Rules on the sizes of decoders and of their mixture-of-experts layers.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rules on the sizes of decoders and of their mixture-of-experts layers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Sizes and options of a decoder and its mixture-of-experts layers. Standard library only, no torch.
 
 All sizes are global and independent of the parallel layout.
-
-Tested in ``tests/model/test_table.py``.
 """
 
 from __future__ import annotations

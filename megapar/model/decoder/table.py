@@ -1,7 +1,4 @@
-"""Parameter table of a decoder. Shape letters as in ``model.parameter``.
-
-Tested in ``tests/model/test_table.py``.
-"""
+"""Parameter table of a decoder. Shape letters as in ``model.parameter``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """One layer of ERNIE, post-norm: attention, then a dense MLP. ERNIE 3.0 builds on it.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
-
-Tested in ``tests/model/test_models.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Costs of an ERNIE encoder on a rank. Standard library only.
-
-Tested in ``tests/model/cost/test_model_cost.py``.
-"""
+"""Costs of an ERNIE encoder on a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The embedding of an ERNIE encoder.
-
-Tested in ``tests/model/test_models.py``.
-"""
+"""The embedding of an ERNIE encoder."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary, M masked positions; S is split over mp under sequence
 parallelism, written S(/mp).
-
-Tested in ``tests/model/test_table.py``.
 """
 
 from __future__ import annotations

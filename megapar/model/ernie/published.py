@@ -1,7 +1,4 @@
-"""Published classes that the ERNIE encoder implements. Standard library only.
-
-Tested in ``tests/model/test_architectures.py``.
-"""
+"""Published classes that the ERNIE encoder implements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rules on the sizes and samples of ERNIE encoders, including ERNIE 3.0.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rules on the sizes and samples of ERNIE encoders, including ERNIE 3.0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sizes of an ERNIE encoder. Standard library only, no torch. All sizes are global.
-
-Tested in ``tests/model/test_table.py``.
-"""
+"""Sizes of an ERNIE encoder. Standard library only, no torch. All sizes are global."""
 
 from __future__ import annotations
 

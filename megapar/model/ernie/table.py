@@ -1,7 +1,4 @@
-"""Parameter table of an ERNIE encoder, and the rows that it shares with ERNIE 3.0.
-
-Tested in ``tests/model/test_table.py``.
-"""
+"""Parameter table of an ERNIE encoder, and the rows that it shares with ERNIE 3.0."""
 
 from __future__ import annotations
 

@@ -4,9 +4,7 @@ The tasks of a micro-batch's samples are determined by its number. Time and comm
 micro-batch. Memory is that of the micro-batch with the most generation samples, whose next-word head runs at all
 positions.
 
-Shape letters: H hidden of the universal module, h of the branches. Standard library only.
-
-Tested in ``tests/planning/test_ernie3.py``.
+Shape letters: H hidden of the universal module, h of the branches.
 """
 
 from __future__ import annotations

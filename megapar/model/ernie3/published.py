@@ -1,7 +1,4 @@
-"""ERNIE 3.0 has no published class in transformers. Standard library only.
-
-Tested in ``tests/model/test_architectures.py``.
-"""
+"""ERNIE 3.0 has no published class in transformers."""
 
 from __future__ import annotations
 

@@ -9,8 +9,6 @@ Source: the enhanced recurrence of ERNIE-Doc (arXiv 2012.15688, section 3.3), as
 
 Shape letters: B rows, S positions, s of a segment, M of the memory, H hidden, N heads, D head size; /mp marks dims that
 are split over the tensor parallel axis (positions only under sequence parallelism).
-
-Tested in ``tests/model/ernie3/test_model.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rules on ERNIE 3.0: its tasks, its branches, and unproven combinations.
-
-Tested in ``tests/test_compatibility.py``.
-"""
+"""Rules on ERNIE 3.0: its tasks, its branches, and unproven combinations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Sizes of ERNIE 3.0. Standard library only, no torch. All sizes are global.
-
-Tested in ``tests/model/ernie3/test_model.py``.
-"""
+"""Sizes of ERNIE 3.0. Standard library only, no torch. All sizes are global."""
 
 from __future__ import annotations
 

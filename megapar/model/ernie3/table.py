@@ -1,7 +1,4 @@
-"""Parameter table of ERNIE 3.0.
-
-Tested in ``tests/model/test_table.py``.
-"""
+"""Parameter table of ERNIE 3.0."""
 
 from __future__ import annotations
 

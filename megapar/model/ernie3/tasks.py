@@ -1,7 +1,4 @@
-"""Tasks of ERNIE 3.0, and the parser of ``--ernie-tasks``. Standard library only.
-
-Tested in ``tests/data/tasks/test_tasks.py``.
-"""
+"""Tasks of ERNIE 3.0, and the parser of ``--ernie-tasks``."""
 
 from __future__ import annotations
 

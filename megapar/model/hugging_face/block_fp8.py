@@ -2,8 +2,7 @@
 
     weight [R, C] in float8_e4m3fn | weight_scale_inv [ceil(R / 128), ceil(C / 128)] in float32: value = weight * scale
 
-Blocks at the lower and right edges are smaller. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2). Tested in
-``tests/model/hugging_face/test_block_fp8.py``.
+Blocks at the lower and right edges are smaller. Source: DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations

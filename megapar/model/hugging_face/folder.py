@@ -1,7 +1,4 @@
-"""Hugging Face folders, the reader: loads weights piece by piece into a rank's shards of the parameters.
-
-Tested in ``tests/model/hugging_face/test_save.py``.
-"""
+"""Hugging Face folders, the reader: loads weights piece by piece into a rank's shards of the parameters."""
 
 from __future__ import annotations
 

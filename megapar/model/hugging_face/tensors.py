@@ -1,7 +1,4 @@
-"""Row order of a published architecture's tensors, relative to the parameter table.
-
-Tested in ``tests/model/hugging_face/test_save.py``.
-"""
+"""Row order of a published architecture's tensors, relative to the parameter table."""
 
 from __future__ import annotations
 

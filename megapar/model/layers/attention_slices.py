@@ -2,8 +2,6 @@
 
 Shape letters: B samples, s positions of a slice, S sequence (each on this rank), H hidden, N query heads, G key-value
 heads, D head size of queries and keys, V of values and outputs.
-
-Tested in ``tests/model/layers/test_ampipe.py``.
 """
 
 from __future__ import annotations

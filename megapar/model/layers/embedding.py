@@ -2,8 +2,6 @@
 
 Shape letters: B batch, S sequence, H hidden, V vocabulary, P positions; /mp marks dims that are split over the tensor
 parallel axis (S only under sequence parallelism).
-
-Tested in ``tests/model/test_models.py``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, G groups (key-value
 heads), Q query heads per group, N query heads, D head size; /mp marks dims that are split over the tensor parallel
 axis.
-
-Tested in ``tests/model/layers/test_self_attention.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Dropout and factor on hidden states, the output of attention or MLP.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
-
-Tested in ``tests/model/test_models.py``.
 """
 
 from __future__ import annotations

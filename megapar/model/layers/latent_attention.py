@@ -10,7 +10,7 @@ Shape letters: B batch, S sequence (under context parallelism, this rank's part 
 features of a query or key head (Dn plain ones, Dr rotated ones after them), V features of a value head, Rq and R ranks
 of the latents of queries and of keys and values; /mp marks dims that are split over the tensor parallel axis.
 
-Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. Tested in ``tests/model/layers/test_latent_attention.py``.
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
 
 from __future__ import annotations

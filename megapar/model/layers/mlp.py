@@ -1,7 +1,4 @@
-"""Dense feed-forward layer: swiglu on a fused gate-up weight, or gelu.
-
-Tested in ``tests/model/test_models.py``.
-"""
+"""Dense feed-forward layer: swiglu on a fused gate-up weight, or gelu."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Normalization over the last dim. Statistics are computed in max(fp32, dtype).
-
-Tested in ``tests/core/device/test_compiled.py``.
-"""
+"""Normalization over the last dim. Statistics are computed in max(fp32, dtype)."""
 
 from __future__ import annotations
 

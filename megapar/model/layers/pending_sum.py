@@ -1,8 +1,6 @@
 """Activations between two layers of a stack that are not added yet.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
-
-Tested in ``tests/model/layers/test_pending_sum.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rotary position embedding (rope) on interleaved pairs, as in Hugging Face's Ernie4_5.
-
-Tested in ``tests/model/layers/test_rotary.py``.
-"""
+"""Rotary position embedding (rope) on interleaved pairs, as in Hugging Face's Ernie4_5."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Forward through the consecutive layers of a rank, with activation checkpointing of recomputed units.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
-
-Tested in ``tests/model/test_recompute.py``.
 """
 
 from __future__ import annotations

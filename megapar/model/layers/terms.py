@@ -1,7 +1,4 @@
-"""Result of a model's forward: loss sums, which the global batch's denominators divide later, and routing statistics.
-
-Tested in ``tests/training/step/test_objective.py``.
-"""
+"""Result of a model's forward: loss sums, to be divided by the global batch's counts, and routing statistics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An MLP whose output is gated by one number of each token: the shared experts of Qwen2-MoE.
-
-Tested in ``tests/model/layers/test_token_gated_mlp.py``.
-"""
+"""An MLP whose output is gated by one number of each token: the shared experts of Qwen2-MoE."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@
 that directory could place a yaml.py there, which every job started from it would run. (``-P`` needs Python 3.11.) This
 script runs the module with the sys.path of an ordinary script, minus the script's folder, and from the package that
 this file belongs to, regardless of how the launcher found it.
-
-Tested in ``tests/tools/launcher/test_launch.py``.
 """
 
 from __future__ import annotations

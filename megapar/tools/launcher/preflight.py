@@ -3,8 +3,6 @@
 Each rank times matrix products. Then all ranks, the ranks of each node, and pairs of ranks across nodes (or within a
 single node) exchange a buffer. Rank 0 prints the slowest rates of every node and each rank that is more than a fifth
 below the median. A slow rank does not stop the job.
-
-Tested in ``tests/tools/launcher/test_launch.py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     megapar launch [OPTIONS] pretrain moe FLAGS        ``megapar pretrain``
     megapar launch [OPTIONS] evaluate CHECKPOINT       ``megapar evaluate``
 
-Imports no torch. Tested in ``tests/tools/launcher/test_program.py``.
+Imports no torch.
 """
 
 from __future__ import annotations

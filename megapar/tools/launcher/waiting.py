@@ -1,7 +1,4 @@
-"""Progress lines while a launcher waits, so that a job with a missing node is not silent.
-
-Tested in ``tests/tools/launcher/test_stopper.py``.
-"""
+"""Progress lines while a launcher waits, so that a job with a missing node is not silent."""
 
 from __future__ import annotations
 

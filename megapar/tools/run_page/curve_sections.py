@@ -1,8 +1,6 @@
 """Curves over the iterations of one run, or of several: losses, speed, memory and communication.
 
 In the page of one run a figure has the curves of one kind, in that of several runs the same curve of each run.
-
-Tested in ``tests/tools/test_report.py``.
 """
 
 from __future__ import annotations

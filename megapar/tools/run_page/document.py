@@ -3,8 +3,6 @@
 Figures are drawn by Apache ECharts 6.1.0 (``echarts.min.js``, as published on npm; its license is ``echarts.LICENSE``)
 and ``page.js``. The document's own Content-Security-Policy allows these two scripts by their hashes and nothing else,
 neither other scripts nor any request, whatever the names of runs and files in it are.
-
-Tested in ``tests/tools/test_report.py``.
 """
 
 from __future__ import annotations

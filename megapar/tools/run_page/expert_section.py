@@ -1,7 +1,4 @@
-"""Experts of a run: the busiest ones and the busiest ranks over the mean, and the load of each layer over time.
-
-Tested in ``tests/tools/test_report.py``.
-"""
+"""Experts of a run: the busiest ones and the busiest ranks over the mean, and the load of each layer over time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A run against its plan: where a step's time went, and where the memory is.
-
-Tested in ``tests/tools/test_report.py``.
-"""
+"""A run against its plan: where a step's time went, and where the memory is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The profiled steps of a run: phases, kernels and messages on a timeline, and the operators that took longest.
-
-Tested in ``tests/tools/run_page/test_profile_section.py``.
-"""
+"""The profiled steps of a run: phases, kernels and messages on a timeline, and the operators that took longest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The files of a run that a page is made of: metrics, facts, the experts' load and a profile.
-
-Tested in ``tests/tools/test_report.py``.
-"""
+"""The files of a run that a page is made of: metrics, facts, the experts' load and a profile."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tables of a page, as HTML: the runs side by side, their starts, ranks, operators, configuration and environment.
-
-Tested in ``tests/tools/test_report.py``.
-"""
+"""Tables of a page, as HTML: the runs side by side, their starts, ranks, operators, configuration and environment."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Fake GPU for fake tensors, and replacements for the parts of torch that depend on a build with CUDA.
 
 If a CUDA build would choose a kernel (attention) or has one that other builds lack (fused norm), this module gives the
-answer of a CUDA build, so that a trace contains the operators that a GPU would run. Tested in
-``tests/tools/tracing/test_budget.py``.
+answer of a CUDA build, so that a trace contains the operators that a GPU would run.
 """
 
 from __future__ import annotations

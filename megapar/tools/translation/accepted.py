@@ -1,7 +1,4 @@
-"""Check of a translated command against all rules of the trainers, before the command is pasted.
-
-Tested in ``tests/tools/test_translate.py``.
-"""
+"""Check of a translated command against all rules of the trainers, before the command is pasted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Translation of arguments that depends on their value or on other arguments: rows ``@name`` of the tables.
-
-Tested in ``tests/tools/test_translate.py``.
-"""
+"""Translation of arguments that depends on their value or on other arguments: rows ``@name`` of the tables."""
 
 from __future__ import annotations
 

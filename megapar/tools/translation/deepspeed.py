@@ -1,7 +1,4 @@
-"""Translation table for arguments of Megatron-DeepSpeed, with rows as in ``megatron`` and ``features``.
-
-Tested in ``tests/tools/translation/test_megatron_tables.py``.
-"""
+"""Translation table for arguments of Megatron-DeepSpeed, with rows as in ``megatron`` and ``features``."""
 
 from __future__ import annotations
 

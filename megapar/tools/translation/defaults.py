@@ -1,7 +1,7 @@
 """Defaults of Megatron-LM that differ from megapar's.
 
 Source: NVIDIA/Megatron-LM, megatron/training/arguments.py, megatron/training/config/training_config.py and
-megatron/core/optimizer/optimizer_config.py of 2026. Tested in ``tests/tools/translation/test_megatron_tables.py``.
+megatron/core/optimizer/optimizer_config.py of 2026.
 """
 
 from __future__ import annotations

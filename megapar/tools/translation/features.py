@@ -2,7 +2,6 @@
 
 ``another model``: a part of the network is missing. ``other numbers``: the same network, trained differently.
 ``unsupported``: does not change any number. ``unnecessary``: an option of another argument or of a missing feature.
-Tested in ``tests/tools/translation/test_megatron_tables.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Registry of the functions that a table refers to as ``@name``.
-
-Tested in ``tests/tools/translation/test_megatron_tables.py``.
-"""
+"""Registry of the functions that a table refers to as ``@name``."""
 
 from __future__ import annotations
 

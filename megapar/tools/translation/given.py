@@ -1,7 +1,4 @@
-"""Values of a Paddle script, read as switches.
-
-Tested in ``tests/tools/translation/test_paddle.py``.
-"""
+"""Values of a Paddle script, read as switches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Values of multi-latent attention's arguments in Megatron-LM and MindSpeed.
-
-Tested in ``tests/tools/translation/test_latent_values.py``.
-"""
+"""Values of multi-latent attention's arguments in Megatron-LM and MindSpeed."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Sources: torch.distributed.run and torch.distributed.launch, DeepSpeed's runner, Slurm's srun, Open MPI's mpirun,
 paddle.distributed.launch, MindSpore's msrun, accelerate launch, colossalai run, ft_launcher of
-nvidia-resiliency-ext. Tested in ``tests/tools/test_translate.py`` and ``tests/tools/test_translated_lines.py``.
+nvidia-resiliency-ext.
 """
 
 from __future__ import annotations

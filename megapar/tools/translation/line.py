@@ -1,7 +1,4 @@
-"""Parsed command lines: the program that starts the ranks, the script that they run, and its arguments.
-
-Tested in ``tests/tools/test_translate.py``.
-"""
+"""Parsed command lines: the program that starts the ranks, the script that they run, and its arguments."""
 
 from __future__ import annotations
 

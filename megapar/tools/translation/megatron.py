@@ -4,7 +4,7 @@ A row is ``names | megapar flags | reason``; rows are grouped by verdict. The fl
 and a function of ``decided`` or ``megatron_values`` if the result depends on the value or on other arguments. A name
 ends in ``=`` if the argument takes a value and the flags do not show it; another one is a switch. Flags and aliases of
 the trainers need no row, unless the name has a different meaning in Megatron-LM. Unsupported features are in
-``features``. Tested in ``tests/tools/translation/test_megatron_tables.py``.
+``features``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Value-dependent translation of Megatron's arguments: rows ``@name`` of models, experts and Megatron-DeepSpeed.
 
 Sources: NVIDIA/Megatron-LM (megatron/training/arguments.py, megatron/core/transformer) and
-deepspeedai/Megatron-DeepSpeed (megatron/arguments.py), as in tests/tools/translation/tables. Tested in
-``tests/tools/translation/test_megatron_tables.py``.
+deepspeedai/Megatron-DeepSpeed (megatron/arguments.py), as in tests/tools/translation/tables.
 """
 
 from __future__ import annotations

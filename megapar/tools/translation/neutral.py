@@ -1,7 +1,4 @@
-"""Table rows for arguments that have an effect only with some values, or only together with other arguments.
-
-Tested in ``tests/tools/translation/test_mindspeed.py``.
-"""
+"""Table rows for arguments that have an effect only with some values, or only together with other arguments."""
 
 from __future__ import annotations
 

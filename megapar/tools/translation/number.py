@@ -1,7 +1,4 @@
-"""The one reader of numbers in other frameworks' arguments, which Python's int and float read there.
-
-Tested in ``tests/tools/test_translated_lines.py``.
-"""
+"""The one reader of numbers in other frameworks' arguments, which Python's int and float read there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Value-dependent translation of MindSpeed's arguments: rows ``@name`` of ``mindspeed``.
-
-Tested in ``tests/tools/translation/test_mindspeed.py``.
-"""
+"""Value-dependent translation of MindSpeed's arguments: rows ``@name`` of ``mindspeed``."""
 
 from __future__ import annotations
 

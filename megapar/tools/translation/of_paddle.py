@@ -1,8 +1,7 @@
 """Value-dependent translation of Paddle's arguments: rows ``@name`` of ``paddle``.
 
 Sources: paddlenlp/trainer/training_args.py and llm/run_pretrain.py of PaddleNLP, the trainer of PaddleFormers, the
-trainer and the schedules of ERNIE 4.5's examples/pre-training, Fleet's DistributedStrategy. Tested in
-``tests/tools/translation/test_paddle.py``.
+trainer and the schedules of ERNIE 4.5's examples/pre-training, Fleet's DistributedStrategy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Value-dependent translation of Paddle's arguments for the model and its experts: rows ``@name`` of ``paddle``.
 
 Sources: the model and the trainer of ERNIE 4.5's examples/pre-training, the configurations of PaddleNLP's and
-PaddleFormers' models. Tested in ``tests/tools/translation/test_paddle.py``.
+PaddleFormers' models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Placeholders ("marks") for values that a script does not contain.
-
-Tested in ``tests/tools/translation/test_shell_reader.py``.
-"""
+"""Placeholders ("marks") for values that a script does not contain."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Megatron-LM scales by Llama 3's formula with --use-rope-scaling, by a constant with
 --rotary-seq-len-interpolation-factor, and in multi-latent attention by YaRN with --rotary-scaling-factor. MindSpeed
 names the formula in --rope-scaling-type. Sources: megatron/core/models/common/embeddings of NVIDIA/Megatron-LM, and
-mindspeed/core/models/common/embeddings of MindSpeed. Tested in ``tests/tools/translation/test_rope_values.py``.
+mindspeed/core/models/common/embeddings of MindSpeed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sources of a translation: shell scripts, YAML and JSON files, and the command lines in them that start ranks.
-
-Tested in ``tests/tools/test_translate.py``.
-"""
+"""Sources of a translation: shell scripts, YAML and JSON files, and the command lines in them that start ranks."""
 
 from __future__ import annotations
 

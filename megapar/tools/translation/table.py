@@ -1,7 +1,4 @@
-"""Tables of arguments and of implicit defaults for each framework.
-
-Tested in ``tests/tools/translation/test_megatron_tables.py``.
-"""
+"""Tables of arguments and of implicit defaults for each framework."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Translation of each argument of another framework's command line, driven by the tables.
-
-Tested in ``tests/tools/test_translate.py``.
-"""
+"""Translation of each argument of another framework's command line, driven by the tables."""
 
 from __future__ import annotations
 

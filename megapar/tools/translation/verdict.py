@@ -1,7 +1,4 @@
-"""Verdicts on the arguments of other frameworks, and parsers for the tables of arguments.
-
-Tested in ``tests/tools/translation/test_megatron_tables.py``.
-"""
+"""Verdicts on the arguments of other frameworks, and parsers for the tables of arguments."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The builder of a rank's model. It first decides how layers run, and passes that to their constructors.
-
-Tested in ``tests/training/building/test_build.py`` and ``tests/training/building/test_tensor_overlap.py``.
-"""
+"""The builder of a rank's model. It first decides how layers run, and passes that to their constructors."""
 
 from __future__ import annotations
 

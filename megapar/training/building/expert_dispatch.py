@@ -13,7 +13,7 @@ from megapar.core.device.kinds import DeviceKind
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.moe.dispatch_bytes import MOST_EXPERTS, DispatchBytes
-from megapar.moe.expert_rows import dispatched_rows
+from megapar.moe.row_counts import dispatched_rows
 from megapar.moe.sizes import MoeSizes
 from megapar.training.building.segments import ITEM_BYTES
 

@@ -11,7 +11,7 @@ from megapar.arguments import Config
 from megapar.core.device.base import Device
 from megapar.core.units import GIBIBYTE
 from megapar.errors import TrainingError
-from megapar.moe.expert_rows import ExpertRows
+from megapar.moe.row_counts import ExpertRows
 from megapar.moe.sizes import MoeSizes
 
 

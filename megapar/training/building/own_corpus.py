@@ -1,7 +1,4 @@
-"""The corpus of a run whose data Python code passes.
-
-Tested in ``tests/data/test_own_data.py``.
-"""
+"""The corpus of a run whose data Python code passes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The job: this rank's part of the model with its sharded parameters, gradients and optimizer state.
-
-Tested in ``tests/training/building/test_build.py`` and ``tests/test_trainer.py``.
-"""
+"""The job: this rank's part of the model with its sharded parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The split of a model into pipeline stages, from a configuration. Does not import torch.
-
-Tested in ``tests/training/test_pipeline.py`` and ``tests/tools/test_plan.py``.
-"""
+"""The split of a model into pipeline stages, from a configuration. Does not import torch."""
 
 from __future__ import annotations
 

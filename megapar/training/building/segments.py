@@ -1,6 +1,6 @@
 """The buckets in which parameters are gathered and gradients reduced. Does not import torch.
 
-The flags call a bucket a segment. Tested in ``tests/config/test_resolve.py``.
+The flags call a bucket a segment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Recovery from a fault that ended the previous start: resume from a checkpoint before the fault, or refuse to start.
-
-Tested in ``tests/training/checkpoints/test_verification.py``.
-"""
+"""Recovery from a fault that ended the previous start: resume from a checkpoint before it, or refuse to start."""
 
 from __future__ import annotations
 

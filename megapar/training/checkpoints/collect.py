@@ -1,7 +1,4 @@
-"""Collection of whole parameters on rank 0, one at a time, from the shards of all ranks (unshard on the host).
-
-Tested in ``tests/training/checkpoints/test_convert.py`` and ``tests/training/test_loss_scaling.py``.
-"""
+"""Collection of whole parameters on rank 0, one at a time, from the shards of all ranks (unshard on the host)."""
 
 from __future__ import annotations
 

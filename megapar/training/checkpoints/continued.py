@@ -1,6 +1,6 @@
 """The continuation of a run from a checkpoint: is it the same run, what has changed, and where its data continues.
 
-Rank 0 compares, and broadcasts the result. Tested in ``tests/training/checkpoints/test_identity.py``.
+Rank 0 compares, and broadcasts the result.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The data of a run, as its checkpoints record it, and the differences between the data of two runs.
 
-Does not import torch. Tested in ``tests/training/checkpoints/test_identity.py``.
+Does not import torch.
 """
 
 from __future__ import annotations

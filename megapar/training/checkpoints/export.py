@@ -1,7 +1,4 @@
-"""Export of the trained model as a Hugging Face folder, from any layout.
-
-Tested in ``tests/training/test_exports.py``.
-"""
+"""Export of the trained model as a Hugging Face folder, from any layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A Hugging Face folder of a checkpoint for one use: in a temporary folder, or kept in a cache by its content.
-
-Tested in ``tests/tools/test_checkpoint_commands.py``.
-"""
+"""A Hugging Face folder of a checkpoint for one use: in a temporary folder, or kept in a cache by its content."""
 
 from __future__ import annotations
 

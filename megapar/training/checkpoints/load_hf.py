@@ -1,7 +1,4 @@
-"""The start of a run from a Hugging Face folder: every rank reads its own shards.
-
-Tested in ``tests/training/checkpoints/test_convert.py`` and ``tests/training/test_imports.py``.
-"""
+"""The start of a run from a Hugging Face folder: every rank reads its own shards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Local checkpoints of a run: saved every few steps in the background, and loaded by a restart of the same job.
-
-Tested in ``tests/training/checkpoints/test_lineage.py`` and ``tests/training/checkpoints/test_verification.py``.
-"""
+"""Local checkpoints of a run: saved every few steps in the background, and loaded by a restart of the same job."""
 
 from __future__ import annotations
 

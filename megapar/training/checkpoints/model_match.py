@@ -1,6 +1,6 @@
 """The differences that are allowed between the model of a checkpoint and that of a run.
 
-Does not import torch, so that refusals are fast. Tested in ``tests/training/checkpoints/test_checkpoints.py``.
+Does not import torch, so that refusals are fast.
 """
 
 from __future__ import annotations

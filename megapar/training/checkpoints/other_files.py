@@ -1,7 +1,4 @@
-"""Files next to a model's weights that a conversion copies, such as the tokenizer, but none from other folders.
-
-Tested in ``tests/training/checkpoints/test_convert.py``.
-"""
+"""Files next to a model's weights that a conversion copies, such as the tokenizer, but none from other folders."""
 
 from __future__ import annotations
 

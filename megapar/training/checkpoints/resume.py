@@ -1,7 +1,4 @@
-"""The start of a run from a local checkpoint, this job's own checkpoints, or those of ``--load``.
-
-Tested in ``tests/training/checkpoints/test_checkpoints.py``.
-"""
+"""The start of a run from a local checkpoint, this job's own checkpoints, or those of ``--load``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Weights of a checkpoint, read without a run.
-
-Tested in ``tests/training/checkpoints/test_convert.py``.
-"""
+"""Weights of a checkpoint, read without a run."""
 
 from __future__ import annotations
 

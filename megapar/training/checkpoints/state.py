@@ -1,7 +1,4 @@
-"""State of a run in a checkpoint: master weights, optimizer state and counters. Can be loaded on any layout.
-
-Tested in ``tests/training/checkpoints/test_checkpoints.py``.
-"""
+"""State of a run in a checkpoint: master weights, optimizer state and counters. Can be loaded on any layout."""
 
 from __future__ import annotations
 

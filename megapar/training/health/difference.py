@@ -1,7 +1,4 @@
-"""Comparison of runs that should have given the same bits: the first difference, and the ranks at fault.
-
-Tested in ``tests/training/health/test_recompute_guard.py``.
-"""
+"""Comparison of runs that should have given the same bits: the first difference, and the ranks at fault."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The record of a rank's failure, next to the launcher's error file: lets the launcher recognize repeated failures.
-
-Tested in ``tests/tools/launcher/test_failures.py``.
-"""
+"""The record of a rank's failure, next to the launcher's error file: lets the launcher recognize repeated failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Guards: checks for wrong values on a rank, and the last iteration that each of them has verified.
-
-Tested in ``tests/training/checkpoints/test_verification.py``.
-"""
+"""Guards: checks for wrong values on a rank, and the last iteration that each of them has verified."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Stragglers: the time each rank works in a step without waiting for others, and the ranks that are too slow.
-
-Tested in ``tests/core/health/test_watchdog.py``.
-"""
+"""Stragglers: the time each rank works in a step without waiting for others, and the ranks that are too slow."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The watchdog of a run, from its flags.
-
-Tested in ``tests/core/health/test_watchdog.py``.
-"""
+"""The watchdog of a run, from its flags."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The record of a fault that a guard has found, so that the next start resumes from a checkpoint before it.
-
-Tested in ``tests/training/checkpoints/test_verification.py``.
-"""
+"""The record of a fault that a guard has found, so that the next start resumes from a checkpoint before it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Callbacks: the garbage collector, the watchdog, the profiler and those of the caller, around the steps of a run.
-
-Tested in ``tests/test_trainer.py``.
-"""
+"""Callbacks: the garbage collector, the watchdog, the profiler and those of the caller, around the steps of a run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The part of --validate-only that needs the model: its parameters, stages and buckets, and the weights that it loads.
 
 Does not import torch, because the entry scripts import this module before the configuration is accepted.
-
-Tested in ``tests/test_validate_only.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, gather.
-
-Tested in ``tests/training/loop/test_stepper.py`` and ``tests/test_trainer.py``.
-"""
+"""One optimizer step: forward and backward of every micro-batch, reduce, check, clip, update, gather."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Loggers that run in a thread, so that training does not wait for a network.
-
-Tested in ``tests/training/reports/test_isolated_logger.py``.
-"""
+"""Loggers that run in a thread, so that training does not wait for a network."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Deduplication of errors: a message that several ranks would print is printed by the first one only.
-
-Tested in ``tests/core/comm/test_run_store.py``.
-"""
+"""Deduplication of errors: a message that several ranks would print is printed by the first one only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The interface of loggers.
-
-Tested in ``tests/training/reports/test_isolated_logger.py``.
-"""
+"""The interface of loggers."""
 
 from __future__ import annotations
 

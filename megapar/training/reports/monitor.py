@@ -1,8 +1,6 @@
 """The monitor: keeps the results of steps on the device, and turns them into records once per log interval.
 
 It reads no values from the device between two flushes, so that training does not wait.
-
-Tested in ``tests/training/step/test_observer.py`` and ``tests/training/test_pace.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``--profile START:END``: torch's profiler over a few steps, written for Perfetto and chrome://tracing.
-
-Tested in ``tests/tools/test_report.py``.
-"""
+"""``--profile START:END``: torch's profiler over a few steps, written for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The record of one iteration, as loggers write it.
-
-Tested in ``tests/training/test_pace.py`` and ``tests/training/reports/test_tensorboard.py``.
-"""
+"""The record of one iteration, as loggers write it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Facts about a run for later analysis: ``run.json`` next to the metrics.
-
-Tested in ``tests/tools/test_report.py``.
-"""
+"""Facts about a run for later analysis: ``run.json`` next to the metrics."""
 
 from __future__ import annotations
 

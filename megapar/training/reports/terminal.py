@@ -1,7 +1,4 @@
-"""The log of a run: lines for files and pipes, and a progress bar for interactive terminals.
-
-Tested in ``tests/training/reports/test_time_left.py``.
-"""
+"""The log of a run: lines for files and pipes, and a progress bar for interactive terminals."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The input of a step: this rank's micro-batches of a global batch, and their denominators.
-
-Tested in ``tests/training/reports/test_opening.py``.
-"""
+"""The input of a step: this rank's micro-batches of a global batch, and their denominators."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Denominators of the loss terms: label and token counts of the global batch.
-
-Tested in ``tests/test_trainer.py``.
-"""
+"""Denominators of the loss terms: label and token counts of the global batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Dtypes of a run: of its computation, and of the reduction of gradients.
-
-Tested in ``tests/training/building/test_build.py``.
-"""
+"""Dtypes of a run: of its computation, and of the reduction of gradients."""
 
 from __future__ import annotations
 

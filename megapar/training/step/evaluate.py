@@ -1,7 +1,4 @@
-"""Evaluation on held-out samples: the same samples in the same order, with the same result, on every layout.
-
-Tested in ``tests/test_trainer.py``.
-"""
+"""Evaluation on held-out samples: the same samples in the same order, with the same result, on every layout."""
 
 from __future__ import annotations
 

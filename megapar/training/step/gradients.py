@@ -1,7 +1,4 @@
-"""The gradients of a step: forward and backward of this rank's micro-batches, summed over every axis.
-
-Tested in ``tests/test_trainer.py`` and ``tests/training/test_loss_scaling.py``.
-"""
+"""The gradients of a step: forward and backward of this rank's micro-batches, summed over every axis."""
 
 from __future__ import annotations
 

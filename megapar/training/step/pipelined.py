@@ -1,7 +1,4 @@
-"""Steps and evaluations of a model whose layers are spread over the ranks of ``pp``.
-
-Tested in ``tests/training/test_pipeline.py``.
-"""
+"""Steps and evaluations of a model whose layers are spread over the ranks of ``pp``."""
 
 from __future__ import annotations
 

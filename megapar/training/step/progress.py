@@ -1,7 +1,4 @@
-"""The position of a run: steps done, samples and tokens read.
-
-Tested in ``tests/training/checkpoints/test_checkpoints.py``.
-"""
+"""The position of a run: steps done, samples and tokens read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The result of an optimizer step, which the stepper returns and the monitor turns into a record.
-
-Tested in ``tests/training/step/test_observer.py``.
-"""
+"""The result of an optimizer step, which the stepper returns and the monitor turns into a record."""
 
 from __future__ import annotations
 

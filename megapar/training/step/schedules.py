@@ -1,4 +1,4 @@
-"""Learning rate and batch size schedules: pure functions of the progress. Standard library only."""
+"""Learning rate and batch size schedules: pure functions of the progress."""
 
 from __future__ import annotations
 

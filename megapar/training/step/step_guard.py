@@ -1,7 +1,4 @@
-"""The decision to apply or skip a step's update: an fp16 overflow, a non-finite norm, or a loss spike.
-
-Tested in ``tests/training/step/test_bad_steps.py``.
-"""
+"""The decision to apply or skip a step's update: an fp16 overflow, a non-finite norm, or a loss spike."""
 
 from __future__ import annotations
 

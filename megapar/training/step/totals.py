@@ -1,7 +1,4 @@
-"""Loss terms and routing statistics of a step, summed over its gradient accumulation on this rank.
-
-Tested in ``tests/test_trainer.py``.
-"""
+"""Loss terms and routing statistics of a step, summed over its gradient accumulation on this rank."""
 
 from __future__ import annotations
 

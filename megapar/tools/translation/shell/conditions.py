@@ -1,7 +1,4 @@
-"""Evaluation of a script's conditions without running anything.
-
-Tested in ``tests/tools/translation/test_shell_reader.py``.
-"""
+"""Evaluation of a script's conditions without running anything."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Interpreter of shell scripts that records the commands instead of running them.
-
-Tested in ``tests/tools/translation/test_shell_reader.py``.
-"""
+"""Interpreter of shell scripts that records the commands instead of running them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Syntax tree of a shell script, and its parser.
-
-Tested in ``tests/tools/translation/test_shell_reader.py``.
-"""
+"""Syntax tree of a shell script, and its parser."""
 
 from __future__ import annotations
 

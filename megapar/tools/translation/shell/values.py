@@ -1,7 +1,6 @@
 """Expansion of the words of a script: variables, arrays, defaults and arithmetic.
 
-Values that the script does not contain become marks (``open_values``). Tested in
-``tests/tools/translation/test_shell_reader.py``.
+Values that the script does not contain become marks (``open_values``).
 """
 
 from __future__ import annotations

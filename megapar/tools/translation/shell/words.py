@@ -1,7 +1,4 @@
-"""Lexer of shell scripts: words with their quoted parts and expansions.
-
-Tested in ``tests/tools/translation/test_shell_reader.py``.
-"""
+"""Lexer of shell scripts: words with their quoted parts and expansions."""
 
 from __future__ import annotations
 

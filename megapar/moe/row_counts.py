@@ -1,4 +1,4 @@
-"""Rows of a dispatch: their number and their width. Standard library only.
+"""Rows of a dispatch: their number and their width.
 
 A row is a (token, choice) pair. Plans and runs share these formulas.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.moe.expert_rows import ExpertRows, dispatched_rows, row_columns
+from megapar.moe.row_counts import ExpertRows, dispatched_rows, row_columns
 from megapar.moe.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
 
 
