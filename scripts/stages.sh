@@ -4,7 +4,7 @@
 set -euo pipefail
 
 whole=(lint suite wheel site trace_npu trace_cuda)  # never drawn
-tables=(table flags law presets docs faults)        # an eighth at a time
+tables=(table flags law presets docs faults museum)  # an eighth at a time
 
 # Run one stage, by its name.
 stage() {
@@ -33,6 +33,8 @@ stage() {
     trace_cuda) scripts/trace_cuda.sh ;;
     # Every fault, by real processes; what misses a limit of seconds on a busy machine is tried once more, alone.
     faults) scripts/fault_matrix.sh --jobs 3 --retry ;;
+    # Silent bugs, each of which a test of the suite sees.
+    museum) scripts/museum.sh ;;
     *) echo "no such stage: $1" >&2 && return 2 ;;
     esac
 }

@@ -333,3 +333,14 @@ def test_nothing_of_a_step_is_kept_for_the_life_of_a_run() -> None:
     first, last, records = run_ranks(1, held_by_a_run, timeout=180, group=False)[0]
     assert records == 0
     assert last - first < 40 * 48  # two floats of every step; a record has thousands of bytes
+
+
+def test_flops_of_a_device_are_its_share_of_all_ranks() -> None:
+    whole, halves = (
+        [
+            record.model_tflops_per_device * ranks / record.tokens_per_second
+            for record in run(ranks, "moe", *flags).records
+        ]
+        for ranks, flags in ((1, ()), (2, ("--sharding-degree", "2")))
+    )
+    assert whole == pytest.approx(halves, rel=1e-12)

@@ -158,3 +158,10 @@ def test_a_batch_moves() -> None:
 def test_impossible_ranks_are_a_programmer_error() -> None:
     with pytest.raises(ValueError, match="data rank 2 of 2"):
         Loader(Numbered(), collate_decoder, 1, 2, 2)
+
+
+def test_a_step_of_another_length_is_not_the_one_made_ahead() -> None:
+    with closing(Loader(Numbered(), collate_decoder, 2)) as loader:
+        lengths = [loader.step(2 * number, 1, length)[0].tensors["tokens"].shape for number, length in ((0, 2), (1, 3))]
+        whole = loader.step(4, 1)[0].tensors["tokens"].shape
+    assert [*lengths, whole] == [(2, 2), (2, 3), (2, 4)]

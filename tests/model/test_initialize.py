@@ -138,3 +138,14 @@ def test_a_scaled_weight_is_the_plain_one_times_the_factor():
     scaled = torch.empty(row.shape, dtype=torch.float64)
     fill(scaled, row, Box.whole(row.shape), seed=5, init_std=std_of(row, replace(sizes, depth_scaled_init=True)))
     assert torch.allclose(scaled, drawn(sizes, row, dtype=torch.float64) / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [WIDE, DENSE, ERNIE], ids=["moe", "dense", "ernie"])
+def test_no_two_tensors_start_alike(sizes):
+    starts = {}
+    for row in table_of(sizes):
+        whole = drawn(sizes, row)
+        for piece in row.pieces if row.init == "normal" else ():
+            start = tuple(whole[piece.index].flatten()[:8].tolist())
+            assert starts.setdefault(start, piece.hf_name) == piece.hf_name
+    assert len(starts) > 4 * sizes.num_layers

@@ -14,12 +14,14 @@ import pytest
 
 from tests import conftest
 from tests.faults.matrix import all_cases
+from tests.museum.museum import exhibits
 from tests.support.shares import SHARES, is_drawn
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
     "faults": [name for name, _ in all_cases(20, 20)],
     "docs": [f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")],
+    "museum": [one.name for one in exhibits()],
     "law": [f"law {number}" for number in range(50, 500)],
 }
 

@@ -162,3 +162,12 @@ def test_the_scale_is_saved_and_restored(flags: tuple[str, ...], tmp_path: Path)
     assert [r.loss_scale for r in rest.records] == [8, 16, 16]
     assert [r.loss for r in rest.records] == [r.loss for r in whole.records[3:]]
     assert whole.records[-1].loss < whole.records[0].loss
+
+
+def test_skipped_steps_are_left_out_of_the_schedule_after_a_resume(tmp_path: Path) -> None:
+    fp16 = ("--dtype", "fp16", "--hysteresis", "1", "--initial-loss-scale", str(2**40), "--lr-warmup-iters", "5")
+    whole = run(1, "moe", *fp16)
+    run(1, "moe", *fp16, "--save", str(tmp_path), "--save-interval", "3")
+    rest = run(1, "moe", *fp16, "--load", str(tmp_path), "--ckpt-step", "3")
+    assert whole.records[2].skipped
+    assert [r.lr for r in rest.records] == [r.lr for r in whole.records[3:]]

@@ -12,7 +12,7 @@ from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
 from megapar.core.context_parallel.tiles import Sight
 from megapar.core.device.attention import attention_reference
-from megapar.core.device.block_attention import block_reference
+from megapar.core.device.block_attention import AttentionBlock, block_reference
 from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
 
 LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8  # SIZE: features of queries and keys
@@ -148,3 +148,12 @@ def test_dropout_keeps_the_mean_and_repeats_in_the_backward(gathered):
         # y = (sum of kept weights) in every feature, so sum(y^2)'s gradient in v sums to 2 sum(y^2).
         assert float(dv.sum()) == pytest.approx(2 * float(y.detach().square().sum()))
     assert sum(totals) / len(totals) == pytest.approx(1.0, abs=0.05)
+
+
+def test_blocks_merge_where_an_exponential_overflows():
+    out, other = torch.zeros(1, 1, 2, 4), torch.ones(1, 1, 2, 4)
+    lse = torch.tensor([[[200.0, -200.0]]])
+    merged, both = merge(out, lse, AttentionBlock(other, lse + 1))
+    share = torch.sigmoid(torch.ones(()))
+    torch.testing.assert_close(merged, torch.full_like(out, float(share)))
+    torch.testing.assert_close(both, lse + 1 + torch.log1p(torch.exp(-torch.ones(()))))

@@ -111,3 +111,15 @@ def test_a_weight_that_is_not_this_ranks_piece_is_refused():
     hidden, weight, _, labels = inputs(6, bias=False)
     with pytest.raises(ValueError, match="13 vocabulary rows, but rank 0 of 1 holds 26"):
         vocab_parallel_linear_cross_entropy(hidden, weight, None, labels, vocab_size=26, mp=SINGLE)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_over_logits_of_16_bits_are_in_fp32(bias):
+    """A CPU rounds the product itself to its dtype; nothing behind it is."""
+    hidden, weight, own_bias, labels = inputs(64, dtype=torch.bfloat16, bias=bias, hidden=64, vocab=501)
+    hidden = 8 * hidden.detach()
+    loss = vocab_parallel_linear_cross_entropy(hidden, weight, own_bias, labels, vocab_size=501, mp=Axis.single("mp"))
+    logits = (hidden @ weight.detach().t()).double()
+    want = F.cross_entropy(logits if own_bias is None else logits + own_bias.detach(), labels, reduction="sum")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.item(), want.item(), rtol=2e-6, atol=0)

@@ -110,3 +110,10 @@ def test_scalings_that_are_none() -> None:
         RopeScaling(rope_type="dynamic")
     with pytest.raises(ValueError, match="low_freq_factor"):
         RopeScaling(rope_type="llama3", low_freq_factor=4.0)
+
+
+def test_angles_of_far_positions_are_not_rounded_to_the_compute_dtype() -> None:
+    positions = torch.arange(100_000, 100_064)[None]
+    exact, half = (RotaryEmbedding(16, 1e4, dtype).angles(positions) for dtype in (torch.float32, torch.bfloat16))
+    assert [x.dtype for x in half] == [torch.float32] * 2
+    assert all(map(torch.equal, exact, half))
