@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from megapar.config.read import spellings
 from megapar.tools.translation import megatron_values, open_values
+from megapar.tools.translation.neutral import Function, collected
 from megapar.tools.translation.number import NotANumberError, first, number, whole
 from megapar.tools.translation.verdict import (
     ANOTHER,
@@ -205,12 +206,6 @@ def _experts(value: str, given: Mapping[str, str]) -> Decided:
     return ANOTHER, "", "all layers have the same number of experts"
 
 
-def _leading(value: str, given: Mapping[str, str]) -> Decided:
-    if number(value) <= 0:
-        return UNNECESSARY, "", "all layers have experts"
-    return RENAMED, f"--first-k-dense {value}", ""
-
-
 def _chooses(given: Mapping[str, str]) -> bool:
     """Return True if a token has several experts, whose weights are renormalized by default."""
     return first(given, "moe-router-topk", otherwise=2) >= 2
@@ -370,12 +365,6 @@ def _split(value: str, given: Mapping[str, str]) -> Decided:
     return SAME, "--split " + value.strip("'\""), ""
 
 
-def _usual_split(value: str, given: Mapping[str, str]) -> Decided:
-    if "data-path" not in given:
-        return UNNECESSARY, "", "no --data-path"
-    return RENAMED, "--split 969,30,1", ""
-
-
 def _usual_eval_iters(value: str, given: Mapping[str, str]) -> Decided:
     if not first(given, "eval-interval") or not _holds_out(given):
         return UNNECESSARY, "", "nothing is evaluated"
@@ -412,12 +401,6 @@ def _evaluated(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
         return RENAMED, "--eval-interval 0", "no evaluation"
     return SAME, f"--eval-interval {value}", ""
-
-
-def _saved(value: str, given: Mapping[str, str]) -> Decided:
-    if "save" not in given:
-        return UNNECESSARY, "", "nothing is saved without --save"
-    return SAME, f"--save-interval {value}", ""
 
 
 def _profile(value: str, given: Mapping[str, str]) -> Decided:
@@ -496,86 +479,13 @@ def _positions(value: str, given: Mapping[str, str]) -> Decided:
     return ANOTHER, "", "position embeddings are RoPE or learned"
 
 
-DECIDED: Mapping[str, Callable[[str, Mapping[str, str]], Decided]] = {
-    "chunks": _chunks,
-    "warmup": _warmup,
-    "samples": _samples,
-    "tokens": _tokens,
-    "iterations": _iterations,
-    "zero": _zero,
-    "attention": _attention,
-    "implementation": _implementation,
-    "balancing": _balancing,
-    "coefficient": _coefficient,
-    "sequence": _sequence,
-    "drops": _drops,
-    "noop": _noop,
-    "layers": _layers,
-    "cut": _cut,
-    "algorithm": _algorithm,
-    "split": _split,
-    "evaluations": _evaluations,
-    "evaluated": _evaluated,
-    "saved": _saved,
-    "profile": _profile,
-    "rendezvous": _rendezvous,
-    "positions": _positions,
-    "warmup_samples": _warmup_samples,
-    "decay_samples": _decay_samples,
-    "wsd_samples": _wsd_samples,
-    "ramped": _ramped,
-    "capacity": _capacity,
-    "experts": _experts,
-    "leading": _leading,
-    "pre_softmax": _pre_softmax,
-    "router_dtype": _router_dtype,
-    "optimizer": _optimizer,
-    "adam": _adam,
-    "decay_style": _decay_style,
-    "wsd_style": _wsd_style,
-    "decay_increments": _decay_increments,
-    "loss_scale": _loss_scale,
-    "fixed_scale": _fixed_scale,
-    "first_loss_scale": _first_loss_scale,
-    "no_balance": _no_balance,
-    "per_layer": _per_layer,
-    "mtp_weight": _mtp_weight,
-    "per_token": _per_token,
-    "usual_split": _usual_split,
-    "usual_eval_iters": _usual_eval_iters,
-    "usual_eval_interval": _usual_eval_interval,
-    "held_out_path": _held_out_path,
-    "test_path": _test_path,
-    "ranks_here": _ranks_here,
-    "worker_num": _worker_num,
-    "num_processes": _num_processes,
-    "hosts": _hosts,
-    "launch_file": _launch_file,
-    "listed": _listed,
-    "loading": _loading,
-    "node_rank": _node_rank,
+DECIDED: Mapping[str, Function] = {
+    **collected(globals()),
     **megatron_values.DECIDED,
 }
 # Functions whose argument affects the training. If the script leaves its value open, the training is undecided.
-DECIDING = frozenset(DECIDED) - {
-    "rendezvous",
-    "ranks_here",
-    "worker_num",
-    "num_processes",
-    "hosts",
-    "listed",
-    "node_rank",
-    "loading",
-    "saved",
-    "profile",
-    "held_out_path",
-    "test_path",
-    "zero",
-    "attention",
-    "implementation",
-    "chunks",
-    "noop",
-    "cut",
-    "algorithm",
-    *megatron_values.HARMLESS,
-}
+_HARMLESS = """
+    loading rendezvous ranks_here worker_num num_processes hosts listed node_rank profile held_out_path test_path zero
+    attention implementation chunks noop cut algorithm
+"""
+DECIDING = frozenset(DECIDED).difference(_HARMLESS.split(), megatron_values.HARMLESS)

@@ -18,7 +18,7 @@ expert-interval= | @expert_interval |
 mlp-type= | @mlp_type |
 disable-moe-top2-2nd-expert-sampling | @no_sampling |
 ds-sequence-parallel-size= | @heads_sent | all-to-all over attention heads
-override-lr-scheduler | @overridden |
+override-lr-scheduler | @~with load: --override-opt-param-scheduler else nothing is loaded |
 rotary-position-embeddings-theta | --rope-theta {value} |
 enable-zbh1-pipeline | --pp-schedule zero_bubble |
 partition-activations distribute-checkpointed-activations | --recompute-partition | for recomputed units

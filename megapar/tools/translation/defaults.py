@@ -35,7 +35,8 @@ seq-length encoder-seq-length | | the framework has no default either
 hidden-size | | the framework has no default either
 num-layers encoder-num-layers decoder-num-layers | | the framework has no default either
 train-iters train-samples train-tokens | | the framework has no default either
-split train-data-path valid-data-path test-data-path data-args-path mock-data | @usual_split |
+split train-data-path valid-data-path test-data-path data-args-path mock-data \
+    | @with data-path: --split 969,30,1 else no --data-path |
 eval-iters | @usual_eval_iters |
 eval-interval | @usual_eval_interval |
 log-interval | --log-interval 100 |

@@ -35,7 +35,8 @@ model-parallel-size | --mp-degree {value} | old name of this argument
 decoder-first-pipeline-num-layers= decoder-last-pipeline-num-layers= | @stages |
 account-for-embedding-in-pipeline-split | --pp-seg-method balanced | layers are balanced by their cost
 account-for-loss-in-pipeline-split | --pp-seg-method balanced | layers are balanced by their cost
-num-query-groups= | @query_groups |
+num-query-groups= | @with group-query-attention: same --num-query-groups {value} \
+    else no effect in Megatron-LM without --group-query-attention |
 group-query-attention | @grouped |
 vocab-size= | @vocabulary |
 make-vocab-size-divisible-by= | @padding |
@@ -110,7 +111,7 @@ transformer-impl= | @implementation |
 moe-train-capacity-factor= moe-expert-capacity-factor= | @capacity |
 num-shared-experts n-shared-experts | --moe-shared-experts {value} |
 moe-intermediate-size | --moe-ffn-hidden-size {value} |
-first-k-dense-replace= | @leading |
+first-k-dense-replace= | @above 0: --first-k-dense {value} else all layers have experts |
 num-experts= num-moe-experts= | @experts |
 n-group | --moe-router-num-groups {value} |
 topk-group | --moe-router-group-topk {value} |
@@ -130,7 +131,7 @@ context-parallel-algo= | @algorithm |
 split= | @split |
 eval-iters= | @evaluations |
 eval-interval= | @evaluated |
-save-interval= | @saved |
+save-interval= | @~with save: same --save-interval {value} else nothing is saved without --save |
 use-rotary-position-embeddings | --position-embedding-type rope |
 valid-data-path= | @held_out_path |
 test-data-path= | @test_path |

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megapar.model.decoder.layer_pattern import listed, to_pattern
 from megapar.tools.translation import latent_values, rope_values
 from megapar.tools.translation.latent_values import is_latent
+from megapar.tools.translation.neutral import Function, collected
 from megapar.tools.translation.number import first, number, whole
 from megapar.tools.translation.verdict import (
     ANOTHER,
@@ -43,12 +44,6 @@ def _has_experts(given: Given) -> bool:
 
 
 # The transformer.
-
-
-def _query_groups(value: str, given: Given) -> Decided:
-    if "group-query-attention" not in given:
-        return UNNECESSARY, "", "no effect in Megatron-LM without --group-query-attention"
-    return SAME, f"--num-query-groups {value}", ""
 
 
 def _grouped(value: str, given: Given) -> Decided:
@@ -186,12 +181,6 @@ def _heads_sent(value: str, given: Given) -> Decided:
     if value == "1":
         return UNNECESSARY, "", "a single rank has the whole sequence"
     return RENAMED, f"--cp-degree {value} --context-parallel-algo ulysses_cp_algo", ""
-
-
-def _overridden(value: str, given: Given) -> Decided:
-    if "load" not in given:
-        return UNNECESSARY, "", "nothing is loaded"
-    return RENAMED, "--override-opt-param-scheduler", ""
 
 
 def _layers_with_experts(value: str, given: Given) -> Decided:
@@ -411,66 +400,13 @@ def _decay_tokens(value: str, given: Given) -> Decided:
     return _from_tokens("--lr-decay-iters", value, given)
 
 
-DECIDED: Mapping[str, Callable[[str, Given], Decided]] = {
-    "query_groups": _query_groups,
-    "grouped": _grouped,
-    "position_type": _position_type,
+DECIDED: Mapping[str, Function] = {
+    **collected(globals()),
     **rope_values.DECIDED,
     **latent_values.DECIDED,
-    "sink": _sink,
-    "query_norm": _query_norm,
-    "query_bias": _query_bias,
-    "gelu": _gelu,
-    "blocks_after": _blocks_after,
-    "specification": _specification,
-    "vocabulary": _vocabulary,
-    "padding": _padding,
-    "zero_centred": _zero_centred,
-    "bias_rate": _bias_rate,
-    "bias": _bias,
-    "router_groups": _router_groups,
-    "chosen_groups": _chosen_groups,
-    "score_function": _score_function,
-    "shared_width": _shared_width,
-    "layers_with_experts": _layers_with_experts,
-    "heads_sent": _heads_sent,
-    "overridden": _overridden,
-    "balanced_by": _balanced_by,
-    "sharding": _sharding,
-    "own_fsdp": _own_fsdp,
-    "communication": _communication,
-    "warmup_start": _warmup_start,
-    "warmup_steps": _warmup_steps,
-    "kept_in": _kept_in,
-    "loader": _loader,
-    "document_masks": _document_masks,
-    "extra_ids": _extra_ids,
-    "stages": _stages,
-    "deepspeed_experts": _deepspeed_experts,
-    "experts_over_mp": _experts_over_mp,
-    "expert_interval": _expert_interval,
-    "usual_expert_interval": _usual_expert_interval,
-    "mlp_type": _mlp_type,
-    "deepspeed_topk": _deepspeed_topk,
-    "deepspeed_balance": _deepspeed_balance,
-    "deepspeed_capacity": _deepspeed_capacity,
-    "sampling": _sampling,
-    "no_sampling": _no_sampling,
-    "one_layer": _one_layer,
-    "load_tag": _load_tag,
-    "warmup_tokens": _warmup_tokens,
-    "decay_tokens": _decay_tokens,
 }
 # Functions whose argument does not affect the training.
-HARMLESS = (
-    "heads_sent",
-    "overridden",
-    "padding",
-    "sharding",
-    "own_fsdp",
-    "communication",
-    "stages",
-    "load_tag",
-    "one_layer",
-    "experts_over_mp",
-)
+_HARMLESS = """
+    heads_sent padding sharding own_fsdp communication stages load_tag one_layer experts_over_mp
+"""
+HARMLESS = frozenset(_HARMLESS.split())

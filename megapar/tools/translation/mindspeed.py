@@ -19,10 +19,11 @@ from megapar.tools.translation.verdict import (
 )
 
 _RENAMED = """
-adaptive-recompute-device-swap | @adaptive |
-adaptive-recompute-device-size= | @adaptive_size |
-ampipe-degree= | @ampipe |
-ampipe-tp-sp-comm-overlap | @ampipe_overlap |
+adaptive-recompute-device-swap | @mindspeed_adaptive |
+adaptive-recompute-device-size= | \
+    @~above 0: same --adaptive-recompute-device-size {value} else no memory is set for it |
+ampipe-degree= | @mindspeed_slices |
+ampipe-tp-sp-comm-overlap | @mindspeed_slices_overlap |
 moe-model-type= | @mindspeed_kind |
 moe-train-capacity-factor= | @mindspeed_capacity | a capacity factor of deepspeed_moe
 moe-no-drop | @mindspeed_undropped |
@@ -36,8 +37,8 @@ add-dense-bias | @mindspeed_biases |
 optimizer-selection= | @mindspeed_optimizer |
 attention-mask-type= cp-attention-mask-type= | @mindspeed_mask |
 pre-tockens= | @mindspeed_past |
-num-layer-list= | @layers_of_stages |
-pipeline-num-transformer-layers= | @layers_of_chunks |
+num-layer-list= | @mindspeed_layers_of_stages |
+pipeline-num-transformer-layers= | @mindspeed_layers_of_chunks |
 npu-deterministic use-deter-comp | --deterministic |
 mla-fa-without-pad padded-base-length= mla-mm-split mla-zero-memory mla-fa-divide-qk | @latent_kernel |
 mla-up-proj-tp-overlap mla-swap-core-attn-out | @latent_overlap |

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import isfunction, signature
+from typing import Any
 
 from megapar.config.values import FALSE
 from megapar.tools.translation.number import NotANumberError, number
-from megapar.tools.translation.verdict import UNNECESSARY, Decided, Foreign, Given, named
+from megapar.tools.translation.verdict import RENAMED, SAME, UNNECESSARY, Decided, Foreign, Given, named
 
 Function = Callable[[str, Given], Decided]
+
+
+def collected(module: Mapping[str, Any], prefix: str = "") -> dict[str, Function]:
+    """Return the functions of a module that translate an argument, by their names in tables.
+
+    ``_steps`` is ``@steps``, or with a prefix ``@paddle_steps``.
+    """
+    return {
+        prefix + name[1:]: one
+        for name, one in module.items()
+        if isfunction(one)
+        and one.__module__ == module["__name__"]
+        and list(signature(one).parameters) == ["value", "given"]
+    }
+
+
+def case(cell: str) -> Function:
+    """Return the function of a cell ``CONDITION: OURS else REASON``: without the condition the argument does nothing.
+
+    A condition is ``above N``, of the value; ``on``, of a switch; or ``with NAME``, of another argument. ``same`` in
+    front of OURS: the flag is the argument itself. ``~`` in front of all: the numbers do not depend on it.
+    """
+    condition, rest = cell.removeprefix("~").split(": ", 1)
+    ours, reason = map(str.strip, rest.split(" else ", 1))
+    kind, _, word = condition.partition(" ")
+    verdict = SAME if ours.startswith("same ") else RENAMED
+    ours = ours.removeprefix("same ")
+
+    def decide(value: str, given: Given) -> Decided:
+        holds = not off(value) if kind == "on" else word in given if kind == "with" else number(value) > float(word)
+        # Not format: the name of the argument is filled in later.
+        return (verdict, ours.replace("{value}", value), "") if holds else (UNNECESSARY, "", reason)
+
+    return decide
 
 
 def off(value: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from megapar.tools.translation.decided import DECIDED
-from megapar.tools.translation.neutral import Function
+from megapar.tools.translation.neutral import Function, collected
 from megapar.tools.translation.number import first, number, whole
 from megapar.tools.translation.verdict import (
     ANOTHER,
@@ -32,12 +32,6 @@ def _adaptive(value: str, given: Mapping[str, str]) -> Decided:
         "",
         "set --adaptive-recompute-device-size to the memory it may use, in MB; MindSpeed uses the whole device",
     )
-
-
-def _adaptive_size(value: str, given: Mapping[str, str]) -> Decided:
-    if number(value) <= 0:
-        return UNNECESSARY, "", "no memory is set for it"
-    return SAME, f"--adaptive-recompute-device-size {value}", ""
 
 
 def _slices(value: str, given: Mapping[str, str]) -> Decided:
@@ -190,43 +184,11 @@ def _base_width(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--logits-scaling {width / number(value)!r}", "is --hidden-size / this value"
 
 
-FUNCTIONS: Mapping[str, Function] = {
-    "adaptive": _adaptive,
-    "adaptive_size": _adaptive_size,
-    "ampipe": _slices,
-    "ampipe_overlap": _slices_overlap,
-    "mindspeed_kind": _kind,
-    "mindspeed_capacity": _capacity,
-    "mindspeed_undropped": _undropped,
-    "mindspeed_expert_ranks": _expert_ranks,
-    "mindspeed_algorithm": _algorithm,
-    "mindspeed_balancing": _balancing,
-    "mindspeed_placement": _placement,
-    "mindspeed_placement_steps": _placement_steps,
-    "mindspeed_biases": _biases,
-    "mindspeed_optimizer": _optimizer,
-    "mindspeed_mask": _mask,
-    "mindspeed_past": _past,
-    "layers_of_stages": _layers_of_stages,
-    "layers_of_chunks": _layers_of_chunks,
-    "mindspeed_output_multiplier": _output_multiplier,
-    "mindspeed_depth": _depth,
-    "mindspeed_base_width": _base_width,
-}
+FUNCTIONS: Mapping[str, Function] = collected(globals(), "mindspeed_")
 # Functions for layout, memory and speed: the numbers do not depend on their arguments.
-HARMLESS = frozenset(
-    {
-        "adaptive",
-        "adaptive_size",
-        "ampipe",
-        "ampipe_overlap",
-        "mindspeed_expert_ranks",
-        "mindspeed_algorithm",
-        "mindspeed_placement",
-        "mindspeed_placement_steps",
-        "mindspeed_optimizer",
-        "mindspeed_mask",
-        "layers_of_stages",
-        "layers_of_chunks",
-    }
-)
+_HARMLESS = """
+    mindspeed_adaptive mindspeed_slices mindspeed_slices_overlap mindspeed_expert_ranks mindspeed_algorithm
+    mindspeed_placement mindspeed_placement_steps mindspeed_optimizer mindspeed_mask mindspeed_layers_of_stages
+    mindspeed_layers_of_chunks
+"""
+HARMLESS = frozenset(_HARMLESS.split())

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 
 from megapar.tools.translation.given import by_ernie_4_5, is_on
-from megapar.tools.translation.neutral import Function, off
+from megapar.tools.translation.neutral import Function, collected, off
 from megapar.tools.translation.number import first, number
 from megapar.tools.translation.verdict import (
     IMPLIED,
@@ -22,55 +22,6 @@ from megapar.tools.translation.verdict import (
     UNSUPPORTED,
     Decided,
 )
-
-
-def _degree(flag: str, value: str, alone: str) -> Decided:
-    if number(value) <= 1:
-        return UNNECESSARY, "", alone
-    return RENAMED, f"{flag} {value}", ""
-
-
-def _mp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--mp-degree", value, "a single mp rank")
-
-
-def _pp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--pp-degree", value, "a single stage")
-
-
-def _ep(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--ep-degree", value, "a single ep rank")
-
-
-def _expert_mp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--expert-mp-degree", value, "experts are not sharded")
-
-
-def _cp(value: str, given: Mapping[str, str]) -> Decided:
-    return _degree("--cp-degree", value, "a single cp rank has the whole sequence")
-
-
-def _sep(value: str, given: Mapping[str, str]) -> Decided:
-    verdict, ours, reason = _degree("--cp-degree", value, "a single rank has the whole sequence")
-    return verdict, f"{ours} --context-parallel-algo ulysses_cp_algo" if ours else "", reason
-
-
-def _dp(value: str, given: Mapping[str, str]) -> Decided:
-    if number(value) <= 1:
-        return UNNECESSARY, "", "the number of replicas follows from the number of ranks"
-    return RENAMED, "--hybrid-dp", "the number of replicas follows from the number of ranks"
-
-
-def _hybrid_dp(value: str, given: Mapping[str, str]) -> Decided:
-    if off(value):
-        return UNNECESSARY, "", "no replicas"
-    return RENAMED, "--hybrid-dp", ""
-
-
-def _virtual(value: str, given: Mapping[str, str]) -> Decided:
-    if number(value) <= 1:
-        return UNNECESSARY, "", "one chunk per stage"
-    return RENAMED, f"--vpp-degree {value} --pp-schedule interleaved", ""
 
 
 def _cut(value: str, given: Mapping[str, str]) -> Decided:
@@ -130,18 +81,6 @@ def _anchors(value: str, given: Mapping[str, str]) -> Decided:
     if value in ("", "[]"):
         return UNNECESSARY, "", "no anchors"
     return LEFT, "", "anchors are names of modules, of program variables in Paddle: --segment-anchors"
-
-
-def _micro(value: str, given: Mapping[str, str]) -> Decided:
-    if number(value) <= 0:
-        return UNNECESSARY, "", "set elsewhere"
-    return RENAMED, f"--micro-batch-size {value}", ""
-
-
-def _batch(value: str, given: Mapping[str, str]) -> Decided:
-    if number(value) <= 0:
-        return UNNECESSARY, "", "micro-batch size x accumulation steps x data ranks, the same default"
-    return RENAMED, f"--global-batch-size {value}", ""
 
 
 def _steps(value: str, given: Mapping[str, str]) -> Decided:
@@ -230,13 +169,6 @@ def _warmup_share(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--lr-warmup-iters {int(number(value) * steps)}", _AHEAD
 
 
-def _floor(value: str, given: Mapping[str, str]) -> Decided:
-    """Translate the minimum learning rate: min_learning_rate in PaddleNLP's pre-training, min_lr elsewhere."""
-    if number(value) <= 0:
-        return UNNECESSARY, "", "the learning rate decays to 0"
-    return RENAMED, f"--min-lr {value}", ""
-
-
 def _usual_floor(value: str, given: Mapping[str, str]) -> Decided:
     if by_ernie_4_5(given) or "constant" in given.get("lr-scheduler-type", ""):
         return UNNECESSARY, "", "the learning rate decays to 0"
@@ -253,20 +185,6 @@ def _level(value: str, given: Mapping[str, str]) -> Decided:
 
 def _usual_level(value: str, given: Mapping[str, str]) -> Decided:
     return _level("O1", given)
-
-
-def _precision(kind: str, value: str) -> Decided:
-    if off(value):
-        return UNNECESSARY, "", "switched off"
-    return RENAMED, f"--dtype {kind}", ""
-
-
-def _bf16(value: str, given: Mapping[str, str]) -> Decided:
-    return _precision("bf16", value)
-
-
-def _fp16(value: str, given: Mapping[str, str]) -> Decided:
-    return _precision("fp16", value)
 
 
 def _usual_precision(value: str, given: Mapping[str, str]) -> Decided:
@@ -337,12 +255,6 @@ def _data(value: str, given: Mapping[str, str]) -> Decided:
     return RENAMED, f"--data-path {shlex.join(words)}", reason
 
 
-def _usual_split(value: str, given: Mapping[str, str]) -> Decided:
-    if "input-dir" not in given:
-        return UNNECESSARY, "", "no data are set"
-    return RENAMED, "--split 949,50,1", ""
-
-
 def _evaluates(given: Mapping[str, str]) -> bool:
     return is_on(given, "do-eval") or given.get("evaluation-strategy", "no") == "steps"
 
@@ -369,16 +281,6 @@ def _held_out(value: str, given: Mapping[str, str]) -> Decided:
     if not _evaluates(given):
         return UNNECESSARY, "", "evaluation is off without do_eval"
     return RENAMED, f"--eval-data-path {value}", ""
-
-
-def _saved(value: str, given: Mapping[str, str]) -> Decided:
-    if "output-dir" not in given:
-        return UNNECESSARY, "", "nothing is saved without output_dir"
-    return RENAMED, f"--save-interval {value}", ""
-
-
-def _usual_saved(value: str, given: Mapping[str, str]) -> Decided:
-    return _saved("500", given)
 
 
 def _rhythm(value: str, given: Mapping[str, str]) -> Decided:
@@ -501,64 +403,7 @@ _TENSOR_WORDS = (
 _REPLICA_WORDS = ("enable_allreduce_avg_in_gradinent_scale", "gradient_sync_after_accumulate")
 
 FUNCTIONS: Mapping[str, Function] = {
-    "paddle_mp": _mp,
-    "paddle_pp": _pp,
-    "paddle_ep": _ep,
-    "paddle_expert_mp": _expert_mp,
-    "paddle_cp": _cp,
-    "paddle_sep": _sep,
-    "paddle_dp": _dp,
-    "paddle_hybrid_dp": _hybrid_dp,
-    "paddle_virtual": _virtual,
-    "paddle_cut": _cut,
-    "paddle_sharding": _sharding,
-    "paddle_unsharded": _unsharded,
-    "paddle_sharding_degree": _sharding_degree,
-    "paddle_usual_degree": _usual_degree,
-    "paddle_anchors": _anchors,
-    "paddle_micro": _micro,
-    "paddle_batch": _batch,
-    "paddle_steps": _steps,
-    "paddle_epochs": _epochs,
-    "paddle_length": _length,
-    "paddle_base_length": _base_length,
-    "paddle_style": _style,
-    "paddle_usual_style": _usual_style,
-    "paddle_fall": _fall,
-    "paddle_usual_fall": _usual_fall,
-    "paddle_warmup": _warmup,
-    "paddle_warmup_share": _warmup_share,
-    "paddle_floor": _floor,
-    "paddle_usual_floor": _usual_floor,
-    "paddle_level": _level,
-    "paddle_usual_level": _usual_level,
-    "paddle_bf16": _bf16,
-    "paddle_fp16": _fp16,
-    "paddle_usual_precision": _usual_precision,
-    "paddle_master_gradients": _master_gradients,
-    "paddle_loss_scale": _loss_scale,
-    "paddle_usual_loss_scale": _usual_loss_scale,
-    "paddle_usual_window": _usual_window,
-    "paddle_shrink": _shrink,
-    "paddle_recomputed": _recomputed,
-    "paddle_granularity": _granularity,
-    "paddle_flash": _flash,
-    "paddle_data": _data,
-    "paddle_usual_split": _usual_split,
-    "paddle_evaluated": _evaluated,
-    "paddle_usual_evaluated": _usual_evaluated,
-    "paddle_evaluations": _evaluations,
-    "paddle_held_out": _held_out,
-    "paddle_saved": _saved,
-    "paddle_usual_saved": _usual_saved,
-    "paddle_rhythm": _rhythm,
-    "paddle_resumed": _resumed,
-    "paddle_model": _model,
-    "paddle_continued": _continued,
-    "paddle_optimizer": _optimizer,
-    "paddle_muon": _muon,
-    "paddle_preferred": _preferred,
-    "paddle_logged": _logged,
+    **collected(globals(), "paddle_"),
     "paddle_sharding_words": _worded(
         _SHARDING_WORDS, "communication always overlaps computation; these words have no other effect"
     ),
@@ -569,35 +414,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "paddle_replica_words": _worded(_REPLICA_WORDS, "gradients are sums over all tokens, reduced once per step"),
 }
 # Functions for layout, memory, speed and files: the numbers do not depend on their arguments.
-HARMLESS = frozenset(
-    {
-        "paddle_mp",
-        "paddle_pp",
-        "paddle_ep",
-        "paddle_expert_mp",
-        "paddle_cp",
-        "paddle_sep",
-        "paddle_dp",
-        "paddle_hybrid_dp",
-        "paddle_virtual",
-        "paddle_cut",
-        "paddle_sharding",
-        "paddle_sharding_degree",
-        "paddle_anchors",
-        "paddle_recomputed",
-        "paddle_granularity",
-        "paddle_flash",
-        "paddle_group",
-        "paddle_data",
-        "paddle_evaluated",
-        "paddle_evaluations",
-        "paddle_saved",
-        "paddle_held_out",
-        "paddle_rhythm",
-        "paddle_logged",
-        "paddle_sharding_words",
-        "paddle_pipeline_words",
-        "paddle_tensor_words",
-        "paddle_replica_words",
-    }
-)
+_HARMLESS = """
+    paddle_cut paddle_sharding paddle_sharding_degree paddle_anchors paddle_recomputed paddle_granularity
+    paddle_flash paddle_group paddle_data paddle_evaluated paddle_evaluations paddle_held_out paddle_rhythm
+    paddle_logged paddle_sharding_words paddle_pipeline_words paddle_tensor_words paddle_replica_words
+"""
+HARMLESS = frozenset(_HARMLESS.split())

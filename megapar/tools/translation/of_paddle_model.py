@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from megapar.tools.translation.given import by_ernie_4_5, is_on
-from megapar.tools.translation.neutral import Function, off
+from megapar.tools.translation.neutral import Function, collected, off
 from megapar.tools.translation.number import first, number, whole
 from megapar.tools.translation.verdict import ANOTHER, IMPLIED, OTHER, RENAMED, UNNECESSARY, UNSUPPORTED, Decided
 
@@ -231,33 +231,7 @@ def _ahead_weight(value: str, given: Mapping[str, str]) -> Decided:
 
 
 FUNCTIONS: Mapping[str, Function] = {
-    "paddle_layers": _layers,
-    "paddle_tail": _tail,
-    "paddle_std": _std,
-    "paddle_usual_std": _usual_std,
+    **collected(globals(), "paddle_"),
     "paddle_usual_eps": _usual_model("--layernorm-epsilon 1e-06"),
     "paddle_usual_tie": _usual_model("--untie-embeddings-and-output-weights"),
-    "paddle_tied": _tied,
-    "paddle_norm": _norm,
-    "paddle_activation": _activation,
-    "paddle_experts": _experts,
-    "paddle_usual_experts": _usual_experts,
-    "paddle_expert_width": _expert_width,
-    "paddle_first_dense": _first_dense,
-    "paddle_choices": _choices,
-    "paddle_capacity": _capacity,
-    "paddle_bias_rate": _bias_rate,
-    "paddle_bias": _bias,
-    "paddle_gate_rate": _gate_rate,
-    "paddle_aux": _aux,
-    "paddle_aux_of_all_choices": _aux_of_all_choices,
-    "paddle_usual_aux": _usual_aux,
-    "paddle_group": _group,
-    "paddle_gate": _gate,
-    "paddle_score": _score,
-    "paddle_weights": _weights,
-    "paddle_expert_groups": _expert_groups,
-    "paddle_chosen_groups": _chosen_groups,
-    "paddle_ahead": _ahead,
-    "paddle_ahead_weight": _ahead_weight,
 }

@@ -23,29 +23,36 @@ from megapar.tools.translation.verdict import (
 )
 
 _RENAMED = """
-tensor-parallel-degree= tensor-model-parallel-size= mp-degree= | @paddle_mp |
-pipeline-parallel-degree= pipeline-model-parallel-size= pp-degree= | @paddle_pp |
-virtual-pp-degree= virtual-pipeline-model-parallel-size= | @paddle_virtual |
-expert-parallel-degree= expert-model-parallel-size= ep-degree= | @paddle_ep |
-expert-tensor-model-parallel-size= | @paddle_expert_mp |
-context-parallel-degree= context-parallel-size= | @paddle_cp |
-sep-parallel-degree= sep-parallel-size= sep-degree= | @paddle_sep |
-data-parallel-degree= dp-degree= | @paddle_dp |
-hybrid-dp | @paddle_hybrid_dp |
+tensor-parallel-degree= tensor-model-parallel-size= mp-degree= | @~above 1: --mp-degree {value} else a single mp rank |
+pipeline-parallel-degree= pipeline-model-parallel-size= pp-degree= | \
+    @~above 1: --pp-degree {value} else a single stage |
+virtual-pp-degree= virtual-pipeline-model-parallel-size= | @~above 1: --vpp-degree {value} --pp-schedule interleaved \
+    else one chunk per stage |
+expert-parallel-degree= expert-model-parallel-size= ep-degree= | @~above 1: --ep-degree {value} else a single ep rank |
+expert-tensor-model-parallel-size= | @~above 1: --expert-mp-degree {value} else experts are not sharded |
+context-parallel-degree= context-parallel-size= | @~above 1: --cp-degree {value} else \
+    a single cp rank has the whole sequence |
+sep-parallel-degree= sep-parallel-size= sep-degree= | \
+    @~above 1: --cp-degree {value} --context-parallel-algo ulysses_cp_algo \
+    else a single rank has the whole sequence |
+data-parallel-degree= dp-degree= | @~above 1: --hybrid-dp \
+    else the number of replicas follows from the number of ranks | the number of replicas follows from the number of ranks
+hybrid-dp | @~on: --hybrid-dp else no replicas |
 sharding | @paddle_sharding |
 sharding-parallel-degree= sharding-parallel-size= sharding-degree= sharding-group-size= | @paddle_sharding_degree |
 segment-anchors= | @paddle_anchors |
 sequence-parallel | @paddle_cut |
-per-device-train-batch-size= micro-batch-size= | @paddle_micro |
+per-device-train-batch-size= micro-batch-size= | @above 0: --micro-batch-size {value} else set elsewhere |
 gradient-accumulation-steps accumulate-steps gradient-merge-configs.k-steps | --gradient-merge-acc-step {value} |
 num-acc-steps n-microbatches | --gradient-merge-acc-step {value} |
-global-batch-size= | @paddle_batch |
+global-batch-size= | @above 0: --global-batch-size {value} \
+    else micro-batch size x accumulation steps x data ranks, the same default |
 max-steps= | @paddle_steps |
 num-train-epochs= | @paddle_epochs |
 max-seq-length= max-seq-len= max-sequence-length= | @paddle_length |
 base-seq-length= | @paddle_base_length |
 learning-rate | --lr {value} |
-min-lr= min-learning-rate= | @paddle_floor |
+min-lr= min-learning-rate= | @above 0: --min-lr {value} else the learning rate decays to 0 |
 lr-scheduler= lr-scheduler-type= | @paddle_style |
 decay-function= | @paddle_fall |
 decay-steps | --lr-decay-iters {value} |
@@ -53,8 +60,8 @@ warmup-steps= | @paddle_warmup |
 warmup-ratio= | @paddle_warmup_share |
 adam-epsilon | --adam-eps {value} |
 max-grad-norm | --clip-grad {value} |
-bf16 | @paddle_bf16 |
-fp16 amp use-pure-fp16 | @paddle_fp16 |
+bf16 | @on: --dtype bf16 else switched off |
+fp16 amp use-pure-fp16 | @on: --dtype fp16 else switched off |
 fp16-opt-level= | @paddle_level |
 amp-master-grad | @paddle_master_gradients |
 scale-loss= init-loss-scaling= | @paddle_loss_scale |
@@ -69,7 +76,7 @@ use-flash-attention use-flash-attn | @paddle_flash |
 offload-optim optimize-offload tensorwise-offload-optimizer | --optimizer-offload |
 deterministic-mode | --deterministic |
 logging-steps | --log-interval {value} |
-save-steps= | @paddle_saved |
+save-steps= | @~with output-dir: --save-interval {value} else nothing is saved without output_dir |
 eval-steps= | @paddle_evaluated |
 eval-iters= max-evaluate-steps= | @paddle_evaluations |
 output-dir | --save {value} |
@@ -396,9 +403,9 @@ seed | --seed 42 |
 max-steps num-train-epochs | | the run length is not set: --train-iters
 max-seq-length max-seq-len max-sequence-length | | the sample length is not set: --seq-length
 input-dir train-dataset-path | | no data are set: --data-path
-split | @paddle_usual_split |
+split | @with input-dir: --split 949,50,1 else no data are set |
 eval-steps evaluation-strategy | @paddle_usual_evaluated |
-save-steps save-strategy | @paddle_usual_saved |
+save-steps save-strategy | @~with output-dir: --save-interval 500 else nothing is saved without output_dir |
 logging-steps logging-strategy | --log-interval 500 |
 moe-num-experts n-routed-experts num-experts | @paddle_usual_experts |
 moe-aux-loss-lambda router-aux-loss-coef | @paddle_usual_aux |

@@ -12,7 +12,7 @@ from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.read import Spelling, normal, spellings
 from megapar.config.values import FALSE, TRUE, BadValue, convert
 from megapar.tools.translation import open_values
-from megapar.tools.translation.functions import DECIDING, FUNCTIONS
+from megapar.tools.translation.functions import DECIDING, FUNCTIONS, function
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import WRAPPERS, Line
 from megapar.tools.translation.number import NotANumberError
@@ -327,8 +327,10 @@ def _missing_reason(value: str) -> str:
 
 def _decides(key: str, row: Foreign | None) -> bool:
     """Return True if an argument's value affects the training, unlike paths and the placement of ranks."""
-    if row is not None and row.ours.startswith("@"):
+    if row is not None and row.ours[1:] in FUNCTIONS:
         return row.ours[1:] in DECIDING
+    if row is not None and row.ours.startswith("@"):
+        row = replace(row, ours="--log-interval" if row.ours[1] == "~" else _flags(row.ours)[0])
     name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
     spelling = spellings().get(normal(name.lstrip("-")))
     return spelling is not None and spelling.flag.group not in _HARMLESS
@@ -348,7 +350,7 @@ def _apply(row: Foreign, value: str, given: Mapping[str, str], key: str = "") ->
     """Return (verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
         try:
-            verdict, ours, reason = FUNCTIONS[row.ours[1:]](value, given)
+            verdict, ours, reason = function(row.ours[1:])(value, given)
         except NotANumberError as error:
             return OTHER, "", str(error)
         return verdict, ours.replace("{name}", key), reason or row.reason
