@@ -36,7 +36,8 @@ sep-parallel-degree= sep-parallel-size= sep-degree= | \
     @~above 1: --cp-degree {value} --context-parallel-algo ulysses_cp_algo \
     else a single rank has the whole sequence |
 data-parallel-degree= dp-degree= | @~above 1: --hybrid-dp \
-    else the number of replicas follows from the number of ranks | the number of replicas follows from the number of ranks
+    else the number of replicas follows from the number of ranks | \
+    the number of replicas follows from the number of ranks
 hybrid-dp | @~on: --hybrid-dp else no replicas |
 sharding | @paddle_sharding |
 sharding-parallel-degree= sharding-parallel-size= sharding-degree= sharding-group-size= | @paddle_sharding_degree |
