@@ -149,7 +149,6 @@ def train(
     docs/python.md has examples. Every rank calls it with the same arguments.
 
     Args:
-        config: The resolved configuration.
         rendezvous_url: Address at which the ranks rendezvous, by default from the environment that torchrun sets.
         stop_signal: Source of stop requests. All ranks stop together. Before the rendezvous a signal ends the process.
         keep_records: Keep the records of all iterations for the outcome. They take kilobytes each, on every rank, so
@@ -254,8 +253,6 @@ class Trainer:
         """Build everything that does not depend on the iteration that the run starts from.
 
         Args:
-            config: The resolved configuration.
-            world: Process groups of all axes.
             corpus: Training and held-out samples.
             stop_signal: Source of stop requests.
             keep_records: Keep the records of all iterations for the outcome.

@@ -32,7 +32,6 @@ def compilation(config: Config, compiler: str) -> Compilation:
     """Return whether functions are compiled.
 
     Args:
-        config: The configuration.
         compiler: Compiler of the device's class (``kinds.yaml``).
     """
     training = config.training

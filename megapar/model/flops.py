@@ -17,7 +17,6 @@ def step_flops(sizes: ModelSizes, sequences: int, seq_length: int, predicted: in
     """Return the FLOPs of forward and backward.
 
     Args:
-        sizes: Sizes of the model.
         sequences: Number of sequences.
         seq_length: Tokens of a sequence.
         predicted: Masked positions of all sequences, for ERNIE, whose vocabulary head runs only there; None for 15 %.

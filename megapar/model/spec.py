@@ -144,7 +144,6 @@ def parameter_counts(sizes: ModelSizes, table: Sequence[ParameterSpec] | None = 
     Like published counts, leave out multi-token prediction, which only training runs.
 
     Args:
-        sizes: Sizes of the model.
         table: Rows to count; None for those of the model without multi-token prediction.
     """
     counted = sizes.without_training_blocks()

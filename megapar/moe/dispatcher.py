@@ -128,7 +128,6 @@ class Dispatcher(ABC):
         """Sort the pairs and exchange the counts of rows, without a host wait; return what ``plan_counted`` needs.
 
         Args:
-            pairs: The pairs.
             pieces: Messages for each local expert; 0: one message for all.
             aside: The current stream is not the main one.
         """
@@ -150,7 +149,6 @@ class Dispatcher(ABC):
             order: Pairs to rows, as sent.
             plan: The plan of its first piece.
             hidden: H.
-            weight_dtype: dtype of the weights.
         """
 
     @abstractmethod

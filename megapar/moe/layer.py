@@ -111,7 +111,6 @@ class MoeLayer(nn.Module):
             share: All ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
                 sequence parallelism, else this rank.
             dtype: dtype of the experts; the router is max(fp32, dtype).
-            device: Device of the parameters.
             execution: How the layer runs; its ``comm`` launches all collectives of the layer.
             parts: The classes of the layer's parts.
         """

@@ -70,7 +70,6 @@ class NodeRoute:
         """Order the pairs of the rows that arrived, by expert.
 
         Args:
-            rows_RC: The rows.
             first_expert: The first expert of this rank.
             pairs: Fields with an expert of this rank.
         """
@@ -105,6 +104,5 @@ def leave_by_node(node_Tk: Tensor, nodes: int) -> OrderedRows:
 
     Args:
         node_Tk: Node of each token's choices, sorted; ``nodes`` and above: dropped.
-        nodes: Nodes.
     """
     return sort_by_expert(node_Tk, first_of_each(node_Tk, node_Tk < nodes), nodes, node_Tk.numel())

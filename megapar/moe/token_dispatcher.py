@@ -225,7 +225,6 @@ def piece_plans(
 
     Args:
         dispatcher: Plans the messages.
-        row_counts: Its counts of rows.
         pairs: All pairs sorted by expert, by the dispatcher.
         pieces: N.
     """

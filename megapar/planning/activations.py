@@ -125,8 +125,6 @@ def _walk(run: PlannedRun, units: Sequence[UnitCost], context: float, *, receive
     """Return one micro-batch's bytes in a chunk's units, without those of the head after the final norm.
 
     Args:
-        run: The run.
-        units: The units.
         context: Bytes that recomputed layers share.
         received: The input is from another stage, and held for its gradient.
         alone: No later micro-batch is in flight, so that the newest units still have their whole inputs.

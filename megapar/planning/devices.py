@@ -41,7 +41,6 @@ def check_named(config: Config, kind: str) -> None:
     """Raise ConfigError if flags give figures of a device, and no ``--device-kind`` says whose other figures hold.
 
     Args:
-        config: The configuration.
         kind: The row that the command line or a file names; "" if a plan would take the default.
     """
     given = [FLAGS[name].spelling for name in FIGURES if getattr(config.runtime, name) is not None]

@@ -121,8 +121,6 @@ def unsharded(run: PlannedRun, stage: int, newest: float, tied: float) -> Unshar
     """Return what stage 3 has unsharded.
 
     Args:
-        run: The planned run.
-        stage: Number of the stage.
         newest: Activations that the backward of one layer frees.
         tied: The head's gradient of a tied embedding, which the backward makes first.
     """

@@ -71,8 +71,6 @@ def fetched_share(run: PlannedRun, stage: int, place: int, newer: int) -> float:
     """Return the share of a stage's micro-batches in which a unit's input is no longer whole when its backward begins.
 
     Args:
-        run: The run.
-        stage: The stage.
         place: Number of the unit's chunk on the stage.
         newer: Recomputed units of the chunk that run after it.
     """

@@ -41,7 +41,6 @@ def nearest(kind: str, flags: Sequence[str], requested_ranks: int, ranks: int) -
 
     Args:
         kind: Kind of trainer.
-        flags: Flags of the run.
         requested_ranks: Number of ranks that the flags are for.
         ranks: Number of ranks that are available.
     """

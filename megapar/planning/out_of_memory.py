@@ -44,7 +44,6 @@ def check_memory(config: Config, environ: Mapping[str, str], device_type: str, d
     """Compare the plan with the memory of this machine's CPU or of the device; one without figures is not compared.
 
     Args:
-        config: The configuration.
         environ: Environment of the rank.
         device_type: torch's device type.
         device: Name of the device, as the driver reports it.
@@ -65,7 +64,6 @@ def planned_memory(config: Config, device_type: str, device: str) -> str:
     """Describe the plan's figures for the fullest stage, and settings that need less memory.
 
     Args:
-        config: The configuration.
         device_type: torch's device type.
         device: Name of the device, as the driver reports it.
     """

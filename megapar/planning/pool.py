@@ -59,8 +59,6 @@ def pool_bytes(run: PlannedRun, stage: int, *, experts_only: bool = False) -> in
     """Return the bytes of all buffers of a stage's first rank.
 
     Args:
-        run: The planned run.
-        stage: Number of the stage.
         experts_only: Only experts, which stage 3 treats like stage 2 if they are whole on their ranks.
     """
     buckets, sharding = buckets_of(run, stage, experts_only=experts_only), run.config.sharding

@@ -38,7 +38,6 @@ class SlicesOverMp:
         """Yield the program of all slices.
 
         Args:
-            shares: The slices.
             arriving: Arrivals of the slices; empty if the input is whole.
             send: Returns the parts that send a slice to the experts.
         """

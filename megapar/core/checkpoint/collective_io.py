@@ -43,7 +43,6 @@ def save(
     Args:
         what: The operation, such as "saving runs/a"; the start of error messages.
         state: Tensor name to this rank's shard.
-        planner: Planner of this save.
         writer: Writer of this save.
         group: The ranks that save; None for this process alone.
     """

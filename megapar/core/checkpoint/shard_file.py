@@ -198,7 +198,6 @@ def check_file(folder: Path, entry: FileEntry, verify: str) -> str:
     """Return the problem with a file of a checkpoint, or "".
 
     Args:
-        folder: Folder of the checkpoint.
         entry: The file as layout.json describes it.
         verify: "full" (size and SHA-256), "size" or "off" (existence only).
     """

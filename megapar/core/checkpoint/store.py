@@ -92,7 +92,6 @@ def load(
     truncated checkpoint and for one with another model, shape, dtype or set of names.
 
     Args:
-        folder: The checkpoint.
         targets: Tensor name to this rank's shard.
         expect_model: Returns what is different from this model, given the facts passed at save, or ""; None skips it.
         ignore: Prefixes of tensor names that may be stored although no rank has a target for them. Otherwise targets

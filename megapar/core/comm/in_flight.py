@@ -96,7 +96,6 @@ class CommContext:
         """Launch one exchange. The returned object keeps its input alive.
 
         Args:
-            exchange: The exchange.
             x: Its input.
             side_stream: The output will be used on a different stream than the current one.
             owned: Only the caller waits for it; ``wait_since`` does not.

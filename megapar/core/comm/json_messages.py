@@ -55,7 +55,6 @@ def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
 
     Args:
         values: One value per rank of the group, on its first rank; None on the others.
-        group: The process group.
     """
     parts = None if values is None else [_encoded(value, group) for value in values]
     device, rank = _device(group), dist.get_rank(group)

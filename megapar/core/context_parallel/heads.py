@@ -54,7 +54,6 @@ def queries_to_heads(q: Tensor, latents: Tensor, cp: Axis, comm: CommContext) ->
     Args:
         q: [B, S/cp, N, D].
         latents: [B, S/cp, F], sent in q's dtype. In a wider dtype they get a gradient that is not rounded.
-        cp: The axis.
         comm: Launches the all-to-all and the all-gather, which are in flight together.
 
     Returns:

@@ -58,7 +58,6 @@ def slice_plans(
 
     Args:
         layout: The positions of each rank.
-        rank: This rank.
         sight: The attention mask.
         ring: Remote keys arrive one block at a time from the ranks before this one, nearest first; otherwise all at
             once.

@@ -115,7 +115,6 @@ class DeviceKind:
         Args:
             dtype: Dtype of the products that ``tflops`` is for. Nothing is known of those in other dtypes then.
             tflops: TFLOP/s of matrix products.
-            memory_gib: GiB of memory.
             link_gb: GB/s to other devices of the node, in one direction.
             network_gb: GB/s to other nodes, in one direction.
         """

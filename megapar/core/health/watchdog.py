@@ -97,7 +97,6 @@ class Watchdog:
         """Connect the watchdogs of all ranks, which from then on exchange reports.
 
         Args:
-            rank: This rank.
             world_size: The number of ranks.
             store: A connection for this watchdog alone; None with one rank.
             recorder: Recorder of this rank's collectives.

@@ -58,7 +58,6 @@ class Optimizer:
         """Update all masters from their gradients.
 
         Args:
-            lr: Learning rate.
             found_inf: A scalar on the device; if it is 1, nothing changes. Only for devices that ``skips_updates``.
             grad_scale: A scalar in fp32 on the device, by which the kernel divides the gradients first. Only for
                 devices that ``scales_gradients``, and masters in fp32.

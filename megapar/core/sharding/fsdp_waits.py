@@ -34,7 +34,6 @@ class FsdpWaits:
         """Launch a collective.
 
         Args:
-            axis: Its axis.
             kind: Its kind, as for the byte counts.
             op: Launches it; asynchronously if called with True.
             group: The owner of a gather, which only this group waits for.

@@ -115,7 +115,6 @@ def linear(
 
     Args:
         x: Input.
-        weight: Weight.
         bias: Bias, or None.
         defer_wgrad: Called in the backward with the product of the weight gradient, which it returns, defers, or adds
             to a bucket; None to leave it to autograd.
@@ -135,7 +134,6 @@ def linear_onto(
     Args:
         total: A sum that no backward reads. R is the number of rows of ``x``.
         x: Input.
-        weight: Weight.
         defer_wgrad: See ``linear``.
         ends_unit: See ``linear``.
     """

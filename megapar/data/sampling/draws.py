@@ -20,7 +20,6 @@ class Draws:
         """Seed the generator.
 
         Args:
-            seed: Seed of the run.
             stream: Purpose of the numbers.
             number: Number of the sample, below 2^64.
         """

@@ -31,7 +31,6 @@ class TaskSamples:
         """Mix the tasks by their weights.
 
         Args:
-            tasks: The tasks of the run.
             weights: Weight of each task, by name.
             orders: Order of each task's pieces.
             seed: Seed of the samples; None for the fixed held-out ones.

@@ -61,7 +61,6 @@ def attention_cost(operators: Operators, shape: AttentionShape, widths: tuple[in
 
     Args:
         operators: Costs of operators that all layers share.
-        shape: The attention.
         widths: Features that the product before the core makes and that the output projection takes.
     """
     view, H = operators.view, operators.hidden_size

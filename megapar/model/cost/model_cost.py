@@ -232,7 +232,6 @@ class ModelCost(ABC):
         """Return the FLOPs of forward and backward.
 
         Args:
-            sizes: Sizes of the model.
             sequences: Number of sequences.
             seq_length: Tokens of a sequence.
             predicted: Masked positions of all sequences, for a model whose vocabulary head runs only there.

@@ -185,7 +185,6 @@ class Decoder(nn.Module):
         Under context parallelism S is this rank's positions, but ``ends`` are those of whole samples.
 
         Args:
-            batch: The micro-batch.
             valid_tokens: Valid positions of whole samples. None to count them, which waits for the device; required
                 under context parallelism.
         """
@@ -204,7 +203,6 @@ class Decoder(nn.Module):
         """Run one chunk of a pipeline. Return (input of the next chunk or None after the last, terms of this chunk).
 
         Args:
-            chunk: The chunk.
             x: Output of the previous chunk, [B, S(/mp), H]; None for the first.
             batch: As in ``forward``; all stages of a pipeline read the same batch.
             valid_tokens: As in ``forward``.
@@ -309,8 +307,6 @@ class Decoder(nn.Module):
 
         Args:
             x: Output of the final norm.
-            batch: The micro-batch.
-            context: Context of the forward.
             word: The embedding's weight if the head or multi-token prediction uses it.
         """
         assert self.lm_head is not None

@@ -83,7 +83,6 @@ class Mtp(nn.Module):
             hidden: Output of the model's final norm, [B, S(/mp), H].
             tokens: Tokens from ``following``, [B, S].
             word: The embedding's weight, [V/mp, H].
-            context: Context of the forward.
         """
         embedded = look_up(tokens, word, self.first_token, self.mp, sequence_parallel=self.sequence_parallel)
         both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)

@@ -214,7 +214,6 @@ class Ernie(nn.Module):
             starts: 0 and the same ends, int32.
 
         Args:
-            batch: The micro-batch.
             valid_tokens: Unused; all models have the same signature.
         """
         x = self._run(batch)
@@ -231,7 +230,6 @@ class Ernie(nn.Module):
         """Run one chunk of a pipeline. Return (input of the next chunk or None after the last, terms of this chunk).
 
         Args:
-            chunk: The chunk.
             x: Output of the previous chunk, [B, S(/mp), H]; None for the first.
             batch: As in ``forward``; all stages of a pipeline read the same batch.
             valid_tokens: As in ``forward``.

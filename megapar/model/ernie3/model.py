@@ -134,7 +134,6 @@ class TaskHeads(nn.Module):
 
         Args:
             x: [B, S, h], whole on all mp ranks.
-            batch: The micro-batch.
             word: The word embedding's weight, [V/mp, H].
         """
         rows, sums = x.flatten(0, 1), {}

@@ -78,11 +78,9 @@ def _segment(
     """Run the block on segment ``number``, x [B, s(/mp), H].
 
     Args:
-        block: The block.
         x: The segment.
         memory: Output for the previous segment, [B, M, H]; None for the first segment.
         mask: Keys that each position attends to, [B or 1, 1, s, M + s] bool; None for the first segment.
-        context: Context of the forward.
         number: Number of the segment.
     """
     attention = block.attention

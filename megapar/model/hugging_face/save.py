@@ -52,7 +52,6 @@ def save_hf(
 
     Args:
         folder: The folder to write.
-        sizes: Sizes of the model.
         tensors: (megapar name, whole tensor), each row of the table once, in any order; they are consumed one at a
             time, so at most ``shard_bytes`` are in memory.
         dtype: Dtype of the files; what the class keeps in fp32 stays fp32.

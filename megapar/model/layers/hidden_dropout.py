@@ -31,7 +31,6 @@ class HiddenDropout(nn.Module):
 
         Args:
             x: Output of attention or MLP.
-            context: Context of the forward.
             half: ``attention`` or ``mlp``.
             number: Number of the slice, if x is one of several.
         """

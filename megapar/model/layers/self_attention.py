@@ -136,7 +136,6 @@ class SelfAttention(nn.Module, ABC):
         They are kept if they come from other ranks, and in a recomputed unit, which drops all that it saves.
 
         Args:
-            context: Context of the forward.
             more: Returns what ``project`` returned after v, for all positions.
         """
         foreign = self.cp.deals_heads and not self.cp.latents

@@ -30,7 +30,6 @@ def run_layers(
     Args:
         blocks: The layers.
         x: Input of the first one.
-        context: Context of the forward.
         recompute: Activation checkpointing; None to keep all activations. Without gradients it has no effect.
     """
     layers = list(blocks)

@@ -171,7 +171,6 @@ def values(records: Sequence[Mapping[str, Any]], metric: str) -> list[tuple[floa
     """Return (iteration, value) where the metric has one; none if it is always 0.
 
     Args:
-        records: The records of a run.
         metric: Its name, or ``object.entry``.
     """
     outer, _, entry = metric.partition(".")

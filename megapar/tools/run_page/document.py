@@ -44,7 +44,6 @@ def document(title: str, head: str, sections: Sequence[PageSection], restarts: S
     """Return the document.
 
     Args:
-        title: Its title.
         head: HTML under the title.
         sections: Its parts; those without content are left out.
         restarts: Iterations that figures of curves mark.

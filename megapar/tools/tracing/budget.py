@@ -138,7 +138,6 @@ def _depth(config: Config, *, last_stage: bool = False) -> dict[str, int]:
     """Return the number of layers of each kind, without the branches of ERNIE 3.0.
 
     Args:
-        config: Configuration of the run.
         last_stage: Count only the layers of the last stage.
     """
     numbers, moe = set(range(config.model.num_layers)), set(config.model.moe_layers)

@@ -68,7 +68,6 @@ def pretend(
     No process group may exist before; none exists afterwards.
 
     Args:
-        config: Configuration of the run.
         rank: Rank in the configuration's world.
         tracker: Mode that sees every operator while the trainer is built and steps.
         device: Device; the CPU by default.

@@ -94,7 +94,6 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
     """Measure one step of a trainer that was built under the tracker.
 
     Args:
-        trainer: The trainer.
         tracker: Tracker of live bytes.
         rank: Rank of the trainer.
         start: Start of the trace, from ``time.perf_counter``.

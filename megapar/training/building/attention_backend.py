@@ -76,7 +76,6 @@ def calls_of(config: Config, capability: Capability, dtype: str) -> tuple[Attent
     """Return the calls of attention of a run on a GPU.
 
     Args:
-        config: The configuration.
         capability: Compute capability of the GPU.
         dtype: Compute dtype, as torch writes it.
     """

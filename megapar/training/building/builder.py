@@ -78,11 +78,7 @@ class Builder:
         """Return this rank's uninitialized part of the model.
 
         Args:
-            config: The resolved configuration.
-            world: Process groups of all axes.
-            sizes: Sizes of the model.
             rank_layers: The stages' layers that this rank has.
-            dtype: dtype of the parameters.
             execution: How layers run.
             recompute: Activation checkpointing of whole layers. None without it.
             meta: Create parameters on the meta device, for stage 3 to allocate.

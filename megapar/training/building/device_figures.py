@@ -26,7 +26,6 @@ def kind_of_run(config: Config, device_type: str, name: str) -> DeviceKind:
     """Return the row of a run's devices, with the figures of flags.
 
     Args:
-        config: The configuration.
         device_type: torch's device type.
         name: Name of the device, as its driver reports it; "" if the device is not here.
     """

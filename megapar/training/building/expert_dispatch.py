@@ -49,9 +49,6 @@ def dispatch_choice(config: Config, kind: DeviceKind, dtype: str, node: int | No
     Raises ConfigError if ``--moe-dispatch node`` is requested and the nodes do not fit.
 
     Args:
-        config: The resolved configuration.
-        kind: Kind of the devices.
-        dtype: Compute dtype.
         node: Ranks of a node if neither a flag nor the launcher tells; None: all ranks are on one.
     """
     grid, sizes, requested = config.grid, config.model, config.moe.moe_dispatch
@@ -85,10 +82,7 @@ def estimated_gain(config: Config, moe: MoeSizes, kind: DeviceKind, dtype: str, 
     A plain pass is one collective on both links, a pass by node is two, one after the other.
 
     Args:
-        config: The resolved configuration.
         moe: Sizes of the layer.
-        kind: Kind of the devices.
-        dtype: Compute dtype.
         local: Ranks of ep on each node.
     """
     grid, item = config.grid, ITEM_BYTES[dtype]

@@ -19,7 +19,6 @@ def out_of_memory(config: Config, device: Device, error: torch.OutOfMemoryError,
     """Return the error to end with: the failed request, the memory in use, the snapshot and the plan's prediction.
 
     Args:
-        config: The configuration of the run.
         device: The device that is out of memory.
         error: torch's error.
         planned: A sentence with the planned memory.

@@ -46,8 +46,6 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     """Build and initialize this rank's part of the model.
 
     Args:
-        config: The resolved configuration.
-        world: Process groups of all axes.
         builder: Builds the replaceable parts. None uses the default parts.
         observer: Hooks into every step. None observes nothing.
     """

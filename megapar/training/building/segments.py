@@ -28,8 +28,6 @@ def make_segments(
     dtype, bf16 is assumed.
 
     Args:
-        config: The configuration.
-        sizes: Sizes of the model.
         table: Parameter table of the model; None for that of ``sizes``.
     """
     rows = [spec for spec in table or table_of(sizes) if spec.trainable]

@@ -23,8 +23,6 @@ def collect(
     The primary rank of each shard sends it. Which rank has which shard follows from the device mesh.
 
     Args:
-        world: Process groups of all axes.
-        spec: The parameter.
         view: This rank's shard. None on ranks whose pipeline stage does not have the parameter.
         dtype: dtype of the tensor.
         full: True at sharding stage 3.
@@ -58,7 +56,6 @@ def collect_all(
     """Yield (name, whole tensor) one at a time on rank 0. Other ranks yield nothing but must exhaust the iterator.
 
     Args:
-        world: Process groups of all axes.
         table: Rows of the whole model. Its trainable parameters are collected in this order.
         sharding: The sharding of this rank's parameters.
         tensors: A tensor for each of the sharding's master shards, such as its master weights.

@@ -55,8 +55,6 @@ def continue_run(
     Raises ConfigError, on every rank, if the checkpoint is of another run.
 
     Args:
-        config: The configuration of the run.
-        world: Process groups of all axes.
         corpus: The data of the configuration.
         loaded: The loaded checkpoint. None for a start from scratch.
         place: Path of the checkpoint, for messages.

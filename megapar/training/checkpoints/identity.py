@@ -160,10 +160,8 @@ def refused(
 
     Args:
         there: Identity of the checkpoint.
-        optimizer: Optimizer of the run.
         tokenizer: Facts of the run's tokenizer. None if they are not known.
         data: Data of the run. None if it is not compared.
-        config: The configuration of the run.
         where: Beginning of the messages.
     """
     complaints = []

@@ -55,7 +55,6 @@ def before(name: str, scalars: Mapping[str, Any], present: Collection[str]) -> s
 
     Args:
         name: Name of the checkpoint. "" if it is in another folder.
-        scalars: Its scalars.
         present: Names of all checkpoints in the folder.
     """
     recorded = scalars.get(NAMES)

@@ -31,7 +31,6 @@ def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any])
     Args:
         save: The folder.
         load: The folder of --load. None without it.
-        world: Process groups of all axes.
         agree: Returns rank 0's value on all ranks.
     """
     owner, failure = None, ["", ""]

@@ -31,7 +31,6 @@ def resume(
     Raises CheckpointError.
 
     Args:
-        config: The configuration of the run.
         job: This rank's part of the model.
         progress: The progress of a run without a checkpoint.
         schedule: This run's learning-rate schedule.

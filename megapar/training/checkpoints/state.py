@@ -125,7 +125,6 @@ def load(
     on another schedule.
 
     Args:
-        folder: Folder of the checkpoint.
         job: This rank's part of the model.
         progress: The progress of this run without the checkpoint.
         schedule: This run's learning-rate schedule.

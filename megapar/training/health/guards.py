@@ -200,7 +200,6 @@ def make_guards(
     """Return the guards that the flags turn on.
 
     Args:
-        config: The configuration of the run.
         job: This rank's part of the model.
         gradients: Runs forward and backward again for the recompute check.
         loader: Reads micro-batches for the recompute check.

@@ -159,9 +159,7 @@ class Stepper:
         """Update the model.
 
         Args:
-            iteration: Number of the step, from 1.
             summed: The gradients' statistics.
-            lr: Learning rate.
             found_inf: A scalar on the device: 1 skips the update. None if the host knows that the step is good.
         """
         job = self.job

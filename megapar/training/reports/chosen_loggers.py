@@ -28,7 +28,6 @@ def make_loggers(
     """Return the started loggers, on the rank with a terminal; none on the others.
 
     Args:
-        config: The configuration of the run.
         terminal: The log.
         iteration: The last iteration done.
         own: Loggers of the caller.

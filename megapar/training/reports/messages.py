@@ -142,7 +142,6 @@ def farewell(
     """Yield why a run stopped, its outputs with their folders, and how to continue if it stopped before its end.
 
     Args:
-        config: The configuration of the run.
         iteration: Last iteration done.
         stop: Reason of a stop before the end. "" without one.
         checkpoint: The newest checkpoint, if any.

@@ -37,10 +37,8 @@ def write_facts(
 
     Args:
         folder: Folder of the metrics.
-        config: The configuration.
         world: The ranks.
         peak_flops: FLOP/s of one device.
-        peak_source: Source of the peak.
         parameters: Number of trainable parameters.
         first: First iteration of this start. Starts from earlier iterations stay in the file.
     """
