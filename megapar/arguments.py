@@ -17,7 +17,7 @@ from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, NOT_BUILT_NOTE, Config, build
 from megapar.config.default_notes import check_defaults
 from megapar.config.draft import Draft, is_given
-from megapar.config.files import check_files, check_model
+from megapar.config.files import check_files, check_model, take_stored_tokenizer
 from megapar.config.from_hf import take_published
 from megapar.config.help import help_text
 from megapar.config.paths import remote_paths
@@ -32,7 +32,6 @@ from megapar.config.read import (
 from megapar.config.report import effective, refusal, remarks
 from megapar.config.resolve import resolve
 from megapar.config.start import check_rank, check_save, check_start
-from megapar.config.stored_tokenizer import take_stored_tokenizer
 from megapar.config.values import BadValue, convert
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid

@@ -34,9 +34,9 @@ from megapar.launch_environment import job_id
 from megapar.planning.out_of_memory import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building import build
+from megapar.training.building.build import make_own_corpus, with_own_data
 from megapar.training.building.builder import Builder
 from megapar.training.building.memory import out_of_memory
-from megapar.training.building.own_corpus import make_own_corpus, with_own_data
 from megapar.training.building.parallelize import check_device, make_job
 from megapar.training.checkpoints import export, local_saves, state
 from megapar.training.checkpoints.checkpoints import Checkpoints

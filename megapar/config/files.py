@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
+from megapar.config.draft import Draft
 from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.run import METRICS_OFF
-from megapar.config.tracker_packages import check_trackers
-from megapar.config.vocab_size import check_vocabulary
+from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
 from megapar.files.checkpoint_names import LAYOUT_FILE, folders_below, holds_checkpoints, parse_checkpoint_name
 from megapar.files.metrics_file import METRICS
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.suspects import suspects
-from megapar.files.tokenizer_folder import TOKENIZER_FILES, foreign_tokenizer
-from megapar.schema.rule import either
+from megapar.files.tokenizer_folder import FOLDER, TOKENIZER_FILES, foreign_tokenizer, stored_fingerprint
+from megapar.launch_environment import starts_before
+from megapar.schema.rule import either, spell
 
 MOST_STEPS = 8  # listed in a message
 
@@ -181,4 +184,34 @@ def _folder(name: str, path: Path) -> Iterator[Complaint]:
             elif not os.access(folder, os.W_OK | os.X_OK):
                 fix = "Change its permissions, or pass a different folder."
                 yield Complaint("file", f"{spelling}: folder {folder} is not writable.", fix)
+            return
+
+
+PACKAGES: Mapping[str, str] = MappingProxyType(
+    {"wandb_project": "wandb", "mlflow_experiment": "mlflow", "swanlab_project": "swanlab"}
+)
+"""Flag of each tracker, and the name of its package, which is also that of its module."""
+
+
+def check_trackers(values: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yield a complaint for each tracker whose package is not installed. Finds packages without importing them."""
+    for name, package in PACKAGES.items():
+        if values.get(name) and find_spec(package) is None:
+            message = f"{spell(name)} needs the package {package}, which is not installed."
+            yield Complaint("package", message, f"Install it with: pip install {package}")
+
+
+def take_stored_tokenizer(draft: Draft) -> None:
+    """Set --tokenizer-model, if it is not given, to the tokenizer that was stored with the weights.
+
+    The weights were trained on its ids. A tokenizer trained again, on documents that have changed since, would give
+    every id another meaning. A restarted job uses its own --save folder, from which it continues.
+    """
+    if draft.origins.get("tokenizer_model") != "default" or draft.values.get("data_path") == MOCK:
+        return
+    restarted_from = draft.values.get("save") if starts_before(draft.environ) else None
+    for root in (restarted_from, draft.values.get("load")):
+        if root and stored_fingerprint(Path(root) / FOLDER) is not None and saved_steps(Path(root)):
+            draft.values["tokenizer_model"] = str(Path(root) / FOLDER)
+            draft.origins["tokenizer_model"] = "derived"
             return

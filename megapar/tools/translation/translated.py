@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.read import Spelling, normal, spellings
 from megapar.config.values import FALSE, TRUE, BadValue, convert
-from megapar.tools.translation import open_values
-from megapar.tools.translation.functions import DECIDING, FUNCTIONS, function
+from megapar.tools.translation import decided, mindspeed, of_mindspeed, of_paddle, of_paddle_model, open_values, paddle
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import WRAPPERS, Line
+from megapar.tools.translation.neutral import Function, case
 from megapar.tools.translation.number import NotANumberError
 from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN, SIGNS
 from megapar.tools.translation.verdict import (
@@ -402,3 +402,24 @@ def _translate_switch(written: str, value: str, spelling: Spelling) -> Translate
     ours = flag.spelling if on else "--no-" + flag.spelling[2:]
     same = written == flag.spelling or spelling.text == written[2:]
     return Translated(written, value, SAME if same else RENAMED, ours, "" if same else f"means {flag.spelling}")
+
+
+FUNCTIONS: Mapping[str, Function] = {
+    **decided.DECIDED,
+    **mindspeed.FUNCTIONS,
+    **of_mindspeed.FUNCTIONS,
+    **paddle.FUNCTIONS,
+    **of_paddle.FUNCTIONS,
+    **of_paddle_model.FUNCTIONS,
+}
+
+
+# Functions whose argument affects the training. If the script leaves its value open, the training is undecided.
+DECIDING = decided.DECIDING | (
+    frozenset(FUNCTIONS) - frozenset(decided.DECIDED) - of_mindspeed.HARMLESS - of_paddle.HARMLESS
+)
+
+
+def function(name: str) -> Function:
+    """Return the function of a cell ``@name``, or of a cell ``@CONDITION: ..`` (``case``)."""
+    return FUNCTIONS[name] if name in FUNCTIONS else case(name)

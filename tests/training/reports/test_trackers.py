@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
-from megapar.config import tracker_packages as packages
+from megapar.config import files as packages
 from megapar.errors import ConfigError
 from megapar.training.reports.trackers import MlflowLogger, SwanLabLogger, WandbLogger
 from tests.support.here import run_here
