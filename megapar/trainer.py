@@ -21,8 +21,6 @@ from megapar.core.comm.run_store import unknown_address
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
-from megapar.core.health.parent import end_with_launcher
-from megapar.core.health.watchdog import Watchdog
 from megapar.core.recompute.adaptive import Adaptive
 from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
@@ -30,6 +28,15 @@ from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
 from megapar.errors import MegaparError
+from megapar.health.corruption.guards import Guards, make_guards
+from megapar.health.hangs.stragglers import Stragglers
+from megapar.health.hangs.watch import make_watch, meet
+from megapar.health.hangs.watchdog import Watchdog
+from megapar.health.start.declared import make_declared
+from megapar.health.stop import failure
+from megapar.health.stop.control import StopSignal, make_control
+from megapar.health.stop.lost_peer import report_lost_peer
+from megapar.health.stop.parent import end_with_launcher
 from megapar.launch_environment import job_id
 from megapar.planning.out_of_memory import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
@@ -46,13 +53,6 @@ from megapar.training.checkpoints.lineage import NAMES
 from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.checkpoints.resume import resume
 from megapar.training.checkpoints.verification import Start
-from megapar.training.health import failure
-from megapar.training.health.control import StopSignal, make_control
-from megapar.training.health.declared import make_declared
-from megapar.training.health.guards import Guards, make_guards
-from megapar.training.health.lost_peer import report_lost_peer
-from megapar.training.health.stragglers import Stragglers
-from megapar.training.health.watch import make_watch, meet
 from megapar.training.loop.callbacks import TrainerCallback, make_callbacks
 from megapar.training.loop.stepper import Stepper
 from megapar.training.reports import messages as report

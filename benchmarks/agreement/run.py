@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megapar.arguments import parse
 from megapar.core.device.base import Device
+from megapar.health.start.declared import Declaring, verdict
 from megapar.training.building import build
-from megapar.training.health.declared import Declaring, verdict
 
 FLAGS = ("--data-path", "mock", "--num-experts", "0", "--seq-length", "128", "--vocab-size", "4096")
 CASES: dict[str, Callable[[int, int], bool]] = {

@@ -16,9 +16,9 @@ from datetime import timedelta
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
+from megapar.health.corruption.recompute_guard import RecomputeGuard
 from megapar.trainer import Trainer
 from megapar.training.building import build
-from megapar.training.health.recompute_guard import RecomputeGuard
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),

@@ -24,7 +24,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.health.watchdog import Watchdog
+from megapar.health.hangs.watchdog import Watchdog
 from megapar.trainer import Trainer
 from megapar.training.building import build
 from megapar.training.reports import monitor

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megapar.core.checkpoint.durable import write_file
-from megapar.core.health.process import cores
 from megapar.errors import DataError, MegaparError
+from megapar.health.stop.process import cores
 from megapar.tools.parser import Parser, count
 
 

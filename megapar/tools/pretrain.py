@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from megapar.arguments import KINDS, SCRIPTS, Config, parse_or_exit
-from megapar.core.health.parent import end_with_launcher
+from megapar.health.stop.parent import end_with_launcher
 from megapar.training.loop.outline import outline
 
 MODELS = {

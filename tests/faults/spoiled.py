@@ -10,8 +10,8 @@ import torch
 from megapar import trainer
 from megapar.core.checkpoint import folder, storage
 from megapar.errors import CheckpointError
+from megapar.health.corruption.guards import ReplicaGuard
 from megapar.trainer import Trainer
-from megapar.training.health.guards import ReplicaGuard
 from megapar.training.step.batches import BatchFeed
 from tests.faults.striking import RANK, SPEC, STEPS, before, note, strike
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megapar.health.corruption.recompute_guard import RecomputeGuard
 from megapar.trainer import Trainer
-from megapar.training.health.recompute_guard import RecomputeGuard
 
 WRONG = 1.5  # times one element
 MODULE = "layers.1.attention.qkv"

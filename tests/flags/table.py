@@ -374,8 +374,8 @@ _FAULT = "acts on a fault, which a sound run has not"
 # What cannot show in a short sound run: the reason, and the test that shows it.
 EXEMPT: Mapping[str, tuple[str, str]] = {
     "distributed_timeout_minutes": (_TIME, "tests/core/comm/test_world.py"),
-    "step_timeout_seconds": (_TIME, "tests/core/health/test_watchdog.py"),
-    "section_timeouts": (_TIME, "tests/core/health/test_watchdog.py"),
+    "step_timeout_seconds": (_TIME, "tests/health/hangs/test_watchdog.py"),
+    "section_timeouts": (_TIME, "tests/health/hangs/test_watchdog.py"),
     "memory_check": ("refuses what this machine's memory cannot hold", "tests/tools/test_mistakes.py"),
     "straggler_factor": ("compares ranks' seconds", "tests/training/test_pace.py"),
     "on_save_error": (_FAULT, "tests/training/checkpoints/test_checkpoints.py"),

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapar.core.health.process import MAX_TEXT, Process
 from megapar.files.checkpoint_names import OWNERS, epochs_of, owners_latest, parse_checkpoint_name, read_latest
 from megapar.files.regular_file import open_regular, read_json
+from megapar.health.stop.process import MAX_TEXT, Process
 
 ENDED = "ended"
 LOCK_SECONDS = 5.0

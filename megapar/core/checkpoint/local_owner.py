@@ -24,9 +24,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megapar.core.health.process import Process
 from megapar.errors import TrainingError
 from megapar.files.suspects import RECORD
+from megapar.health.stop.process import Process
 
 PATIENCE_SECONDS = 600.0  # a launcher restarts its ranks within this time
 _MOST_BYTES = 1 << 14

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megapar.core.checkpoint import lease as leases
 from megapar.core.checkpoint.lease import ENDED, Lease
-from megapar.core.health.process import Process
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
+from megapar.health.stop.process import Process
 
 BEAT_SECONDS = 2.0
 PATIENCE_SECONDS = 60.0

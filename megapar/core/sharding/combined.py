@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 from megapar.core.sharding.sharding import Sharding
+from megapar.health.corruption.trail import DigestTrail
 
 
 class CombinedSharding:

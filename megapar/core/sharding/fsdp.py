@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from megapar.core.comm.world import World
-from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box, shard_dim
 from megapar.core.sharding.fsdp_waits import FsdpWaits, GroupGather, GroupReduction, replica_hook
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
+from megapar.health.corruption.trail import DigestTrail
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 

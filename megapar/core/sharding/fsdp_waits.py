@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device, Event
-from megapar.core.health.trail import DigestTrail
+from megapar.health.corruption.trail import DigestTrail
 
 
 class FsdpWaits:

@@ -19,9 +19,9 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.agreement import gather_numbers, reduce_numbers
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
-from megapar.core.health.trail import INTEGERS
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.errors import CorruptionError
+from megapar.health.corruption.trail import INTEGERS
 
 WIDTH = 4096
 SHOWN = 5

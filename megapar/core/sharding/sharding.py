@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megapar.core.health.trail import DigestTrail
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
+from megapar.health.corruption.trail import DigestTrail
 
 
 class Sharding(Protocol):

@@ -30,9 +30,9 @@ from typing import Any
 
 from megapar.core.checkpoint.durable import put, rename
 from megapar.core.checkpoint.manifest import FILE_NAME, Manifest
-from megapar.core.health.process import boot_id
 from megapar.errors import DataError
 from megapar.files.regular_file import read_json
+from megapar.health.stop.process import boot_id
 
 SMALL_BYTES = 4 << 20
 """Entries up to this size are hashed whenever they are opened."""

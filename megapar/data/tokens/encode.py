@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapar.core.health.parent import end_with
 from megapar.data.cache.cache import hash_parts
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, describe
@@ -34,6 +33,7 @@ from megapar.data.tokens.indexed import IndexedDatasetBuilder, smallest_dtype
 from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opened, parts_in, remove_parts
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
+from megapar.health.stop.parent import end_with
 
 if TYPE_CHECKING:
     import numpy as np

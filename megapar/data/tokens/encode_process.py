@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import megapar
-from megapar.core.health.parent import die_with_parent
 from megapar.data.text.chunks import TextChunk
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.parts import Done
 from megapar.errors import DataError
+from megapar.health.stop.parent import die_with_parent
 
 
 def encode_in_process(job: EncodeJob, workers: int) -> Done:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megapar.core.health.process import cores
 from megapar.data.cache.cache import cache_folder, hash_parts, made_once
 from megapar.data.text.bad_records import skipped_text
 from megapar.data.text.source import TextSource, check_first_records, sources_hash
@@ -24,6 +23,7 @@ from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.encode_process import encode_in_process
 from megapar.data.tokens.indexed import IndexedDataset
 from megapar.files.record import LONGEST_LINE
+from megapar.health.stop.process import cores
 
 VERSION = 2
 """Increased whenever the files written here change, so that no older cache entry is read."""

@@ -34,8 +34,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megapar.core.health.parent import be_launcher
 from megapar.errors import DistributedError
+from megapar.health.stop.parent import be_launcher
 from megapar.launch_environment import RANK_FILE, ROUND, failure_file
 from megapar.tools.launcher import unkillable
 from megapar.tools.launcher.clocks import LAST_CALL_SECONDS, Clocks

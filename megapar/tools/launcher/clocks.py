@@ -16,7 +16,7 @@ from datetime import datetime, timedelta, timezone
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from megapar.core.health.signal_listener import write_stderr
+from megapar.health.stop.signal_listener import write_stderr
 
 LAST_CALL_SECONDS = 30.0  # torch's default
 APART_SECONDS = 10.0  # well above the interval between two reads of the state, about 1 s

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megapar.config.config import Config
-from megapar.core.health.process import cores
 from megapar.core.tensor_parallel.overlap_price import OFF
+from megapar.health.stop.process import cores
 from megapar.training.building.device_figures import kind_of_run
 from megapar.training.building.tensor_overlap import hiding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from megapar.core.health.process import cores
+from megapar.health.stop.process import cores
 
 SLURM = (
     "Pass the cores of the node: sbatch --cpus-per-task N, and srun --cpus-per-task N or SRUN_CPUS_PER_TASK=N, because "

@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megapar.core.health.parent import die_with_parent
-from megapar.core.health.signal_listener import write_stderr
+from megapar.health.stop.parent import die_with_parent
+from megapar.health.stop.signal_listener import write_stderr
 
 MODULES = ("megapar.trainer", "numpy.ma", "yaml")
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/davinci")

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megapar.config.config import Config
-from megapar.core.health.signal_listener import write_stderr
 from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.health.stop.signal_listener import write_stderr
 from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
 from megapar.tools.launcher import own
 from megapar.tools.launcher.environment import environment

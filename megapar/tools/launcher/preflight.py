@@ -21,7 +21,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.run_store import meet
 from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
-from megapar.core.health.parent import end_with_launcher
+from megapar.health.stop.parent import end_with_launcher
 
 TOLERANCE = 0.8
 TIMES = 5

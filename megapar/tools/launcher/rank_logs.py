@@ -13,9 +13,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from megapar.core.health.signal_listener import write_stderr
 from megapar.errors import DistributedError
 from megapar.files.path_part import path_part
+from megapar.health.stop.signal_listener import write_stderr
 from megapar.launch_environment import starts_before
 from megapar.tools.launcher.places import RankFiles
 

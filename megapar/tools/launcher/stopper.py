@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.core.health.process import fields_of
-from megapar.core.health.signal_listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, write_stderr
+from megapar.health.stop.process import fields_of
+from megapar.health.stop.signal_listener import AGAIN_SECONDS, STOPS, TYPED, Insistence, Listener, name_of, write_stderr
 
 EXIT_SECONDS = 3.0  # for a launcher without ranks to exit by itself, before it is forced to
 GONE_SECONDS = 30.0  # for killed ranks to disappear

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from megapar.core.health.signal_listener import write_stderr
+from megapar.health.stop.signal_listener import write_stderr
 
 FIRST_SECONDS = 10.0
 NEXT_SECONDS = 30.0

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megapar.core.health.signal_listener import write_stderr
+from megapar.health.stop.signal_listener import write_stderr
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.launcher import own
 from megapar.tools.launcher.fresh import MODULES, ONE_THREAD, receive, send

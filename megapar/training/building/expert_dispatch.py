@@ -1,7 +1,7 @@
 """The choice between plain dispatch and dispatch by node, from a configuration and a device. Does not import torch.
 
 Every rank makes it from its flags, its launcher's variables and its device, and declares it before any process group
-exists (``training/health/declared.py``).
+exists (``health/start/declared.py``).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megapar.arguments import Config
-from megapar.core.health.manual_gc import Collector
-from megapar.core.health.watchdog import Watchdog
+from megapar.health.hangs.watchdog import Watchdog
+from megapar.training.loop.manual_gc import Collector
 from megapar.training.reports.profile import Profile
 from megapar.training.step.job import Job
 

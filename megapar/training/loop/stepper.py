@@ -17,9 +17,9 @@ from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.device.base import Event
 from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite
 from megapar.data.batches import Loader
+from megapar.health.corruption.guards import Guards
+from megapar.health.stop.control import Control
 from megapar.model.decoder.model import Decoder
-from megapar.training.health.control import Control
-from megapar.training.health.guards import Guards
 from megapar.training.step.bad_steps import BadStepPolicy
 from megapar.training.step.batches import BatchFeed, StepBatches
 from megapar.training.step.gradients import Gradients, Summed

@@ -22,10 +22,10 @@ from megapar.core.comm.meter import Waits
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
 from megapar.errors import TrainingError
+from megapar.health.hangs.stragglers import Pace
+from megapar.health.hangs.stragglers import pace as find_pace
 from megapar.model.ernie3.tasks import CLASSES, TASKS
 from megapar.model.layers.terms import ROUTING
-from megapar.training.health.stragglers import Pace
-from megapar.training.health.stragglers import pace as find_pace
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 from megapar.training.reports.streams import stream_failures

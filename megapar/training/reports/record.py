@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megapar.training.health.stragglers import Pace
+from megapar.health.hangs.stragglers import Pace
 
 _LARGEST_EXPONENT = 700  # exp of more overflows
 

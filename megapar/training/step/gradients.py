@@ -12,11 +12,11 @@ from torch.profiler import record_function
 
 from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.meter import WaitMeter
-from megapar.core.health.first_nonfinite import FirstNonfinite, watch
 from megapar.core.optimizer.gradient_norm import global_norm, scale_gradients
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
+from megapar.health.corruption.first_nonfinite import FirstNonfinite, watch
 from megapar.model.layers.terms import Terms
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.denominators import Denominators

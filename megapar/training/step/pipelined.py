@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megapar.core.comm.meter import WaitMeter
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.health.trail import DigestTrail
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.runner import Runner, run_forward
 from megapar.core.pipeline.schedule import make_schedule
@@ -17,6 +16,7 @@ from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.data.batches import MicroBatch
+from megapar.health.corruption.trail import DigestTrail
 from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
 from megapar.model.layers.terms import Terms

@@ -6,7 +6,7 @@ from typing import Any
 
 from megapar.core.checkpoint.lease import Lease
 from megapar.core.checkpoint.owner import Watch
-from megapar.core.health.process import Process
+from megapar.health.stop.process import Process
 
 
 def claim(**changed: Any) -> Lease:

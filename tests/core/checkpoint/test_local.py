@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megapar.core.checkpoint import local as local_module
 from megapar.core.checkpoint.local import LocalCheckpoints
 from megapar.core.checkpoint.shard import Shard
-from megapar.core.health.process import Process
+from megapar.health.stop.process import Process
 from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 

@@ -15,8 +15,8 @@ import pytest
 
 from megapar.core.checkpoint import local_owner
 from megapar.core.checkpoint.local_owner import PATIENCE_SECONDS, LocalOwner, private_folder
-from megapar.core.health.process import Process
 from megapar.errors import TrainingError
+from megapar.health.stop.process import Process
 
 CHILD = """
 import sys

@@ -18,8 +18,8 @@ import pytest
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import lease as leases
 from megapar.core.checkpoint.owner import Owner, take
-from megapar.core.health.process import Process
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
+from megapar.health.stop.process import Process
 from tests.core.checkpoint.owners import Waiting, claim
 from tests.core.checkpoint.sleeper import save, sleep
 from tests.core.checkpoint.states import SCALARS, load_on

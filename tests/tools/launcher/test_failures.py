@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from megapar.errors import DataError, DistributedError, TrainingError
+from megapar.health.stop import failure
 from megapar.launch_environment import failure_file
 from megapar.tools.launcher.failures import Failure, first_failure, is_refusal, repeated
-from megapar.training.health import failure
 
 HERE = Failure("DataError", "source.py:7", 5, False, "32-39", 1.0)
 

@@ -23,7 +23,7 @@ input()
 """
 FORK = """
 import os, signal
-from megapar.core.health.parent import die_with_parent
+from megapar.health.stop.parent import die_with_parent
 from megapar.tools.launcher.fresh import _fork
 from megapar.tools.launcher.stopper import _ranks
 from megapar.tools.launcher.warm import Forked, adopt_orphans

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.core.health.parent import started
+from megapar.health.stop.parent import started
 from megapar.tools.launcher.stopper import Stopped, Stopper, children
 from megapar.tools.launcher.waiting import Waiting
 from tests.support.command import Command, clean_environ
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 120
 # Takes the signals of a rank that saves for as long as the test has not made the file "go".
 RANK = """
 import os, signal, sys, threading
-from megapar.training.health.control import StopSignal
+from megapar.health.stop.control import StopSignal
 rank, folder = os.environ['RANK'], sys.argv[1]
 stop = StopSignal()
 stop.install()
@@ -102,7 +102,7 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
 def test_who_insists_and_who_is_late_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     ended: list[int] = []
-    monkeypatch.setattr("megapar.core.health.signal_listener.AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr("megapar.health.stop.signal_listener.AGAIN_SECONDS", 0.0)
     monkeypatch.setattr("megapar.tools.launcher.stopper._ranks", lambda: [1, 2])
     monkeypatch.setattr("megapar.tools.launcher.stopper.signal_children", sent.append)
     stopper = Stopper(300.0, ended.append)
@@ -127,7 +127,7 @@ def test_processes_of_others_are_passed_over_whatever_they_call_themselves() -> 
 
 
 def test_ranks_are_gone_when_the_launcher_is_killed(tmp_path: Path) -> None:
-    body = f"from megapar.core.health.parent import end_with_launcher\nend_with_launcher()\n{RANK}"
+    body = f"from megapar.health.stop.parent import end_with_launcher\nend_with_launcher()\n{RANK}"
     job = start(tmp_path, body=body)
     ranks = children(job.pid)
     job.send_signal(signal.SIGKILL)

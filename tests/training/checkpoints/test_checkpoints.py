@@ -21,9 +21,9 @@ from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.shard_file import HashedFile
 from megapar.core.device.base import Device
 from megapar.errors import CheckpointError, MegaparError
+from megapar.health.stop.control import Control, Limits, StopSignal
 from megapar.trainer import train
 from megapar.training.checkpoints.checkpoints import Checkpoints
-from megapar.training.health.control import Control, Limits, StopSignal
 from tests.support.damage import flip_bit
 from tests.support.here import BASE, losses, run_here
 from tests.support.ranks import run_ranks

@@ -13,7 +13,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
-from megapar.core.health.process import Process
+from megapar.health.stop.process import Process
 from megapar.training.checkpoints import ownership
 from tests.core.checkpoint.owners import claim
 from tests.support.ranks import run_ranks

@@ -16,10 +16,10 @@ from megapar.arguments import Config, parse
 from megapar.core.checkpoint import folder as folders
 from megapar.errors import CorruptionError, TrainingError, UnverifiedError
 from megapar.files.suspects import NEVER, RECORD, read_fault
+from megapar.health.corruption.guards import Guards
+from megapar.health.corruption.witness import Witness
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints.verification import Start
-from megapar.training.health.guards import Guards
-from megapar.training.health.witness import Witness
 from megapar.training.step.job import Job
 from tests.support.training import COMMON, SMALL, last_wins
 

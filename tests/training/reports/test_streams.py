@@ -95,7 +95,7 @@ def test_a_process_without_standard_output_writes_into_no_file_of_its_own(tmp_pa
         "import os, sys; from megapar.training.reports.streams import make_patient\n"
         f"make_patient(); file = open({str(tmp_path / 'file')!r}, 'wb')\n"
         f"print('said', file=sys.{name}, flush=True); os.system('echo said; echo said >&2')\n"
-        "from megapar.core.health.signal_listener import write_stderr; write_stderr('told')\n"
+        "from megapar.health.stop.signal_listener import write_stderr; write_stderr('told')\n"
     )
     number = {"stdout": 1, "stderr": 2}[name]
     line = f'exec {sys.executable} -c "$0" {number}>&-'

@@ -1,0 +1,252 @@
+"""Watchdog: ends a run that hangs, and reports the late ranks with their collective or file and line of code.
+
+    every rank    thread: a section too long, or an alarm in the store -> writes its report to the store
+                          -> a few seconds later the first rank to report reads all of them and prints -> exit 1
+
+A section without a set limit is only reported, in the same way and with the stacks of the late ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.core.torch_names import flight_record
+from megapar.health.hangs import rank_reports
+from megapar.health.hangs.gathering import (
+    ALARM,
+    GRACE_SECONDS,
+    MOST_SECONDS,
+    PAUSE_SECONDS,
+    AlarmListener,
+    Gathering,
+    Survey,
+    survey_of,
+    warning,
+)
+from megapar.health.hangs.rank_reports import Report
+from megapar.health.hangs.sections import FIRST, STEP, Overdue, Sections
+from megapar.health.stop.signal_listener import takes_text
+
+STATUS = 1
+HELD_SECONDS = 30.0  # in addition to the limit of a step: the time that one thread may hold the interpreter lock
+
+
+class Watchdog:
+    """Monitors one rank from a thread.
+
+    Args:
+        sections: Sections of this rank, with their limits.
+        rank: This rank, for messages before ``meet``.
+        named: Returns the origin of a section's limit, for messages.
+        records: Folder for the dump of torch's flight recorder (always on with NCCL, TORCH_FR_BUFFER_SIZE for gloo).
+        tell: Receives the report.
+        end: Ends the process with a status.
+    """
+
+    def __init__(
+        self,
+        sections: Sections,
+        *,
+        rank: int = 0,
+        named: Callable[[str], str] = lambda name: "",
+        records: Path | None = None,
+        tell: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        self.sections = sections
+        self.iteration = 0
+        self._rank = rank
+        self._world_size = 1
+        self._store: dist.Store | None = None
+        self._listener: AlarmListener | None = None
+        self._recorder = FlightRecorder()
+        self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
+        self._named = named
+        self._records = records
+        self._tell = tell
+        self._end = end
+        self._stepped = False
+        self._warnings = 0
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        limits = sections.limits
+        self._pause = min(1.0, min(limits.values()) / 10) if limits else 1.0
+        self._held_limit = limits[STEP] + HELD_SECONDS if STEP in limits else 0.0
+
+    def meet(
+        self,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        recorder: FlightRecorder,
+        axes: Callable[[], Mapping[str, Sequence[int]]],
+    ) -> None:
+        """Connect the watchdogs of all ranks, which from then on exchange reports.
+
+        Args:
+            world_size: The number of ranks.
+            store: A connection for this watchdog alone; None with one rank.
+            recorder: Recorder of this rank's collectives.
+            axes: Returns name to ranks of each axis with several.
+        """
+        self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
+        self._store = store
+        self._listener = None if store is None else AlarmListener(store, self._pause)
+        if self._listener is not None:
+            # Of a watchdog that is dropped without a close, as a trainer's that never ran.
+            weakref.finalize(self, self._listener.close)
+
+    def start(self) -> None:
+        """Start the thread, unless it is running."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="megapar-watchdog", daemon=True)
+            self._thread.start()
+
+    def section(self, name: str, detail: str = "") -> AbstractContextManager[None]:
+        """Return a block for an activity of this thread that may hang."""
+        return self.sections.inside(name, detail)
+
+    def before_step(self, iteration: int) -> None:
+        """Begin a step. Called on the thread that made this object."""
+        self.sections.end_all()
+        self.iteration = iteration
+        self.sections.begin(STEP if self._stepped else FIRST, str(iteration))
+
+    def after_step(self, iteration: int) -> None:
+        """End the step."""
+        self._stepped = True
+        self.sections.end_all()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closed.set()
+        if self._listener is not None:
+            self._listener.close()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join(GRACE_SECONDS)  # otherwise it could start the timer that is cancelled here
+        faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._pause):
+            if self._held_limit and self.iteration:  # not at start-up: a library may need long for a corpus
+                # If even this thread cannot run, because code holds the interpreter lock, C code ends the process.
+                faulthandler.dump_traceback_later(self._held_limit, exit=True)
+            overdue, listener = self.sections.overdue(), self._listener
+            if (overdue is None or not overdue.ends) and not self._alarmed:
+                if overdue is None and (listener is None or not listener.warned):
+                    continue
+                self._warn(overdue)
+                if not self._alarmed:
+                    continue
+                overdue = None
+            self._fire(overdue if overdue is not None and overdue.ends else None)
+            return
+
+    @property
+    def _alarmed(self) -> bool:
+        """True if another rank has raised the alarm, so that the run must end."""
+        return self._listener is not None and self._listener.alarm.is_set()
+
+    def _fire(self, overdue: Overdue | None) -> None:
+        """Report and end the run. ``overdue`` is None if another rank raised the alarm."""
+        own, gathered = self._gather("", ALARM, overdue)
+        if self._closed.is_set():
+            return
+        # In a thread: the disk of the log or of the records may be the cause of the hang.
+        ending = threading.Thread(target=self._final_report, args=(own, gathered), daemon=True)
+        ending.start()
+        ending.join(2 * GRACE_SECONDS)
+        self._end(STATUS)
+
+    def _final_report(self, own: Report, gathered: Survey) -> None:
+        overdue = gathered.overdue
+        self._print_report(own, gathered, f"ended by the watchdog; {rank_reports.place(own, overdue.name)}")
+        # Skipped if the disk may be the cause: this rank would block in the kernel too, where no signal ends it.
+        if overdue.name not in rank_reports.AT_FILES and (record := flight_record()):
+            self._keep(record)
+        with suppress(Exception):
+            sys.stderr.flush()
+
+    def _warn(self, overdue: Overdue | None) -> None:
+        """Report a section that takes unusually long, with the stacks of late ranks. The run continues.
+
+        An alarm in the meantime cancels the warning, because it needs the reports of all ranks.
+        """
+        prefix = warning(self._warnings)
+        self._warnings += 1
+        own, gathered = self._gather(prefix, f"{prefix}asked", overdue)
+        if self._listener is not None:
+            self._listener.number = self._warnings
+        if self._alarmed:
+            return
+        # In a thread: a blocked terminal or pipe must not stop the watchdog.
+        printing = threading.Thread(target=self._print_report, args=(own, gathered, ""), daemon=True)
+        printing.start()
+        printing.join(GRACE_SECONDS)
+        if takes_text() and (self._rank in gathered.late or self._world_size == 1):
+            with suppress(OSError, ValueError):
+                faulthandler.dump_traceback(all_threads=True)
+
+    def _print_report(self, own: Report, gathered: Survey, otherwise: str) -> None:
+        """Print the report on the rank that explains, and ``otherwise``, if not empty, on the other ranks."""
+        overdue = gathered.overdue
+        with suppress(Exception):  # a closed terminal must not prevent the end
+            if self._world_size == 1 or self._store is None:
+                where = rank_reports.place(own, overdue.name)
+                self._tell(f"{rank_reports.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
+            elif gathered.explains:
+                self._tell(rank_reports.explain(gathered.reports, self._world_size, overdue, self._named(overdue.name)))
+            elif otherwise:
+                self._tell(f"rank {self._rank}: {otherwise}")
+
+    def _keep(self, record: bytes) -> None:
+        path = (self._records or Path.cwd()) / f"flight-record-{self._rank:05d}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(record)
+            self._tell(f"rank {self._rank}: torch's flight record is in {path}")
+        except OSError as error:
+            self._tell(f"rank {self._rank}: {path} cannot be written: {error}")
+
+    def report(self) -> dict[str, Any]:
+        """Return the report of this rank."""
+        return rank_reports.report(self.iteration, self.sections, self._recorder, self._axes(), self._watched)
+
+    def _gather(self, prefix: str, key: str, overdue: Overdue | None) -> tuple[Report, Survey]:
+        """Return the report of this rank and the survey of all ranks that responded.
+
+        Args:
+            prefix: Prefix of the keys in the store; "" for the alarm.
+            key: Set to make the other ranks report.
+            overdue: The section of this rank that takes too long.
+        """
+        own = self.report()
+        own["overdue"] = overdue
+        surveys: list[Survey] = []
+        store = self._store
+
+        def collect() -> None:
+            if store is not None:
+                with suppress(RuntimeError):  # torch's store errors are RuntimeErrors
+                    surveys.append(Gathering(store, prefix, key, self._rank, self._world_size).collect(own))
+
+        # In a thread that may never return: the store may hang with the rank that holds it.
+        collecting = threading.Thread(target=collect, daemon=True)
+        collecting.start()
+        deadline = time.monotonic() + MOST_SECONDS
+        while collecting.is_alive() and time.monotonic() < deadline and not (prefix and self._alarmed):
+            collecting.join(PAUSE_SECONDS)
+        return own, (surveys or [survey_of({self._rank: own}, own, self._world_size, explains=True)])[0]

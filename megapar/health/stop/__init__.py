@@ -1,0 +1,1 @@
+"""Signals, processes and their ends."""

@@ -1,1 +1,0 @@
-"""Guards, stops, failures, and the response of the next start."""

@@ -1,0 +1,187 @@
+"""Ranks that run something else are refused before there is a group; one entry speaks for a node."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megapar.arguments import FLAGS, parse
+from megapar.core.device.base import Device
+from megapar.errors import ConfigError, MegaparError
+from megapar.health.start.declared import Declaring, verdict
+from megapar.trainer import train
+from megapar.training.building import build
+from tests.support.ranks import run_ranks
+from tests.support.training import COMMON, SMALL, last_wins
+
+ENVIRON = {"WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0"}
+TIMEOUT = timedelta(seconds=30)
+
+
+def declared(*flags: str, environ: Mapping[str, str] = ENVIRON, kind: str = "moe") -> Declaring:
+    config = parse(kind, last_wins((*SMALL[kind], *COMMON), flags), {"WORLD_SIZE": "2"})
+    return Declaring.of(config, build.make_corpus(config), Device(), environ)
+
+
+def differing(one: Declaring, other: Declaring) -> set[str]:
+    """Flags and facts that are not the same."""
+    pairs = ((one.flags, other.flags), (one.facts, other.facts), (one.of_node, other.of_node))
+    return {name for here, there in pairs for name in {**here, **there} if here.get(name) != there.get(name)}
+
+
+def test_flags_versions_code_and_data_are_declared() -> None:
+    found = declared()
+    assert found.flags["--lr"] == "0.01"
+    assert found.facts["device"] == "cpu"
+    assert found.flags["--dtype"] == "auto"
+    assert {"megapar", "torch", "Python", "code", "source 1 of the data"} <= set(found.of_node)
+    assert "--lr" in found.given
+    assert "--weight-decay" not in found.given
+
+
+def test_the_last_digit_of_a_number_is_declared() -> None:
+    assert differing(declared("--lr", "0.00123456789"), declared("--lr", "0.0012345678")) == {"--lr"}
+
+
+def test_what_may_differ_between_nodes_is_not_declared(tmp_path: Path) -> None:
+    here = declared("--metrics-jsonl", str(tmp_path / "m"), "--save", str(tmp_path / "a"))
+    assert differing(here, declared("--device", "cpu", "--save", str(tmp_path / "b"))) == set()
+    assert differing(here, declared()) == {"--save"}  # whether ranks save they do agree in
+    exempt = {name for name, flag in FLAGS.items() if flag.per_node}
+    logs = {"metrics_jsonl", "tensorboard_dir", "wandb_save_dir", "swanlab_save_dir"}
+    assert exempt == {"device", "local_checkpoint_dir", "memory_check", "ranks_per_node", *logs}
+
+
+def test_data_is_declared_by_its_content(tmp_path: Path) -> None:
+    text = "".join(f"The {n}th line of a document that is long enough.\n" for n in range(400))
+    for name, content in (("a.txt", text), ("b.txt", text), ("c.txt", text.replace("0", "1"))):
+        (tmp_path / name).write_text(content)
+    one, same, other = (declared("--data-path", str(tmp_path / name)) for name in ("a.txt", "b.txt", "c.txt"))
+    assert differing(one, same) == set()
+    assert {"source 1 of the data"} <= differing(one, other) <= {"source 1 of the data", "the tokenizer's fingerprint"}
+    more = declared(
+        "--data-path", str(tmp_path / "a.txt"), "--eval-data-path", str(tmp_path / "b.txt"), "--eval-iters", "1"
+    )
+    assert "the number of sources of --eval-data-path" in differing(one, more)
+
+
+def test_one_rank_of_a_node_finds_out_what_takes_time() -> None:
+    assert declared(environ={**ENVIRON, "LOCAL_RANK": "1"}).of_node == {}
+    assert declared(environ={"LOCAL_RANK": "1"}).of_node  # of which nobody says who is beside it
+
+
+def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[Declaring]) -> str:
+    store = dist.PrefixStore("agree", dist.FileStore(rendezvous, world_size))
+    try:
+        entries[rank](store, rank, world_size, TIMEOUT)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def asked(*entries: Declaring) -> list[str]:
+    found: list[str] = run_ranks(len(entries), exchange, entries, group=False)
+    return found
+
+
+def test_ranks_of_two_nodes_agree_or_hear_all_differences() -> None:
+    first = Declaring({"--lr": "1"}, frozenset(), {"device": "cpu"}, {"code": "a"}, "0", 0)
+    second = replace(first, of_node={}, local_rank=1)
+    other = [replace(first, node="1"), replace(second, node="1")]
+    assert asked(first, second, *other) == [""] * 4
+    other = [replace(one, flags={"--lr": "2"}) for one in other]
+    other[0] = replace(other[0], of_node={"code": "b"})
+    found = asked(first, second, *other)
+    assert len(set(found)) == 1
+    assert "[agreement] --lr is 1 on ranks 0-1 (" in found[0]
+    assert "and 2 on ranks 2-3 (" in found[0]
+    assert "code is a on ranks 0-1 (" in found[0]
+
+
+def test_a_rank_that_is_not_as_its_own_node_is_found() -> None:
+    first = Declaring({"--lr": "1"}, frozenset(), {}, {"code": "a"}, "0", 0)
+    found = asked(first, replace(first, flags={"--lr": "2"}, of_node={}, local_rank=1))
+    assert "[agreement] --lr is 1 on rank 0 (" in found[0]
+    assert found[0] == found[1]
+    assert "code" not in found[0]
+
+
+def test_a_rank_asks_little_of_the_store_and_the_first_one_reads_all_at_once() -> None:
+    store, asked = dist.HashStore(), defaultdict[str, int](int)
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            asked[name] += 1
+            return getattr(store, name)
+
+    counted: Any = Counted()
+    nodes, ranks = 64, 8
+    flags = {f"--flag-{n}": "1" for n in range(200)}
+    for rank in range(nodes * ranks):
+        node, local = divmod(rank, ranks)
+        of_node = {} if local else {"code": "a"}
+        Declaring(flags, frozenset(), {"device": "cpu"}, of_node, str(node), local).declare(counted, rank)
+    assert asked == {"set": nodes * (2 + ranks), "get": nodes * (ranks - 1)}
+    asked.clear()
+    assert verdict(counted, nodes * ranks) == []
+    assert asked == {"multi_get": 2}
+
+
+def start(rank: int, world_size: int, rendezvous: str, flags: Sequence[Sequence[str]]) -> tuple[str, bool]:
+    """What a run ends with, and whether there was a group."""
+    place: dict[str, str] = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
+    made: list[Any] = []
+    real = dist.init_process_group
+
+    def make(*arguments: Any, **options: Any) -> None:
+        made.append(1)
+        real(*arguments, **options)
+
+    with patch.dict(os.environ, place), patch.object(dist, "init_process_group", make):
+        try:
+            train(parse("moe", list(flags[rank]), place), f"file://{rendezvous}")
+        except MegaparError as error:
+            return f"{type(error).__name__}: {error}", bool(made)
+    return "", bool(made)
+
+
+def test_a_run_of_nodes_that_differ_makes_no_group() -> None:
+    common = last_wins((*SMALL["moe"], *COMMON), ("--train-iters", "2"))
+    assert run_ranks(2, start, [common, common], group=False) == [("", True)] * 2
+    other = last_wins(common, ("--weight-decay", "0.5", "--seed", "7"))
+    for text, made in run_ranks(2, start, [common, other], group=False):
+        assert not made
+        assert text.startswith("ConfigError: [agreement] --seed is ")
+        assert "[agreement] --weight-decay is " in text
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+def test_every_flag_that_is_compared_has_a_text(kind: str) -> None:
+    found = declared(kind=kind).flags
+    assert all(isinstance(text, str) and text for text in found.values())
+
+
+def test_nodes_that_would_choose_different_dispatches_hear_of_it() -> None:
+    """Eight ranks on nodes of 2, or of 4: dispatch by node would go two ways."""
+    flags = ("--validate-only", "--world-size", "8", "--ep-degree", "8", "--num-experts", "8")
+    two, four = (
+        declared(*flags, "--moe-dispatch", "node", "--ranks-per-node", ranks, environ={**ENVIRON, "GROUP_RANK": ranks})
+        for ranks in "24"
+    )
+    assert differing(two, four) == {"the dispatch of experts"}
+    assert differing(two, declared(*flags, "--moe-dispatch", "plain")) == {"--moe-dispatch", "the dispatch of experts"}
+    assert "pass --moe-dispatch plain on all of them" in asked(two, four)[0]
