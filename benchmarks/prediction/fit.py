@@ -192,8 +192,8 @@ def module(calibration: Calibration) -> str:
     shares = {name: getattr(calibration, name) for name in names}
     fields = {**vars(calibration.software)}
     software = {**fitted.SOFTWARE, fields.pop("name"): fields}
-    text = '"""Numbers of ``calibration.py``, written by ``python -m benchmarks.prediction.fit --write``.\n\n'
-    text += 'Tested in ``tests/planning/test_calibration.py``.\n"""\n\nfrom typing import Any\n\n'
+    text = '"""Numbers of ``calibration.py``, written by ``python -m benchmarks.prediction.fit --write``."""\n\n'
+    text += "from typing import Any\n\n"
     text += f"SHARES: dict[str, Any] = {written(shares)}\n"
     text += f"CLOCKS: dict[str, tuple[float, float]] = {written(dict(calibration.clocks))}\n"
     return text + f"SOFTWARE: dict[str, dict[str, Any]] = {written(software)}\n"
