@@ -344,3 +344,9 @@ def test_flops_of_a_device_are_its_share_of_all_ranks() -> None:
         for ranks, flags in ((1, ()), (2, ("--sharding-degree", "2")))
     )
     assert whole == pytest.approx(halves, rel=1e-12)
+
+
+def test_what_is_logged_does_not_depend_on_the_log_interval() -> None:
+    flags = ("--sharding-degree", "4", "--dtype", "fp64")
+    each, together = (run(4, "moe", *flags, "--log-interval", interval).records for interval in ("1", "100"))
+    assert [record.lm_loss for record in each] == [record.lm_loss for record in together]

@@ -186,12 +186,14 @@ class Monitor:
         """Sum rows of losses and routing statistics over all ranks, in place.
 
         A rank of cp has the losses of its positions and the routing of the whole sequence. A pipeline stage has the
-        routing of its layers, and the last stage has the losses.
+        routing of its layers, and the last stage has the losses. Each step is a message: the order in which ranks are
+        added up follows from a message's length, and what is logged must not depend on how many steps it waited for.
         """
         if self._cp.rank:
             rows[:, num_sums:] = 0
         for axis in (self._data, self._cp, self._pp):
-            reduce_numbers(rows, axis, "losses")
+            for row in rows:
+                reduce_numbers(row, axis, "losses")
 
     def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
         """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them."""
