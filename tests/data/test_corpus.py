@@ -218,3 +218,15 @@ def test_a_compressed_corpus_gives_the_samples_of_the_plain_one(
     assert (content.documents or 0) + (aside.documents or 0) == 200
     assert content.samples == len(plain.train)
     assert content.tokens == int(store_counts(_stores(unpacked)[0], 600).sum())
+
+
+@pytest.mark.parametrize("kind", ["moe", "ernie"])
+def test_heldout_samples_are_the_same_for_every_seed(kind: str, small_jsonl: Path) -> None:
+    one, other = (build(kind, data_path=[str(small_jsonl)], **{**SMALL, "seed": seed}) for seed in (1, 2))
+    assert one.heldout is not None
+    assert other.heldout is not None
+    assert len(one.heldout) > 3
+    for number in range(len(one.heldout)):
+        first, second = one.heldout[number], other.heldout[number]
+        assert {name: value.tolist() for name, value in first.items()} == {n: v.tolist() for n, v in second.items()}
+    assert any(one.train[number]["tokens"].tolist() != other.train[number]["tokens"].tolist() for number in range(4))
