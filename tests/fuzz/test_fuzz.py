@@ -25,7 +25,7 @@ from tests.fuzz.table import OPTIONS
 from tests.fuzz.texts import HELD_OUT, LONG, PIECES
 from tests.fuzz.undrawn import UNDRAWN
 
-CASES, MORE_CASES = 6, 12
+CASES, MORE_CASES = 3, 12
 SEED = 11
 
 

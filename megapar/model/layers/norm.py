@@ -31,16 +31,15 @@ class RmsNorm(nn.Module):
         self.weight = parameter((size,) if isinstance(size, int) else size, dtype, device)
         self.run = run
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [.., H]."""
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize x [.., H]; with y see ``after``, which calls the module, so that FSDP unshards the weight."""
+        if y is not None:
+            return self.run(add_rms_norm, x, y, local(self.weight), self.epsilon)
         return self.run(rms_norm, x, local(self.weight), self.epsilon)
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + y, norm(x + y)), as one function if functions are compiled."""
-        if self.run is plain:
-            total = x + y
-            return total, self(total)
-        return self.run(add_rms_norm, x, y, local(self.weight), self.epsilon)
+        return after(self, x, y)
 
 
 class LayerNorm(nn.Module):
@@ -61,16 +60,24 @@ class LayerNorm(nn.Module):
         self.bias = parameter((size,), dtype, device)
         self.run = run
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize x [.., H]. torch's kernel computes statistics of 16-bit inputs in fp32."""
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalize x [.., H]; with y see ``after``. torch's kernel computes statistics of 16-bit inputs in fp32."""
+        if y is not None:
+            return self.run(add_layer_norm, x, y, local(self.weight), local(self.bias), self.epsilon)
         return self.run(layer_norm, x, local(self.weight), local(self.bias), self.epsilon)
 
     def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return (x + y, norm(x + y)), as one function if functions are compiled."""
-        if self.run is plain:
-            total = x + y
-            return total, self(total)
-        return self.run(add_layer_norm, x, y, local(self.weight), local(self.bias), self.epsilon)
+        return after(self, x, y)
+
+
+def after(norm: RmsNorm | LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (x + y, norm(x + y)), as one function if functions are compiled, by a call of the module in each case."""
+    if norm.run is plain:
+        total = x + y
+        return total, norm(total)
+    both: tuple[Tensor, Tensor] = norm(x, y)
+    return both
 
 
 @counted(2)
