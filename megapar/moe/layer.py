@@ -135,7 +135,7 @@ class MoeLayer(nn.Module):
         dispatcher = parts.node_dispatcher if by_node else parts.dispatcher
         self.dispatcher = dispatcher(sizes.num_experts, ep, emp, self.sequence_sharded, even_splits, comm=self.comm)
         self.slots = ExpertSlots(self.comm.device)
-        self._routing = parts.routing
+        self._routing_class = parts.routing
 
     def forward(
         self,
@@ -211,7 +211,7 @@ class MoeLayer(nn.Module):
         ends_unit: Replay | None,
     ) -> Passage:
         local_capacity = self.local_capacity
-        routing = self._routing(
+        routing = self._routing_class(
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
         return Passage(

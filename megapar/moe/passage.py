@@ -150,7 +150,7 @@ class Passage:
         replay: Replay | None,
         ends_unit: Replay | None,
     ) -> None:
-        self.router, self.experts, self._shared, self._slots_of_experts = router, experts, shared, slots
+        self.router, self.experts, self._shared, self._slots = router, experts, shared, slots
         self.routing, self.dispatcher, self.slicing = routing, dispatcher, slicing
         self.ends_unit, self.replay = ends_unit, replay
         self._slices: list[_Slice] = []
@@ -180,7 +180,7 @@ class Passage:
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
         rows, exact = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
         counts_kE = routing.sums.counts if kept_Tk is None else None
-        experts_Tk, counts_kE = self._slots_of_experts.of(routing.experts, counts_kE)
+        experts_Tk, counts_kE = self._slots.of(routing.experts, counts_kE)
         dispatch: FinishedDispatch | DeferredDispatch  # [3]
         if not self.slicing.active:
             plan = self.dispatcher.plan(experts_Tk, kept_Tk, rows, exact, self.replay, counts_kE)

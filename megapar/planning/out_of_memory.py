@@ -53,11 +53,13 @@ def check_memory(config: Config, environ: Mapping[str, str], device_type: str, d
     if device_type == "cpu":
         check_host(config, environ)
         return
-    plan = _plan(config, device_type, device)
-    if config.runtime.memory_check and isinstance(plan, Plan):
-        needed, ours = plan.fullest.peak, plan.kind.memory_bytes
-        if needed > ROOM * ours:
-            raise _refusal(plan, needed, f"a rank of stage {plan.fullest.stage}", ours, f"a device ({device})")
+    planned = _plan(config, device_type, device)
+    if isinstance(planned, str) or not config.runtime.memory_check:
+        return
+    plan, stage = planned
+    if stage.peak > ROOM * plan.kind.memory_bytes:
+        whose, where = f"a rank of stage {stage.stage}", f"a device ({device})"
+        raise _refusal(plan, stage.peak, whose, plan.kind.memory_bytes, where)
 
 
 def planned_memory(config: Config, device_type: str, device: str) -> str:
@@ -67,24 +69,24 @@ def planned_memory(config: Config, device_type: str, device: str) -> str:
         device_type: torch's device type.
         device: Name of the device, as the driver reports it.
     """
-    plan = _plan(config, device_type, device)
-    if not isinstance(plan, Plan):
-        return f"megapar plan has no figures{plan}"
+    planned = _plan(config, device_type, device)
+    if isinstance(planned, str):
+        return f"megapar plan has no figures{planned}"
+    plan, stage = planned
     advice = plan.advice()
-    return f"megapar plan ({plan.kind.title}): {_parts(plan.fullest)}" + (f"; {advice}" if advice else "")
+    return f"megapar plan ({plan.kind.title}): {_parts(stage)}" + (f"; {advice}" if advice else "")
 
 
-def _plan(config: Config, device_type: str, device: str) -> Plan | str:
-    """Return the plan on a device, or the reason why there is none."""
+def _plan(config: Config, device_type: str, device: str) -> tuple[Plan, StageMemory] | str:
+    """Return the plan on a device and its fullest stage, or the reason why there is none."""
     kind = kind_called(device)
     if kind is None and config.runtime.device_memory_gib is None:
         return f" for the device {device!r}; --device-memory-gib gives its memory"
     try:
         plan = Plan(config, kind or kind_of(device_type, device))
-        assert plan.fullest
+        return plan, plan.fullest
     except (ConfigError, NotImplementedError) as error:
         return f": {error}"
-    return plan
 
 
 def _refusal(plan: Plan, needed: float, whose: str, ours: float, where: str) -> ConfigError:

@@ -329,9 +329,12 @@ def _decides(key: str, row: Foreign | None) -> bool:
     """Return True if an argument's value affects the training, unlike paths and the placement of ranks."""
     if row is not None and row.ours[1:] in FUNCTIONS:
         return row.ours[1:] in DECIDING
+    if row is not None and row.ours.startswith("@~"):
+        return False
     if row is not None and row.ours.startswith("@"):
-        row = replace(row, ours="--log-interval" if row.ours[1] == "~" else _flags(row.ours)[0])
-    name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
+        name = _flags(row.ours)[0]
+    else:
+        name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
     spelling = spellings().get(normal(name.lstrip("-")))
     return spelling is not None and spelling.flag.group not in _HARMLESS
 
