@@ -13,13 +13,10 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
-from megapar.core.device.pick import pick
 from scripts.gpu_day.day import Answer, Day
-from tests.equivalence import run as runs
 from tests.equivalence.compare import excess, still
-from tests.equivalence.run import Routing, Trace
+from tests.equivalence.run import Routing, Trace, trace
 from tests.equivalence.table import ROWS, Row
 
 # Flags of the CPU's bf16 runs; the second one runs only if the errors are larger than those of the first.
@@ -67,12 +64,8 @@ def compared(day: Day, row: Row) -> Answer:
 
 def traced(device: str, kind: str, flags: tuple[str, ...], steps: int, replay: Routing | None = None) -> Trace:
     """Trace one process on a device, repeating the routing ``replay`` if given."""
-    where = pick(device)
-    if replay is not None:
-        replay = {key: experts.to(where.torch_device) for key, experts in replay.items()}
-    with tempfile.TemporaryDirectory() as folder, patch.object(runs, "_device", lambda backend: where):
-        found = runs.trace(0, 1, str(Path(folder) / "meet"), kind, (*flags, "--device", device), steps, replay)
+    with tempfile.TemporaryDirectory() as folder:
+        meet, backend = str(Path(folder) / "meet"), "gloo" if device == "cpu" else device
+        found = trace(0, 1, meet, kind, (*flags, "--device", device), steps, replay, backend)
     assert found is not None
-    if replay is None:
-        found.routing = {key: experts.cpu() for key, experts in found.routing.items()}
     return found

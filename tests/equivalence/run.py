@@ -97,16 +97,19 @@ def trace(
     replay: Routing | None = None,
     backend: str = "gloo",
     builder: Builder | None = None,
+    callback: TrainerCallback | None = None,
 ) -> Trace | None:
     """Train up to step ``until``; the Trace on rank 0, None elsewhere. With ``--moe-rebalance-interval`` experts move.
 
     It is a whole run, of which nothing is printed: it checks, evaluates and saves as its flags say.
 
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
-    or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device.
-    builder: makes the trainer's parts.
+    or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device. "cuda": this
+    machine's first GPU, which all ranks share.
+    builder: makes the trainer's parts. callback: is called around the steps.
     """
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    local_rank = 0 if backend == "cuda" else rank
+    place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
         quiet = () if "--log-interval" in flags else ("--log-interval", str(QUIET))
         config = parse(kind, [*flags, *quiet, "--exit-interval", str(until)], dict(os.environ))
@@ -122,8 +125,10 @@ def trace(
         if isinstance(device, LazyDevice):
             stack.enter_context(device)
         world = World.start(config.grid, device, timedelta(seconds=60), f"file://{rendezvous}")
+        if replay is not None:
+            replay = {key: experts.to(device.torch_device) for key, experts in replay.items()}
         recorder, moving = Recorder(replay), away.Away()
-        more = Additions(callbacks=(moving, _Settling(device)))
+        more = Additions(callbacks=(moving, _Settling(device), *((callback,) if callback is not None else ())))
         trainer = Trainer(config, world, corpus, observer=recorder, builder=builder, keep_records=True, additions=more)
         trainer.start()
         recorder.trainer, recorder.whole = trainer, Whole(trainer)
@@ -133,7 +138,7 @@ def trace(
         parameters = _parameters(trainer, recorder.whole)
         trainer.job.sharding.wait()
         trainer.watch.close()  # its listener would look for the store's file, which is gone, for a minute
-        assert backend == "gloo" or late.in_flight() == []
+        assert backend not in ("late", "lazy") or late.in_flight() == []
         world.close()
     if rank:
         return None
@@ -143,7 +148,7 @@ def trace(
         dropped=[record.dropped_tokens for record in records],
         gradients=recorder.gradients,
         parameters=parameters,
-        routing=recorder.routing,
+        routing={key: experts.cpu() for key, experts in recorder.routing.items()},
         decided_on_device=trainer.stepper.step_guard.decided_on_device,
         logged=[logged(record, world_size) for record in records],
     )
@@ -213,6 +218,10 @@ class Recorder(StepObserver):
 def _device(backend: str) -> Device:
     if backend == "gloo":
         return pick("cpu")
+    if backend == "cuda":
+        device = pick("cuda")
+        device.prepare_process()
+        return device
     late.register()
     device = LazyDevice() if backend == "lazy" else pick("cpu")
     device.backend = "late"
@@ -223,7 +232,7 @@ def _parameters(trainer: Trainer, whole: Whole) -> dict[str, Tensor]:
     job = trainer.job
     masters = [shard.master for shard in job.sharding.master_shards]
     buffers = collect_buffers(trainer.world, job.table, dict(job.model.named_buffers()), masters[0].dtype)
-    return whole.of(masters) | {name: value.clone() for name, value in buffers}
+    return whole.of(masters) | {name: value.clone().cpu() for name, value in buffers}
 
 
 class Whole:
@@ -249,7 +258,7 @@ class Whole:
         """tensors: beside the master shards, masters or gradients. Empty on other ranks."""
         rank = self._trainer.world.rank
         views = {view.spec.name: view for view in self._trainer.job.sharding.views(tensors)}
-        pieces = [views[name].tensor.detach() for name in self._boxes[rank] if name in views]
+        pieces = [views[name].tensor.detach().cpu() for name in self._boxes[rank] if name in views]
         if rank:
             if sum(piece.numel() for piece in pieces):
                 dist.send(torch.cat([piece.flatten() for piece in pieces]), 0)
