@@ -56,7 +56,7 @@ from tests.support import ranks as pools
 
 STEPS = 4  # of a row in bf16, all of the same model
 WATCHED, PROFILED = 3, 4  # the step with the detector of host waits, and the one whose kernels are counted
-ROW_SECONDS, FIRST_SECONDS = 12.0, 60.0
+ROW_SECONDS, FIRST_SECONDS = 20.0, 50.0
 DRILL_STEP, DRILL_SECONDS, STEP_TIMEOUT = 3, 40.0, 6
 PP2, ULYSSES = ("--pp-degree", "2"), ("--context-parallel-algo", "ulysses_cp_algo")
 CP2, HALVES = ("--cp-degree", "2"), ("--sharding-degree", "2", "--sharding-stage")
@@ -125,18 +125,22 @@ def run(day: Day) -> None:
     with patch.object(pools, "MOST_THREADS", 10**6):  # a process with CUDA and NCCL has dozens
         for name, row in two.items():
             if day.on_gpu or not set(ON_GPU) & set(row.layout):
-                day.attempt(f"bf16: {name}", partial(rounded, day, row, counted=name in KERNELS), least=ROW_SECONDS)
+                day.attempt(
+                    f"bf16: {name}",
+                    partial(_told_if_failed, rounded, day, row, counted=name in KERNELS),
+                    least=ROW_SECONDS,
+                )
         for name in DRILLS:
             day.attempt(f"drill: {name}", partial(drilled, day, name), least=ROW_SECONDS)
         if day.small:
             return
         for name, row in FOUR.items():
-            day.attempt(f"bf16: {name}", partial(rounded, day, row), least=ROW_SECONDS)
+            day.attempt(f"bf16: {name}", partial(_told_if_failed, rounded, day, row), least=ROW_SECONDS)
         for name in EXACT:
-            day.attempt(f"fp64: {name}", partial(exact, day, TWO[name]), least=ROW_SECONDS)
+            day.attempt(f"fp64: {name}", partial(_told_if_failed, exact, day, TWO[name]), least=ROW_SECONDS)
         for row in (row for row in ROWS if row.world_size == 2 and row not in TWO.values()):
             if day.seconds_left > ROW_SECONDS:
-                day.attempt(f"bf16: {row.name}", partial(rounded, day, row), least=ROW_SECONDS)
+                day.attempt(f"bf16: {row.name}", partial(_told_if_failed, rounded, day, row), least=ROW_SECONDS)
 
 
 @dataclass
@@ -158,6 +162,15 @@ class Seen:
     groups: int = 0
     taken: tuple[int, int] = (0, 0)
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _told_if_failed(find: Callable[..., Answer], *args: Any, **more: Any) -> Answer:
+    """Return the result of ``find``, or what each rank said if the ranks of its row failed."""
+    try:
+        return find(*args, **more)
+    except pools.RanksFailed as failed:
+        said = {rank: text.strip()[-3000:] for rank, text in failed.failures.items()}
+        return Answer(False, {"error": str(failed).splitlines()[0], "said": said})
 
 
 def rounded(day: Day, row: Row, *, counted: bool = False) -> Answer:
