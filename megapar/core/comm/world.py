@@ -126,6 +126,7 @@ class World:
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
+                pg_options=device.group_options(("world",), timeout, queue=False),
                 device_id=device.device_id,
             )
         except RuntimeError as error:

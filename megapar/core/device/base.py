@@ -111,7 +111,7 @@ class Device:
         return None
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """Return argument ``pg_options`` of ``new_group`` for the group of these axes or of a queue; None for defaults.
+        """Return argument ``pg_options`` of a new group of these axes, or of a queue; None for defaults.
 
         Args:
             names: Names of the axes that share the group.

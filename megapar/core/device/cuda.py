@@ -36,12 +36,15 @@ class CudaDevice(Accelerator):
     repeatable: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """Limit the blocks of a queue's kernels, which wait for a message while other kernels compute."""
-        if not queue:
-            return None
+        """Let messages overtake the waiting blocks of products, whoever started the ranks.
+
+        Kernels of a queue, which wait for a message while other kernels compute, get few blocks.
+        """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        options.config.max_ctas = QUEUE_CHANNELS
+        options.is_high_priority_stream = True
+        if queue:
+            options.config.max_ctas = QUEUE_CHANNELS
         return options
 
     @property

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.comm.rounds import axis_rounds
 from megapar.core.comm.world import World, roll_call
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
@@ -45,6 +46,31 @@ def sum_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Grid)
     sums["groups"] = world.num_groups
     world.close()
     return sums
+
+
+class Asked(Device):
+    """A device that remembers the groups for which it was asked for options."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[tuple[str, ...]] = []
+
+    def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
+        self.groups.append(tuple(names))
+
+
+def groups_with_options(rank: int, world_size: int, rendezvous: str, grid: Grid) -> tuple[list[tuple[str, ...]], Any]:
+    device = Asked()
+    with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        world = World.start(grid, device, TIMEOUT, f"file://{rendezvous}")
+    found = device.groups, axis_rounds(grid)
+    world.close()
+    return found
+
+
+def test_the_device_chooses_the_options_of_the_world_and_of_every_round() -> None:
+    for asked, rounds in run_ranks(2, groups_with_options, Grid(sharding=2), group=False):
+        assert asked == [("world",), *rounds]
 
 
 def test_every_axis_reduces_over_its_own_ranks() -> None:

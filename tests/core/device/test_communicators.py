@@ -25,6 +25,7 @@ class NcclOptions:
     def __init__(self) -> None:
         self.config = SimpleNamespace(max_ctas=32)
         self._timeout = timedelta()
+        self.is_high_priority_stream = False
 
 
 class HcclOptions:
@@ -38,12 +39,14 @@ def unmade(kind: type[Device]) -> Device:
     return object.__new__(kind)
 
 
-def test_a_queue_s_kernels_on_a_gpu_get_few_blocks() -> None:
+@pytest.mark.parametrize(("queue", "blocks"), [(True, QUEUE_CHANNELS), (False, 32)])
+def test_collectives_on_a_gpu_go_first_and_a_queue_s_kernels_get_few_blocks(queue: bool, blocks: int) -> None:
     with patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), create=True):
-        options = unmade(CudaDevice).group_options(("pp",), HOUR, queue=True)
-    assert options.config.max_ctas == QUEUE_CHANNELS
-    assert options._timeout == HOUR
-    assert unmade(CudaDevice).group_options(("pp",), HOUR, queue=False) is None
+        first, second = (unmade(CudaDevice).group_options(("pp",), HOUR, queue=queue) for _ in range(2))
+    assert first is not second  # torch writes the ranks of a group into its options
+    for options in (first, second):
+        assert (options.config.max_ctas, options._timeout) == (blocks, HOUR)
+        assert options.is_high_priority_stream is True  # whoever started the ranks
 
 
 @pytest.mark.parametrize(
