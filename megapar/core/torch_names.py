@@ -22,10 +22,14 @@ def abort_process_groups() -> None:
 
 
 def flight_record() -> bytes:
-    """Return the JSON of torch's flight recorder for the collectives of this process; empty if it recorded none."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    record: bytes = dump() if dump is not None else b""
-    return record if b'"record_id"' in record else b""
+    """Return a line of JSON of each flight recorder of torch with collectives of this process, NCCL's first.
+
+    NCCL has a recorder of its own in builds with CUDA; the other one has gloo's collectives.
+    """
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    dumps = (getattr(torch._C._distributed_c10d, name, None) for name in names)
+    records: list[bytes] = [dump() for dump in dumps if dump is not None]
+    return b"\n".join(dict.fromkeys(record for record in records if b'"record_id"' in record))
 
 
 def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from megapar.core import torch_names
 from scripts.gpu_day.torch_names import Wheel, missing_here, read, used, walked, written
 
 AGAIN = "python -m scripts.gpu_day.torch_names --write --reference WHEEL (its docstring says which) writes it anew"
@@ -89,3 +93,24 @@ def wheel(tmp_path):
 )
 def test_a_wheel_is_asked_without_being_run(wheel, name, keywords, there):
     assert bool(wheel.has(name, frozenset(keywords))) == there
+
+
+EMPTY, GLOO, NCCL = (b'{"pg_config":{}}', b'{"entries":[{"record_id":1}]}', b'{"entries":[{"record_id":2}]}')
+
+
+@pytest.mark.parametrize(
+    ("recorders", "record"),
+    [
+        ({"fr": GLOO}, GLOO),  # a torch without NCCL
+        ({"fr": EMPTY, "nccl": NCCL}, NCCL),
+        ({"fr": GLOO, "nccl": NCCL}, NCCL + b"\n" + GLOO),
+        ({"fr": NCCL, "nccl": NCCL}, NCCL),  # a torch whose two names are one recorder
+        ({"fr": GLOO, "nccl": EMPTY}, GLOO),
+        ({"fr": EMPTY, "nccl": EMPTY}, b""),
+        ({}, b""),
+    ],
+)
+def test_the_flight_record_has_the_collectives_of_nccl_and_of_gloo(recorders, record, monkeypatch):
+    dumps = {f"_dump_{name}_trace_json": lambda held=held: held for name, held in recorders.items()}
+    monkeypatch.setattr(torch._C, "_distributed_c10d", SimpleNamespace(**dumps))
+    assert torch_names.flight_record() == record
