@@ -132,7 +132,10 @@ def _let_ranks_go_first() -> None:
 def _serve_one(connection: Connection, message: bytes, rank: int, world_size: int) -> None:
     report = _perform(message, rank, world_size)
     if report.failure:
-        _leave()  # closed connections tell the other ranks at once, or they would wait for this one
+        try:
+            _leave()  # closed connections tell the other ranks at once, or they would wait for this one
+        except BaseException:  # of NCCL, whose communicator a dead peer has broken
+            report = Report(None, report.failure + traceback.format_exc())
     connection.send(report)
     while connection.recv_bytes() != RELEASE:
         pass

@@ -130,7 +130,8 @@ def block_backward_cuda(
     grad, out = _padded_outputs(heads, grad, block.out)
     # Without cumulative sequence lengths (for uneven lengths) the kernel takes the lengths from the shapes.
     lengths = (None, None, q.shape[2], k.shape[2])
-    merged = (out, block.lse, *lengths, dropout, causal, *block.drawn)
+    # The kernel takes the address of the log-sum-exps and not their strides, which have gaps if the rows are a slice.
+    merged = (out, block.lse.contiguous(), *lengths, dropout, causal, *block.drawn)
     return _cut_gradients(_cuda_backward(grad, *heads[:3], *merged, scale=heads.scale), q, v)
 
 

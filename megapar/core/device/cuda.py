@@ -6,6 +6,7 @@ What only NVIDIA's GPUs have is asked by ``torch.version.hip``. No AMD GPU has b
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -46,6 +47,11 @@ class CudaDevice(Accelerator):
         if queue:
             options.config.max_ctas = QUEUE_CHANNELS
         return options
+
+    def prepare_process(self) -> None:
+        """Turn off torch's advice on messages that are in order on their communicator: a queue's are meant to be."""
+        super().prepare_process()
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
     @property
     def profiled(self) -> list[ProfilerActivity]:

@@ -18,14 +18,6 @@ from megapar.core.comm.axis import Axis
 SEQUENCE_DIM = 1
 
 
-def enable(axis: Axis) -> None:
-    """Enable symmetric memory for the group of ``axis``. Every rank of it calls this once, before the first product."""
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    assert axis.group is not None
-    enable_symm_mem_for_group(axis.group.group_name)
-
-
 def fused_gather_product(
     x: Tensor, right: Tensor, bias: Tensor | None, axis: Axis, *, keep: bool
 ) -> tuple[Tensor | None, Tensor]:

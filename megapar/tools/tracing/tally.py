@@ -136,6 +136,7 @@ class Tally(TorchDispatchMode):
             space, _, operator = name.rpartition("::")
             if not func.is_view:
                 self._count(name, operator, args, given, made)
+                _check_gaps(func, args)
             if space in _MESSAGES:
                 self._message(operator, args)
             elif self._device != "cpu":
@@ -212,6 +213,17 @@ class WaitTally(StepObserver):
     def host_waited(self, where: str) -> None:
         """Count one wait."""
         self._tally.wait(where)
+
+
+def _check_gaps(func: Any, args: Sequence[Any]) -> None:
+    """Raise ValueError if a kernel would read a slice of log-sum-exps as if it had no gaps.
+
+    The backward of FlashAttention copies an output and its gradient if they have gaps, but passes on only the address
+    of the log-sum-exps. Source: mha_bwd in torch's flash_api.cpp.
+    """
+    for argument, x in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "logsumexp" and not x.is_contiguous():
+            raise ValueError(f"{func} ignores the strides {x.stride()} of log-sum-exps of shape {tuple(x.shape)}")
 
 
 def product_of(left: Tensor, right: Tensor) -> MatrixProduct:

@@ -105,6 +105,18 @@ def test_the_gpu_kernel_is_called_as_it_wants(shape, monkeypatch):
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
+def test_the_gpu_kernel_gets_log_sum_exps_without_gaps(monkeypatch):
+    """It takes their address alone, and the rows of a ring's tile are a slice: gradients were wrong by factors."""
+    calls = []
+    monkeypatch.setattr(attention, "capability_of", lambda like: (9, 0))
+    monkeypatch.setattr(block_attention, "_cuda_backward", lambda *args, **more: calls.append(args) or args[:3])
+    q, k, v, grad = tensors(SHAPES[0], torch.bfloat16)
+    lse = draw(4, 2, 4, 12, dtype=torch.float32)[:, :, 6:]
+    block_backward_cuda(grad, q, k, v, AttentionBlock(q, lse), causal=True)
+    assert calls[0][5].is_contiguous()
+    assert torch.equal(calls[0][5], lse)
+
+
 @pytest.mark.parametrize("capability", [(7, 0), (0, 0)], ids=["V100", "AMD"])
 def test_a_gpu_without_the_kernel_takes_plain_products(capability, monkeypatch):
     """FlashAttention has no code for a V100, and what it has for AMD's GPUs is not known to give these outputs."""

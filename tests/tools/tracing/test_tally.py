@@ -84,6 +84,16 @@ def test_copies_that_hold_up_the_host_are_waits(tally):
     assert (tally.sums.waits.total(), tally.sums.copies.total()) == (4, 5)
 
 
+def test_a_slice_of_log_sum_exps_is_refused_where_a_kernel_ignores_strides(tally):
+    q = on_device(2, 4, 6, 8)
+    lse = on_device(2, 4, 12, dtype=torch.float32).narrow(2, 6, 6)
+    out, _, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    with pytest.raises(ValueError, match="ignores the strides"):
+        backward(out, q, q, q, out, lse, None, None, 6, 6, 0.0, False, seed, offset)
+    backward(out, q, q, q, out, on_device(2, 4, 6, dtype=torch.float32), None, None, 6, 6, 0.0, False, seed, offset)
+
+
 def test_differences_leave_nothing_below_zero():
     more, less = Sums(), Sums()
     more.waits["a"], less.waits["a"], less.waits["b"] = 3, 1, 2
