@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scripts.gpu_day.clocks import sampled
 from scripts.gpu_day.findings import Findings
 
 LINES_OF_A_TRACEBACK = 30
@@ -73,6 +74,8 @@ class Day:
     def attempt(self, what: str, find: Callable[[], Answer], least: float = 0.0) -> None:
         """Make one attempt, unless an earlier call has completed it. An error becomes a finding.
 
+        On a GPU the finding also has its clocks during the attempt, which compare figures of different days.
+
         Args:
             what: Name of the attempt.
             find: Returns its result.
@@ -86,13 +89,15 @@ class Day:
             return
         began = time.monotonic()
         try:
-            ok, figures = find()
+            with sampled(self.on_gpu) as clocks:
+                ok, figures = find()
         except Exception as error:
             lines = "".join(traceback.format_exception(error)).splitlines()[-LINES_OF_A_TRACEBACK:]
             text = f"{type(error).__name__}: {str(error)[:500]}"
             self.findings.record(self.part, what, False, error=text, traceback="\n".join(lines))
             return
-        self.findings.record(self.part, what, ok, **figures, took=time.monotonic() - began)
+        about = {"clocks": clocks.summary()} if clocks.samples else {}
+        self.findings.record(self.part, what, ok, **figures, **about, took=time.monotonic() - began)
 
     def synchronize(self) -> None:
         """Wait until the device has completed all work."""

@@ -39,6 +39,12 @@ _MODELS = {
     },
 }
 
+# Layers as wide, and micro-batches as large, as those of the dense race.
+_REAL = (
+    "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --ffn-hidden-size 6144 --seq-length 4096 "
+    "--micro-batch-size 4 --num-layers"
+)
+
 
 def kind(model: str) -> Literal["moe", "ernie"]:
     """Return the kind of trainer for a model."""
@@ -49,6 +55,11 @@ def flags(day: Day, model: str, more: str = "") -> list[str]:
     """Return the command line for one process; later flags take precedence."""
     line = f"{_RUN} --device {day.device} {_SIZES[day.small]} {_MODELS[day.small][model]} {more}"
     return line.split()
+
+
+def real(day: Day, layers: int) -> str:
+    """Return further flags for dense layers of a real size; none for a test."""
+    return "" if day.small else f"{_REAL} {layers}"
 
 
 def parsed(line: list[str], model: str) -> Config:
