@@ -8,15 +8,19 @@ outputs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar.core.device.attention_table import CAUSAL, CUDNN, FLASH, FULL, AttentionCall, Capability, takes
+from megapar.core.device.attention_table import CAUSAL, CUDNN, FLASH, FULL, MASKED, AttentionCall, Capability, takes
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.head_dims import HeadWidths, cut_features, equal_head_dims, pad_features
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
+WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 def attention_reference(
@@ -55,13 +59,41 @@ def attention_fused(
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's fused kernels, without materializing the scores."""
     mask = None if causal or valid is None else valid[:, None, None, :]
-    grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
-    size = v.shape[-1]
+    form, size = CAUSAL if causal else FULL if mask is None else MASKED, v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
-    y = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-    )
-    return cut_features(y, size)
+    return cut_features(torch_attention(form, q, k, v, mask=mask, dropout=dropout, scale=scale), size)
+
+
+def torch_attention(
+    form: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Call torch's ``scaled_dot_product_attention``, without cuDNN if there is a mask or dropout.
+
+    torch prefers cuDNN on Hopper and Blackwell. Its backward with a mask returns NaN for some lengths (torch's issue
+    196678), and it rounds the probability of dropout to sixteenths.
+
+    Args:
+        form: Form of the call in the table.
+        q: [B, N, S, D].
+        k: [B, G, L, D].
+        v: [B, G, L, D].
+        mask: Keys that each position attends to, broadcast to [B, N, S, L] bool, or an alignment of the causal mask.
+        dropout: Dropout probability of the attention weights.
+        scale: Scale of the scores; None for D^-0.5.
+    """
+    grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
+    pinned = (mask is not None or dropout > 0.0) and capability_of(q) > (0, 0)
+    with sdpa_kernel(list(WITHOUT_CUDNN)) if pinned else nullcontext():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=form == CAUSAL, scale=scale, enable_gqa=grouped
+        )
 
 
 def attention_flash(

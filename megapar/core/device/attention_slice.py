@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import bias as alignments
 
-from megapar.core.device.attention import call_of
-from megapar.core.device.attention_table import DOCUMENTS, VARLEN, takes
+from megapar.core.device.attention import call_of, torch_attention
+from megapar.core.device.attention_table import DOCUMENTS, LOWER_RIGHT, VARLEN, takes
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.head_dims import cut_features, equal_head_dims, pad_features
 from megapar.core.device.packed_attention import DocumentSlice, by_kernel
@@ -56,10 +56,9 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """Compute ``attention_slice_reference`` by torch's fused kernels, without materializing a mask."""
     bias = alignments.causal_lower_right(q.shape[2], k.shape[2])
-    grouped, size = k.shape[1] != q.shape[1], v.shape[-1]
+    size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale, enable_gqa=grouped)
-    return cut_features(y, size)
+    return cut_features(torch_attention(LOWER_RIGHT, q, k, v, mask=bias, dropout=dropout, scale=scale), size)
 
 
 def packed_attention_slice_reference(

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.comm.autograd import gather
-from megapar.core.device.attention import attention_reference
+from megapar.core.device.attention import attention_reference, torch_attention
+from megapar.core.device.attention_table import MASKED
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
@@ -90,7 +90,7 @@ def _segment(
             return _plain(block, q, k, v, dropout, None, causal=True)
         k_memory, v_memory = (t.transpose(1, 2) for t in attention.project_memory(memory))
         k, v = torch.cat((k_memory, k), dim=2), torch.cat((v_memory, v), dim=2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return torch_attention(MASKED, q, k, v, mask=mask, dropout=dropout)
 
     return _run(block, x, context, f"generation.{number}", core)
 
