@@ -85,11 +85,13 @@ def latent_to(peer: str) -> Callable[[Sequence[Record]], str]:
 
 
 def on_gpu(model: str, peer: str) -> Callable[[Sequence[Record]], str]:
-    """Return a reader of the same for one model of the newest race that has the peer."""
+    """Return a reader of the same for full samples of one model, in the newest race that has the peer."""
 
     def value(records: Sequence[Record]) -> str:
-        race = {(one["model"], one["contestant"]): one["race"] for one in records}[model, peer]
-        return latent_to(peer)([one for one in records if (one["race"], one["model"]) == (race, model)])
+        plain = {"model": model, "lengths": "full", "micro_batches": 1, "ended": True}
+        lines = [one for one in records if all(one.get(key, wanted) == wanted for key, wanted in plain.items())]
+        race = {one["contestant"]: one.get("race") for one in lines}[peer]
+        return latent_to(peer)([one for one in lines if one.get("race") == race])
 
     return value
 
@@ -157,7 +159,7 @@ def guarded(records: Sequence[Record]) -> str:
 
 
 RACES = "throughput/results/*cpu.jsonl"
-GPU_RACES = "throughput/results/*h200.jsonl"
+GPU_RACES = "throughput/results/*-h200*.jsonl"
 RECOMPUTE = "recompute/results/20*cpu.json"
 FIGURES = (
     *(

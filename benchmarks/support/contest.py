@@ -14,11 +14,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -34,11 +38,13 @@ class Rank:
 
     ``core``: the core that it is bound to, modulo the number of cores; None: any. If as many ranks as cores compute,
     the threads that serve the network make an unbound rank share a core with another for a tenth of a second at a time.
+    ``errors``: a file that its standard error is appended to; None: the parent's.
     """
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     core: int | None = None
+    errors: Path | None = None
 
 
 class Contest:
@@ -63,8 +69,12 @@ class Contest:
                 process.stdin.close()
             process.wait()
 
-    def turn(self, name: str, request: str) -> Figures:
-        """Return the figures of one turn, each the highest among the ranks. Raises RuntimeError if a rank ended."""
+    def turn(self, name: str, request: str, seconds: float = math.inf) -> Figures:
+        """Return the figures of one turn, each the highest among the ranks.
+
+        Raises RuntimeError if a rank ended, and TimeoutError if one has not answered within ``seconds``.
+        """
+        until = time.monotonic() + seconds
         group = self._processes[name]
         for process in group:
             assert process.stdin is not None
@@ -73,7 +83,7 @@ class Contest:
                 process.stdin.flush()
             except BrokenPipeError:
                 raise _ended(name, process) from None
-        answers = [_answer(name, process) for process in group]
+        answers = [_answer(name, process, until) for process in group]
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def rounds(self, count: int, entries: Mapping[Name, tuple[str, str]], warmup: int = 1) -> dict[Name, list[Figures]]:
@@ -91,10 +101,9 @@ class Contest:
         return results
 
 
-def _answer(name: str, process: subprocess.Popen[str]) -> Figures:
+def _answer(name: str, process: subprocess.Popen[str], until: float) -> Figures:
     """Return the next answer. Lines that libraries print before it are passed on."""
-    assert process.stdout is not None
-    for line in process.stdout:
+    for line in _lines(process, until):
         if line.startswith(ANSWER):
             figures: Figures = json.loads(line.removeprefix(ANSWER))
             return figures
@@ -102,14 +111,30 @@ def _answer(name: str, process: subprocess.Popen[str]) -> Figures:
     raise _ended(name, process)
 
 
+def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
+    """Yield the lines that a process prints. Raises TimeoutError at ``until``, on ``time.monotonic``.
+
+    The end of the pipe is not awaited: workers of a compiler may hold it open after the process.
+    """
+    assert process.stdout is not None
+    pipe, text = process.stdout.fileno(), b""
+    while select.select([pipe], [], [], None if until == math.inf else max(0.0, until - time.monotonic()))[0]:
+        part = os.read(pipe, 1 << 16)
+        if not part:
+            return
+        *lines, text = (text + part).split(b"\n")
+        yield from (line.decode(errors="replace") + "\n" for line in lines)
+    raise TimeoutError("no answer in time")
+
+
 def _ended(name: str, process: subprocess.Popen[str]) -> RuntimeError:
     return RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
 
 
 def _start(rank: Rank) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        rank.argv, env={**os.environ, **rank.env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipe, env = subprocess.PIPE, {**os.environ, **rank.env}
+    with nullcontext() if rank.errors is None else rank.errors.open("ab") as errors:
+        process = subprocess.Popen(rank.argv, env=env, stdin=pipe, stdout=pipe, stderr=errors, text=True)
     if rank.core is not None:  # before it has threads: they inherit it
         os.sched_setaffinity(process.pid, {rank.core % (os.cpu_count() or 1)})
     return process

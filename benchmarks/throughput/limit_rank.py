@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--device", choices=tuple(SHAPES), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--micro-batches", type=int, default=1, help="a step has so many, and one optimizer step")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -141,6 +142,7 @@ def main() -> None:
     def turn(request: str) -> Figures:
         seconds: Figures = {}
         for group, times, run in kernels:
+            times *= 1 if group == "optimizer" else options.micro_batches
             seconds[group] = seconds.get(group, 0.0) + times * _best(run, options.device)
         return {"seconds": sum(seconds.values()), "gemm_flops": _gemm_flops(options.device, dtype), **seconds}
 

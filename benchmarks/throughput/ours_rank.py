@@ -13,6 +13,7 @@ import torch.distributed as dist
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
 from benchmarks.support.steps import make_trainer
+from benchmarks.throughput.prepare import FILES
 from benchmarks.throughput.shape import SHAPES, Shape, find
 from megapar.arguments import parse
 from megapar.core.device.peak import peak_flops
@@ -25,17 +26,28 @@ from megapar.training.step.dtypes import compute_dtype
 class RoundAndRound(Loader):
     """Loader that repeats the benchmark's samples, made into batches once."""
 
-    def __init__(self, trainer: Trainer, shape: Shape, folder: Path) -> None:
-        samples = torch.load(folder / "samples.pt", weights_only=False)
+    def __init__(self, trainer: Trainer, shape: Shape, folder: Path, lengths: str = "full") -> None:
+        samples = torch.load(folder / FILES[lengths], weights_only=False)
         data, size = trainer.data, trainer.config.training.micro_batch_size
         super().__init__(samples, trainer.collate, size, data.rank, data.size, prefetch=False)
         starts = range(0, len(samples), shape.micro_batch)
-        self._batches = [super(RoundAndRound, self).step(start, 1) for start in starts]
+        self._batches = [super(RoundAndRound, self).step(start, 1)[0] for start in starts]
         self._size_of_all = shape.micro_batch
+        self._sizes, self._latest = trainer.job.sizes, range(0)
+        tokens = [int(sample["valid"].sum()) if "valid" in sample else shape.seq_length for sample in samples]
+        self._tokens = [tokens[start : start + shape.micro_batch] for start in starts]
 
     def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
         """Return the next batches."""
-        return self._batches[consumed_samples // self._size_of_all % len(self._batches)]
+        first = consumed_samples // self._size_of_all
+        self._latest = range(first, first + num_micro_batches)
+        return [self._batches[number % len(self._batches)] for number in self._latest]
+
+    def work(self) -> Figures:
+        """Return the valid tokens of the latest step, over all ranks, and their FLOPs."""
+        tokens = [count for number in self._latest for count in self._tokens[number % len(self._tokens)]]
+        flops = sum(step_flops(self._sizes, tokens.count(count), count) for count in sorted(set(tokens)))
+        return {"valid_tokens": float(sum(tokens)), "flops": float(flops)}
 
 
 def flags(shape: Shape, folder: Path, device: str, dtype: str, ranks: int) -> list[str]:
@@ -55,19 +67,21 @@ def main() -> None:
     parser.add_argument("--device", choices=tuple(SHAPES), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--lengths", choices=tuple(FILES), default="full")
     parser.add_argument("folder", type=Path)
     parser.add_argument("flags", nargs="*")
     options = parser.parse_args()
     shape = find(options.device, options.model)
     ranks = int(os.environ["WORLD_SIZE"])
     line = [*flags(shape, options.folder, options.device, options.dtype, ranks), *options.flags]
+    line += ["--gradient-merge-acc-step", str(options.micro_batches)]
     config = parse(shape.kind, line, dict(os.environ))
     trainer = make_trainer(config, options.rendezvous)
     device = trainer.world.device
-    trainer.loader = RoundAndRound(trainer, shape, options.folder)
+    trainer.loader = loader = RoundAndRound(trainer, shape, options.folder, options.lengths)
     memory = PeakMemory(options.device)
     peak, _ = peak_flops(device, compute_dtype(config, device))
-    work = step_flops(trainer.job.sizes, shape.micro_batch, shape.seq_length)
 
     def step(request: str) -> Figures:
         if ranks > 1:
@@ -81,7 +95,7 @@ def main() -> None:
         if ranks > 1:
             dist.all_reduce(loss)
         figures = {"seconds": seconds, "loss": loss.item() / done.denominators.items["lm"], "peak_bytes": memory.read()}
-        return {**figures, "flops": float(work), "peak_flops": peak}
+        return {**figures, **loader.work(), "peak_flops": peak}
 
     serve(step)
 

@@ -2,7 +2,8 @@
 
 A turn is one optimizer step: forward, backward, fused AdamW. On a CPU, and under DDP, bf16 means autocast over fp32
 weights; FSDP2 gathers in bf16 and reduces in fp32, as its documentation advises. Alone on a GPU the weights are bf16
-with fp32 masters: autocast would leave transformers' grouped products in fp32.
+with fp32 masters: autocast would leave transformers' grouped products in fp32. Several micro-batches add their
+gradients in the dtype of the weights, each weighted by its share of the labels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,10 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
+from benchmarks.throughput.prepare import FILES, IGNORED
 from benchmarks.throughput.shape import SHAPES, Shape, find
 
-KINDS = ("eager", "compile", "ddp", "fsdp2")
+COMPILE, LAYERS = "compile", "compile-layers"  # the whole model, and each layer by itself
+KINDS = ("eager", COMPILE, LAYERS, "ddp", "fsdp2")
 Batch = dict[str, Tensor]
+Data = TypeVar("Data")
 
 
 def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Module:
@@ -39,7 +43,8 @@ def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Modu
     model: nn.Module = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **chosen)
     # Weights that are mapped from the file would count as memory in addition to the process's own; copies do not.
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.clone()
+        if device == "cpu":
+            parameter.data = parameter.data.clone()
         if name.endswith("e_score_correction_bias"):
             parameter.requires_grad_(False)  # as in its class, but not after loading: DDP would wait for its gradient
     return model.train().to(device)
@@ -47,16 +52,20 @@ def make_model(shape: Shape, folder: Path, device: str, experts: str) -> nn.Modu
 
 def wrap(model: nn.Module, kind: str, dtype: str) -> nn.Module:
     """Return the model as a contestant of this kind runs it."""
-    if kind == "compile":
+    if kind == COMPILE:
         compiled: Any = torch.compile(model)
         return compiled
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if kind == LAYERS:
+        for layer in stacks[0]:  # all have the same code, so the first one's is reused
+            layer.compile()
+        return model
     if kind == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if kind == "fsdp2":
         policy = MixedPrecisionPolicy()
         if dtype == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         for layer in (layer for stack in stacks for layer in stack):
             fully_shard(layer, mp_policy=policy)
         whole: nn.Module = fully_shard(model, mp_policy=policy)
@@ -84,10 +93,10 @@ class Masters(list[nn.Parameter]):
             torch._foreach_copy_(self._weights, list(self))
 
 
-def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
-    """Return this rank's part of each step's samples, as the model's forward takes them."""
+def batches(shape: Shape, folder: Path, device: str, lengths: str = "full") -> list[Batch]:
+    """Return this rank's part of each micro-batch's samples, as the model's forward takes them."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    samples = torch.load(folder / "samples.pt", weights_only=False)
+    samples = torch.load(folder / FILES[lengths], weights_only=False)
     own = shape.micro_batch // ranks
     found = []
     for start in range(0, len(samples), shape.micro_batch):
@@ -100,6 +109,8 @@ def batches(shape: Shape, folder: Path, device: str) -> list[Batch]:
         if shape.kind == "ernie":
             types = torch.from_numpy(np.stack([sample["token_types"] for sample in mine])).to(device)
             inputs |= {"token_type_ids": types, "task_type_ids": torch.zeros_like(types)}
+            valid = torch.from_numpy(np.stack([sample["valid"] for sample in mine])).to(device)
+            inputs |= {} if valid.all() else {"attention_mask": valid.long()}
         else:
             inputs |= {"shift_labels": stacked["labels"]}  # samples contain the token after the last one
         found.append(inputs)
@@ -116,8 +127,8 @@ def join(device: str, rendezvous: str | None) -> None:
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
 
 
-def serve_steps(train: Callable[[Batch], Tensor], data: Sequence[Batch], device: str) -> None:
-    """Answer each request with one call of ``train``, which returns this rank's mean loss. Batches are repeated."""
+def serve_steps(train: Callable[[Data], Tensor], data: Sequence[Data], device: str) -> None:
+    """Answer each request with one call of ``train``, which returns this rank's mean loss. The data are repeated."""
     memory = PeakMemory(device)
     number = 0
 
@@ -141,6 +152,17 @@ def serve_steps(train: Callable[[Batch], Tensor], data: Sequence[Batch], device:
     serve(step)
 
 
+def updates(data: Sequence[Batch], micro_batches: int) -> list[list[tuple[Batch, float]]]:
+    """Return the micro-batches of each update, in the order of megapar's, with their shares of its labels."""
+    labels = [int((batch["labels"] != IGNORED).sum()) for batch in data]
+    found = []
+    for start in range(0, len(data) * micro_batches, micro_batches):
+        numbers = [number % len(data) for number in range(start, start + micro_batches)]
+        total = sum(labels[number] for number in numbers)
+        found.append([(data[number], labels[number] / total) for number in numbers])
+    return found
+
+
 def quiet() -> None:
     """Silence warnings, and the log and progress bars of transformers: only answers are printed."""
     warnings.simplefilter("ignore")
@@ -157,13 +179,15 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
     parser.add_argument("--experts", default="", help="transformers' experts implementation")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--lengths", choices=tuple(FILES), default="full")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     quiet()
     shape = find(options.device, options.model)
     join(options.device, options.rendezvous)
     base = make_model(shape, options.folder, options.device, options.experts)
-    alone = options.device == "cuda" and options.kind in ("eager", "compile")
+    alone = options.device == "cuda" and options.kind in ("eager", COMPILE, LAYERS)
     masters = Masters(base) if alone and options.dtype == "bf16" else None
     model = wrap(base, options.kind, options.dtype)
     optimizer = torch.optim.AdamW(
@@ -173,19 +197,23 @@ def main() -> None:
     if options.dtype == "bf16" and options.kind != "fsdp2" and masters is None:
         casts = torch.autocast(options.device, torch.bfloat16)
 
-    def train(batch: Batch) -> Tensor:
-        with casts:
-            loss: Tensor = model(**batch).loss
-        loss.backward()
+    def train(update: list[tuple[Batch, float]]) -> Tensor:
+        loss = torch.zeros((), device=options.device)
+        for batch, share in update:
+            with casts:
+                part: Tensor = model(**batch).loss
+            (part if share == 1.0 else part * share).backward()
+            loss += share * part.detach().float()
         if masters is not None:
             masters.take_gradients()
         optimizer.step()
         if masters is not None:
             masters.publish()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
-    serve_steps(train, batches(shape, options.folder, options.device), options.device)
+    data = batches(shape, options.folder, options.device, options.lengths)
+    serve_steps(train, updates(data, options.micro_batches), options.device)
 
 
 if __name__ == "__main__":

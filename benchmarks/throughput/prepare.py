@@ -15,25 +15,30 @@ import transformers
 from benchmarks.throughput.shape import SHAPES, Shape, find
 
 STEPS = 4  # different batches, which contestants repeat
-IGNORED = -100
+IGNORED, PADDING = -100, 0
 MASKED = 0.15
+FILES = {"full": "samples.pt", "real": "samples-real.pt"}  # by the lengths of the samples
+SHORTEST = 0.2  # of real lengths, relative to a full sample; their mean is 0.6
 
 
-def samples(shape: Shape, count: int) -> list[dict[str, np.ndarray]]:
-    """Return full-length samples of random tokens, as megapar's collate takes them."""
+def samples(shape: Shape, count: int, lengths: str = "full") -> list[dict[str, np.ndarray]]:
+    """Return samples of random tokens, as megapar's collate takes them; those of "real" lengths are padded."""
     draws = np.random.default_rng(0)
     length, vocabulary = shape.seq_length, shape.config["vocab_size"]
     if shape.kind == "moe":
         tokens = draws.integers(7, vocabulary, (count, length + 1))
         return [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
     found = []
-    for row in draws.integers(7, vocabulary, (count, length)):
-        places = draws.permutation(length)[: round(length * MASKED)]
+    shares = np.random.default_rng(1).permutation(np.linspace(SHORTEST, 1.0, count))
+    taken = np.rint(shares * length).astype(int) if lengths == "real" else np.full(count, length)
+    for row, own in zip(draws.integers(7, vocabulary, (count, length)), taken, strict=True):
+        places = draws.permutation(own)[: round(own * MASKED)]
         labels = np.full(length, IGNORED)
         labels[places] = row[places]
         row[places] = 6
-        types = (np.arange(length) >= length // 2).astype(np.int64)
-        valid = np.ones(length, dtype=bool)
+        valid = np.arange(length) < own
+        types = (valid & (np.arange(length) >= own // 2)).astype(np.int64)
+        row[~valid] = PADDING
         found.append({"tokens": row, "token_types": types, "labels": labels, "valid": valid, "label": np.array(0)})
     return found
 
@@ -47,7 +52,8 @@ def write(shape: Shape, device: str, folder: Path) -> None:
     if device == "cuda":
         model.to(torch.bfloat16)  # half the bytes; all contestants train from the same values in fp32
     model.save_pretrained(folder)
-    torch.save(samples(shape, STEPS * shape.micro_batch), folder / "samples.pt")
+    for lengths, name in FILES.items():
+        torch.save(samples(shape, STEPS * shape.micro_batch, lengths), folder / name)
 
 
 def main() -> None:

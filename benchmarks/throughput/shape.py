@@ -122,6 +122,8 @@ SHAPES: Mapping[str, Mapping[str, Shape]] = {
     # About 1.5 B parameters, and 3 B of which 1 B act on a token.
     "cuda": {
         "dense": _dense(_decoder(24, 2048, 16, 16, 4096, 32000), 6144, 4),
+        # As many layers of Llama 3.1 8B as a GPU of 80 GB trains, with its embedding and its output layer.
+        "dense8b": _dense(_decoder(6, 4096, 32, 8, 4096, 128256), 14336, 2),
         "ernie": _ernie(28, 2048, 16, 4096, 4),
         "moe": _moe(_decoder(16, 2048, 16, 4, 4096, 32000), 16, 4, 1536, 4),
     },

@@ -15,7 +15,7 @@ from scripts.gpu_day.clocks import sampled
 from scripts.gpu_day.findings import Findings
 
 LINES_OF_A_TRACEBACK = 30
-MODELS = ("dense", "moe", "ernie")
+MODELS = ("dense", "moe", "ernie", "dense8b")
 
 
 class Answer(NamedTuple):

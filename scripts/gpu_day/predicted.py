@@ -28,7 +28,7 @@ def _measured(lines: dict[str, dict[str, Any]], model: str, way: str) -> dict[st
 
 
 def _beside(plan: dict[str, Any], measured: dict[str, Any] | None) -> Answer:
-    if measured is None or "seconds" not in plan:
+    if measured is None or "seconds" not in plan.keys() & measured.keys():
         return Answer(None, {"not_to_be_had": plan.get("not_to_be_had", "the race has no figures")})
     return Answer(
         None,

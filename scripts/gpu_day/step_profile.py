@@ -22,8 +22,9 @@ def profiled(day: Day, made: Trainer) -> dict[str, Any]:
     """Profile steps after warmup. On a CPU, which has no kernels, operators are counted instead.
 
     Returns:
-        Seconds per step without and with the profiler, seconds in which at least one kernel runs, launches per step,
-        and the kernels and the operators (with the shapes of their inputs) with the longest total time.
+        Seconds per step without and with the profiler, seconds in which at least one kernel runs, the sum of all
+        kernels' seconds, launches per step, and the kernels and the operators (with the shapes of their inputs) with
+        the longest total time.
     """
     for _ in range(3):
         made.monitor.add(made.step())
@@ -38,6 +39,7 @@ def profiled(day: Day, made: Trainer) -> dict[str, Any]:
         "seconds": alone,
         "profiled_seconds": watched,
         "busy_seconds": busy(events) / STEPS,
+        "kernel_seconds": sum(event.time_range.elapsed_us() for event in events) / 1e6 / STEPS,
         "launches": len(events) / STEPS,
         "kernels": longest(named),
         "operators": longest(launches(every)),
@@ -63,11 +65,19 @@ def launches(events: Iterable[FunctionEvent]) -> Iterator[tuple[str, float]]:
 
 
 def longest(named: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
-    """Return calls and milliseconds per step by name, longest first, from (name, microseconds) of all steps."""
+    """Return calls and milliseconds per step and the share by name, longest first.
+
+    named: (name, microseconds) of all steps.
+    """
     calls, microseconds = Counter[str](), dict[str, float]()
     for name, took in named:
         short = name[:NAME]
         calls[short] += 1
         microseconds[short] = microseconds.get(short, 0.0) + took
     first = sorted(microseconds, key=lambda name: -microseconds[name])[:LONGEST]
-    return {name: {"calls": calls[name] / STEPS, "milliseconds": microseconds[name] / 1e3 / STEPS} for name in first}
+    figures = ((name, calls[name] / STEPS, microseconds[name]) for name in first)
+    total = sum(microseconds.values()) or 1.0
+    return {
+        name: {"calls": count, "milliseconds": took / 1e3 / STEPS, "share": took / total}
+        for name, count, took in figures
+    }

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -73,10 +74,14 @@ def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
     last = {(line["part"], line["what"]): line for line in lines}
     if "predicted" in parts:
         assert last["predicted", "tiny-moe"]["predicted_to_measured_seconds"] > 0
-        contestants = [
-            json.loads(text)["contestant"] for text in (tmp_path / "throughput.jsonl").read_text().splitlines()
-        ]
-        assert contestants == ["megapar", "eager", "sum of kernels"]
+        (results,) = tmp_path.glob("20*-cpu-*.jsonl")
+        raced = [json.loads(text) for text in results.read_text().splitlines()]
+        found = [(one["model"], one["lengths"], one["micro_batches"], one["contestant"]) for one in raced]
+        full = [("tiny-moe", "full", 1, name) for name in ("megapar", "eager", "sum of kernels")]
+        real = [("tiny-ernie", "real", 1, name) for name in ("megapar", "eager")]
+        assert found == [*full, *real, *(("tiny-moe", "full", 2, name) for name in ("megapar", "eager"))]
+        assert all(one["ended"] and one["date"] and one["commit"] and one["machine"] for one in raced)
+        assert last["throughput", "profile of tiny-ernie, real lengths"]["kernel_seconds"] > 0
     else:
         assert json.loads((tmp_path / "kernels.json").read_text())["operators"]["mm"]["calls"] > 0
 
@@ -245,6 +250,26 @@ def test_the_planner_is_asked_for_the_device_that_is_there(device, kind):
     assert throughput.planned_kind(device) == kind
 
 
+@pytest.mark.parametrize(
+    ("contestant", "reason", "wrong"),
+    [
+        ("megapar", "", False),
+        ("megapar --compile", "out of memory", True),
+        ("eager", "out of memory", False),
+        ("eager", "no answer in time", True),
+        ("compile", "no answer in time", False),
+        ("compile-layers", "tiny-moe fp32: first loss of compile-layers is 2.0, not 1.0", True),
+    ],
+)
+def test_only_what_should_have_run_is_wrong(contestant, reason, wrong):
+    assert throughput.wrong({"contestant": contestant, "ended": not reason, "reason": reason}) == wrong
+
+
+def test_results_are_named_by_date_device_and_commit(findings):
+    name = throughput.results_file(day_of(findings)).name
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d-cpu-tried\.jsonl", name)
+
+
 def test_balance_is_forced_on_every_expert():
     sizes = types.SimpleNamespace(topk=2)
     with throughput.balanced():
@@ -328,8 +353,8 @@ def test_a_profile_adds_kernels_up_and_finds_the_time_without_one():
     launches = list(step_profile.launches([ran("aten::mm", 0.0, 1.0, [3000.0, 1000.0]), ran("aten::view", 0.0, 1.0)]))
     assert launches == [("mm [[2, 3]]", 3000.0), ("mm [[2, 3]]", 1000.0)]
     assert step_profile.longest([("short", 10.0), *launches]) == {
-        "mm [[2, 3]]": {"calls": 1.0, "milliseconds": 2.0},
-        "short": {"calls": 0.5, "milliseconds": 0.005},
+        "mm [[2, 3]]": {"calls": 1.0, "milliseconds": 2.0, "share": 4000.0 / 4010.0},
+        "short": {"calls": 0.5, "milliseconds": 0.005, "share": 10.0 / 4010.0},
     }
 
 
