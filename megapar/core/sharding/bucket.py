@@ -8,7 +8,8 @@ concatenated, those with weight decay first, and parameters that the same axes s
         [ a1 ]
 
 Rows of large messages are padded to a multiple of 16 bytes, so that every rank's part of a collective is aligned: NCCL
-copies byte by byte otherwise. The padding is never read.
+copies byte by byte otherwise. That padding is never read, nor is the room behind a piece that is shorter than another
+mp rank's (``bucket_row``).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Bucket:
         self.members = make_members(parameters, shard.size)
         first = parameters[0][1]
         self.dtype = first.dtype
-        self.row = self.members[-1].offset + self.members[-1].numel
+        self.row = self.members[-1].offset + self.members[-1].room
         if shard.size > 1:
             self.row = row_length(self.row, min(self.dtype.itemsize, reduce_dtype.itemsize))
         if new_master is None:
@@ -100,7 +101,7 @@ class Bucket:
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
         self.parameter_row: Tensor | None = None
-        self._is_even = not any(member.padded for member in self.members)
+        self._is_even = not any(member.padded or member.room > member.numel for member in self.members)
         self._dims = [member.dim for member in self.members]
         self.ranges = make_ranges(self.members)
         self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
@@ -112,7 +113,7 @@ class Bucket:
     def _view_parameters(self) -> None:
         """Make the parameters views of the master or, if that leaves all of them aligned, of ``parameter_row``."""
         if not self.aliased:
-            if not all(keeps_aligned(member.numel, self.dtype.itemsize) for member in self.members):
+            if not all(keeps_aligned(member.room, self.dtype.itemsize) for member in self.members):
                 return
             device = self.members[0].parameter.device
             self.parameter_row = torch.empty(self.row, dtype=self.dtype, device=device)

@@ -2,6 +2,10 @@
 
 row | with decay: a, b | c: split over mp | without: d | padding |     [P]; each rank has one, its master shard
     |  range           |  range           |  range     |
+
+The order in which a collective sums an element follows from the message's length and the element's place in it. Where
+mp ranks have pieces of unequal length (of the vocabulary), each piece therefore has the room of the longest: what mp
+replicates lies at the same place of rows of the same length, and the sums on all mp ranks have the same bits.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import prod
 
 from torch import Tensor, nn
@@ -19,8 +23,9 @@ from megapar.core.sharding.cut import ALIGNED_BYTES, ParameterInfo, shard_dim
 
 LARGE_BYTES = 1 << 16  # of a rank's part: above this, the time of its copy matters
 
-# (description, local parameter, this rank's master box, True if this rank counts it in the global norm)
-Entry = tuple[ParameterInfo, nn.Parameter, Box, bool]
+# (description, local parameter, this rank's master box, True if this rank counts it in the global norm, elements of the
+# longest piece of any rank)
+Entry = tuple[ParameterInfo, nn.Parameter, Box, bool, int]
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class BucketParameter:
         split: Number of its dims that other axes cut.
         piece: Shape of one rank's piece, including padding.
         offset: First element of the piece in a row.
+        room: Elements from there to the next piece; more than ``numel`` where another mp rank has a longer piece.
         box: This rank's piece of the global tensor, without padding.
         padded: True if ``num_pieces`` does not divide the dim.
     """
@@ -48,6 +54,7 @@ class BucketParameter:
     split: int
     piece: tuple[int, ...]
     offset: int
+    room: int
     box: Box
     padded: bool
 
@@ -87,7 +94,7 @@ def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketPa
     """Lay parameters out in a row, in the same order on every rank; parameters treated alike are adjacent."""
     members: list[BucketParameter] = []
     offset = 0
-    for spec, parameter, box, counted in sorted(parameters, key=_alike):
+    for spec, parameter, box, counted, room in sorted(parameters, key=_alike):
         sizes = tuple(parameter.shape)
         dim = shard_dim(sizes, num_pieces)
         piece = (*sizes[:dim], -(-sizes[dim] // num_pieces), *sizes[dim + 1 :])
@@ -103,11 +110,12 @@ def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketPa
                 split=split,
                 piece=piece,
                 offset=offset,
+                room=room,
                 box=box,
                 padded=padded,
             )
         )
-        offset += prod(piece)
+        offset += room
     return tuple(members)
 
 
@@ -138,16 +146,22 @@ class OptimizerRange:
     router: bool
 
 
+def _updated_alike(member: BucketParameter) -> tuple[bool, bool, bool, int, int]:
+    """Return what one range has in common. With the stage, what counts on no rank of dp or on one is cut alike."""
+    return member.spec.decay, member.counted, member.spec.router, member.split, member.spec.stage
+
+
 def make_ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...]:
-    """Cut a row where decay, learning rate, counting or the number of split dims changes.
+    """Cut a row where decay, learning rate, counting or the number of split dims changes, and where room is left.
 
     Parameters that other axes split are separate from those that they replicate: a kernel may round the last
     elements of a range differently, so ranks with the same parameter must update it in ranges of equal length.
     """
     ranges: list[OptimizerRange] = []
-    kinds = groupby(members, key=lambda m: (m.spec.decay, m.counted, m.spec.router, m.split))
-    for (decay, counted, router, _), group in kinds:
-        first, *others = group
+    left = accumulate((m.room - m.numel for m in members[:-1]), initial=0)  # in the row before each member
+    kinds = groupby(zip(members, left, strict=True), lambda at: (*_updated_alike(at[0]), at[1]))
+    for (decay, counted, router, *_), group in kinds:
+        first, *others = (member for member, _ in group)
         last = others[-1] if others else first
         ranges.append(OptimizerRange(first.offset, last.offset + last.numel, decay, counted, router))
     return tuple(ranges)

@@ -281,7 +281,11 @@ def _make_buckets(
     grid, rank = world.grid, world.rank
     buckets = []
     for members in groups.values():
-        boxed = [(spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank)) for spec, p in members]
+        boxed = [
+            # Rank 0 has the longest piece along every axis.
+            (spec, p, master_box(spec, grid, rank), is_primary(spec, grid, rank), master_box(spec, grid, 0).numel)
+            for spec, p in members
+        ]
         cut, repeat = (world.axis(name) for name in _axes(members[0][0]))
         buckets.append(
             Bucket(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from megapar.core.comm.buffers import BufferPool
 from megapar.core.sharding import bucket as bucket_module
 from megapar.core.sharding import bucket_row
 from megapar.core.sharding.bucket import Bucket
-from megapar.core.sharding.bucket_row import LARGE_BYTES, make_members, row_length
+from megapar.core.sharding.bucket_row import LARGE_BYTES, make_members, make_ranges, row_length
 from megapar.core.sharding.cut import ALIGNED_BYTES
 from megapar.model.parameter import ParameterSpec
 from tests.equivalence.run import trace
@@ -36,9 +37,21 @@ def test_large_rows_are_whole_16_bytes_and_small_ones_as_they_are():
 def test_a_piece_is_cut_into_its_rows_and_the_padding(rows: int, rank: int, parts: tuple[int, ...]) -> None:
     """Two pieces of rows of 3; the last of five rows and its padding are the second piece's."""
     spec = ParameterSpec("experts", (rows, 3), (), "layer", "normal", True)
-    entry = (spec, nn.Parameter(torch.zeros(rows, 3)), Box.whole((rows, 3)).cut(0, 2, rank), True)
+    entry = (spec, nn.Parameter(torch.zeros(rows, 3)), Box.whole((rows, 3)).cut(0, 2, rank), True, -(-rows // 2) * 3)
     member = make_members([entry], 2)[0]
     assert (member.parts(by_row=True), member.parts(by_row=False)) == (parts, (sum(parts),))
+
+
+def test_ranks_of_dp_update_the_second_copy_of_a_tied_embedding_in_the_same_ranges() -> None:
+    """Only the first rank of dp counts the last stage's own weight in the norm, and none of them the copy."""
+    own = ParameterSpec("head.dense.weight", (3, 5), (), "head", "normal", True, stage=1)
+    copy = replace(own, name="embedding.word.weight", stage=0)
+    tensor, whole = nn.Parameter(torch.zeros(3, 5)), Box.whole((3, 5))
+    found = [
+        [(one.start, one.end) for one in make_ranges(make_members(members, 1))]
+        for members in ([(own, tensor, whole, first, 15), (copy, tensor, whole, False, 15)] for first in (True, False))
+    ]
+    assert found == [[(0, 15), (15, 30)]] * 2
 
 
 def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
@@ -46,7 +59,8 @@ def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
     entries = []
     for number, shape in enumerate(shapes):
         spec = ParameterSpec(f"p{number}", shape, (), "layer", "normal", True)
-        entries.append((spec, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)), Box.whole(shape), True))
+        parameter = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+        entries.append((spec, parameter, Box.whole(shape), True, parameter.numel()))
     pool = BufferPool.for_messages(torch.device("cpu"))
     axes = (Axis.single("shard"), Axis.single("replica"))
     return Bucket(entries, *axes, torch.float32, torch.float32, whole_gradients=True, pool=pool)

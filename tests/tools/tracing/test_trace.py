@@ -61,6 +61,7 @@ BF16 = ("--dtype", "bf16")
 SMALL = ("--vocab-size", "512", "--seq-length", "64", "--micro-batch-size", "1", "--hidden-size", "512")
 BY_NODE = ("--ep-degree", "4", "--moe-dispatch", "node", "--ranks-per-node", "2")
 LAYER_AHEAD = ("--mtp-depth", "1", "--mtp-block", "layer")
+ODD = ("--mp-degree", "2", "--vocab-size", "31", "--hidden-size", "128", "--micro-batch-size", "1")
 PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers", "8")
 
 # (rank, ranks, model and flags)
@@ -129,6 +130,7 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "ernie3 mp 2": (1, 4, (*ERNIE3, *BF16, "--micro-batch-size", "6", "--mp-degree", "2", "--sequence-parallel")),
     "stage 3": (3, 8, (*DENSE, *BF16, "--sharding-stage", "3")),
     "stage 3, whole experts": (3, 8, (*ROUTED, *BF16, "--ep-degree", "8", "--sharding-stage", "3")),
+    "odd vocabulary, the rank with less": (1, 4, (*GPT, *BF16, *ODD)),
     "large shards": (1, 16, (*GPT, "--dtype", "fp16", *SMALL)),
 }
 # The suite traces these, traces these in full, and measures these; ``-m table`` the others.
