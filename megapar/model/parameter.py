@@ -8,7 +8,7 @@ Shape letters: V vocabulary, H hidden, P positions, G key-value heads (groups), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -73,6 +73,18 @@ class ParameterSpec:
     def numel(self) -> int:
         """Elements of the global parameter."""
         return prod(self.shape)
+
+
+def led_names(table: Sequence[ParameterSpec], mp: int, partial: Sequence[str]) -> frozenset[str]:
+    """Return the parameters whose gradients all mp ranks take from the first one at sharding stage 3.
+
+    If mp cuts a parameter unevenly (the vocabulary), groups of FSDP2 have messages of unequal lengths, in which sums of
+    the same numbers have different last bits. partial: values of ``mp_partial`` whose gradients are summed anyway.
+    """
+    if not any(row.shape[dim] % mp for row in table for axis, dim in row.axes if axis == "mp"):
+        return frozenset()
+    rows = (row for row in table if row.trainable and not row.expert and row.mp_partial not in partial)
+    return frozenset(row.name for row in rows if "mp" not in dict(row.axes))
 
 
 def attention_rows(

@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 
 from megapar.core.grid import Grid
+from megapar.model.parameter import led_names
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.kept_inputs import HOST, recompute_messages
@@ -204,11 +205,13 @@ def pipeline_traffic(run: PlannedRun, stage: int) -> float:
 
 
 def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
-    """Add the all-reduce over mp of gradients that are partial sums on each mp rank, already sharded."""
+    """Add the all-reduce over mp of gradients that are partial sums on each mp rank, or led by one; already sharded."""
     mp = run.config.grid.mp
     if mp == 1:
         return
     partial = ("always", "sp") if run.config.parallel.sequence_parallel else ("always",)
-    rows = [(row, count) for row, count in run.alike(stage) if row.trainable and row.mp_partial in partial]
+    led = led_names(run.table, mp, partial) if run.cuts_parameters else ()
+    alike = ((row, count) for row, count in run.alike(stage) if row.trainable)
+    rows = [(row, count) for row, count in alike if row.mp_partial in partial or row.name in led]
     elements = sum(run.local_numel(row) * count / run.shards(row) for row, count in rows)
     sent["mp/all_reduce"] += 2 * elements * run.view.wide_bytes * (mp - 1) / mp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -28,7 +27,7 @@ from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import std_of
-from megapar.model.parameter import ParameterSpec
+from megapar.model.parameter import ParameterSpec, led_names
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
 from megapar.training.building.attention_backend import backend_lacks, needs_flash3
@@ -74,6 +73,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     else:
         sharding = _zero(config, world, model, trainable, dtype)
     _initialize(config, builder, model, table, sharding)
+    summed = ("always", "sp") if config.parallel.sequence_parallel else ("always",)
     job = Job(
         world=world,
         sizes=sizes,
@@ -82,7 +82,8 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         sharding=sharding,
         optimizer=_make_optimizer(config, world, sharding),
         comm=comm,
-        partial=_partial_names(table, sequence_parallel=config.parallel.sequence_parallel),
+        partial=tuple(spec.name for spec in trainable if spec.mp_partial in summed),
+        led=led_names(table, world.grid.mp, summed) if cut_parameters else frozenset(),
         pipeline=pipeline,
         moves_experts=config.moe.moe_rebalance_interval > 0,
         runner=execution.run,
@@ -174,12 +175,6 @@ def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimiz
     if config.sharding.optimizer_offload:
         return OffloadedOptimizer(sharding.master_shards, world.device, settings)
     return Optimizer(sharding.master_shards, settings)
-
-
-def _partial_names(table: Sequence[ParameterSpec], *, sequence_parallel: bool) -> tuple[str, ...]:
-    """Return the names of the parameters whose gradient is a partial sum on every mp rank."""
-    partial = ("always", "sp") if sequence_parallel else ("always",)
-    return tuple(spec.name for spec in table if spec.trainable and spec.mp_partial in partial)
 
 
 def _full(

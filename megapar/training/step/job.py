@@ -37,6 +37,7 @@ class Job:
         optimizer: The optimizer of the shards.
         comm: Collectives that layers have in flight. None may be left at the end of a step.
         partial: Parameters whose gradients are summed over mp.
+        led: Parameters whose gradients all mp ranks take from the first.
         pipeline: Runs the model if pp > 1, else None.
         moves_experts: True if experts change their places, which the gradient norm must not depend on.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
@@ -52,6 +53,7 @@ class Job:
     optimizer: Optimizer | OffloadedOptimizer
     comm: CommContext
     partial: tuple[str, ...]
+    led: frozenset[str] = frozenset()
     pipeline: PipelinedModel | None = None
     moves_experts: bool = False
     tied: str | None = None

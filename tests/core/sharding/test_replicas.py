@@ -26,6 +26,7 @@ LAYOUTS = {
     "sums over replicas": ("--dp-degree", "3", "--sharding-degree", "1", "--sharding-stage", "2", "--hybrid-dp"),
     "rows of stage 1": ("--sharding-degree", "3", "--sharding-stage", "1"),
     "rows of stage 2": ("--sharding-degree", "3", "--sharding-stage", "2"),
+    "groups of stage 3": ("--sharding-degree", "3", "--sharding-stage", "3"),
 }
 
 
