@@ -10,6 +10,7 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.core.context_parallel.positions import RING, ULYSSES
+from megapar.core.device.attention_table import LARGEST_GROUP
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.recompute.choice import FirstLayers, LayerSpan, RecomputeChoice, recompute_choice
@@ -25,6 +26,7 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
 from megapar.planning.assume import Assumed
 from megapar.planning.shared import Shared
+from megapar.training.building.attention_backend import repeats_keys
 from megapar.training.building.expert_dispatch import DispatchChoice, assumed_node, dispatch_choice
 from megapar.training.building.pipeline_split import effective_schedule, make_stages
 from megapar.training.building.segments import ITEM_BYTES
@@ -87,6 +89,8 @@ class PlannedRun:
             pipe_experts=config.ampipe.use_pipe_experts,
             expert_parts=max(1, config.ampipe.pipe_experts_multi_data // max(1, config.ampipe.ampipe_degree)),
             masked_share=config.data.mlm_probability,
+            fused_group=LARGEST_GROUP if self.kind.kernels == "cuda" and item <= 4 else 0,
+            repeats_heads=repeats_keys(config, self.kind, self.dtype),
             sends_latents=config.parallel.mla_cp_exchange == LATENT,
             expert_imbalance=self.assumed.expert_imbalance if grid.ep > 1 else 1.0,
             recomputed_operators=self.assumed.operators,

@@ -1,5 +1,8 @@
 """Comparison of each candidate of the table of attention's kernels with today's choice: time, error, repeatability.
 
+Whole samples are compared with FlashAttention-2 by name, because torch's choice may be the candidate itself. cuDNN is
+compared also where it is today's choice.
+
 A candidate is confirmed by ``standing`` of its row in ``megapar/core/device/attention_table.py``; the finding of each
 case contains the line. Confirm a row if every case of it says so.
 
@@ -28,6 +31,7 @@ from megapar.core.device.attention_table import (
     ROWS,
     AttentionCall,
     KernelRow,
+    choose,
 )
 from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
@@ -41,6 +45,7 @@ SIZES = (64, 128)  # features of a head
 REPETITIONS = 5
 # Form -> operator of the table; whole samples have one for each kernel.
 _OPERATORS = {CAUSAL: "attention", FULL: "attention", LOWER_RIGHT: "attention_slice", DOCUMENTS: "packed_attention"}
+_BASELINES = {**_OPERATORS, CAUSAL: "attention_flash", FULL: "attention_flash"}
 _OF_KERNEL = {CUDNN: "attention_cudnn", FLASH3: "attention_flash"}
 
 
@@ -62,7 +67,7 @@ def run(day: Day) -> None:
     """Compare each candidate in each of its forms that an operator computes by itself."""
     torch.manual_seed(0)
     for number, row in enumerate(ROWS):
-        if row.standing == CANDIDATE:
+        if row.standing == CANDIDATE or row.kernel == CUDNN:
             for form in row.forms:
                 for size in SIZES if form != BLOCKS else ():
                     work = partial(candidate, day, row, form, size)
@@ -73,9 +78,10 @@ def candidate(day: Day, row: KernelRow, form: str, size: int) -> Answer:
     """Measure a candidate next to today's choice, or report why it does not run here."""
     device = pick(day.device)
     call = AttentionCall(form, size, size, str(DTYPE).removeprefix("torch."), device.capability or (0, 0))
-    if lacks := row.lacks(call) or device.attention_lacks(row.kernel):
+    earlier = "" if choose(row.kernel, call) is row else "an earlier row of the kernel takes the call"
+    if lacks := row.lacks(call) or device.attention_lacks(row.kernel) or earlier:
         return Answer(None, {"not_to_be_had": lacks})
-    today = OPS[_OPERATORS[form]][day.device]
+    today = OPS[_BASELINES[form]][day.device]
     name = _OF_KERNEL[row.kernel] if form in (CAUSAL, FULL) else _OPERATORS[form]
     with_today = measured(day, form, size, today)
     if row.kernel == FLASH3:

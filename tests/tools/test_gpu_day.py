@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megapar.core.device.attention_table import CAUSAL, CUDNN, ROWS
 from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
@@ -379,8 +380,23 @@ def test_the_chain_names_its_next_token_and_repeats(findings):
 def test_a_machine_without_the_kernels_of_attention_says_so(findings):
     attention.run(day_of(findings))
     lines = list(findings.read().values())
-    assert len(lines) == 2 * (2 * 2 + 4)  # two head sizes; two rows of cuDNN with two forms, one of FlashAttention-3
+    assert len(lines) == 2 * (3 * 2 + 4)  # two head sizes; three rows of cuDNN with two forms, one of FlashAttention-3
     assert all(line["ok"] is None and "compute capability" in line["not_to_be_had"] for line in lines)
+
+
+def test_whole_samples_are_compared_with_flash_attention_where_torch_chooses_cudnn(findings, monkeypatch):
+    """On Hopper the operator without a name is cuDNN itself."""
+    ran = []
+    operators = {name: {"cpu": name} for name in ("attention", "attention_flash", "attention_cudnn")}
+    slow = attention.Measured(2.0, 0.0, True)
+    monkeypatch.setattr(attention, "OPS", operators)
+    hopper = types.SimpleNamespace(name="an H200", capability=(9, 0), attention_lacks=lambda kernel: "")
+    monkeypatch.setattr(attention, "pick", lambda kind: hopper)
+    monkeypatch.setattr(attention, "measured", lambda day, form, size, kernel: ran.append(kernel) or slow)
+    rows = [row for row in ROWS if row.kernel == CUDNN]
+    answers = [attention.candidate(day_of(findings), row, CAUSAL, 64) for row in rows]
+    assert ran == ["attention_flash", "attention_cudnn"]
+    assert ["not_to_be_had" in answer.figures for answer in answers] == [False, True, True]
 
 
 @pytest.mark.parametrize("form", ["causal", "full", "lower-right", "documents"])

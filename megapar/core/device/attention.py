@@ -15,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar.core.device.attention_table import CAUSAL, CUDNN, FLASH, FULL, MASKED, AttentionCall, Capability, takes
+from megapar.core.device.attention_table import (
+    CAUSAL,
+    CUDNN,
+    FLASH,
+    FULL,
+    MASKED,
+    AttentionCall,
+    Capability,
+    repeats_heads,
+    takes,
+)
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.head_dims import HeadWidths, cut_features, equal_head_dims, pad_features
 
@@ -77,7 +87,8 @@ def torch_attention(
     """Call torch's ``scaled_dot_product_attention``, without cuDNN if there is a mask or dropout.
 
     torch prefers cuDNN on Hopper and Blackwell. Its backward with a mask returns NaN for some lengths (torch's issue
-    196678), and it rounds the probability of dropout to sixteenths.
+    196678), and it rounds the probability of dropout to sixteenths. Keys and values are repeated for a kernel that
+    takes them only with as many heads as the queries, since torch would store the scores instead.
 
     Args:
         form: Form of the call in the table.
@@ -89,6 +100,9 @@ def torch_attention(
         scale: Scale of the scores; None for D^-0.5.
     """
     grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
+    if grouped and repeats_heads(call_of(form, q, v, dropout)):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     pinned = (mask is not None or dropout > 0.0) and capability_of(q) > (0, 0)
     with sdpa_kernel(list(WITHOUT_CUDNN)) if pinned else nullcontext():
         return F.scaled_dot_product_attention(

@@ -25,6 +25,7 @@ FLASH, VARLEN, CUDNN, FLASH3, EFFICIENT, MATH = "flash", "varlen", "cudnn", "fla
 TODAY, CANDIDATE = "today", ""
 AUTO = "auto"
 BACKENDS = (AUTO, FLASH, CUDNN, FLASH3)  # values of --attention-backend
+LARGEST_GROUP = 4096  # elements of a group's heads that the kernel before attention, which rotates them, takes
 
 Capability = tuple[int, int]
 HALF = ("bfloat16", "float16")
@@ -65,6 +66,7 @@ class KernelRow(NamedTuple):
         largest: Largest head size.
         dropout: The kernel drops attention weights.
         repeats: Forward and backward repeat to the last bit under torch's deterministic algorithms.
+        grouped: The kernel takes fewer heads of keys than of queries; otherwise they are repeated before the call.
         standing: ``TODAY`` for today's choice, ``CANDIDATE``, or the date and device of the GPU day that confirmed it.
         source: Source of the limits.
     """
@@ -77,6 +79,7 @@ class KernelRow(NamedTuple):
     largest: int
     dropout: bool
     repeats: bool
+    grouped: bool
     standing: str
     source: str
 
@@ -118,6 +121,7 @@ class KernelRow(NamedTuple):
 _SDP_UTILS = "torch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp"
 _AMPERE_ON: tuple[Capability, Capability] = ((8, 0), (12, 1))
 _HOPPER: tuple[Capability, Capability] = ((9, 0), (9, 0))
+_BLACKWELL: tuple[Capability, Capability] = ((10, 0), (10, 3))
 _SMALL_MEMORY: tuple[tuple[Capability, Capability], ...] = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
 _FLASH_API = "torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp"
 _WHOLE = (CAUSAL, FULL)
@@ -133,8 +137,22 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=False,
         repeats=False,
-        standing=CANDIDATE,
-        source=f"{_SDP_UTILS}; cuDNN 9.10 on",
+        grouped=True,
+        standing=TODAY,
+        source=f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on",
+    ),
+    KernelRow(
+        CUDNN,
+        _WHOLE,
+        capabilities=_BLACKWELL,
+        dtypes=HALF,
+        multiple=8,
+        largest=128,
+        dropout=False,
+        repeats=False,
+        grouped=True,
+        standing=TODAY,
+        source=f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on",
     ),
     KernelRow(
         CUDNN,
@@ -145,6 +163,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=128,
         dropout=False,
         repeats=False,
+        grouped=True,
         standing=CANDIDATE,
         source=_SDP_UTILS,
     ),
@@ -157,6 +176,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=False,
         repeats=False,
+        grouped=True,
         standing=CANDIDATE,
         source="torch/nn/attention/_fa3.py; its deterministic backward has not been measured",
     ),
@@ -169,6 +189,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=True,
         repeats=True,
+        grouped=True,
         standing=TODAY,
         source=_FLASH_API,
     ),
@@ -181,6 +202,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=True,
         repeats=True,
+        grouped=True,
         standing=TODAY,
         source=_FLASH_API,
     ),
@@ -193,6 +215,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=True,
         repeats=True,
+        grouped=True,
         standing=TODAY,
         source=f"{_SDP_UTILS}; heads are padded to a multiple of 8; one call per length of documents",
     ),
@@ -205,6 +228,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=65536,
         dropout=True,
         repeats=True,
+        grouped=False,
         standing=TODAY,
         source=_SDP_UTILS,
     ),
@@ -217,6 +241,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=65536,
         dropout=True,
         repeats=True,
+        grouped=False,
         standing=TODAY,
         source=_SDP_UTILS,
     ),
@@ -229,6 +254,7 @@ ROWS: tuple[KernelRow, ...] = (
         largest=65536,
         dropout=True,
         repeats=True,
+        grouped=True,
         standing=TODAY,
         source="plain products",
     ),
@@ -243,6 +269,12 @@ def rows_of(backend: str, rows: tuple[KernelRow, ...] = ROWS) -> Iterator[Kernel
         names = (FLASH, VARLEN) if backend == FLASH else (backend,)
         yield from (row for row in rows if row.kernel in names)
     yield from (row for row in rows if row.standing == TODAY)
+
+
+@lru_cache(maxsize=256)
+def repeats_heads(call: AttentionCall) -> bool:
+    """Return True if torch's choice for the call takes only as many heads of keys as of queries. Kept, as ``takes``."""
+    return not choose(AUTO, call).grouped
 
 
 def choose(backend: str, call: AttentionCall, rows: tuple[KernelRow, ...] = ROWS) -> KernelRow:

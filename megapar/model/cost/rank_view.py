@@ -37,6 +37,8 @@ class RankView:
         pipe_experts: Experts run piece by piece under their all-to-alls.
         expert_parts: Parts of an expert's rows that are sent one at a time, with ``pipe_experts``.
         masked_share: Share of the positions that a masked language model predicts.
+        repeats_heads: Keys and values are repeated for a kernel of attention that takes as many heads as of queries.
+        fused_group: Most elements of the heads of a group that a kernel in Triton rotates; 0: no kernels in Triton.
         sends_latents: Context parallel ranks send the latents of multi-latent attention, not its keys and values.
         expert_imbalance: Rows of the busiest expert rank, relative to the mean of all.
         recomputed_operators: Operators that the plan assumes to be recomputed, each with its layers; None: all layers.
@@ -65,6 +67,8 @@ class RankView:
     pipe_experts: bool = False
     expert_parts: int = 1
     masked_share: float = 0.15
+    repeats_heads: bool = False
+    fused_group: int = 0
     sends_latents: bool = False
     expert_imbalance: float = 1.0
     recomputed_operators: tuple[tuple[str, frozenset[int] | None], ...] = ()
@@ -79,6 +83,11 @@ class RankView:
     def wide_bytes(self) -> int:
         """Bytes of an element in max(fp32, compute dtype)."""
         return max(4, self.item_bytes)
+
+    @property
+    def fuses(self) -> bool:
+        """Swiglu with its weights is one kernel, in Triton, which keeps only its inputs."""
+        return self.fused_group > 0
 
     @property
     def dropout_item_bytes(self) -> int:

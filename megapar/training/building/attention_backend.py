@@ -27,11 +27,13 @@ from megapar.core.device.attention_table import (
     KernelRow,
     choose,
     lacks,
+    repeats_heads,
 )
 from megapar.core.device.kinds import DeviceKind
 
 ULYSSES = "ulysses_cp_algo"
 # Kernel of whole samples -> operator of the table in ``core/device/ops.py``.
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as a flag's -> as torch writes it
 _OPERATORS = {FLASH: "attention_flash", FLASH3: "attention_flash", CUDNN: "attention_cudnn"}
 
 
@@ -98,9 +100,17 @@ def backend_lacks(config: Config, device: AttentionDevice, dtype: str) -> str:
 
 def chosen_rows(config: Config, device: AttentionDevice, dtype: str) -> tuple[KernelRow, ...]:
     """Return the row of the table that each call of a run takes on a GPU, among kernels that are installed."""
-    here = tuple(row for row in ROWS if row.standing == TODAY or not device.attention_lacks(row.kernel))
+    here = tuple(row for row in ROWS if row.kernel not in (CUDNN, FLASH3) or not device.attention_lacks(row.kernel))
     calls = calls_of(config, device.capability or (0, 0), dtype)
     return tuple(choose(config.training.attention_backend, call, here) for call in calls)
+
+
+def repeats_keys(config: Config, kind: DeviceKind, dtype: str) -> bool:
+    """Return True if a kernel of attention gets keys and values repeated for each query head. dtype: as a flag's."""
+    sizes = config.model.attention
+    if kind.capability is None or sizes.queries_per_group == 1 or not config.model.use_flash_attn or dtype == "fp64":
+        return False
+    return any(repeats_heads(call) for call in calls_of(config, kind.capability, _DTYPES[dtype]))
 
 
 def attention_operator(config: Config, device: AttentionDevice, dtype: str) -> str:
@@ -134,7 +144,7 @@ def attention_kernels(config: Config, kind: DeviceKind) -> str:
             "npu": "npu_fusion_attention",
             "cpu": "torch's fused kernel for CPUs",
         }[kind.kernels]
-    return ", ".join(_named(config, kind.capability, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]))
+    return ", ".join(_named(config, kind.capability, _DTYPES[dtype]))
 
 
 def _named(config: Config, capability: Capability, dtype: str) -> Iterator[str]:

@@ -79,8 +79,15 @@ def test_every_row_has_a_source_and_no_candidate_is_chosen_by_auto():
 @pytest.mark.parametrize(
     ("call", "kernel"),
     [
-        (HOPPER, FLASH),
-        (HOPPER._replace(form=FULL, dropout=True, repeats=True), FLASH),
+        (HOPPER, CUDNN),
+        (HOPPER._replace(key_dim=256, value_dim=256), CUDNN),
+        (HOPPER._replace(form=FULL, capability=(10, 3)), CUDNN),
+        (HOPPER._replace(key_dim=256, value_dim=256, capability=(10, 0)), FLASH),
+        (HOPPER._replace(capability=(8, 0)), FLASH),
+        (HOPPER._replace(capability=(12, 0)), FLASH),
+        (HOPPER._replace(key_dim=12, value_dim=12), FLASH),
+        (HOPPER._replace(form=FULL, dropout=True), FLASH),
+        (HOPPER._replace(repeats=True), FLASH),
         (HOPPER._replace(form=LOWER_RIGHT, capability=(8, 0)), FLASH),
         (HOPPER._replace(form=BLOCKS, capability=(10, 0)), FLASH),
         (HOPPER._replace(form=DOCUMENTS), VARLEN),
@@ -112,7 +119,7 @@ def test_a_name_selects_candidates_and_leaves_other_forms_to_todays_choice():
     assert choose(CUDNN, HOPPER._replace(form=DOCUMENTS)).kernel == VARLEN
     assert choose(FLASH3, HOPPER._replace(form=DOCUMENTS)).kernel == FLASH3
     assert choose(FLASH, HOPPER._replace(form=DOCUMENTS)).kernel == VARLEN
-    assert choose(FLASH3, HOPPER._replace(capability=(10, 0))).kernel == FLASH
+    assert choose(FLASH3, HOPPER._replace(capability=(8, 0))).kernel == FLASH
     assert takes(FLASH, HOPPER)
     assert not takes(VARLEN, HOPPER)
 
@@ -132,7 +139,8 @@ def test_large_heads_on_gpus_with_little_shared_memory(capability):
     for size, dropout, lacking in ((192, True, False), (200, False, True), (224, False, True), (256, False, False)):
         call = HOPPER._replace(capability=capability, key_dim=size, value_dim=size, dropout=dropout)
         assert takes(FLASH, call) == (not (little and lacking)), call
-        assert choose(AUTO, call).kernel == (EFFICIENT if little and lacking else FLASH)
+        kernel = CUDNN if capability == (9, 0) and not dropout else FLASH
+        assert choose(AUTO, call).kernel == (EFFICIENT if little and lacking else kernel)
     dropped = HOPPER._replace(form=DOCUMENTS, capability=capability, key_dim=256, value_dim=256, dropout=True)
     assert takes(VARLEN, dropped) == (not little)
     assert ("193 to 224" in lacks(FLASH, (dropped._replace(form=CAUSAL),))) == little

@@ -85,3 +85,26 @@ def test_all_calls_of_torchs_attention_have_one_home() -> None:
     package = Path(attention.__file__).parents[2]
     callers = [path.name for path in package.rglob("*.py") if "scaled_dot_product_attention(" in path.read_text()]
     assert callers == ["attention.py"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "kernel", "form"),
+    [
+        (torch.float32, (9, 0), "efficient", "attention"),
+        (torch.float32, (8, 0), "efficient", "attention_slice"),
+        (torch.float16, (7, 0), "efficient", "attention"),
+        (torch.float16, (7, 5), "efficient", "attention_slice"),
+        (torch.bfloat16, (8, 0), "flash", "attention"),
+        (torch.bfloat16, (9, 0), "cudnn", "attention"),
+        (torch.bfloat16, (10, 0), "cudnn", "attention"),
+        (torch.bfloat16, (12, 0), "flash", "attention"),
+        (torch.bfloat16, (9, 0), "flash", "attention_slice"),
+    ],
+)
+def test_grouped_heads_store_no_scores(dtype: torch.dtype, capability: tuple[int, int], kernel: str, form: str) -> None:
+    """The memory-efficient kernel takes as many heads of keys as of queries; torch would multiply plainly."""
+    tensors = heads(4, dtype=dtype), heads(2, dtype=dtype), heads(2, dtype=dtype)
+    more = {"causal": True} if form == "attention" else {}
+    found = called(OPS[form]["cuda"], *tensors, capability=capability, **more)
+    assert found.kernels == [kernel, kernel]
+    assert found.largest == tensors[0].numel()

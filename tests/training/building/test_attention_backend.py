@@ -115,8 +115,10 @@ def test_a_cpu_refuses_every_name():
 @pytest.mark.parametrize(
     ("line", "kind", "text"),
     [
-        (DENSE, "h200-141g", "causal by flash (today's choice)"),
-        (f"{DENSE} --attention-backend cudnn", "h200-141g", "causal by cudnn (not confirmed by a GPU day)"),
+        (DENSE, "h200-141g", "causal by cudnn (today's choice)"),
+        (DENSE, "a100-80g", "causal by flash (today's choice)"),
+        (f"{DENSE} --deterministic", "h200-141g", "causal by flash (today's choice)"),
+        (f"{DENSE} --attention-backend cudnn", "a100-80g", "causal by cudnn (not confirmed by a GPU day)"),
         ("ernie --bf16", "a100-80g", "documents by varlen (today's choice), full by flash (today's choice)"),
         ("ernie --fp16", "v100-32g", "documents by efficient (today's choice), full by efficient (today's choice)"),
         (DENSE, "ascend-910b", "npu_fusion_attention"),
