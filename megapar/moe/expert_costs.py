@@ -134,14 +134,16 @@ class _ExpertLayer:
         e, H = view.item_bytes, moe.hidden_size
         F, local = moe.ffn_hidden_size / view.emp, max(1, moe.num_experts // view.ep)
         columns = F * (2 if moe.gated else 1)
-        activated = (e * inside * F if moe.gated else 0.0) + view.stored_bytes(inside * F)
+        fused = moe.gated and view.fuses  # activation and weights are one kernel, which keeps its inputs
+        activated = (e * inside * F if moe.gated and not fused else 0.0) + view.stored_bytes(inside * F)
         # Whole experts multiply their activation by the gate weights, others their summed outputs.
         weighs_inside = view.emp == 1
         weighed = e * inside * F if weighs_inside else e * rows * H
-        kept = 0.0 if view.selective_recompute else activated + (weighed + e * rows if weighs_inside else 0.0)
+        unweighed = weighed if weighs_inside and not fused else 0.0
+        kept = 0.0 if view.selective_recompute else activated + unweighed + (e * rows if weighs_inside else 0.0)
         # The incoming gradient takes the place of the activation. Weights need its product with what they multiply.
         inside_bytes = e * inside * F * (2 if moe.gated or weighs_inside else 1)
-        inside_bytes += 0.0 if kept else activated + (weighed if weighs_inside else 0.0)  # made again
+        inside_bytes += 0.0 if kept else activated + unweighed  # made again
         inside_bytes /= view.ampipe_degree
         messages = rows * H if view.ep > 1 else 0
         outer = 3 * e * rows * H + self.passing

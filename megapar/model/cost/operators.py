@@ -119,10 +119,11 @@ class Operators:
         view, H = self.view, self.hidden_size
         t, s, e, F = view.tokens, view.local_tokens, view.item_bytes, width / view.mp
         x, columns = e * s * H, F * (2 if gated else 1)
-        kept = 0.0 if view.selective_recompute else (e * t * F if gated else 0.0) + view.stored_bytes(t * F)
+        halves = gated and not view.fuses  # silu(gate) is kept
+        kept = 0.0 if view.selective_recompute else (e * t * F if halves else 0.0) + view.stored_bytes(t * F)
         # The incoming gradient takes the place of the output. swiglu adds the gradients of its halves or of silu.
         inside = 2 * F if gated else F
-        inside += 0 if kept else F * (2 if gated else 1)  # made again
+        inside += 0 if kept else F * (2 if halves else 1)  # made again
         return [
             OpCost(
                 "up",
