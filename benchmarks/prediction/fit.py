@@ -98,6 +98,7 @@ class Constants:
             launches=base.software.launches,
             wait=value["wait"],
             launches_per_expert=base.software.launches_per_expert,
+            launch=base.software.launch,
             fp8_launches_per_expert=value["fp8_launches_per_expert"],
             cast=value["cast"],
         )

@@ -193,6 +193,8 @@ def _slices(candidate: Candidate, scope: Scope) -> Iterator[Values]:
     if candidate.get("ep_degree") == 1:
         return
     yield from ({"ampipe_degree": degree} for degree in (1, *SLICES))
+    if candidate.get("use_pipe_experts"):  # which a rule switches off where slices do not divide its pieces
+        yield from ({"ampipe_degree": degree, "use_pipe_experts": False} for degree in SLICES)
     now = candidate.get("ampipe_degree")
     degrees = (*PAIRED_SLICES, now) if now > 1 else PAIRED_SLICES
     for degree, slicing, cross in product(degrees, ("equal", "balanced"), (False, True)):

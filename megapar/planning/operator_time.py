@@ -53,7 +53,7 @@ class OperatorTime:
         self._rate = run.kind.peak(run.dtype) * c.product * clock
         self._fp8_rate = run.kind.flops.get("fp8", 0.0) * c.fp8 * fp8_clock
         self._scores_rate = run.kind.peak(run.dtype) * c.software.scores * clock
-        self._launch = run.kind.device_class.launch_seconds
+        self._launch = run.kind.device_class.launch_seconds * c.software.launch
         self._experts: MoeSizes | None = getattr(run.sizes, "moe", None)
         self._counts_rows = self._experts is not None and not self._experts.has_capacity and run.config.grid.ep > 1
         self._link = cache(lambda axis: link(run.config.grid, axis, run.node))

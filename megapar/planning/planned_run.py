@@ -89,13 +89,18 @@ class PlannedRun:
             pipe_experts=config.ampipe.use_pipe_experts,
             expert_parts=max(1, config.ampipe.pipe_experts_multi_data // max(1, config.ampipe.ampipe_degree)),
             masked_share=config.data.mlm_probability,
-            fused_group=LARGEST_GROUP if self.kind.kernels == "cuda" and item <= 4 else 0,
+            fused_group=LARGEST_GROUP if self._in_triton else 0,
             repeats_heads=repeats_keys(config, self.kind, self.dtype),
             sends_latents=config.parallel.mla_cp_exchange == LATENT,
             expert_imbalance=self.assumed.expert_imbalance if grid.ep > 1 else 1.0,
             recomputed_operators=self.assumed.operators,
             task_counts=cache(partial(task_counts, config)),
         )
+
+    @property
+    def _in_triton(self) -> bool:
+        """True if this package's kernels in Triton run, which have no fp64."""
+        return self.kind.kernels == "cuda" and self.dtype != "fp64" and self.assumed.software == "megapar"
 
     @cached_property
     def dispatch(self) -> DispatchChoice:

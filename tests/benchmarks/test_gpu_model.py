@@ -83,7 +83,9 @@ OLD_MOE = counted(
 def test_an_earlier_models_figures_follow_from_its_counts(old, kernels, products, gigabytes, low, high):
     layer = totals(old.more[len(old.few) :])
     assert (layer.kernels, layer.gemms, layer.bytes / 1e9) == (kernels, products, pytest.approx(gigabytes))
-    slow, middle, fast = (Gpu(read(), way).predict(old).layer_mfu for way in WAYS)
+    inputs = read()
+    inputs["grouped_gemm"] = replace(inputs["grouped_gemm"], values=(400.0, 460.0, 600.0))  # its estimate
+    slow, middle, fast = (Gpu(inputs, way).predict(old).layer_mfu for way in WAYS)
     assert low <= middle <= high
     assert slow <= low + 0.01
     assert fast >= high - 0.01

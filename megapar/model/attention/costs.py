@@ -42,8 +42,9 @@ class _Heads:
         qkv: Output features of the matrix products before the core.
         out: Input features of the output projection.
         scored: Multiplications per pair of positions.
-        touched: Bytes of queries, keys and values, including those before they are rotated and normalized.
-        kept: Bytes kept of them.
+        kept: Bytes kept of queries, keys and values, including those kept to rotate and normalize them.
+        moved: Bytes that kernels before the core read and write in the forward, half of those in the backward.
+        read: Bytes beside the core's result that count as moved in the core.
         products: Matrix products before the core.
     """
 
@@ -53,8 +54,9 @@ class _Heads:
     qkv: float
     out: float
     scored: float
-    touched: float
     kept: float
+    moved: float
+    read: float
     products: tuple[Product, ...]
 
 
@@ -75,7 +77,7 @@ def attention_cost(operators: Operators, shape: AttentionShape, widths: tuple[in
             "qkv",
             view.stored_bytes(view.local_tokens * H) + heads.kept,
             heads.products,
-            moved=x + heads.touched * (3 if shape.rotary else 1) + factor,
+            moved=x + heads.moved + factor,
             sent=(*operators.communication.column_parallel(e * t * H), *_norms_sent(operators, shape.sizes)),
             transient=e * t * heads.qkv + 2 * x + operators.column_gathers,
         ),
@@ -110,13 +112,15 @@ def _heads(view: RankView, shape: AttentionShape, H: int, widths: tuple[int, int
         kept += e * t * N * D
     if shape.sizes.qk_norm:
         kept += _norms_kept(view, shape.sizes, N, G)
-    touched = kept
+    moved, read = kept * (3 if shape.rotary else 1), 0.0 if view.fuses else kept  # the core is bound by its products
+    if shape.rotary and _rotated_by_kernel(view, shape, N, G):
+        moved = e * t * qkv * 4 / 3  # read and written once in each direction
     if not (shares or (view.cp > 1 and view.ulysses)):
         kept -= _not_kept(view, shape, N, G)
     if view.repeats_heads and not shape.sizes.qk_norm:
-        touched += 2 * e * t * (N - G) * D
+        moved += 2 * e * t * (N - G) * D
         kept = 3 * e * t * N * D
-    return _Heads(N, G, D, qkv, out, scored, touched, kept, products)
+    return _Heads(N, G, D, qkv, out, scored, kept, moved, read, products)
 
 
 def _not_kept(view: RankView, shape: AttentionShape, N: float, G: float) -> float:
@@ -127,7 +131,12 @@ def _not_kept(view: RankView, shape: AttentionShape, N: float, G: float) -> floa
     if sizes.qk_norm:  # their inputs are parts of the kept product, but queries of several heads of a group are a copy
         return both * (1.0 if sizes.queries_per_group > 1 else (2 * N + G) / (N + G))
     # The kernel that rotates them writes values, too, so that nothing keeps the product.
-    return both if (N / G + 2) * sizes.key_dim <= view.fused_group else 0.0
+    return both if _rotated_by_kernel(view, shape, N, G) else 0.0
+
+
+def _rotated_by_kernel(view: RankView, shape: AttentionShape, N: float, G: float) -> bool:
+    """Return True if one kernel splits and rotates heads."""
+    return not shape.sizes.qk_norm and (N / G + 2) * shape.sizes.key_dim <= view.fused_group
 
 
 def _norms_kept(view: RankView, sizes: AttentionSizes, N: float, G: float) -> float:
@@ -181,7 +190,7 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
     elif view.cp > 1:
         kept += e * t * heads.out  # the core's output before and after the all-to-all
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
-    scores, moved = 2.0 * t * heads.scored * seen, core + heads.touched
+    scores, moved = 2.0 * t * heads.scored * seen, core + heads.read
     return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
 
 
