@@ -66,9 +66,9 @@ class KernelRow(NamedTuple):
         largest: Largest head size.
         dropout: The kernel drops attention weights.
         repeats: Forward and backward repeat to the last bit under torch's deterministic algorithms.
-        grouped: The kernel takes fewer heads of keys than of queries; otherwise they are repeated before the call.
         standing: ``TODAY`` for today's choice, ``CANDIDATE``, or the date and device of the GPU day that confirmed it.
         source: Source of the limits.
+        grouped: The kernel takes fewer heads of keys than of queries; otherwise they are repeated before the call.
     """
 
     kernel: str
@@ -79,9 +79,9 @@ class KernelRow(NamedTuple):
     largest: int
     dropout: bool
     repeats: bool
-    grouped: bool
     standing: str
     source: str
+    grouped: bool = True
 
     @property
     def confirmed(self) -> bool:
@@ -127,46 +127,23 @@ _FLASH_API = "torch's aten/src/ATen/native/transformers/cuda/flash_attn/flash_ap
 _WHOLE = (CAUSAL, FULL)
 _SINGLE = (*_WHOLE, LOWER_RIGHT, DOCUMENTS)  # forms that are calls of torch's scaled_dot_product_attention
 
+_CUDNN = KernelRow(
+    CUDNN,
+    _WHOLE,
+    capabilities=_HOPPER,
+    dtypes=HALF,
+    multiple=8,
+    largest=256,
+    dropout=False,
+    repeats=False,
+    standing=TODAY,
+    source=f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on",
+)
+
 ROWS: tuple[KernelRow, ...] = (
-    KernelRow(
-        CUDNN,
-        _WHOLE,
-        capabilities=_HOPPER,
-        dtypes=HALF,
-        multiple=8,
-        largest=256,
-        dropout=False,
-        repeats=False,
-        grouped=True,
-        standing=TODAY,
-        source=f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on",
-    ),
-    KernelRow(
-        CUDNN,
-        _WHOLE,
-        capabilities=_BLACKWELL,
-        dtypes=HALF,
-        multiple=8,
-        largest=128,
-        dropout=False,
-        repeats=False,
-        grouped=True,
-        standing=TODAY,
-        source=f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on",
-    ),
-    KernelRow(
-        CUDNN,
-        _WHOLE,
-        capabilities=_AMPERE_ON,
-        dtypes=HALF,
-        multiple=8,
-        largest=128,
-        dropout=False,
-        repeats=False,
-        grouped=True,
-        standing=CANDIDATE,
-        source=_SDP_UTILS,
-    ),
+    _CUDNN,
+    _CUDNN._replace(capabilities=_BLACKWELL, largest=128),
+    _CUDNN._replace(capabilities=_AMPERE_ON, largest=128, standing=CANDIDATE, source=_SDP_UTILS),
     KernelRow(
         FLASH3,
         (*_WHOLE, LOWER_RIGHT, DOCUMENTS, BLOCKS),
@@ -176,7 +153,6 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=False,
         repeats=False,
-        grouped=True,
         standing=CANDIDATE,
         source="torch/nn/attention/_fa3.py; its deterministic backward has not been measured",
     ),
@@ -189,7 +165,6 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=True,
         repeats=True,
-        grouped=True,
         standing=TODAY,
         source=_FLASH_API,
     ),
@@ -202,7 +177,6 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=True,
         repeats=True,
-        grouped=True,
         standing=TODAY,
         source=_FLASH_API,
     ),
@@ -215,7 +189,6 @@ ROWS: tuple[KernelRow, ...] = (
         largest=256,
         dropout=True,
         repeats=True,
-        grouped=True,
         standing=TODAY,
         source=f"{_SDP_UTILS}; heads are padded to a multiple of 8; one call per length of documents",
     ),
@@ -254,7 +227,6 @@ ROWS: tuple[KernelRow, ...] = (
         largest=65536,
         dropout=True,
         repeats=True,
-        grouped=True,
         standing=TODAY,
         source="plain products",
     ),

@@ -20,19 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import bias, varlen
 
 from megapar.core.device import attention as attention_forms
+from megapar.core.device import attention_table as table
 from megapar.core.device import ops, triton_operators
-from megapar.core.device.attention_table import (
-    CAUSAL,
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    FULL,
-    LOWER_RIGHT,
-    MASKED,
-    MATH,
-    AttentionCall,
-    takes,
-)
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.kinds import device_class
@@ -173,12 +162,12 @@ def attention(
 
     For the arguments see ``torch.nn.functional.scaled_dot_product_attention``.
     """
-    form = CAUSAL if is_causal else FULL if attn_mask is None else MASKED
+    form = table.CAUSAL if is_causal else table.FULL if attn_mask is None else table.MASKED
     if isinstance(attn_mask, _LowerRight):  # the alignment of the kernel
-        form, attn_mask, is_causal = LOWER_RIGHT, None, True
+        form, attn_mask, is_causal = table.LOWER_RIGHT, None, True
     kernel = _torchs_choice(attention_forms.call_of(form, query, value, dropout_p), grouped=enable_gqa)
     out: Tensor
-    if kernel == FLASH:
+    if kernel == table.FLASH:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
@@ -187,29 +176,33 @@ def attention(
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     inputs = query, key, value, attn_mask
-    if kernel == MATH:
+    if kernel == table.MATH:
         plain = torch.ops.aten._scaled_dot_product_attention_math
         out = plain(*inputs, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return out
     fused = torch.ops.aten._scaled_dot_product_efficient_attention
-    if kernel == CUDNN:
+    if kernel == table.CUDNN:
         fused = torch.ops.aten._scaled_dot_product_cudnn_attention
     out = fused(*inputs, query.requires_grad, dropout_p, is_causal, scale=scale)[0]
     return out
 
 
-def _torchs_choice(call: AttentionCall, *, grouped: bool) -> str:
+def _torchs_choice(call: table.AttentionCall, *, grouped: bool) -> str:
     """Return the kernel that torch 2.11 runs, by the order and the conditions of its sdp_utils.cpp.
 
     Args:
         grouped: Keys have fewer heads than queries, which the memory-efficient kernel does not take.
     """
     prefers_cudnn = call.capability[0] in (9, 10) and torch.backends.cuda.cudnn_sdp_enabled()
-    if prefers_cudnn and call.form != LOWER_RIGHT and takes(CUDNN, call._replace(form=FULL, dropout=False)):
-        return CUDNN
-    if takes(FLASH, call):
-        return FLASH
-    return EFFICIENT if takes(EFFICIENT, call) and not grouped else MATH
+    if (
+        prefers_cudnn
+        and call.form != table.LOWER_RIGHT
+        and table.takes(table.CUDNN, call._replace(form=table.FULL, dropout=False))
+    ):
+        return table.CUDNN
+    if table.takes(table.FLASH, call):
+        return table.FLASH
+    return table.EFFICIENT if table.takes(table.EFFICIENT, call) and not grouped else table.MATH
 
 
 class _LowerRight(NamedTuple):
