@@ -9,6 +9,8 @@ Shape letters: B batch, S sequence, s = S / (ranks of mp), I in features, O out 
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,19 @@ from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 
 SEQUENCE_DIM = 1
+
+
+def enable(axis: Axis) -> None:
+    """Enable symmetric memory for the group of ``axis``. Every rank of it calls this once, before the first product.
+
+    torch 2.11 and 2.13 call this needless, but the operators of 2.11 fail without it.
+    """
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    assert axis.group is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(axis.group.group_name)
 
 
 def fused_gather_product(

@@ -24,6 +24,7 @@ from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import recompute_choice
 from megapar.core.recompute.saved_inputs import SavedInputs
+from megapar.core.tensor_parallel.collective_product import enable
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.fp8 import Fp8Linear, odd_widths
 from megapar.core.tensor_parallel.overlap_price import FUSED, OFF
@@ -168,6 +169,7 @@ def make_overlap(config: Config, world: World, sizes: ModelSizes) -> Overlap:
             message = f"--tp-comm-overlap fused, but ranks {mp.ranks} of mp are on nodes of {per_node} ranks."
             fix = "Choose an --mp-degree that fits into a node, or --tp-comm-overlap on."
             raise ConfigError([Complaint("tp-comm-overlap-node", message, fix)])
+        enable(mp)
     of = kind.device_class
     return Overlap(of.pieces, of.piece_bytes, of.least_rows, of.batched, blocking=form == OFF, fused=form == FUSED)
 
