@@ -79,8 +79,8 @@ class Race:
 
 
 RACES = (
-    Race("dense", 95.0),
-    Race("moe", 115.0),
+    Race("dense", 130.0),
+    Race("moe", 140.0),
     Race("ernie", 80.0, "real"),
     Race("ernie", 80.0),
     Race("dense8b", 90.0, ways=("",)),
