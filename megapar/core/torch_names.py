@@ -24,7 +24,7 @@ def abort_process_groups() -> None:
 def flight_record() -> bytes:
     """Return a line of JSON of each flight recorder of torch with collectives of this process, NCCL's first.
 
-    NCCL has a recorder of its own in builds with CUDA; the other one has gloo's collectives.
+    Builds with CUDA have a separate recorder for NCCL; the other one has gloo's collectives.
     """
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     dumps = (getattr(torch._C._distributed_c10d, name, None) for name in names)

@@ -37,7 +37,7 @@ class CudaDevice(Accelerator):
     repeatable: ClassVar[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 
     def group_options(self, names: Collection[str], timeout: timedelta, *, queue: bool) -> Any:
-        """Let messages overtake the waiting blocks of products, whoever started the ranks.
+        """Let messages overtake the waiting blocks of products, under any launcher.
 
         Kernels of a queue, which wait for a message while other kernels compute, get few blocks.
         """
