@@ -1,7 +1,7 @@
 """Several ranks on one GPU over real NCCL: rows of the equivalence table, and two drills of failures.
 
 NCCL refuses two ranks on one device only if they are on the same host, and takes NCCL_HOSTID for the host. Each rank
-has one of its own, and sends through NCCL's sockets on the loopback interface. Communicators, their splits, queues,
+has another one, and sends through NCCL's sockets on the loopback interface. Communicators, their splits, queues,
 streams, the watchdog and the abort are those of a cluster; transports, bandwidth and overlap are not.
 
 Ranks are the warm pools of the tests (``tests/support/ranks.py``): a row makes all groups and destroys them. A row that
@@ -127,7 +127,7 @@ def run(day: Day) -> None:
             if day.on_gpu or not set(ON_GPU) & set(row.layout):
                 day.attempt(
                     f"bf16: {name}",
-                    partial(_told_if_failed, rounded, day, row, counted=name in KERNELS),
+                    partial(_with_failures, rounded, day, row, counted=name in KERNELS),
                     least=ROW_SECONDS,
                 )
         for name in DRILLS:
@@ -135,17 +135,17 @@ def run(day: Day) -> None:
         if day.small:
             return
         for name, row in FOUR.items():
-            day.attempt(f"bf16: {name}", partial(_told_if_failed, rounded, day, row), least=ROW_SECONDS)
+            day.attempt(f"bf16: {name}", partial(_with_failures, rounded, day, row), least=ROW_SECONDS)
         for name in EXACT:
-            day.attempt(f"fp64: {name}", partial(_told_if_failed, exact, day, TWO[name]), least=ROW_SECONDS)
+            day.attempt(f"fp64: {name}", partial(_with_failures, exact, day, TWO[name]), least=ROW_SECONDS)
         for row in (row for row in ROWS if row.world_size == 2 and row not in TWO.values()):
             if day.seconds_left > ROW_SECONDS:
-                day.attempt(f"bf16: {row.name}", partial(_told_if_failed, rounded, day, row), least=ROW_SECONDS)
+                day.attempt(f"bf16: {row.name}", partial(_with_failures, rounded, day, row), least=ROW_SECONDS)
 
 
 @dataclass
 class Seen:
-    """What one rank saw of its device during a row, beside the numbers.
+    """Observations of one rank during a row, beside the numbers.
 
     Attributes:
         waits: Host waits of one step by the line that causes them.
@@ -164,7 +164,7 @@ class Seen:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def _told_if_failed(find: Callable[..., Answer], *args: Any, **more: Any) -> Answer:
+def _with_failures(find: Callable[..., Answer], *args: Any, **more: Any) -> Answer:
     """Return the result of ``find``, or what each rank said if the ranks of its row failed."""
     try:
         return find(*args, **more)
@@ -183,7 +183,7 @@ def rounded(day: Day, row: Row, *, counted: bool = False) -> Answer:
     wrong = excess(got, alone, want)
     losses = max(abs(a / b - 1) for a, b in zip(got.losses, alone.losses, strict=True))
     norms = max(abs(a / b - 1) for a, b in zip(got.norms, alone.norms, strict=True))
-    figures = _told(day, ranks)
+    figures = _summary(day, ranks)
     right = not wrong and figures.get("recorded", 1) > 0
     return Answer(right, {"wrong": wrong[:5], "losses_apart": losses, "norms_apart": norms, **figures})
 
@@ -229,7 +229,7 @@ def _on_ranks(
 _STARTED: set[int] = set()  # sizes of pools whose processes have used their device
 
 
-def _told(day: Day, ranks: Sequence[Seen]) -> dict[str, Any]:
+def _summary(day: Day, ranks: Sequence[Seen]) -> dict[str, Any]:
     """Return what the ranks saw, in short."""
     if not day.on_gpu:
         return {"seconds": ranks[0].seconds}
@@ -266,7 +266,7 @@ def traced(
         world_size: Number of ranks.
         rendezvous: File to meet at.
         device: "cuda" or "cpu".
-        node: Ranks of a node, as a launcher would say; NCCL takes each for a node of its own.
+        node: Ranks of a node, as a launcher would say; NCCL takes each for a separate node.
         kind: Kind of trainer.
         flags: Its flags.
         steps: Steps to train.
@@ -285,7 +285,7 @@ def traced(
 
 
 def _place(rank: int, world_size: int, node: int) -> dict[str, str]:
-    """Return the environment of a rank that NCCL takes for a host of its own."""
+    """Return the environment of a rank that NCCL takes for a separate host."""
     nodes = {
         "LOCAL_WORLD_SIZE": str(node),
         "GROUP_RANK": str(rank // node),
