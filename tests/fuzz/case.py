@@ -242,7 +242,7 @@ def continued(case: Case, choose: Choose) -> Case:
 def with_outcomes(case: Case, choose: Choose) -> Case:
     """Return the case with an outcome of each choice that its flags leave to a clock, to memory or to the device.
 
-    Compiling takes long, above all on many ranks.
+    Compiling takes long, above all on many ranks. A run that is compared by bits is continued with the same outcomes.
     """
     try:
         config = parse(case.kind, case.flags(), {"WORLD_SIZE": str(case.world_size)})
@@ -253,8 +253,10 @@ def with_outcomes(case: Case, choose: Choose) -> Case:
         offered["compiled"] = (*(None,) * UNCOMPILED, "on") if case.world_size <= 2 else (None,)
     names = {"compiled": "compile"}  # as the row that is as slow
     chosen = {name: choose(names.get(name, name), values, Drawn()) for name, values in offered.items()}
-    then = case.continued and with_outcomes(case.continued, choose)
     forced = tuple((name, outcome) for name, outcome in chosen.items() if outcome is not None)
+    then = case.continued
+    if then is not None:
+        then = replace(then, forced=forced) if case.by_bits else with_outcomes(then, choose)
     return replace(case, forced=forced, continued=then)
 
 
