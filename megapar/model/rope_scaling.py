@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megapar.model.sizes import require_choice
+from megapar.schema import role as roles
 from megapar.schema.flag import Alias, flag, to_flags
 
 NONE, LINEAR, LLAMA3, YARN = "none", "linear", "llama3", "yarn"
@@ -48,6 +49,7 @@ class RopeScaling:
         truncate: Round the limits between kept and divided frequencies to whole features (yarn).
     """
 
+    role: ClassVar[roles.Role] = roles.MODEL
     rope_type: str = flag(
         NONE,
         "how the frequencies of rotary positions are scaled for texts longer than the original ones",
@@ -64,6 +66,7 @@ class RopeScaling:
         aliases=("rotary-scaling-factor", "yarn-scaling-factor"),
         after="rope_scaling_type",
         value=8.0,
+        other=3.0,
     )
     original_max_position_embeddings: int = flag(
         None,
@@ -74,6 +77,7 @@ class RopeScaling:
         aliases=("rope-scaling-original-max-position-embeddings", "yarn-original-max-position-embeddings"),
         after="rope_scaling_factor",
         value=4096,
+        other=20,
     )
     low_freq_factor: float = flag(
         1.0,
@@ -96,6 +100,7 @@ class RopeScaling:
         aliases=("rope-scaling-beta-fast", "yarn-beta-fast"),
         after="high_freq_factor",
         value=32.0,
+        other=2.0,
     )
     beta_slow: float = flag(
         1.0,
@@ -104,6 +109,7 @@ class RopeScaling:
         aliases=("rope-scaling-beta-slow", "yarn-beta-slow"),
         after="beta_fast",
         value=1.0,
+        other=4.0,
     )
     mscale: float = flag(
         0.0,
@@ -113,6 +119,7 @@ class RopeScaling:
         aliases=("rope-scaling-mscale",),
         after="beta_slow",
         value=0.0,
+        other=2.0,
     )
     mscale_all_dim: float = flag(
         0.0,
@@ -122,6 +129,7 @@ class RopeScaling:
         aliases=("rope-scaling-mscale-all-dim",),
         after="mscale",
         value=0.0,
+        other=2.0,
     )
     attention_factor: float = flag(
         0.0,
@@ -130,6 +138,7 @@ class RopeScaling:
         low=0,
         after="mscale_all_dim",
         value=0.0,
+        other=2.0,
     )
     truncate: bool = flag(
         True,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import ClassVar
 
 from megapar.model.sizes import ACTIVATIONS, require_choice
+from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, flag, follows
 
 MEGATRON_MOE = "megatron_moe"
@@ -50,6 +52,7 @@ class MoeSizes:
     """
 
     hidden_size: int = follows(lambda values: values["hidden_size"])
+    role: ClassVar[roles.Role] = roles.MODEL
     ffn_hidden_size: int = flag(
         None,
         "intermediate features of one expert",
@@ -58,9 +61,10 @@ class MoeSizes:
         low=1,
         derived="ffn-hidden-size",
         after="moe_model_type",
+        other=16,
     )
     num_experts: int = flag(
-        8, "routed experts; 0: a dense decoder", unit="experts", ernie=0, low=0, aliases=("num-moe-experts",)
+        8, "routed experts; 0: a dense decoder", unit="experts", ernie=0, low=0, aliases=("num-moe-experts",), other=8
     )
     topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1)
     shared_experts: int = flag(
@@ -74,6 +78,7 @@ class MoeSizes:
         unit="features",
         low=0,
         value=0,
+        other=12,
     )
     shared_gate: bool = flag(
         False,
@@ -88,6 +93,7 @@ class MoeSizes:
         choices=KINDS,
         after="num_experts",
         value=MEGATRON_MOE,
+        role=roles.TOKENS,
     )
     capacity_factor: float = flag(
         1.0,
@@ -96,14 +102,26 @@ class MoeSizes:
         above=0,
         aliases=("moe-expert-capacity-factor", "moe-train-capacity-factor"),
         value=1.0,
+        role=roles.TOKENS,
     )
-    min_capacity: int = flag(4, "minimum capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
+    min_capacity: int = flag(
+        4,
+        "minimum capacity of an expert",
+        name="moe_min_capacity",
+        unit="tokens",
+        low=1,
+        value=4,
+        role=roles.TOKENS,
+        other=16,
+    )
     drop_policy: str = flag(
         "token",
         "what is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",
         name="moe_drop_policy",
         choices=DROP_POLICIES,
         value="token",
+        role=roles.TOKENS,
+        other="probs",
     )
     capacity_scope: str = flag(
         "micro_batch",
@@ -111,6 +129,7 @@ class MoeSizes:
         name="moe_capacity_scope",
         choices=CAPACITY_SCOPES,
         value="micro_batch",
+        role=roles.TOKENS,
     )
     activation: str = follows(lambda values: values["activation"], value="swiglu")
     add_bias: bool = follows(lambda values: values["add_bias_linear"], value=False)
@@ -156,7 +175,12 @@ class MoeSizes:
         value="auto",
     )
     scaling: float = flag(
-        1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, value=1.0
+        1.0,
+        "factor on the weights of expert outputs",
+        name="moe_router_topk_scaling_factor",
+        above=0,
+        value=1.0,
+        other=2.5,
     )
     sequence_aux: bool = follows(lambda values: values["moe_seq_aux_loss_coeff"] > 0, value=False)
     orthogonal: bool = follows(lambda values: values["moe_orthogonal_loss_coeff"] > 0, value=False)

@@ -11,6 +11,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, TypeVar, cast
 
+from megapar.schema.role import Role
+
 T = TypeVar("T")
 
 KINDS = ("moe", "ernie")
@@ -51,6 +53,7 @@ class Flag:
         type: int, float, str, bool, switch (auto, on, off), strings or integers.
         defaults: Default per model kind; None if the value is derived.
         help: Help text.
+        role: What a search for a faster layout does with it; by default that of its dataclass.
         unit: Unit of a number.
         choices: Legal values, if they are listed.
         low: Inclusive lower bound.
@@ -69,6 +72,8 @@ class Flag:
         derived: Description of the value that replaces None.
         primary: First spelling, if it differs from the name.
         after: Flag that precedes it in --help and docs/flags.md; "": the one before it in its dataclass.
+        undrawn: Why the layout fuzzer of the tests does not draw it, if its role does not say so.
+        other: Least other legal value, for tests, if its type does not say so (``tests/flags/table.py``).
     """
 
     name: str
@@ -76,6 +81,7 @@ class Flag:
     type: str
     defaults: Mapping[str, Any]
     help: str
+    role: Role
     unit: str = ""
     choices: tuple[Any, ...] = ()
     low: float | None = None
@@ -93,6 +99,8 @@ class Flag:
     derived: str = ""
     primary: str = ""
     after: str = ""
+    undrawn: str = ""
+    other: Any = None
 
     @property
     def spelling(self) -> str:
@@ -158,12 +166,12 @@ TYPES = {
 }
 
 
-def to_flag(item: Field[Any], group: str, models: tuple[str, ...] = KINDS) -> Flag | None:
-    """Return the Flag that a dataclass field declares, or None if it declares none."""
+def to_flag(item: Field[Any], group: str, models: tuple[str, ...], role: Role) -> Flag | None:
+    """Return the Flag that a field of a dataclass with this group and role declares, or None if it declares none."""
     described = item.metadata.get("flag")
     if described is None:
         return None
-    options = {"name": item.name, "group": group, "models": models, **described}
+    options = {"name": item.name, "group": group, "models": models, "role": role, **described}
     kind = options.pop("type", None) or TYPES[str(item.type).replace(" | None", "")]
     return Flag(type=kind, **options)
 

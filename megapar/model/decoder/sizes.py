@@ -88,6 +88,7 @@ class DecoderSizes(ModelSizes):
         derived="hidden-size / num-attention-heads; with multi-latent attention qk-head-dim + qk-pos-emb-head-dim",
         aliases=("kv-channels",),
         after="num_query_groups",
+        other=8,
     )
     normalization: str = flag("rmsnorm", "kind of norm", ernie="layernorm", choices=NORMALIZATIONS, value="rmsnorm")
     position_embedding_type: str = flag(
@@ -127,7 +128,7 @@ class DecoderSizes(ModelSizes):
         1.0, "factor on the word embedding", above=0, aliases=("embedding-multiplier-scale",), value=1.0
     )
     residual_multiplier: float = flag(
-        1.0, "factor on the outputs of attention and MLP before the residual sum", above=0, value=1.0
+        1.0, "factor on the outputs of attention and MLP before the residual sum", above=0, value=1.0, other=0.5
     )
     softmax_scale: float = flag(
         0.0,
@@ -135,9 +136,12 @@ class DecoderSizes(ModelSizes):
         low=0,
         aliases=("attention-multiplier",),
         value=0.0,
+        other=2.0,
     )
     logits_scaling: float = flag(1.0, "divisor of the logits", above=0, value=1.0)
-    rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0)
+    rope_theta: float = flag(
+        10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0, other=100.0
+    )
     rope_scaling: RopeScaling | None = follows(
         lambda values: from_flags(RopeScaling, values) if values["rope_scaling_type"] != NONE else None, value=None
     )
@@ -169,6 +173,7 @@ class DecoderSizes(ModelSizes):
         after="first_k_dense",
         through=(to_pattern, to_text),
         value=(),
+        other="2",
     )
     moe: MoeSizes | None = follows(
         lambda values: from_flags(MoeSizes, values) if values["num_experts"] else None, value=None
@@ -184,6 +189,7 @@ class DecoderSizes(ModelSizes):
         after="moe_ffn_hidden_size",
         through=(lambda given: given or (), lambda widths: widths or None),
         value=(),
+        other=(8, 12),
     )
     mtp_depth: int = flag(
         0,
@@ -201,6 +207,7 @@ class DecoderSizes(ModelSizes):
         choices=MTP_BLOCKS,
         derived="layer for experts with sigmoid scores, otherwise dense",
         value=DENSE_BLOCK,
+        other="layer",
     )
 
     multi_latent_attention: bool = flag(
@@ -218,6 +225,7 @@ class DecoderSizes(ModelSizes):
         words={"none": 0},
         after="multi_latent_attention",
         value=0,
+        other=6,
     )
     kv_lora_rank: int = flag(
         512,
@@ -226,6 +234,7 @@ class DecoderSizes(ModelSizes):
         low=1,
         after="q_lora_rank",
         value=512,
+        other=6,
     )
     qk_head_dim: int = flag(
         128,
@@ -235,6 +244,7 @@ class DecoderSizes(ModelSizes):
         aliases=("qk-nope-head-dim",),
         after="kv_lora_rank",
         value=128,
+        other=6,
     )
     qk_pos_emb_head_dim: int = flag(
         64,
@@ -244,6 +254,7 @@ class DecoderSizes(ModelSizes):
         aliases=("qk-rope-head-dim",),
         after="qk_head_dim",
         value=64,
+        other=4,
     )
     v_head_dim: int = flag(
         128,
@@ -252,6 +263,7 @@ class DecoderSizes(ModelSizes):
         low=1,
         after="qk_pos_emb_head_dim",
         value=128,
+        other=6,
     )
     attention_latent_norm_epsilon: float = flag(
         None,
@@ -260,6 +272,7 @@ class DecoderSizes(ModelSizes):
         derived="layernorm-epsilon",
         after="v_head_dim",
         value=1e-5,
+        other=0.01,
     )
 
     stored_kind: ClassVar[str] = "DecoderSizes"
