@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
 from megapar.model.sizes import require_choice
@@ -57,6 +57,7 @@ class RopeScaling:
         choices=(NONE, *SCALED),
         aliases=(Alias("use-rope-scaling", LLAMA3),),
         after="rope_theta",
+        value=MISSING,
     )
     factor: float = flag(
         8.0,
@@ -65,7 +66,6 @@ class RopeScaling:
         above=0,
         aliases=("rotary-scaling-factor", "yarn-scaling-factor"),
         after="rope_scaling_type",
-        value=8.0,
         other=3.0,
     )
     original_max_position_embeddings: int = flag(
@@ -84,14 +84,9 @@ class RopeScaling:
         "llama3: turns within the original length up to which a frequency is divided by the factor",
         above=0,
         after="original_max_position_embeddings",
-        value=1.0,
     )
     high_freq_factor: float = flag(
-        4.0,
-        "llama3: turns within the original length from which a frequency is kept",
-        above=0,
-        after="low_freq_factor",
-        value=4.0,
+        4.0, "llama3: turns within the original length from which a frequency is kept", above=0, after="low_freq_factor"
     )
     beta_fast: float = flag(
         32.0,
@@ -99,7 +94,6 @@ class RopeScaling:
         above=0,
         aliases=("rope-scaling-beta-fast", "yarn-beta-fast"),
         after="high_freq_factor",
-        value=32.0,
         other=2.0,
     )
     beta_slow: float = flag(
@@ -108,7 +102,6 @@ class RopeScaling:
         above=0,
         aliases=("rope-scaling-beta-slow", "yarn-beta-slow"),
         after="beta_fast",
-        value=1.0,
         other=4.0,
     )
     mscale: float = flag(
@@ -118,7 +111,6 @@ class RopeScaling:
         low=0,
         aliases=("rope-scaling-mscale",),
         after="beta_slow",
-        value=0.0,
         other=2.0,
     )
     mscale_all_dim: float = flag(
@@ -128,7 +120,6 @@ class RopeScaling:
         low=0,
         aliases=("rope-scaling-mscale-all-dim",),
         after="mscale",
-        value=0.0,
         other=2.0,
     )
     attention_factor: float = flag(
@@ -137,7 +128,6 @@ class RopeScaling:
         name="rope_attention_factor",
         low=0,
         after="mscale_all_dim",
-        value=0.0,
         other=2.0,
     )
     truncate: bool = flag(
@@ -145,7 +135,6 @@ class RopeScaling:
         "yarn: round the limits between kept and divided frequencies to whole features",
         name="yarn_correction_range_round_to_int",
         after="rope_attention_factor",
-        value=True,
     )
 
     def __post_init__(self) -> None:

@@ -124,7 +124,7 @@ def flag(
     *,
     ernie: Any = ...,
     aliases: tuple[str | Alias, ...] = (),
-    value: Any = MISSING,
+    value: Any = ...,
     through: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     **extra: Any,
 ) -> Any:
@@ -135,7 +135,8 @@ def flag(
         help: Help text.
         ernie: Default in pretrain_ernie.py, if it differs.
         aliases: Alternative spellings.
-        value: Default of the field when the dataclass is built without flags; without it the field is required.
+        value: Default of the field when the dataclass is built without flags, if not the flag's; MISSING: the field is
+            required, as it is if the flag's default is derived.
         through: Functions from the flag's value to the field's and back, if they differ.
         extra: Other attributes of ``Flag``: ``name`` if it differs from the field's, ``group`` if the flag is listed in
             a different group than the other flags of the dataclass.
@@ -143,11 +144,13 @@ def flag(
     defaults = {"moe": default, "ernie": default if ernie is ... else ernie}
     spelled = tuple(Alias(alias) if isinstance(alias, str) else alias for alias in aliases)
     described = {"defaults": defaults, "help": help, "aliases": spelled, **extra}
+    if value is ...:
+        value = MISSING if default is None else default
     return field(default=value, metadata={"flag": described, "through": through})
 
 
 def follows(source: Callable[[Mapping[str, Any]], Any], *, value: Any = MISSING) -> Any:
-    """Declare a dataclass field without a flag, computed from the values of flags by name. ``value`` as in ``flag``."""
+    """Declare a dataclass field without a flag, computed from the values of flags by name. ``value``: its default."""
     return field(default=value, metadata={"follows": source})
 
 
