@@ -27,7 +27,7 @@ from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import MODELS, selected_model
 from megapar.moe.sizes import MoeSizes
-from megapar.schema.flag import KINDS, Flag, from_flags, to_flag, to_flags
+from megapar.schema.flag import KINDS, MOE, Flag, from_flags, to_flag, to_flags
 
 NOT_BUILT_NOTE = "NOT BUILT, a start is refused: "  # how notes about features of a later version begin
 
@@ -45,8 +45,8 @@ class FlagGroup:
     classes: tuple[tuple[type[Any], tuple[str, ...]], ...]
 
 
-def _options(cls: type[Any]) -> FlagGroup:
-    return FlagGroup((cls.__doc__ or "").splitlines()[0], ((cls, KINDS),))
+def _options(cls: type[Any], models: tuple[str, ...] = KINDS) -> FlagGroup:
+    return FlagGroup((cls.__doc__ or "").splitlines()[0], ((cls, models),))
 
 
 _MODEL = "The transformer. pretrain_ernie.py builds an encoder; its norm, positions and activation are fixed."
@@ -61,9 +61,9 @@ GROUPS: Mapping[str, FlagGroup] = MappingProxyType(
         "sharding": _options(ShardingOptions),
         "pipeline": _options(PipelineOptions),
         "recompute": _options(RecomputeOptions),
-        "model": FlagGroup(_MODEL, (*_SIZES, (RopeScaling, ("moe",)), (ModelOptions, KINDS))),
-        "moe": FlagGroup("The mixture of experts of pretrain_moe.py.", ((MoeSizes, ("moe",)), (MoeOptions, KINDS))),
-        "ampipe": _options(AmpipeOptions),
+        "model": FlagGroup(_MODEL, (*_SIZES, (RopeScaling, MOE), (ModelOptions, KINDS))),
+        "moe": FlagGroup("The mixture of experts of pretrain_moe.py.", ((MoeSizes, MOE), (MoeOptions, MOE))),
+        "ampipe": _options(AmpipeOptions, MOE),
         "training": _options(TrainingOptions),
         "optimizer": _options(OptimizerOptions),
         "data": _options(DataOptions),
@@ -80,7 +80,7 @@ def _flags() -> dict[str, Flag]:
     for group, listed in GROUPS.items():
         for cls, models in listed.classes:
             for item in fields(cls):
-                described = to_flag(item, group, models)
+                described = to_flag(item, group, models, cls.role)
                 if described is not None:
                     declared.setdefault(described.name, described)
     ordered = (_ordered([flag for flag in declared.values() if flag.group == group]) for group in GROUPS)
@@ -179,23 +179,14 @@ def build(
     grid: Grid,
 ) -> Config:
     """Build the frozen Config from complete flat values: every flag and fact by name."""
+    numbers = ("model", "moe")  # those that layers take are in the model's sizes
+    options = {name: from_flags(group.classes[0][0], values) for name, group in GROUPS.items() if name not in numbers}
     config = Config(
         kind=kind,
-        parallel=from_flags(ParallelOptions, values),
-        sharding=from_flags(ShardingOptions, values),
-        pipeline=from_flags(PipelineOptions, values),
-        recompute=from_flags(RecomputeOptions, values),
         model=from_flags(selected_model(kind, values).sizes, values),
         model_options=from_flags(ModelOptions, values),
         moe=from_flags(MoeOptions, values),
-        ampipe=from_flags(AmpipeOptions, values),
-        training=from_flags(TrainingOptions, values),
-        optimizer=from_flags(OptimizerOptions, values),
-        data=from_flags(DataOptions, values),
-        checkpoint=from_flags(CheckpointOptions, values),
-        reliability=from_flags(ReliabilityOptions, values),
-        logging=from_flags(LoggingOptions, values),
-        runtime=from_flags(RuntimeOptions, values),
+        **options,
         unused=MappingProxyType({}),
         origins=MappingProxyType(dict(origins)),
         warnings=warnings,

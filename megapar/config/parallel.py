@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megapar.model.attention.latent_exchange import AUTO, EXCHANGES
+from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, Alias, flag
 
 
@@ -12,6 +14,7 @@ from megapar.schema.flag import SWITCH, Alias, flag
 class ParallelOptions:
     """The device mesh: the axes and their sizes."""
 
+    role: ClassVar[roles.Role] = roles.KNOB
     sharding_degree: int = flag(
         -1,
         "ranks that shard optimizer state (stage 2: and gradients, stage 3: and parameters); -1: all ranks left by the "
@@ -61,6 +64,7 @@ class ParallelOptions:
         models=("moe",),
         derived="mp-degree",
         aliases=("expert-tensor-parallel-size",),
+        other=1,
     )
     dp_degree: int = flag(
         -1,
@@ -70,6 +74,7 @@ class ParallelOptions:
         low=-1,
         derived="the quotient left by the other degrees",
         aliases=("data-parallel-degree",),
+        other=2,
     )
     hybrid_dp: bool = flag(
         False, "hybrid sharding: data parallel replicas outside sharding; ranks = N x mp x sharding x pp x cp, N >= 2"
@@ -79,6 +84,7 @@ class ParallelOptions:
         "axes of the device mesh, from outermost to innermost",
         comma=True,
         count=5,
+        other=("mp", "dp", "pp", "sharding", "cp"),
     )
     sequence_parallel: bool = flag(
         False, "split activations along the sequence between mp ranks outside the column and row parallel layers"
@@ -104,6 +110,7 @@ class ParallelOptions:
         choices=EXCHANGES,
         models=("moe",),
         derived="latent or kv, whichever sends fewer bytes, with --multi-latent-attention and --cp-degree > 1",
+        other="kv",
     )
     ranks_per_node: int | None = flag(
         None,
@@ -113,9 +120,15 @@ class ParallelOptions:
         models=("moe",),
         per_node=True,
         derived="LOCAL_WORLD_SIZE of the environment; without it all ranks are on one node",
+        role=roles.CLUSTER,
+        other=1,
     )
     distributed_timeout_minutes: float = flag(
-        10.0, "time limit of a collective; the run then stops and names the collective", unit="minutes", above=0
+        10.0,
+        "time limit of a collective; the run then stops and names the collective",
+        unit="minutes",
+        above=0,
+        role=roles.WATCHES,
     )
 
 
@@ -123,6 +136,7 @@ class ParallelOptions:
 class ShardingOptions:
     """Sharding of the optimizer, gradients and parameters (ZeRO, FSDP), and its communication."""
 
+    role: ClassVar[roles.Role] = roles.KNOB
     sharding_stage: int = flag(
         1,
         "1: shard optimizer state (distributed optimizer), 2: and gradients, 3: and parameters (FSDP)",
@@ -144,13 +158,16 @@ class ShardingOptions:
         above=0,
         primary="segment-broadcast-MB",
         aliases=(Alias("fuse-broadcast-MB", note="--fuse-broadcast-MB is the old name of --segment-broadcast-MB"),),
+        other=0.001,
     )
     segment_anchors: tuple[str, ...] = flag(
         (),
         "modules (paths or patterns) at which a new segment starts; setting it selects the strategy segment_anchors",
+        role=roles.by_hand("names modules of one model; sizes of segments are tried"),
+        other=("layers.1",),
     )
     sharding_prefetch_segments: int = flag(
-        2, "segments (buckets) that are gathered ahead of their use", unit="segments", low=0
+        2, "segments (buckets) that are gathered ahead of their use", unit="segments", low=0, other=0
     )
     gradient_merge_acc_step: int = flag(
         None,
@@ -159,6 +176,7 @@ class ShardingOptions:
         low=1,
         derived="global-batch-size / (micro-batch-size x data ranks), or 1",
         aliases=("accumulate-steps",),
+        role=roles.by_hand("follows from the global batch, the micro-batch and the layout"),
     )
     gradient_merge_mode: str = flag(
         None,
@@ -180,7 +198,9 @@ class ShardingOptions:
         choices=SWITCH,
         derived="on if allowed",
     )
-    grad_reduce_dtype: str = flag("fp32", "dtype of the gradient reduction", choices=("fp32", "bf16"))
+    grad_reduce_dtype: str = flag(
+        "fp32", "dtype of the gradient reduction", choices=("fp32", "bf16"), role=roles.PRECISION
+    )
     optimizer_offload: bool = flag(False, "keep optimizer state and master weights in pinned host memory")
 
 
@@ -188,6 +208,7 @@ class ShardingOptions:
 class PipelineOptions:
     """Pipeline stages and schedules."""
 
+    role: ClassVar[roles.Role] = roles.KNOB
     pp_seg_method: str = flag(
         "uniform",
         "how layers are divided into stages: uniform, balanced, layer:REGEX on class names, or the first layer of each",
@@ -202,7 +223,9 @@ class PipelineOptions:
         aliases=("virtual-pipeline-model-parallel-size", "virtual-pp-degree", "num-virtual-pipeline-stages"),
     )
     use_nanopipe: bool = flag(
-        False, "compute weight gradients separately, in the pipeline bubble (the zero-bubble schedule)"
+        False,
+        "compute weight gradients separately, in the pipeline bubble (the zero-bubble schedule)",
+        role=roles.by_hand("is --pp-schedule zero_bubble, which is tried"),
     )
 
 
@@ -210,6 +233,7 @@ class PipelineOptions:
 class RecomputeOptions:
     """Activation checkpointing: recompute activations in the backward pass instead of storing them."""
 
+    role: ClassVar[roles.Role] = roles.KNOB
     recompute_interval: int = flag(
         0, "number of consecutive layers that are recomputed as one unit; 0: off", unit="layers"
     )
@@ -222,11 +246,19 @@ class RecomputeOptions:
         aliases=(Alias("recompute-activations", "selective"),),
     )
     recompute_method: str | None = flag(
-        None, "uniform: units of N layers; block: the first N layers of each stage", choices=("uniform", "block")
+        None,
+        "uniform: units of N layers; block: the first N layers of each stage",
+        choices=("uniform", "block"),
+        other="block",
     )
     recompute_num_layers: int | None = flag(None, "N of --recompute-method", unit="layers", low=1)
-    recompute_in_advance: bool = flag(False, "recompute a unit before its gradient arrives")
-    recompute_in_bubble: bool = flag(False, "recompute in the pipeline bubble")
+    recompute_in_advance: bool = flag(False, "recompute a unit before its gradient arrives", role=roles.NOT_BUILT)
+    recompute_in_bubble: bool = flag(False, "recompute in the pipeline bubble", role=roles.NOT_BUILT)
     adaptive_recompute_device_size: float = flag(
-        0.0, "recompute as few layers as possible within this much device memory; 0: off", unit="MB", low=0
+        0.0,
+        "recompute as few layers as possible within this much device memory; 0: off",
+        unit="MB",
+        low=0,
+        role=roles.by_hand("decides from measurements of a run; recompute of fixed layers is tried"),
+        other=61440.0,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from megapar.schema import role as roles
 from megapar.schema.flag import flag
 
 
@@ -11,17 +13,24 @@ from megapar.schema.flag import flag
 class ReliabilityOptions:
     """Bad numbers, replicas, hangs, stragglers, local checkpoints."""
 
+    role: ClassVar[roles.Role] = roles.WATCHES
     bad_step_limit: int = flag(
-        3, "consecutive steps that are skipped because a gradient is not finite; one more stops the run", low=0
+        3,
+        "consecutive steps that are skipped because a gradient is not finite; one more stops the run",
+        low=0,
+        role=roles.OPTIMIZER,
     )
     spike_sigmas: float = flag(
         6.0,
         "a loss or gradient norm is a spike if it exceeds the mean of the last 128 steps by this many standard "
         "deviations; 0: off",
         low=0,
+        role=roles.OPTIMIZER,
     )
-    spike_skip: bool = flag(False, "skip the update of a spike, at most --bad-step-limit times in a row")
-    skip_samples: tuple[str, ...] = flag((), "ranges A-B of sample numbers to skip")
+    spike_skip: bool = flag(
+        False, "skip the update of a spike, at most --bad-step-limit times in a row", role=roles.OPTIMIZER
+    )
+    skip_samples: tuple[str, ...] = flag((), "ranges A-B of sample numbers to skip", role=roles.DATA, other=("0-1",))
     replica_check_interval: int = flag(
         100,
         "steps between comparisons of the parameters that are replicated on several ranks; 0: off",
@@ -60,6 +69,7 @@ class ReliabilityOptions:
         "steps between checkpoints in node memory, with a copy on the next node, for fast restarts; 0: off",
         unit="steps",
         low=0,
+        role=roles.SAVES,
     )
     local_checkpoint_dir: str | None = flag(
         None,
@@ -67,6 +77,7 @@ class ReliabilityOptions:
         derived="/dev/shm/megapar-UID",
         path=True,
         per_node=True,
+        role=roles.SAVES,
     )
     straggler_factor: float = flag(
         1.5,

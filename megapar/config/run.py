@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from megapar.schema import role as roles
 from megapar.schema.flag import ERNIE, MOE, SWITCH, Alias, fact, flag
 
 METRICS_OFF = "off"  # a value of --metrics-jsonl
@@ -13,7 +15,10 @@ METRICS_OFF = "off"  # a value of --metrics-jsonl
 class TrainingOptions:
     """Batches, steps and precision."""
 
-    micro_batch_size: int = flag(4, "sequences per forward pass on each data rank", unit="sequences", low=1)
+    role: ClassVar[roles.Role] = roles.OPTIMIZER
+    micro_batch_size: int = flag(
+        4, "sequences per forward pass on each data rank", unit="sequences", low=1, role=roles.KNOB, other=2
+    )
     global_batch_size: int = flag(
         None,
         "sequences per optimizer step",
@@ -27,21 +32,26 @@ class TrainingOptions:
         "SAMPLES samples",
         count=3,
         low=1,
+        other=(1, 1, 2),
     )
-    train_iters: int = flag(100, "number of optimizer steps", unit="steps", low=0)
-    seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1)
+    train_iters: int = flag(100, "number of optimizer steps", unit="steps", low=0, other=3)
+    seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1, other=7)
     dtype: str = flag(
         "auto",
         "compute precision; auto: bf16 on accelerators, fp16 on those without bf16 (V100), fp32 on CPUs",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
         aliases=(Alias("bf16", "bf16"), Alias("fp16", "fp16")),
+        role=roles.PRECISION,
     )
     deterministic: bool = flag(
-        False, "use only kernels whose results are reproducible bit for bit", aliases=("deterministic-mode",)
+        False,
+        "use only kernels whose results are reproducible bit for bit",
+        aliases=("deterministic-mode",),
+        role=roles.PRECISION,
     )
-    eval_interval: int = flag(100, "steps between evaluations; 0: never", unit="steps", low=0)
-    eval_iters: int = flag(10, "global batches per evaluation", unit="batches", low=1)
-    initial_loss_scale: float = flag(65536.0, "fp16: initial loss scale", above=0)
+    eval_interval: int = flag(100, "steps between evaluations; 0: never", unit="steps", low=0, role=roles.EVALUATES)
+    eval_iters: int = flag(10, "global batches per evaluation", unit="batches", low=1, role=roles.EVALUATES, other=2)
+    initial_loss_scale: float = flag(65536.0, "fp16: initial loss scale", above=0, other=1024.0)
     min_loss_scale: float = flag(1.0, "fp16: minimum loss scale", above=0)
     loss_scale_window: int = flag(1000, "fp16: steps without overflow before the scale grows", unit="steps", low=1)
     loss_scale_factor: float = flag(2.0, "fp16: factor by which the scale grows and shrinks", above=1)
@@ -53,6 +63,7 @@ class TrainingOptions:
         unit="steps",
         low=0,
         models=ERNIE,
+        other=2,
     )
     progressive_batch_multiple: int = flag(
         1,
@@ -62,13 +73,21 @@ class TrainingOptions:
         models=ERNIE,
     )
     progressive_length_multiple: int = flag(
-        8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE
+        8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE, other=16
     )
-    fp8: bool = flag(False, "compute linear layers (except experts) in fp8, with torchao")
+    fp8: bool = flag(
+        False,
+        "compute linear layers (except experts) in fp8, with torchao",
+        role=roles.PRECISION,
+        undrawn="needs a GPU; tests/core/tensor_parallel/test_fp8.py emulates it",
+    )
     attention_backend: str = flag(
         "auto",
         "kernel of attention on an NVIDIA GPU; auto: today's choice until a GPU day has confirmed another",
         choices=("auto", "flash", "cudnn", "flash3"),
+        role=roles.by_hand("has no confirmed kernel but the default's, so no figures"),
+        undrawn="needs a GPU; scripts/gpu_day.sh compares the kernels",
+        other="cudnn",
     )
     compile: str = flag(
         "auto",
@@ -76,6 +95,8 @@ class TrainingOptions:
         type="switch",
         choices=SWITCH,
         derived="off until measured on GPUs",
+        role=roles.by_hand("has no measured gain on any accelerator, so no figures"),
+        other="on",
     )
     manual_gc: str = flag(
         "auto",
@@ -83,16 +104,21 @@ class TrainingOptions:
         type="switch",
         choices=SWITCH,
         derived="on from 64 ranks",
+        role=roles.COLLECTS,
+        other="on",
     )
-    manual_gc_interval: int = flag(100, "steps between garbage collections with --manual-gc", unit="steps", low=1)
+    manual_gc_interval: int = flag(
+        100, "steps between garbage collections with --manual-gc", unit="steps", low=1, role=roles.COLLECTS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """AdamW and its learning rate schedule."""
 
-    lr: float = flag(1e-3, "maximum learning rate", above=0)
-    min_lr: float = flag(0.0, "learning rate after the decay", low=0)
+    role: ClassVar[roles.Role] = roles.OPTIMIZER
+    lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)
+    min_lr: float = flag(0.0, "learning rate after the decay", low=0, other=0.001)
     lr_decay_style: str = flag(
         "cosine",
         "shape of the learning rate decay after warmup; wsd (warmup-stable-decay): constant, then a decay over the "
@@ -100,20 +126,27 @@ class OptimizerOptions:
         choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
     )
     lr_warmup_iters: int = flag(0, "steps of linear learning rate warmup", unit="steps", low=0)
-    lr_decay_iters: int = flag(None, "step at which the decay ends", unit="steps", low=1, derived="train-iters")
+    lr_decay_iters: int = flag(
+        None, "step at which the decay ends", unit="steps", low=1, derived="train-iters", other=4
+    )
     lr_wsd_decay_iters: int = flag(
-        None, "wsd: steps of the final decay", unit="steps", low=1, derived="a tenth of lr-decay-iters"
+        None, "wsd: steps of the final decay", unit="steps", low=1, derived="a tenth of lr-decay-iters", other=3
     )
     lr_wsd_decay_style: str = flag(
-        "linear", "wsd: shape of the final decay", choices=("linear", "cosine", "exponential", "minus_sqrt")
+        "linear",
+        "wsd: shape of the final decay",
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        other="exponential",
     )
-    weight_decay: float = flag(0.1, "AdamW weight decay (not applied to biases and norms)", ernie=0.01, low=0)
-    clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0)
+    weight_decay: float = flag(
+        0.1, "AdamW weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5
+    )
+    clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0, other=0.01)
     adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
-    adam_eps: float = flag(1e-8, "AdamW epsilon", above=0)
+    adam_eps: float = flag(1e-8, "AdamW epsilon", above=0, other=0.001)
     override_opt_param_scheduler: bool = flag(
-        False, "use the learning rate schedule of the flags instead of the checkpoint's"
+        False, "use the learning rate schedule of the flags instead of the checkpoint's", undrawn="is about checkpoints"
     )
 
 
@@ -121,6 +154,7 @@ class OptimizerOptions:
 class DataOptions:
     """Training and evaluation data, and the tokenizer."""
 
+    role: ClassVar[roles.Role] = roles.DATA
     data_path: tuple[str, ...] = flag(
         ("builtin",),
         "training data: text, JSONL or parquet files (also .gz, .zst), folders of them, prefixes of .bin/.idx files, "
@@ -135,10 +169,14 @@ class DataOptions:
         path=True,
     )
     split: str | None = flag(
-        None, "proportions of training, held-out and unused documents, such as 969,30,1 (95,5 if not given)"
+        None,
+        "proportions of training, held-out and unused documents, such as 969,30,1 (95,5 if not given)",
+        other="50,50",
     )
     text_field: str = flag(
-        "text", "field of JSONL records, and column of parquet files and datasets, that contains the document"
+        "text",
+        "field of JSONL records, and column of parquet files and datasets, that contains the document",
+        role=roles.FILES,
     )
     tokenizer_model: str | None = flag(
         None,
@@ -146,36 +184,49 @@ class DataOptions:
         "the data and cached",
         path=True,
     )
-    mlm_probability: float = flag(0.15, "fraction of tokens that are masked", above=0, high=0.9, models=ERNIE)
-    data_source: str = flag(
-        "files", "files: read --data-path; hf: stream a Hugging Face dataset", choices=("files", "hf")
+    mlm_probability: float = flag(
+        0.15, "fraction of tokens that are masked", above=0, high=0.9, models=ERNIE, role=roles.LOSS
     )
-    hf_dataset: str | None = flag(None, "path or cached name of the Hugging Face dataset", path=True)
+    data_source: str = flag(
+        "files", "files: read --data-path; hf: stream a Hugging Face dataset", choices=("files", "hf"), role=roles.FILES
+    )
+    hf_dataset: str | None = flag(None, "path or cached name of the Hugging Face dataset", path=True, role=roles.FILES)
     reset_position_ids: bool = flag(False, "restart position ids at every document", models=MOE)
     reset_attention_mask: bool = flag(False, "restrict attention to the tokens of the same document", models=MOE)
     eod_mask_loss: bool = flag(False, "mask the loss at end-of-document input tokens", models=MOE)
     packing: bool = flag(True, "concatenate documents into full sequences; off: one document per sample", models=MOE)
     on_bad_record: str = flag(
-        "stop", "on a record that cannot be read, stop the run or skip the record", choices=("stop", "skip")
+        "stop",
+        "on a record that cannot be read, stop the run or skip the record",
+        choices=("stop", "skip"),
+        role=roles.FILES,
     )
     ernie_tasks: str | None = flag(
-        None, "mixture of objectives with weights, such as knowledge_mlm:1.0,document_lm:1.0", models=ERNIE
+        None,
+        "mixture of objectives with weights, such as knowledge_mlm:1.0,document_lm:1.0",
+        models=ERNIE,
+        other="knowledge_mlm:1,document_lm:2",
     )
-    phrase_file: str | None = flag(None, "lexicon of phrases that are masked as a whole", models=ERNIE, path=True)
+    phrase_file: str | None = flag(
+        None, "lexicon of phrases that are masked as a whole", models=ERNIE, path=True, role=roles.FILES
+    )
     entity_file: str | None = flag(
-        None, "lexicon of named entities that are masked as a whole", models=ERNIE, path=True
+        None, "lexicon of named entities that are masked as a whole", models=ERNIE, path=True, role=roles.FILES
     )
     triples_file: str | None = flag(
         None,
         "knowledge triples for knowledge_text: HEAD, RELATION, TAIL and SENTENCE per line, separated by tabs",
         models=ERNIE,
         path=True,
+        role=roles.FILES,
     )
     override_data: tuple[str, ...] = flag(
         (),
         "data settings that may differ from the checkpoint's: sources, weights, split, seed, seq-length, knowledge "
         "(files of phrases, entities and triples), separated by commas",
         comma=True,
+        undrawn="is about checkpoints",
+        other=("seed",),
     )
     sentence_reorder_pieces: int = flag(
         3,
@@ -191,6 +242,7 @@ class DataOptions:
 class CheckpointOptions:
     """Saving and loading of checkpoints."""
 
+    role: ClassVar[roles.Role] = roles.SAVES
     save: str | None = flag(None, "folder in which checkpoints are saved", path=True)
     load: str | None = flag(None, "folder of checkpoints to continue from; the layout of ranks may differ", path=True)
     save_interval: int = flag(0, "steps between checkpoints; 0: only at the end", unit="steps", low=0)
@@ -200,7 +252,7 @@ class CheckpointOptions:
     no_load_rng: bool = flag(False, "do not load the random state")
     save_hf: str | None = flag(None, "folder for the trained model in Hugging Face format", path=True)
     load_hf: str | None = flag(None, "folder of a Hugging Face model to start from", path=True)
-    save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0)
+    save_interval_minutes: float = flag(0.0, "minutes between checkpoints; 0: off", unit="minutes", low=0, other=1e-6)
     async_save: bool = flag(
         True, "write checkpoints in the background while training continues; the run waits for the final one"
     )
@@ -214,6 +266,7 @@ class CheckpointOptions:
         "full",
         "verification of each file before it is loaded; full: size and SHA-256",
         choices=("full", "size", "off"),
+        other="off",
     )
     on_bad_checkpoint: str = flag(
         "previous",
@@ -221,21 +274,20 @@ class CheckpointOptions:
         choices=("previous", "stop"),
     )
     on_save_error: str = flag(
-        "continue",
-        "if a checkpoint cannot be written, continue training, or stop",
-        choices=("continue", "stop"),
+        "continue", "if a checkpoint cannot be written, continue training, or stop", choices=("continue", "stop")
     )
     exit_interval: int = flag(
         0, "save and stop at the next step that is a multiple of this; 0: off", unit="steps", low=0
     )
-    exit_duration_minutes: float = flag(0.0, "save and stop after this time; 0: off", unit="minutes", low=0)
+    exit_duration_minutes: float = flag(0.0, "save and stop after this time; 0: off", unit="minutes", low=0, other=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingOptions:
     """Log, metrics and profiler traces."""
 
-    log_interval: int = flag(10, "steps between log lines", unit="steps", low=1)
+    role: ClassVar[roles.Role] = roles.LOGS
+    log_interval: int = flag(10, "steps between log lines", unit="steps", low=1, other=2)
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard files", path=True, per_node=True)
     metrics_jsonl: str | None = flag(
         None,
@@ -260,6 +312,7 @@ class LoggingOptions:
         None,
         "START:END: profile these steps, and write trace.json to the folder of --metrics-jsonl, else to the working "
         "directory",
+        other="1:2",
     )
 
     @property
@@ -277,6 +330,7 @@ class LoggingOptions:
 class RuntimeOptions:
     """Device, number of ranks, and checks without training."""
 
+    role: ClassVar[roles.Role] = roles.CLUSTER
     device: str = flag(
         "auto",
         "device; auto: the accelerator if there is one, else the CPU",
@@ -289,6 +343,7 @@ class RuntimeOptions:
         unit="TFLOP/s",
         above=0,
         derived="the device table's; without a row, MFU has a measured one",
+        other=1.0,
     )
     device_memory_gib: float | None = flag(
         None,
@@ -296,6 +351,7 @@ class RuntimeOptions:
         unit="GiB",
         above=0,
         derived="the device table's",
+        other=0.001,
     )
     memory_check: bool = flag(
         True,
@@ -309,6 +365,7 @@ class RuntimeOptions:
         unit="GB/s",
         above=0,
         derived="the device table's",
+        other=1.0,
     )
     network_gb: float | None = flag(
         None,
@@ -323,19 +380,16 @@ class RuntimeOptions:
         "check everything that a start would check, including files and checkpoints, print the effective "
         "configuration, and exit; the machine (GPU, RANK, MASTER_ADDR) is not checked",
         meta=True,
+        role=roles.STARTS_NOTHING,
     )
     rules_only: bool = flag(
         False,
         "like --validate-only, but check only the compatibility rules: data, tokenizer and checkpoints need not exist",
         meta=True,
+        role=roles.STARTS_NOTHING,
     )
     world_size: int = flag(
-        None,
-        "number of ranks",
-        unit="ranks",
-        low=1,
-        high=10_000_000,
-        derived="WORLD_SIZE of the environment, or 1",
+        None, "number of ranks", unit="ranks", low=1, high=10_000_000, derived="WORLD_SIZE of the environment, or 1"
     )
     strict_seed_rules: bool = flag(False, "apply the restrictions of published documents that megapar normally lifts")
     config: tuple[str, ...] = flag(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass
+from typing import Any, ClassVar
 
 from megapar.model.sizes import require_choice
+from megapar.schema import role as roles
 from megapar.schema.flag import Alias, flag, to_flags
 
 NONE, LINEAR, LLAMA3, YARN = "none", "linear", "llama3", "yarn"
@@ -48,6 +49,7 @@ class RopeScaling:
         truncate: Round the limits between kept and divided frequencies to whole features (yarn).
     """
 
+    role: ClassVar[roles.Role] = roles.MODEL
     rope_type: str = flag(
         NONE,
         "how the frequencies of rotary positions are scaled for texts longer than the original ones",
@@ -55,6 +57,7 @@ class RopeScaling:
         choices=(NONE, *SCALED),
         aliases=(Alias("use-rope-scaling", LLAMA3),),
         after="rope_theta",
+        value=MISSING,
     )
     factor: float = flag(
         8.0,
@@ -63,7 +66,7 @@ class RopeScaling:
         above=0,
         aliases=("rotary-scaling-factor", "yarn-scaling-factor"),
         after="rope_scaling_type",
-        value=8.0,
+        other=3.0,
     )
     original_max_position_embeddings: int = flag(
         None,
@@ -74,20 +77,16 @@ class RopeScaling:
         aliases=("rope-scaling-original-max-position-embeddings", "yarn-original-max-position-embeddings"),
         after="rope_scaling_factor",
         value=4096,
+        other=20,
     )
     low_freq_factor: float = flag(
         1.0,
         "llama3: turns within the original length up to which a frequency is divided by the factor",
         above=0,
         after="original_max_position_embeddings",
-        value=1.0,
     )
     high_freq_factor: float = flag(
-        4.0,
-        "llama3: turns within the original length from which a frequency is kept",
-        above=0,
-        after="low_freq_factor",
-        value=4.0,
+        4.0, "llama3: turns within the original length from which a frequency is kept", above=0, after="low_freq_factor"
     )
     beta_fast: float = flag(
         32.0,
@@ -95,7 +94,7 @@ class RopeScaling:
         above=0,
         aliases=("rope-scaling-beta-fast", "yarn-beta-fast"),
         after="high_freq_factor",
-        value=32.0,
+        other=2.0,
     )
     beta_slow: float = flag(
         1.0,
@@ -103,7 +102,7 @@ class RopeScaling:
         above=0,
         aliases=("rope-scaling-beta-slow", "yarn-beta-slow"),
         after="beta_fast",
-        value=1.0,
+        other=4.0,
     )
     mscale: float = flag(
         0.0,
@@ -112,7 +111,7 @@ class RopeScaling:
         low=0,
         aliases=("rope-scaling-mscale",),
         after="beta_slow",
-        value=0.0,
+        other=2.0,
     )
     mscale_all_dim: float = flag(
         0.0,
@@ -121,7 +120,7 @@ class RopeScaling:
         low=0,
         aliases=("rope-scaling-mscale-all-dim",),
         after="mscale",
-        value=0.0,
+        other=2.0,
     )
     attention_factor: float = flag(
         0.0,
@@ -129,14 +128,13 @@ class RopeScaling:
         name="rope_attention_factor",
         low=0,
         after="mscale_all_dim",
-        value=0.0,
+        other=2.0,
     )
     truncate: bool = flag(
         True,
         "yarn: round the limits between kept and divided frequencies to whole features",
         name="yarn_correction_range_round_to_int",
         after="rope_attention_factor",
-        value=True,
     )
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.attention_sizes import AttentionSizes
+from megapar.schema import role as roles
 from megapar.schema.flag import flag
 from megapar.schema.legal_values import MAX_LAYERS
 
@@ -38,19 +39,21 @@ class ModelSizes(ABC):
         stored_kind: Name of the model in ``layout.json``, part of the checkpoint format.
     """
 
-    num_layers: int = flag(4, "transformer layers", unit="layers", low=1, high=MAX_LAYERS)
-    hidden_size: int = flag(256, "features of a token", unit="features", low=1)
-    num_attention_heads: int = flag(4, "query heads", unit="heads", low=1)
+    role: ClassVar[roles.Role] = roles.MODEL
+    num_layers: int = flag(4, "transformer layers", unit="layers", low=1, high=MAX_LAYERS, other=3, value=MISSING)
+    hidden_size: int = flag(256, "features of a token", unit="features", low=1, other=32, value=MISSING)
+    num_attention_heads: int = flag(4, "query heads", unit="heads", low=1, other=2, value=MISSING)
     ffn_hidden_size: int = flag(
         None,
         "intermediate features of the dense MLP",
         unit="features",
         low=1,
         derived="4 x hidden-size; with swiglu 2/3 of it, rounded down to a multiple of 64",
+        other=24,
     )
-    seq_length: int = flag(256, "tokens of a sample", unit="tokens", low=1, ernie=128)
+    seq_length: int = flag(256, "tokens of a sample", unit="tokens", low=1, ernie=128, other=8, value=MISSING)
     max_position_embeddings: int = flag(
-        None, "positions that the model supports", unit="tokens", low=1, derived="seq-length"
+        None, "positions that the model supports", unit="tokens", low=1, derived="seq-length", other=20
     )
     vocab_size: int = flag(
         None,
@@ -58,27 +61,27 @@ class ModelSizes(ABC):
         unit="tokens",
         low=8,
         derived="the tokenizer's size, or the checkpoint's rows; 4096 for a tokenizer that is trained",
+        other=103,
     )
     layernorm_epsilon: float = flag(
-        1e-5, "added to the variance in norms", ernie=1e-12, above=0, aliases=("norm-epsilon",), value=1e-5
+        1e-5, "added to the variance in norms", ernie=1e-12, above=0, aliases=("norm-epsilon",), other=0.01
     )
-    attention_dropout: float = flag(0.0, "dropout on attention weights", ernie=0.1, low=0, high=0.99, value=0.0)
+    attention_dropout: float = flag(0.0, "dropout on attention weights", ernie=0.1, low=0, high=0.99, role=roles.LOSS)
     hidden_dropout: float = flag(
-        0.0, "dropout on the outputs of attention and MLP", ernie=0.1, low=0, high=0.99, value=0.0
+        0.0, "dropout on the outputs of attention and MLP", ernie=0.1, low=0, high=0.99, role=roles.LOSS
     )
     init_std: float = flag(
-        0.02, "standard deviation of initial weights", above=0, aliases=("init-method-std",), value=0.02
+        0.02, "standard deviation of initial weights", above=0, aliases=("init-method-std",), other=0.2
     )
     depth_scaled_init: bool = flag(
         False,
         "weights whose products are added to the residual stream start at init-std / sqrt(2 x layers) (Megatron-LM)",
-        value=False,
     )
     use_flash_attn: bool = flag(
         True,
         "attention by the device's fused kernel; off: the plain reference",
         aliases=("use-fused-attn",),
-        value=True,
+        role=roles.by_hand("switches to the reference that tests compare with, which no run needs"),
     )
 
     stored_kind: ClassVar[str]

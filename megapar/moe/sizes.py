@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import ClassVar
 
 from megapar.model.sizes import ACTIVATIONS, require_choice
+from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, flag, follows
 
 MEGATRON_MOE = "megatron_moe"
@@ -50,6 +52,7 @@ class MoeSizes:
     """
 
     hidden_size: int = follows(lambda values: values["hidden_size"])
+    role: ClassVar[roles.Role] = roles.MODEL
     ffn_hidden_size: int = flag(
         None,
         "intermediate features of one expert",
@@ -58,13 +61,21 @@ class MoeSizes:
         low=1,
         derived="ffn-hidden-size",
         after="moe_model_type",
+        other=16,
     )
     num_experts: int = flag(
-        8, "routed experts; 0: a dense decoder", unit="experts", ernie=0, low=0, aliases=("num-moe-experts",)
+        8,
+        "routed experts; 0: a dense decoder",
+        unit="experts",
+        ernie=0,
+        low=0,
+        aliases=("num-moe-experts",),
+        other=8,
+        value=MISSING,
     )
-    topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1)
+    topk: int = flag(2, "experts a token is sent to", name="moe_router_topk", unit="experts", low=1, value=MISSING)
     shared_experts: int = flag(
-        0, "experts that every token passes through", name="moe_shared_experts", unit="experts", low=0, value=0
+        0, "experts that every token passes through", name="moe_shared_experts", unit="experts", low=0
     )
     shared_ffn: int = flag(
         0,
@@ -73,13 +84,12 @@ class MoeSizes:
         name="moe_shared_expert_intermediate_size",
         unit="features",
         low=0,
-        value=0,
+        other=12,
     )
     shared_gate: bool = flag(
         False,
         "multiply each token's output of the shared experts by a sigmoid (Qwen2-MoE)",
         name="moe_shared_expert_gate",
-        value=False,
     )
     kind: str = flag(
         MEGATRON_MOE,
@@ -87,7 +97,7 @@ class MoeSizes:
         name="moe_model_type",
         choices=KINDS,
         after="num_experts",
-        value=MEGATRON_MOE,
+        role=roles.TOKENS,
     )
     capacity_factor: float = flag(
         1.0,
@@ -95,31 +105,30 @@ class MoeSizes:
         name="moe_capacity_factor",
         above=0,
         aliases=("moe-expert-capacity-factor", "moe-train-capacity-factor"),
-        value=1.0,
+        role=roles.TOKENS,
     )
-    min_capacity: int = flag(4, "minimum capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, value=4)
+    min_capacity: int = flag(
+        4, "minimum capacity of an expert", name="moe_min_capacity", unit="tokens", low=1, role=roles.TOKENS, other=16
+    )
     drop_policy: str = flag(
         "token",
         "what is kept when an expert is full: earlier tokens, earlier choices, or higher probabilities",
         name="moe_drop_policy",
         choices=DROP_POLICIES,
-        value="token",
+        role=roles.TOKENS,
+        other="probs",
     )
     capacity_scope: str = flag(
         "micro_batch",
         "tokens that share a capacity: those of the whole micro-batch, or of each rank (DeepSpeed)",
         name="moe_capacity_scope",
         choices=CAPACITY_SCOPES,
-        value="micro_batch",
+        role=roles.TOKENS,
     )
     activation: str = follows(lambda values: values["activation"], value="swiglu")
     add_bias: bool = follows(lambda values: values["add_bias_linear"], value=False)
     score: str = flag(
-        "softmax",
-        "function from router logits to scores",
-        name="moe_router_score_function",
-        choices=SCORES,
-        value="softmax",
+        "softmax", "function from router logits to scores", name="moe_router_score_function", choices=SCORES
     )
     groups: int = flag(
         1,
@@ -127,7 +136,6 @@ class MoeSizes:
         name="moe_router_num_groups",
         unit="groups",
         low=1,
-        value=1,
     )
     group_topk: int = flag(
         None,
@@ -146,17 +154,15 @@ class MoeSizes:
         unit="experts",
         low=0,
         words={"auto": 0},
-        value=0,
     )
     norm_topk_prob: str = flag(
         "auto",
         "divide the scores of a token's experts by their sum; auto: if they are several",
         type="switch",
         choices=SWITCH,
-        value="auto",
     )
     scaling: float = flag(
-        1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, value=1.0
+        1.0, "factor on the weights of expert outputs", name="moe_router_topk_scaling_factor", above=0, other=2.5
     )
     sequence_aux: bool = follows(lambda values: values["moe_seq_aux_loss_coeff"] > 0, value=False)
     orthogonal: bool = follows(lambda values: values["moe_orthogonal_loss_coeff"] > 0, value=False)

@@ -11,6 +11,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, TypeVar, cast
 
+from megapar.schema.role import Role
+
 T = TypeVar("T")
 
 KINDS = ("moe", "ernie")
@@ -51,6 +53,7 @@ class Flag:
         type: int, float, str, bool, switch (auto, on, off), strings or integers.
         defaults: Default per model kind; None if the value is derived.
         help: Help text.
+        role: What a search for a faster layout does with it; by default that of its dataclass.
         unit: Unit of a number.
         choices: Legal values, if they are listed.
         low: Inclusive lower bound.
@@ -69,6 +72,8 @@ class Flag:
         derived: Description of the value that replaces None.
         primary: First spelling, if it differs from the name.
         after: Flag that precedes it in --help and docs/flags.md; "": the one before it in its dataclass.
+        undrawn: Why the layout fuzzer of the tests does not draw it, if its role does not say so.
+        other: Least other legal value, for tests, if its type does not say so (``tests/flags/table.py``).
     """
 
     name: str
@@ -76,6 +81,7 @@ class Flag:
     type: str
     defaults: Mapping[str, Any]
     help: str
+    role: Role
     unit: str = ""
     choices: tuple[Any, ...] = ()
     low: float | None = None
@@ -93,6 +99,8 @@ class Flag:
     derived: str = ""
     primary: str = ""
     after: str = ""
+    undrawn: str = ""
+    other: Any = None
 
     @property
     def spelling(self) -> str:
@@ -116,7 +124,7 @@ def flag(
     *,
     ernie: Any = ...,
     aliases: tuple[str | Alias, ...] = (),
-    value: Any = MISSING,
+    value: Any = ...,
     through: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     **extra: Any,
 ) -> Any:
@@ -127,7 +135,8 @@ def flag(
         help: Help text.
         ernie: Default in pretrain_ernie.py, if it differs.
         aliases: Alternative spellings.
-        value: Default of the field when the dataclass is built without flags; without it the field is required.
+        value: Default of the field when the dataclass is built without flags, if not the flag's; MISSING: the field is
+            required, as it is if the flag's default is derived.
         through: Functions from the flag's value to the field's and back, if they differ.
         extra: Other attributes of ``Flag``: ``name`` if it differs from the field's, ``group`` if the flag is listed in
             a different group than the other flags of the dataclass.
@@ -135,11 +144,13 @@ def flag(
     defaults = {"moe": default, "ernie": default if ernie is ... else ernie}
     spelled = tuple(Alias(alias) if isinstance(alias, str) else alias for alias in aliases)
     described = {"defaults": defaults, "help": help, "aliases": spelled, **extra}
+    if value is ...:
+        value = MISSING if default is None else default
     return field(default=value, metadata={"flag": described, "through": through})
 
 
 def follows(source: Callable[[Mapping[str, Any]], Any], *, value: Any = MISSING) -> Any:
-    """Declare a dataclass field without a flag, computed from the values of flags by name. ``value`` as in ``flag``."""
+    """Declare a dataclass field without a flag, computed from the values of flags by name. ``value``: its default."""
     return field(default=value, metadata={"follows": source})
 
 
@@ -158,12 +169,12 @@ TYPES = {
 }
 
 
-def to_flag(item: Field[Any], group: str, models: tuple[str, ...] = KINDS) -> Flag | None:
-    """Return the Flag that a dataclass field declares, or None if it declares none."""
+def to_flag(item: Field[Any], group: str, models: tuple[str, ...], role: Role) -> Flag | None:
+    """Return the Flag that a field of a dataclass with this group and role declares, or None if it declares none."""
     described = item.metadata.get("flag")
     if described is None:
         return None
-    options = {"name": item.name, "group": group, "models": models, **described}
+    options = {"name": item.name, "group": group, "models": models, "role": role, **described}
     kind = options.pop("type", None) or TYPES[str(item.type).replace(" | None", "")]
     return Flag(type=kind, **options)
 

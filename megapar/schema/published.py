@@ -8,8 +8,9 @@ conversion of tensors and docs/architectures.md are all driven by this list.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from megapar.schema.legal_values import Check
@@ -111,6 +112,7 @@ class PublishedArchitecture:
         flags: Flags that the class fixes without a key.
         fixed_sizes: Fields of the model's sizes that the class fixes and no flag sets.
         limits: Restrictions of the class.
+        specific: Limits within which a model of megapar is saved as this class (``first_within``).
         renames: (pattern, replacement) pairs applied to the Hugging Face names of the parameter table.
         vectors: Patterns of the table's names of tensors that are [n] in the class and [1, n] in the table.
         whole: (pattern, replacement) pairs from names of parameters to names of tensors that the class stores in one,
@@ -134,6 +136,7 @@ class PublishedArchitecture:
     flags: Mapping[str, Any] = field(default_factory=dict)
     fixed_sizes: Mapping[str, Any] = field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
+    specific: tuple[Limit, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     vectors: tuple[str, ...] = ()
     whole: tuple[tuple[str, str], ...] = ()
@@ -224,6 +227,25 @@ class PublishedArchitecture:
     def sets(self, flag: str) -> bool:
         """Return True if a key of config.json sets the flag."""
         return any(setting.flag == flag for setting in self.settings)
+
+
+def first_within(architectures: Iterable[PublishedArchitecture], settings: Settings) -> str | None:
+    """Return the name of the first class whose ``specific`` limits a model is within; None if one needs more settings.
+
+    Args:
+        architectures: Classes, the more specific ones first.
+        settings: The model's settings, of which those with a mistake are missing.
+    """
+    model = SimpleNamespace(**settings)
+    for one in architectures:
+        for limit in one.specific:
+            if any(read not in settings for read in limit.reads):
+                return None
+            if not limit.within(model):
+                break
+        else:
+            return one.name
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,17 @@
-"""Every flag with its least other legal value, the flags that it needs, and where its effect has to show."""
+"""Every flag with its least other legal value, the flags that it needs, and where its effect has to show.
+
+The value stands in the flag's field, or follows from its type. A flag has an entry here if its effect does not show in
+the steps of the small model, beside no other flag.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from megapar.arguments import FLAGS
+from megapar.schema.flag import Flag
 
 MOE, ERNIE = "moe", "ernie"
 
@@ -45,8 +52,31 @@ class Row:
         return f"{self.name} {self.value}"
 
 
-def _two(name: str, value: Any, shows: str, base: Mapping[str, Any] | None = None, **more: Any) -> Row:
-    return Row(name, value, shows, base or {}, world=2, **more)
+@dataclass(frozen=True)
+class Shown:
+    """Where a flag's effect shows; ``value``: in place of the flag's own, if it names files or suits ``base`` alone."""
+
+    shows: str = "steps"
+    base: Mapping[str, Any] = field(default_factory=dict)
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    world: int = 1
+    value: Any = None
+
+
+def other(flag: Flag, kind: str) -> Any:
+    """The least other legal value of a flag: the one of its field, or the one that its type gives."""
+    default = flag.defaults[kind]
+    if flag.other is not None:
+        return flag.other
+    if flag.type == "bool":
+        return not default
+    if flag.choices:
+        return "off" if flag.type == "switch" else next(choice for choice in flag.choices if choice != default)
+    if flag.type == "int":
+        least = max(1, int(flag.low or 1))
+        return least + 1 if default in (None, least) else least
+    assert flag.type == "float", f"{flag.name} needs flag(.., other=VALUE)"
+    return 0.5 if flag.high is not None and flag.high <= 1 else 2 * (default or 0.05)
 
 
 MP = {"mp_degree": 2}
@@ -65,105 +95,6 @@ YARN = {
 DROPS = {"moe_model_type": "deepspeed_moe", "moe_capacity_factor": 0.5, "moe_min_capacity": 1}
 SLICED = {**EP, "ampipe_degree": 2}
 PIECES = {**EP, **DROPS, "use_pipe_experts": True}
-
-LAYOUT = (
-    Row("sharding_degree", 1, "groups", {"hybrid_dp": True, "sharding_degree": 2}, world=4),
-    Row("hybrid_dp", True, "groups", needs={"sharding_degree": 2}, world=4),
-    Row("dp_degree", 2, "groups", world=4),
-    _two("mp_degree", 2, "groups"),
-    _two("pp_degree", 2, "groups", {"gradient_merge_acc_step": 2}),
-    _two("cp_degree", 2, "groups"),
-    _two("ep_degree", 2, "groups"),
-    _two("expert_mp_degree", 1, "groups", SP, needs=EP),
-    Row("rank_order", ("mp", "dp", "pp", "sharding", "cp"), "groups", MP, world=4),
-    Row("ranks_per_node", 1, "sent", {"ep_degree": 4, "moe_dispatch": "node", "ranks_per_node": 2}, world=4),
-    _two("sequence_parallel", True, "sent", MP),
-    _two("tp_comm_overlap", "off", "order", SP),
-    _two("context_parallel_algo", "ulysses_cp_algo", "sent", CP),
-    _two("mla_cp_exchange", "kv", "sent", {**CP, **MLA}),
-    _two("sharding_stage", 2, "order", MERGED),
-    _two("sharding_segment_strategy", "segment_broadcast_MB", "sent"),
-    _two("segment_broadcast_mb", 0.001, "sent"),
-    _two("segment_anchors", ("layers.1",), "sent", needs={"sharding_segment_strategy": "segment_anchors"}),
-    _two("sharding_prefetch_segments", 0, "order"),
-    _two("gradient_merge_acc_step", 2, "steps"),
-    _two("gradient_merge_mode", "step", "sent", {**MERGED, "sharding_stage": 2}),
-    _two("overlap_grad_reduce", "off", "order"),
-    _two("overlap_param_gather", "off", "order"),
-    _two("grad_reduce_dtype", "bf16", "sent", {"dtype": "fp32"}),
-    _two("optimizer_offload", True, "host"),
-    _two("pp_seg_method", "0,2", "held", {**PP, "num_layers": 3}),
-    _two("pp_schedule", "gpipe", "order", PP),
-    _two("vpp_degree", 2, "held", {**PP, "num_layers": 4}, needs={"pp_schedule": "interleaved"}),
-    _two("use_nanopipe", True, "order", PP),
-)
-
-RECOMPUTE = (
-    Row("recompute_interval", 1, "order"),
-    Row("recompute_offload", True, "host", {"recompute_interval": 1}),
-    _two("recompute_partition", True, "sent", {**MP, "num_layers": 4, "recompute_interval": 1}),
-    Row("recompute_granularity", "selective", "plan"),
-    Row("recompute_method", "block", "order", needs={"recompute_num_layers": 1}),
-    Row("recompute_num_layers", 2, "order", {"recompute_method": "block", "recompute_num_layers": 1}),
-    Row("adaptive_recompute_device_size", 61440.0, "lines", {"train_iters": 8}),
-    Row("recompute_in_advance", True, "refused"),
-    Row("recompute_in_bubble", True, "refused"),
-)
-
-MODEL = (
-    Row("num_layers", 3, "table"),
-    Row("hidden_size", 32, "table"),
-    Row("num_attention_heads", 2, "steps"),
-    Row("num_query_groups", 2, "table"),
-    Row("head_dim", 8, "table"),
-    Row("ffn_hidden_size", 24, "table", {"first_k_dense": 1}),
-    Row("seq_length", 8, "steps"),
-    Row("max_position_embeddings", 20, "table", {"position_embedding_type": "learned"}),
-    Row("vocab_size", 103, "table"),
-    Row("normalization", "layernorm", "table"),
-    Row("position_embedding_type", "learned", "table"),
-    Row("activation", "gelu", "table"),
-    Row("add_bias_linear", True, "table"),
-    Row("add_qkv_bias", True, "table"),
-    Row("qk_norm", True, "table"),
-    Row("qk_norm_scope", "width", "table", {"qk_norm": True}),
-    Row("norm_placement", "output", "steps"),
-    Row("embedding_multiplier", 2.0, "steps"),
-    Row("residual_multiplier", 0.5, "steps"),
-    Row("softmax_scale", 2.0, "steps"),
-    Row("logits_scaling", 2.0, "steps"),
-    Row("layernorm_epsilon", 0.01, "steps"),
-    Row("rope_theta", 100.0, "steps"),
-    Row("rotary_percent", 0.5, "steps"),
-    Row("rope_scaling_type", "linear", "steps"),
-    Row("rope_scaling_factor", 3.0, "steps", {"rope_scaling_type": "linear"}),
-    Row("original_max_position_embeddings", 20, "steps", LLAMA3),
-    Row("low_freq_factor", 2.0, "steps", LLAMA3_SHORT),
-    Row("high_freq_factor", 8.0, "steps", LLAMA3_SHORT),
-    Row("beta_fast", 2.0, "steps", YARN),
-    Row("beta_slow", 4.0, "steps", YARN),
-    Row("mscale", 2.0, "steps", YARN, needs={"mscale_all_dim": 1.0}),
-    Row("mscale_all_dim", 2.0, "steps", YARN, needs={"mscale": 1.0}),
-    Row("rope_attention_factor", 2.0, "steps", YARN),
-    Row("yarn_correction_range_round_to_int", False, "steps", YARN),
-    Row("untie_embeddings_and_output_weights", True, "table"),
-    Row("attention_dropout", 0.5, "steps"),
-    Row("hidden_dropout", 0.5, "steps"),
-    Row("init_std", 0.2, "steps"),
-    Row("depth_scaled_init", True, "steps"),
-    Row("use_flash_attn", False, "plan", {"dtype": "bf16"}),
-    Row("mtp_depth", 1, "table"),
-    Row("mtp_block", "layer", "table", {"mtp_depth": 1}),
-    Row("mtp_loss_weight", 0.1, "steps", {"mtp_depth": 1}),
-    Row("multi_latent_attention", True, "table"),
-    Row("q_lora_rank", 6, "table", MLA),
-    Row("kv_lora_rank", 6, "table", MLA),
-    Row("qk_head_dim", 6, "table", MLA),
-    Row("qk_pos_emb_head_dim", 4, "table", MLA),
-    Row("v_head_dim", 6, "table", MLA),
-    Row("attention_latent_norm_epsilon", 0.01, "steps", MLA),
-)
-
 TASKS = "knowledge_mlm:1,document_lm:1,sentence_reorder:1"
 BRANCHED = {
     **{"ernie_model": "ernie3", "ernie_tasks": TASKS, "task_type_vocab_size": 5, "task_num_layers": 1},
@@ -171,202 +102,169 @@ BRANCHED = {
 }
 SEGMENTED = {**BRANCHED, "ernie_tasks": "document_lm:1", "generation_segments": 2, "memory_length": 8}
 GROWING = {"progressive_iters": 4, "train_iters": 4, "global_batch_size": 4}
-
-ENCODER = (
-    Row("ernie_model", "ernie3", "table", needs={k: v for k, v in BRANCHED.items() if k != "ernie_model"}, kind=ERNIE),
-    Row("type_vocab_size", 4, "table", kind=ERNIE),
-    Row("task_type_vocab_size", 4, "table", kind=ERNIE),
-    Row("sop_loss_weight", 0.5, "steps", kind=ERNIE),
-    Row("task_num_layers", 2, "table", BRANCHED, kind=ERNIE),
-    Row("task_hidden_size", 16, "table", BRANCHED, kind=ERNIE),
-    Row("task_num_attention_heads", 1, "steps", BRANCHED, kind=ERNIE),
-    Row("task_ffn_hidden_size", 16, "table", BRANCHED, kind=ERNIE),
-    Row("generation_segments", 2, "steps", BRANCHED, needs={"memory_length": 8}, kind=ERNIE),
-    Row("memory_length", 16, "steps", SEGMENTED, kind=ERNIE),
-    Row("mlm_probability", 0.5, "steps", kind=ERNIE),
-    Row("ernie_tasks", "knowledge_mlm:1,document_lm:2", "steps", BRANCHED, kind=ERNIE),
-    Row(
-        *("sentence_reorder_pieces", 2, "steps", {**BRANCHED, "ernie_tasks": "sentence_reorder:1"}),
-        kind=ERNIE,
-    ),
-    Row("progressive_iters", 2, "steps", {"global_batch_size": 4}, kind=ERNIE),
-    Row("progressive_batch_multiple", 2, "steps", GROWING, kind=ERNIE),
-    Row("progressive_length_multiple", 16, "steps", GROWING, kind=ERNIE),
-)
-
-EXPERTS = (
-    Row("num_experts", 8, "table"),
-    Row("moe_model_type", "deepspeed_moe", "steps", needs={"moe_capacity_factor": 0.5, "moe_min_capacity": 1}),
-    Row("moe_ffn_hidden_size", 16, "table"),
-    Row("moe_layer_ffn_hidden_sizes", (8, 12), "table", {"moe_ffn_hidden_size": None}),
-    Row("moe_router_score_function", "sigmoid", "steps"),
-    Row("moe_router_num_groups", 2, "steps", needs={"moe_router_group_topk": 1}),
-    Row(
-        "moe_router_group_topk",
-        2,
-        "steps",
-        {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1},
-    ),
-    Row(
-        "moe_router_group_score_topk",
-        1,
-        "steps",
-        {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
-    ),
-    Row("norm_topk_prob", "off", "steps"),
-    Row("moe_router_pre_softmax", True, "steps"),
-    Row("moe_router_topk_scaling_factor", 2.5, "steps"),
-    Row("moe_dispatch", "node", "sent", {"ep_degree": 4}, needs={"ranks_per_node": 2}, world=4),
-    _two("moe_rebalance_interval", 1, "sent", EP),
-    Row("moe_router_lr_ratio", 0.5, "weights"),
-    Row("moe_router_topk", 1, "steps"),
-    Row("first_k_dense", 1, "table"),
-    Row("moe_layer_freq", "2", "table"),
-    Row("moe_shared_experts", 1, "table"),
-    Row("moe_shared_expert_intermediate_size", 12, "table"),
-    Row("moe_shared_expert_gate", True, "table", {"moe_shared_experts": 1}),
-    Row("moe_capacity_factor", 2.0, "steps", DROPS),
-    Row("moe_min_capacity", 16, "steps", DROPS),
-    Row("moe_drop_policy", "probs", "steps", DROPS),
-    _two("moe_capacity_scope", "rank", "steps", {**SP, **EP, **DROPS, "expert_mp_degree": 1}),
-    Row("moe_aux_loss_coeff", 0.1, "steps"),
-    Row("moe_seq_aux_loss_coeff", 0.1, "steps"),
-    Row("moe_orthogonal_loss_coeff", 0.1, "steps"),
-    Row("moe_z_loss_coeff", 0.1, "steps"),
-    Row("moe_router_bias_update_rate", 0.1, "weights"),
-)
-
-SLICES = (
-    _two("ampipe_degree", 2, "sent", EP),
-    Row("ampipe_tp_sp_comm_overlap", True, "order", {**SP, **SLICED}, world=4),
-    _two("ampipe_capacity", "slice", "steps", {**SLICED, **DROPS}),
-    _two("ampipe_slicing", "balanced", "sent", SLICED),
-    _two("ampipe_cross_layer", True, "order", SLICED),
-    _two("use_pipe_experts", True, "sent", {**EP, **DROPS}, needs={"pipe_experts_multi_data": 2}),
-    _two("pipe_experts_multi_data", 2, "sent", PIECES),
-    _two(
-        *("pipe_experts_multi_stream", True, "order"),
-        {**SP, **DROPS, "use_pipe_experts": True, "pipe_experts_multi_data": 2},
-    ),
-)
-
 HALF = {"dtype": "fp16", "train_iters": 6}
 LOST = {**HALF, "initial_loss_scale": 2.0**60}
 STEPS = {"train_iters": 6}
-
-TRAINING = (
-    Row("micro_batch_size", 2, "order", {"global_batch_size": 4}),
-    Row("global_batch_size", 2, "steps"),
-    Row("rampup_batch_size", (1, 1, 2), "steps", {"global_batch_size": 2}),
-    Row("train_iters", 3, "steps"),
-    Row("seed", 7, "steps"),
-    Row("dtype", "fp32", "steps"),
-    Row("eval_interval", 1, "steps"),
-    Row("eval_iters", 2, "steps", {"eval_interval": 1}),
-    Row("initial_loss_scale", 1024.0, "steps", HALF),
-    Row("min_loss_scale", 2.0**59, "error", {**LOST, "hysteresis": 1}),
-    Row("loss_scale_window", 1, "steps", {**HALF, "initial_loss_scale": 16.0}),
-    Row("loss_scale_factor", 4.0, "steps", {**HALF, "initial_loss_scale": 16.0, "loss_scale_window": 1}),
-    Row("hysteresis", 1, "steps", LOST),
-    Row("fp8", True, "refused"),
-    Row("attention_backend", "cudnn", "refused"),
-    Row("compile", "on", "host"),
-    Row("manual_gc", "on", "host", needs={"manual_gc_interval": 1}),
-    Row("manual_gc_interval", 1, "host", {"manual_gc": "on"}),
-    Row("lr", 0.02, "weights"),
-    Row("min_lr", 0.001, "steps"),
-    Row("lr_decay_style", "constant", "steps"),
-    Row("lr_warmup_iters", 1, "steps", STEPS),
-    Row("lr_decay_iters", 4, "steps", STEPS),
-    Row("lr_wsd_decay_iters", 3, "steps", {**STEPS, "lr_decay_style": "wsd"}),
-    Row("lr_wsd_decay_style", "exponential", "steps", {**STEPS, "lr_decay_style": "wsd", "lr_wsd_decay_iters": 3}),
-    Row("weight_decay", 0.5, "weights"),
-    Row("clip_grad", 0.01, "weights"),
-    Row("adam_beta1", 0.5, "weights"),
-    Row("adam_beta2", 0.5, "weights"),
-    Row("adam_eps", 1e-3, "weights"),
-)
-
 TEXT = {"data_path": ("{text.jsonl}",), "vocab_size": 400}
 WORDS = {**BRANCHED, **TEXT, "ernie_tasks": "knowledge_mlm:1"}
 TOKENS = {**TEXT, "tokenizer_model": "{tokenizer.model}"}
 DAMAGED = {"load": "{damaged}", "train_iters": 6, "seed": 5}
-
-DATA = (
-    Row("data_path", ("{text.jsonl}",), "steps", {"vocab_size": 400}),
-    Row("text_field", "title", "steps", TEXT),
-    Row("eval_data_path", ("{other.jsonl}",), "steps", {**TEXT, "eval_interval": 1}),
-    Row("split", "50,50", "steps", TEXT),
-    Row("tokenizer_model", "{tokenizer.model}", "steps", TEXT),
-    Row("data_source", "hf", "steps", TOKENS, needs={"hf_dataset": "{dataset}", "data_path": None}),
-    Row(
-        "hf_dataset",
-        "{another_dataset}",
-        "steps",
-        {**TOKENS, "data_path": None, "data_source": "hf", "hf_dataset": "{dataset}"},
-    ),
-    Row("reset_position_ids", True, "steps", {"position_embedding_type": "learned"}),
-    Row("reset_attention_mask", True, "steps"),
-    Row("eod_mask_loss", True, "steps"),
-    Row("packing", False, "steps"),
-    Row("on_bad_record", "skip", "error", {**TEXT, "data_path": ("{broken.jsonl}",)}),
-    Row("phrase_file", "{phrases.txt}", "steps", WORDS, kind=ERNIE),
-    Row("entity_file", "{phrases.txt}", "steps", WORDS, kind=ERNIE),
-    Row(
-        "triples_file",
-        "{other_triples.tsv}",
-        "steps",
-        {**WORDS, "ernie_tasks": "knowledge_text:1", "triples_file": "{triples.tsv}"},
-        kind=ERNIE,
-    ),
-)
-
 RESUMED = {"load": "{checkpoints}", "train_iters": 6, "seed": 5}
-CHECKPOINT = (
-    Row("save", "{new}/checkpoints", "files"),
-    Row("load", "{checkpoints}", "steps", {"train_iters": 6, "seed": 5}),
-    Row("save_interval", 1, "files", {"save": "{new}/checkpoints"}),
-    Row("ckpt_step", 2, "steps", RESUMED),
-    Row("finetune", True, "steps", RESUMED),
-    Row("no_load_optim", True, "weights", RESUMED),
-    Row("no_load_rng", True, "steps", {**RESUMED, "override_data": ("seed",), "seed": 6, "hidden_dropout": 0.5}),
-    Row("save_hf", "{new}/model", "files"),
-    Row("load_hf", "{published}", "steps"),
-    Row("save_interval_minutes", 1e-6, "files", {"save": "{new}/checkpoints", "train_iters": 6}),
-    Row("keep", 1, "files", {"save": "{new}/checkpoints", "save_interval": 1}),
-    Row("checkpoint_verify", "off", "steps", DAMAGED),
-    Row("on_bad_checkpoint", "stop", "error", DAMAGED),
-    Row("override_opt_param_scheduler", True, "error", {**RESUMED, "min_lr": 0.001}),
-    Row("override_data", ("seed",), "error", {**RESUMED, "seed": 6}),
-    Row("exit_interval", 1, "steps"),
-    Row("exit_duration_minutes", 1e-6, "steps"),
-)
 
-RELIABILITY = (
-    Row("bad_step_limit", 1, "error", {"dtype": "fp32", "lr": 1e30, "train_iters": 8, "clip_grad": 0.0}),
-    Row("skip_samples", ("0-1",), "steps"),
-    _two("state_digest_steps", 1, "lines"),
-    _two("replica_check_interval", 1, "host", {"hybrid_dp": True, "sharding_degree": 1}),
-    Row("recompute_check_interval", 1, "order"),
-)
-
-REPORTS = (
-    Row("log_interval", 2, "lines", {"train_iters": 4}),
-    Row("tensorboard_dir", "{new}/board", "files"),
-    Row("metrics_jsonl", "{new}/metrics.jsonl", "files"),
-    Row("profile", "1:2", "files", {"metrics_jsonl": "{new}/metrics.jsonl"}),
-    Row("device_tflops", 1.0, "plan"),
-    Row("device_memory_gib", 0.001, "plan"),
-    _two("link_gb", 1.0, "plan", MP),
-    Row("network_gb", 0.1, "plan", {"ep_degree": 4, "moe_dispatch": "node", "ranks_per_node": 2}, world=4),
-    Row("strict_seed_rules", True, "refused", {**SLICED, "overlap_grad_reduce": "on"}, world=2),
-    Row("config", "{three.yaml}", "table", {"num_layers": None}),
-)
-
-ROWS: tuple[Row, ...] = (
-    *(*LAYOUT, *RECOMPUTE, *MODEL, *ENCODER, *EXPERTS, *SLICES),
-    *(*TRAINING, *DATA, *CHECKPOINT, *RELIABILITY, *REPORTS),
-)
+TOGETHER: Mapping[str, Shown] = {
+    # layout
+    "sharding_degree": Shown("groups", {"hybrid_dp": True, "sharding_degree": 2}, world=4),
+    "hybrid_dp": Shown("groups", needs={"sharding_degree": 2}, world=4),
+    "dp_degree": Shown("groups", world=4),
+    "mp_degree cp_degree ep_degree": Shown("groups", world=2),
+    "pp_degree": Shown("groups", {"gradient_merge_acc_step": 2}, world=2),
+    "expert_mp_degree": Shown("groups", SP, needs=EP, world=2),
+    "rank_order": Shown("groups", MP, world=4),
+    "ranks_per_node": Shown("sent", {"ep_degree": 4, "moe_dispatch": "node", "ranks_per_node": 2}, world=4),
+    "sequence_parallel": Shown("sent", MP, world=2),
+    "tp_comm_overlap": Shown("order", SP, world=2),
+    "context_parallel_algo": Shown("sent", CP, world=2),
+    "mla_cp_exchange": Shown("sent", {**CP, **MLA}, world=2),
+    "sharding_stage": Shown("order", MERGED, world=2),
+    "sharding_segment_strategy segment_broadcast_mb": Shown("sent", world=2),
+    "segment_anchors": Shown("sent", needs={"sharding_segment_strategy": "segment_anchors"}, world=2),
+    "sharding_prefetch_segments overlap_grad_reduce overlap_param_gather": Shown("order", world=2),
+    "gradient_merge_acc_step": Shown(world=2),
+    "gradient_merge_mode": Shown("sent", {**MERGED, "sharding_stage": 2}, world=2),
+    "grad_reduce_dtype": Shown("sent", {"dtype": "fp32"}, world=2),
+    "optimizer_offload": Shown("host", world=2),
+    "pp_seg_method": Shown("held", {**PP, "num_layers": 3}, world=2, value="0,2"),
+    "pp_schedule use_nanopipe": Shown("order", PP, world=2),
+    "vpp_degree": Shown("held", {**PP, "num_layers": 4}, needs={"pp_schedule": "interleaved"}, world=2),
+    # recompute
+    "recompute_interval": Shown("order"),
+    "recompute_offload": Shown("host", {"recompute_interval": 1}),
+    "recompute_partition": Shown("sent", {**MP, "num_layers": 4, "recompute_interval": 1}, world=2),
+    "recompute_granularity": Shown("plan"),
+    "recompute_method": Shown("order", needs={"recompute_num_layers": 1}),
+    "recompute_num_layers": Shown("order", {"recompute_method": "block", "recompute_num_layers": 1}),
+    "adaptive_recompute_device_size": Shown("lines", {"train_iters": 8}),
+    "recompute_in_advance recompute_in_bubble": Shown("refused"),
+    # model
+    "num_layers hidden_size num_query_groups head_dim vocab_size normalization": Shown("table"),
+    "position_embedding_type activation add_bias_linear add_qkv_bias qk_norm": Shown("table"),
+    "untie_embeddings_and_output_weights mtp_depth multi_latent_attention": Shown("table"),
+    "ffn_hidden_size": Shown("table", {"first_k_dense": 1}),
+    "max_position_embeddings": Shown("table", {"position_embedding_type": "learned"}),
+    "qk_norm_scope": Shown("table", {"qk_norm": True}),
+    "rope_scaling_factor": Shown(base={"rope_scaling_type": "linear"}),
+    "original_max_position_embeddings": Shown(base=LLAMA3),
+    "low_freq_factor high_freq_factor": Shown(base=LLAMA3_SHORT),
+    "beta_fast beta_slow rope_attention_factor yarn_correction_range_round_to_int": Shown(base=YARN),
+    "mscale": Shown(base=YARN, needs={"mscale_all_dim": 1.0}),
+    "mscale_all_dim": Shown(base=YARN, needs={"mscale": 1.0}),
+    "use_flash_attn": Shown("plan", {"dtype": "bf16"}),
+    "mtp_block": Shown("table", {"mtp_depth": 1}),
+    "mtp_loss_weight": Shown(base={"mtp_depth": 1}),
+    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim": Shown("table", MLA),
+    "attention_latent_norm_epsilon": Shown(base=MLA),
+    # encoder
+    "ernie_model": Shown("table", needs={k: v for k, v in BRANCHED.items() if k != "ernie_model"}),
+    "type_vocab_size task_type_vocab_size": Shown("table"),
+    "task_num_layers task_hidden_size task_ffn_hidden_size": Shown("table", BRANCHED),
+    "task_num_attention_heads ernie_tasks": Shown(base=BRANCHED),
+    "generation_segments": Shown(base=BRANCHED, needs={"memory_length": 8}),
+    "memory_length": Shown(base=SEGMENTED),
+    "sentence_reorder_pieces": Shown(base={**BRANCHED, "ernie_tasks": "sentence_reorder:1"}),
+    "progressive_iters": Shown(base={"global_batch_size": 4}),
+    "progressive_batch_multiple progressive_length_multiple": Shown(base=GROWING),
+    # experts
+    "num_experts moe_ffn_hidden_size first_k_dense moe_layer_freq moe_shared_experts": Shown("table"),
+    "moe_shared_expert_intermediate_size": Shown("table"),
+    "moe_model_type": Shown(needs={"moe_capacity_factor": 0.5, "moe_min_capacity": 1}),
+    "moe_layer_ffn_hidden_sizes": Shown("table", {"moe_ffn_hidden_size": None}),
+    "moe_router_num_groups": Shown(needs={"moe_router_group_topk": 1}),
+    "moe_router_group_topk": Shown(base={"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 1}),
+    "moe_router_group_score_topk": Shown(
+        base={"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    ),
+    "moe_dispatch": Shown("sent", {"ep_degree": 4}, needs={"ranks_per_node": 2}, world=4),
+    "moe_rebalance_interval": Shown("sent", EP, world=2),
+    "moe_router_lr_ratio moe_router_bias_update_rate": Shown("weights"),
+    "moe_shared_expert_gate": Shown("table", {"moe_shared_experts": 1}),
+    "moe_capacity_factor moe_min_capacity moe_drop_policy": Shown(base=DROPS),
+    "moe_capacity_scope": Shown(base={**SP, **EP, **DROPS, "expert_mp_degree": 1}, world=2),
+    # slices
+    "ampipe_degree": Shown("sent", EP, world=2),
+    "ampipe_tp_sp_comm_overlap": Shown("order", {**SP, **SLICED}, world=4),
+    "ampipe_capacity": Shown(base={**SLICED, **DROPS}, world=2),
+    "ampipe_slicing": Shown("sent", SLICED, world=2),
+    "ampipe_cross_layer": Shown("order", SLICED, world=2),
+    "use_pipe_experts": Shown("sent", {**EP, **DROPS}, needs={"pipe_experts_multi_data": 2}, world=2),
+    "pipe_experts_multi_data": Shown("sent", PIECES, world=2),
+    "pipe_experts_multi_stream": Shown(
+        "order", {**SP, **DROPS, "use_pipe_experts": True, "pipe_experts_multi_data": 2}, world=2
+    ),
+    # training
+    "micro_batch_size": Shown("order", {"global_batch_size": 4}),
+    "rampup_batch_size": Shown(base={"global_batch_size": 2}),
+    "eval_iters": Shown(base={"eval_interval": 1}),
+    "initial_loss_scale": Shown(base=HALF),
+    "min_loss_scale": Shown("error", {**LOST, "hysteresis": 1}, value=2.0**59),
+    "loss_scale_window": Shown(base={**HALF, "initial_loss_scale": 16.0}),
+    "loss_scale_factor": Shown(base={**HALF, "initial_loss_scale": 16.0, "loss_scale_window": 1}),
+    "hysteresis": Shown(base=LOST),
+    "fp8 attention_backend": Shown("refused"),
+    "compile": Shown("host"),
+    "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
+    "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
+    "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
+    "lr_warmup_iters lr_decay_iters": Shown(base=STEPS),
+    "lr_wsd_decay_iters": Shown(base={**STEPS, "lr_decay_style": "wsd"}),
+    "lr_wsd_decay_style": Shown(base={**STEPS, "lr_decay_style": "wsd", "lr_wsd_decay_iters": 3}),
+    # data
+    "data_path": Shown(base={"vocab_size": 400}, value=("{text.jsonl}",)),
+    "text_field": Shown(base=TEXT, value="title"),
+    "eval_data_path": Shown(base={**TEXT, "eval_interval": 1}, value=("{other.jsonl}",)),
+    "split": Shown(base=TEXT),
+    "tokenizer_model": Shown(base=TEXT, value="{tokenizer.model}"),
+    "data_source": Shown(base=TOKENS, needs={"hf_dataset": "{dataset}", "data_path": None}),
+    "hf_dataset": Shown(
+        base={**TOKENS, "data_path": None, "data_source": "hf", "hf_dataset": "{dataset}"}, value="{another_dataset}"
+    ),
+    "reset_position_ids": Shown(base={"position_embedding_type": "learned"}),
+    "on_bad_record": Shown("error", {**TEXT, "data_path": ("{broken.jsonl}",)}),
+    "phrase_file entity_file": Shown(base=WORDS, value="{phrases.txt}"),
+    "triples_file": Shown(
+        base={**WORDS, "ernie_tasks": "knowledge_text:1", "triples_file": "{triples.tsv}"}, value="{other_triples.tsv}"
+    ),
+    # checkpoint
+    "save": Shown("files", value="{new}/checkpoints"),
+    "load": Shown(base={"train_iters": 6, "seed": 5}, value="{checkpoints}"),
+    "save_interval": Shown("files", {"save": "{new}/checkpoints"}),
+    "ckpt_step finetune": Shown(base=RESUMED),
+    "no_load_optim": Shown("weights", RESUMED),
+    "no_load_rng": Shown(base={**RESUMED, "override_data": ("seed",), "seed": 6, "hidden_dropout": 0.5}),
+    "save_hf": Shown("files", value="{new}/model"),
+    "load_hf": Shown(value="{published}"),
+    "save_interval_minutes": Shown("files", {"save": "{new}/checkpoints", "train_iters": 6}),
+    "keep": Shown("files", {"save": "{new}/checkpoints", "save_interval": 1}),
+    "checkpoint_verify": Shown(base=DAMAGED),
+    "on_bad_checkpoint": Shown("error", DAMAGED),
+    "override_opt_param_scheduler": Shown("error", {**RESUMED, "min_lr": 0.001}),
+    "override_data": Shown("error", {**RESUMED, "seed": 6}),
+    # reliability
+    "bad_step_limit": Shown("error", {"dtype": "fp32", "lr": 1e30, "train_iters": 8, "clip_grad": 0.0}),
+    "state_digest_steps": Shown("lines", world=2),
+    "replica_check_interval": Shown("host", {"hybrid_dp": True, "sharding_degree": 1}, world=2),
+    "recompute_check_interval": Shown("order"),
+    # reports
+    "log_interval": Shown("lines", {"train_iters": 4}),
+    "tensorboard_dir": Shown("files", value="{new}/board"),
+    "metrics_jsonl": Shown("files", value="{new}/metrics.jsonl"),
+    "profile": Shown("files", {"metrics_jsonl": "{new}/metrics.jsonl"}),
+    "device_tflops device_memory_gib": Shown("plan"),
+    "link_gb": Shown("plan", MP, world=2),
+    "network_gb": Shown("plan", {"ep_degree": 4, "moe_dispatch": "node", "ranks_per_node": 2}, world=4),
+    "strict_seed_rules": Shown("refused", {**SLICED, "overlap_grad_reduce": "on"}, world=2),
+    "config": Shown("table", {"num_layers": None}, value="{three.yaml}"),
+}
+SHOWN: Mapping[str, Shown] = {name: shown for names, shown in TOGETHER.items() for name in names.split()}
 
 _TIME = "a limit of time, which shows where a run hangs"
 _FAULT = "acts on a fault, which a sound run has not"
@@ -401,3 +299,12 @@ EXEMPT: Mapping[str, tuple[str, str]] = {
         ("needs a package that is not installed here", "tests/training/reports/test_trackers.py"),
     ),
 }
+
+
+def _row(flag: Flag) -> Row:
+    shown, kind = SHOWN.get(flag.name, Shown()), MOE if MOE in flag.models else ERNIE
+    value = other(flag, kind) if shown.value is None else shown.value
+    return Row(flag.name, value, shown.shows, shown.base, shown.needs, shown.world, kind)
+
+
+ROWS = tuple(_row(flag) for flag in FLAGS.values() if flag.name not in EXEMPT)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapar.arguments import FLAGS, KINDS
+from megapar.arguments import FLAGS
 
 Condition = Callable[["Drawn"], bool]
 
@@ -32,7 +32,7 @@ class Option:
     flag out. when: where the flag means something; elsewhere it is left out. wild: values that a case may get without
     being asked whether they are legal, so that refusals are exercised. layout: the reference of one process does not
     get it. size: has too many values to count pairs of. rare: too slow to have all its pairs run, so that they are not
-    counted either. group: what a value counts as in pairs. kinds: the models that know it.
+    counted either. group: what a value counts as in pairs.
     """
 
     name: str
@@ -43,7 +43,11 @@ class Option:
     size: bool = False
     rare: bool = False
     group: Callable[[Any], str] = str
-    kinds: tuple[str, ...] = KINDS
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The models that have the flag."""
+        return FLAGS[self.name].models
 
     def legal(self, drawn: Drawn) -> list[Any]:
         """The legal values beside what was drawn; never empty."""

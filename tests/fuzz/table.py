@@ -12,9 +12,6 @@ from tests.fuzz import legal
 from tests.fuzz.option import Option, degree, some
 from tests.fuzz.texts import LINES, LONG, SHORT
 
-MOE = ("moe",)
-ERNIE = ("ernie",)
-
 # Set where a row does not say otherwise. A large epsilon: a gradient that is zero in exact arithmetic is rounding
 # noise, which Adam would blow up to the size of a step. device_tflops: what MFU is a share of would be measured.
 FIXED: dict[str, object] = {
@@ -43,7 +40,7 @@ ORDERS = (
 LAYOUT = (
     # Others than fp64 are compared by what they round away, and rarely drawn: 16-bit products are slow on many CPUs.
     Option(name="dtype", values=(*(None,) * 17, "fp32", "bf16", "fp16"), layout=False),
-    Option(name="ernie_model", values=(None, "ernie3"), kinds=ERNIE),
+    Option(name="ernie_model", values=(None, "ernie3")),
     Option(
         name="pp_degree",
         values=lambda d: [None, None, *(n for n in divisors(d.world_size)[1:] if n <= 4)],
@@ -116,9 +113,8 @@ LAYOUT = (
         wild=(1, 2, 3),
         group=degree,
         layout=True,
-        kinds=MOE,
     ),
-    Option(name="ep_degree", values=legal.ep_degrees, wild=(2, 3, 4, 16), group=degree, layout=True, kinds=MOE),
+    Option(name="ep_degree", values=legal.ep_degrees, wild=(2, 3, 4, 16), group=degree, layout=True),
     Option(name="rank_order", values=(None, *ORDERS), wild=(("dp", "pp", "mp"), (*ORDERS[0][1:], "tp")), layout=True),
     Option(
         name="tp_comm_overlap",
@@ -162,13 +158,12 @@ DECODER = (
         group=lambda value: "starts" if value[0].isdigit() else value,
         layout=True,
     ),
-    Option(name="position_embedding_type", values=(None, "learned"), kinds=MOE),
+    Option(name="position_embedding_type", values=(None, "learned")),
     Option(
         name="multi_latent_attention",
         values=(None, None, None, True),
         when=legal.one_of("position_embedding_type", "rope"),
         wild=(True,),
-        kinds=MOE,
     ),
     Option(name="num_attention_heads", values=legal.head_counts, wild=(1, 3, 5), size=True),
     Option(
@@ -177,11 +172,10 @@ DECODER = (
         when=legal.has_plain_heads,
         wild=(1, 2, 3),
         size=True,
-        kinds=MOE,
     ),
-    Option(name="head_dim", values=legal.head_dims, when=legal.has_plain_heads, wild=(3, 8), size=True, kinds=MOE),
+    Option(name="head_dim", values=legal.head_dims, when=legal.has_plain_heads, wild=(3, 8), size=True),
     *(
-        Option(name=name, values=values, when=legal.has_latents, wild=wild, size=True, kinds=MOE)
+        Option(name=name, values=values, when=legal.has_latents, wild=wild, size=True)
         for name, values, wild in (
             ("q_lora_rank", (None, 7), (5,)),
             ("kv_lora_rank", (9, 16), (5, 512)),
@@ -190,7 +184,7 @@ DECODER = (
             ("v_head_dim", (4, 8, 3), (5,)),
         )
     ),
-    Option(name="attention_latent_norm_epsilon", values=(None, 0.01), when=legal.has_latents, wild=(0.01,), kinds=MOE),
+    Option(name="attention_latent_norm_epsilon", values=(None, 0.01), when=legal.has_latents, wild=(0.01,)),
     Option(name="hidden_size", values=legal.hidden_sizes, wild=(15, 20), size=True),
     Option(
         name="ffn_hidden_size",
@@ -207,47 +201,32 @@ DECODER = (
         size=True,
     ),
     Option(name="vocab_size", values=legal.vocabularies, wild=(9, 10), size=True),
-    Option(name="normalization", values=(None, "layernorm"), kinds=MOE),
-    Option(name="activation", values=(None, "gelu"), kinds=MOE),
-    Option(name="add_bias_linear", values=(None, True), when=legal.has_plain_heads, wild=(True,), kinds=MOE),
+    Option(name="normalization", values=(None, "layernorm")),
+    Option(name="activation", values=(None, "gelu")),
+    Option(name="add_bias_linear", values=(None, True), when=legal.has_plain_heads, wild=(True,)),
     Option(
         name="add_qkv_bias",
         values=(None, True),
         when=lambda d: not d.add_bias_linear and legal.has_plain_heads(d),
         wild=(True,),
-        kinds=MOE,
     ),
-    Option(name="qk_norm", values=(None, True), when=legal.has_plain_heads, wild=(True,), kinds=MOE),
-    Option(
-        name="qk_norm_scope", values=(None, "width"), when=legal.one_of("qk_norm", True), wild=("width",), kinds=MOE
-    ),
-    Option(name="norm_placement", values=(None, None, "output"), wild=("output",), kinds=MOE),
-    Option(name="embedding_multiplier", values=(None, None, 3.0), kinds=MOE),
-    Option(name="residual_multiplier", values=(None, None, 0.5), kinds=MOE),
-    Option(name="softmax_scale", values=(None, None, 0.2), kinds=MOE),
-    Option(name="logits_scaling", values=(None, None, 2.0), kinds=MOE),
+    Option(name="qk_norm", values=(None, True), when=legal.has_plain_heads, wild=(True,)),
+    Option(name="qk_norm_scope", values=(None, "width"), when=legal.one_of("qk_norm", True), wild=("width",)),
+    Option(name="norm_placement", values=(None, None, "output"), wild=("output",)),
+    Option(name="embedding_multiplier", values=(None, None, 3.0)),
+    Option(name="residual_multiplier", values=(None, None, 0.5)),
+    Option(name="softmax_scale", values=(None, None, 0.2)),
+    Option(name="logits_scaling", values=(None, None, 2.0)),
     Option(name="layernorm_epsilon", values=(None, 0.01)),
     Option(
-        name="rope_theta",
-        values=(None, 100.0),
-        when=legal.one_of("position_embedding_type", "rope"),
-        wild=(100.0,),
-        kinds=MOE,
+        name="rope_theta", values=(None, 100.0), when=legal.one_of("position_embedding_type", "rope"), wild=(100.0,)
     ),
-    Option(
-        name="rotary_percent",
-        values=legal.rotated_shares,
-        when=legal.has_plain_heads,
-        wild=(0.5, 0.3),
-        size=True,
-        kinds=MOE,
-    ),
+    Option(name="rotary_percent", values=legal.rotated_shares, when=legal.has_plain_heads, wild=(0.5, 0.3), size=True),
     Option(
         name="rope_scaling_type",
         values=(None, "yarn", "llama3", "linear"),
         when=legal.one_of("position_embedding_type", "rope"),
         wild=("yarn", "dynamic"),
-        kinds=MOE,
     ),
     Option(
         name="rope_scaling_factor",
@@ -255,7 +234,6 @@ DECODER = (
         when=legal.one_of("rope_scaling_type", "yarn", "llama3", "linear"),
         wild=(0.0, 2.5),
         size=True,
-        kinds=MOE,
     ),
     Option(
         name="original_max_position_embeddings",
@@ -263,17 +241,9 @@ DECODER = (
         when=legal.one_of("rope_scaling_type", "yarn", "llama3"),
         wild=(7,),
         size=True,
-        kinds=MOE,
     ),
     *(
-        Option(
-            name=name,
-            values=(None, value),
-            when=legal.one_of("rope_scaling_type", kind),
-            wild=wild,
-            size=True,
-            kinds=MOE,
-        )
+        Option(name=name, values=(None, value), when=legal.one_of("rope_scaling_type", kind), wild=wild, size=True)
         for name, value, kind, wild in (
             ("low_freq_factor", 0.7, "llama3", (5.0,)),
             ("high_freq_factor", 2.3, "llama3", (0.5,)),
@@ -284,10 +254,10 @@ DECODER = (
         )
     ),
     *(
-        Option(name=name, values=legal.mscales(value, other), when=legal.plain_yarn, wild=(0.5,), size=True, kinds=MOE)
+        Option(name=name, values=legal.mscales(value, other), when=legal.plain_yarn, wild=(0.5,), size=True)
         for name, value, other in (("mscale", 1.7, ""), ("mscale_all_dim", 0.6, "mscale"))
     ),
-    Option(name="untie_embeddings_and_output_weights", values=(None, True), kinds=MOE),
+    Option(name="untie_embeddings_and_output_weights", values=(None, True)),
     # At 0.5 the attention of larger models saturates, and the second step makes 1e-10 of a rounding error of the first.
     Option(name="init_std", values=(0.1, 0.02, 0.2)),
     Option(name="depth_scaled_init", values=(None, True)),
@@ -303,7 +273,6 @@ EXPERTS = (
         values=lambda d: [d.ep_degree * n for n in (2, 1, 3, 4)] + ([0] if d.ep_degree == 1 else []),
         wild=(0, 3, 5),
         size=True,
-        kinds=MOE,
     ),
     Option(
         name="moe_ffn_hidden_size",
@@ -311,14 +280,12 @@ EXPERTS = (
         when=legal.experts,
         wild=(5, 6),
         size=True,
-        kinds=MOE,
     ),
     Option(
         name="moe_router_topk",
         values=lambda d: [n for n in (1, 2, 3, 4) if n <= d.num_experts],
         when=legal.experts,
         wild=(1, 2, 9),
-        kinds=MOE,
     ),
     Option(
         name="first_k_dense",
@@ -326,7 +293,6 @@ EXPERTS = (
         when=legal.experts,
         wild=(1, 3),
         group=some,
-        kinds=MOE,
     ),
     Option(
         name="moe_layer_freq",
@@ -334,46 +300,36 @@ EXPERTS = (
         when=lambda d: legal.experts(d) and not d.first_k_dense,
         wild=("2", "[1]*5", "[0]"),
         group=some,
-        kinds=MOE,
     ),
-    Option(name="moe_shared_experts", values=legal.shared_counts, when=legal.experts, wild=(1, 2), kinds=MOE),
+    Option(name="moe_shared_experts", values=legal.shared_counts, when=legal.experts, wild=(1, 2)),
     Option(
         name="moe_shared_expert_intermediate_size",
         values=lambda d: [None, None, legal.mp(d) * 5],
         when=lambda d: legal.experts(d) and not d.moe_shared_experts,
         wild=(7,),
         group=some,
-        kinds=MOE,
     ),
     Option(
         name="moe_shared_expert_gate",
         values=(None, True),
         when=lambda d: legal.experts(d) and d.moe_shared_experts + d.moe_shared_expert_intermediate_size > 0,
         wild=(True,),
-        kinds=MOE,
     ),
-    Option(name="moe_model_type", values=(None, "deepspeed_moe", "deepspeed_moe"), when=legal.experts, kinds=MOE),
-    Option(
-        name="moe_capacity_factor", values=(None, 0.5, 0.75, 1.1, 2.0, 0.01), when=legal.drops, wild=(0.5,), kinds=MOE
-    ),
-    Option(name="moe_min_capacity", values=(None, 1, 2, 7), when=legal.drops, wild=(1,), kinds=MOE),
-    Option(name="moe_drop_policy", values=legal.policies, when=legal.drops, wild=("choice",), kinds=MOE),
-    Option(name="moe_capacity_scope", values=(None, "rank"), when=legal.drops, wild=("rank",), kinds=MOE),
-    Option(name="moe_aux_loss_coeff", values=(None, 0.0, 0.05, 1.0), when=legal.experts, wild=(0.5,), kinds=MOE),
-    Option(name="moe_z_loss_coeff", values=(None, 0.01), when=legal.experts, wild=(0.01,), kinds=MOE),
-    Option(
-        name="moe_router_score_function", values=(None, "sigmoid"), when=legal.experts, wild=("sigmoid",), kinds=MOE
-    ),
-    Option(
-        name="moe_router_num_groups", values=legal.group_counts, when=legal.experts, wild=(2, 3), group=some, kinds=MOE
-    ),
+    Option(name="moe_model_type", values=(None, "deepspeed_moe", "deepspeed_moe"), when=legal.experts),
+    Option(name="moe_capacity_factor", values=(None, 0.5, 0.75, 1.1, 2.0, 0.01), when=legal.drops, wild=(0.5,)),
+    Option(name="moe_min_capacity", values=(None, 1, 2, 7), when=legal.drops, wild=(1,)),
+    Option(name="moe_drop_policy", values=legal.policies, when=legal.drops, wild=("choice",)),
+    Option(name="moe_capacity_scope", values=(None, "rank"), when=legal.drops, wild=("rank",)),
+    Option(name="moe_aux_loss_coeff", values=(None, 0.0, 0.05, 1.0), when=legal.experts, wild=(0.5,)),
+    Option(name="moe_z_loss_coeff", values=(None, 0.01), when=legal.experts, wild=(0.01,)),
+    Option(name="moe_router_score_function", values=(None, "sigmoid"), when=legal.experts, wild=("sigmoid",)),
+    Option(name="moe_router_num_groups", values=legal.group_counts, when=legal.experts, wild=(2, 3), group=some),
     Option(
         name="moe_router_group_topk",
         values=legal.group_choices,
         when=lambda d: legal.experts(d) and d.moe_router_num_groups > 1,
         wild=(1, 2),
         group=some,
-        kinds=MOE,
     ),
     Option(
         name="moe_router_group_score_topk",
@@ -381,43 +337,35 @@ EXPERTS = (
         when=lambda d: legal.experts(d) and d.moe_router_num_groups > 1,
         wild=(1, 3),
         group=some,
-        kinds=MOE,
     ),
-    Option(name="norm_topk_prob", values=(None, "on", "off"), when=legal.experts, wild=("off",), kinds=MOE),
+    Option(name="norm_topk_prob", values=(None, "on", "off"), when=legal.experts, wild=("off",)),
     Option(
         name="moe_router_pre_softmax",
         values=(None, None, True),
         when=lambda d: legal.experts(d) and d.norm_topk_prob != "on" and d.moe_router_score_function == "softmax",
         wild=(True,),
-        kinds=MOE,
     ),
-    Option(name="moe_router_topk_scaling_factor", values=(None, None, 2.5), when=legal.experts, wild=(2.5,), kinds=MOE),
-    Option(name="moe_router_lr_ratio", values=(None, None, 0.25), when=legal.experts, wild=(0.25,), kinds=MOE),
+    Option(name="moe_router_topk_scaling_factor", values=(None, None, 2.5), when=legal.experts, wild=(2.5,)),
+    Option(name="moe_router_lr_ratio", values=(None, None, 0.25), when=legal.experts, wild=(0.25,)),
     Option(
         name="moe_layer_ffn_hidden_sizes",
         group=some,
         values=legal.expert_widths,
         when=lambda d: legal.experts(d) and d.moe_ffn_hidden_size is None,
         wild=((3,), (4, 5)),
-        kinds=MOE,
     ),
-    Option(name="moe_seq_aux_loss_coeff", values=(None, None, 0.05), when=legal.experts, wild=(0.05,), kinds=MOE),
-    Option(name="moe_orthogonal_loss_coeff", values=(None, None, 0.1), when=legal.experts, wild=(0.1,), kinds=MOE),
+    Option(name="moe_seq_aux_loss_coeff", values=(None, None, 0.05), when=legal.experts, wild=(0.05,)),
+    Option(name="moe_orthogonal_loss_coeff", values=(None, None, 0.1), when=legal.experts, wild=(0.1,)),
     Option(
         name="mtp_depth",
         values=lambda d: (None, None, 1) if d.seq_length > 1 and legal.plain_block(d) else (None,),
         wild=(1, 2),
-        kinds=MOE,
     ),
     Option(
-        name="mtp_block",
-        values=(None, "dense", "layer"),
-        when=legal.one_of("mtp_depth", 1),
-        wild=("layer", "experts"),
-        kinds=MOE,
+        name="mtp_block", values=(None, "dense", "layer"), when=legal.one_of("mtp_depth", 1), wild=("layer", "experts")
     ),
-    Option(name="mtp_loss_weight", values=(None, 0.1, 0.0), when=legal.one_of("mtp_depth", 1), wild=(0.1,), kinds=MOE),
-    Option(name="moe_router_bias_update_rate", values=(None, 0.01), when=legal.experts, wild=(0.01,), kinds=MOE),
+    Option(name="mtp_loss_weight", values=(None, 0.1, 0.0), when=legal.one_of("mtp_depth", 1), wild=(0.1,)),
+    Option(name="moe_router_bias_update_rate", values=(None, 0.01), when=legal.experts, wild=(0.01,)),
 )
 
 SEGMENTS = (
@@ -451,20 +399,9 @@ SEGMENTS = (
 )
 
 ENCODER = (
-    Option(name="type_vocab_size", values=(None, 4), wild=(1,), kinds=ERNIE),
-    Option(
-        name="task_type_vocab_size",
-        values=lambda d: (5, 7) if legal.branched(d) else (None, 1, 5),
-        wild=(2,),
-        kinds=ERNIE,
-    ),
-    Option(
-        name="sop_loss_weight",
-        values=(None, 0.5, 0.0),
-        when=lambda d: not legal.branched(d),
-        wild=(0.5,),
-        kinds=ERNIE,
-    ),
+    Option(name="type_vocab_size", values=(None, 4), wild=(1,)),
+    Option(name="task_type_vocab_size", values=lambda d: (5, 7) if legal.branched(d) else (None, 1, 5), wild=(2,)),
+    Option(name="sop_loss_weight", values=(None, 0.5, 0.0), when=lambda d: not legal.branched(d), wild=(0.5,)),
     Option(
         name="ernie_tasks",
         values=(
@@ -474,16 +411,14 @@ ENCODER = (
         ),
         when=legal.branched,
         wild=("document_lm:1", "poetry:1"),
-        kinds=ERNIE,
     ),
-    Option(name="task_num_layers", values=(2, 1), when=legal.branched, size=True, kinds=ERNIE),
+    Option(name="task_num_layers", values=(2, 1), when=legal.branched, size=True),
     Option(
         name="task_num_attention_heads",
         values=legal.multiples_of(legal.mp, 1, 2),
         when=legal.branched,
         wild=(3,),
         size=True,
-        kinds=ERNIE,
     ),
     Option(
         name="task_hidden_size",
@@ -491,7 +426,6 @@ ENCODER = (
         when=legal.branched,
         wild=(7,),
         size=True,
-        kinds=ERNIE,
     ),
     Option(
         name="task_ffn_hidden_size",
@@ -499,24 +433,21 @@ ENCODER = (
         when=legal.branched,
         wild=(5,),
         size=True,
-        kinds=ERNIE,
     ),
-    Option(name="sentence_reorder_pieces", values=(None, 2), when=legal.branched, wild=(4,), kinds=ERNIE),
+    Option(name="sentence_reorder_pieces", values=(None, 2), when=legal.branched, wild=(4,)),
     Option(
         name="generation_segments",
         values=lambda d: [None, *(n for n in (2, 3) if d.seq_length % (n * legal.lanes(d)) == 0)],
         when=legal.branched,
         wild=(2, 5),
-        kinds=ERNIE,
     ),
     Option(
         name="memory_length",
         values=lambda d: [n for n in (4, 1, 128) if n <= d.seq_length // d.generation_segments],
         when=lambda d: legal.branched(d) and d.generation_segments > 1,
         wild=(3,),
-        kinds=ERNIE,
     ),
-    Option(name="mlm_probability", values=(None, 0.5, 0.01), kinds=ERNIE),
+    Option(name="mlm_probability", values=(None, 0.5, 0.01)),
 )
 
 TRAINING = (
@@ -532,21 +463,14 @@ TRAINING = (
         layout=True,
     ),
     Option(name="global_batch_size", values=legal.global_batches, wild=(7, 10), layout=True, size=True),
-    Option(
-        name="progressive_iters",
-        values=(None, None, 2, 3),
-        when=legal.may_grow,
-        wild=(2,),
-        kinds=ERNIE,
-    ),
+    Option(name="progressive_iters", values=(None, None, 2, 3), when=legal.may_grow, wild=(2,)),
     Option(
         name="progressive_batch_multiple",
         values=lambda d: [legal.rest(d) * legal.step_counts(d)[0]],
         when=legal.growing,
         wild=(1, 3),
-        kinds=ERNIE,
     ),
-    Option(name="progressive_length_multiple", values=legal.paces, when=legal.growing, wild=(7,), kinds=ERNIE),
+    Option(name="progressive_length_multiple", values=legal.paces, when=legal.growing, wild=(7,)),
     Option(
         name="rampup_batch_size",
         values=legal.rampups,
@@ -561,12 +485,7 @@ TRAINING = (
     Option(name="lr_decay_style", values=(None, "constant", "linear", "wsd", "inverse-square-root")),
     Option(name="lr_warmup_iters", values=(None, 1), when=lambda d: not legal.growing(d), wild=(10,)),
     Option(name="lr_decay_iters", values=(None, None, 3), wild=(1,)),
-    Option(
-        name="lr_wsd_decay_iters",
-        values=(None, 2, 1),
-        when=legal.one_of("lr_decay_style", "wsd"),
-        wild=(2, 20),
-    ),
+    Option(name="lr_wsd_decay_iters", values=(None, 2, 1), when=legal.one_of("lr_decay_style", "wsd"), wild=(2, 20)),
     Option(
         name="lr_wsd_decay_style",
         values=(None, "cosine", "exponential", "minus_sqrt"),
@@ -586,10 +505,7 @@ TRAINING = (
 EVALUATION = (
     Option(name="eval_interval", values=lambda d: (*(None,) * (1 if legal.of_text(d) else 6), 1, 2, 3), group=some),
     Option(
-        name="eval_data_path",
-        values=legal.held_out,
-        when=lambda d: legal.of_text(d) and legal.evaluated(d),
-        group=some,
+        name="eval_data_path", values=legal.held_out, when=lambda d: legal.of_text(d) and legal.evaluated(d), group=some
     ),
     Option(
         name="eval_iters",
@@ -679,9 +595,9 @@ RECOMPUTE = (
 )
 
 PACKING = (
-    Option(name="packing", values=(None, None, None, False), wild=(False,), kinds=MOE),
+    Option(name="packing", values=(None, None, None, False), wild=(False,)),
     *(
-        Option(name=name, values=(None, True), when=lambda d: d.packing is not False, wild=(True,), kinds=MOE)
+        Option(name=name, values=(None, True), when=lambda d: d.packing is not False, wild=(True,))
         for name in ("reset_position_ids", "eod_mask_loss")
     ),
     Option(
@@ -689,19 +605,12 @@ PACKING = (
         values=(None, True),
         when=lambda d: d.packing is not False and d.moe_drop_policy != "probs",  # documents that begin alike tie
         wild=(True,),
-        kinds=MOE,
     ),
 )
 
 SLICES = (
     Option(
-        name="ampipe_degree",
-        values=legal.slice_counts,
-        when=legal.can_slice,
-        wild=(2, 3),
-        group=degree,
-        layout=True,
-        kinds=MOE,
+        name="ampipe_degree", values=legal.slice_counts, when=legal.can_slice, wild=(2, 3), group=degree, layout=True
     ),
     # What it is compared with is one process that counts slice by slice (the oracle).
     Option(
@@ -710,23 +619,17 @@ SLICES = (
         when=lambda d: legal.sliced(d) and legal.drops(d),
         wild=("slice",),
         layout=True,
-        kinds=MOE,
     ),
-    Option(
-        name="ampipe_slicing", values=(None, "balanced"), when=legal.sliced, wild=("balanced",), layout=True, kinds=MOE
-    ),
-    Option(name="ampipe_cross_layer", values=(None, True), when=legal.sliced, wild=(True,), layout=True, kinds=MOE),
+    Option(name="ampipe_slicing", values=(None, "balanced"), when=legal.sliced, wild=("balanced",), layout=True),
+    Option(name="ampipe_cross_layer", values=(None, True), when=legal.sliced, wild=(True,), layout=True),
     Option(
         name="ampipe_tp_sp_comm_overlap",
         values=(None, True),
         when=lambda d: legal.sliced(d) and legal.emp(d) > 1,
         wild=(True,),
         layout=True,
-        kinds=MOE,
     ),
-    Option(
-        name="use_pipe_experts", values=(None, None, True), when=legal.can_pipe, wild=(True,), layout=True, kinds=MOE
-    ),
+    Option(name="use_pipe_experts", values=(None, None, True), when=legal.can_pipe, wild=(True,), layout=True),
     Option(
         name="pipe_experts_multi_data",
         group=degree,
@@ -734,7 +637,6 @@ SLICES = (
         when=lambda d: bool(d.use_pipe_experts),
         wild=(0, 2, 99),
         layout=True,
-        kinds=MOE,
     ),
     Option(
         name="pipe_experts_multi_stream",
@@ -742,7 +644,6 @@ SLICES = (
         when=lambda d: bool(d.use_pipe_experts and d.sequence_parallel),
         wild=(True,),
         layout=True,
-        kinds=MOE,
     ),
 )
 
@@ -765,7 +666,6 @@ OTHERS = (
         when=lambda d: bool(d.multi_latent_attention) and legal.cp(d) > 1,
         wild=("latent", "kv"),
         layout=True,
-        kinds=MOE,
     ),
     Option(
         name="ranks_per_node",
@@ -773,7 +673,6 @@ OTHERS = (
         when=lambda d: d.ep_degree > 1,
         wild=(1, 2, 3, 16),
         layout=True,
-        kinds=MOE,
     ),
     Option(
         name="moe_dispatch",
@@ -781,7 +680,6 @@ OTHERS = (
         when=lambda d: d.ep_degree > 1,
         wild=("plain", "node"),
         layout=True,
-        kinds=MOE,
     ),
     # All experts move in the first update, and with 1 by load in the next one (tests/support/away.py).
     Option(
@@ -791,7 +689,6 @@ OTHERS = (
         wild=(1,),
         group=some,
         layout=True,
-        kinds=MOE,
     ),
 )
 

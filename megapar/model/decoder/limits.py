@@ -100,6 +100,12 @@ NO_MULTIPLIERS = Limit(
     passing="--num-experts 0 --logits-scaling 8",
     failing="--num-experts 0 --qk-norm --logits-scaling 8",
 )
+MULTIPLIERS = Limit(
+    id="hf-multipliers-always",
+    reads=NO_MULTIPLIERS.reads,
+    within=lambda f: not NO_MULTIPLIERS.within(f),
+    message="this class has factors on embeddings, outputs of layers, attention scores or logits",
+)
 NO_QKV_BIAS = Limit(
     id="hf-qkv-bias",
     reads=("add_qkv_bias",),

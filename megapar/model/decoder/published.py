@@ -1,7 +1,8 @@
-"""Published classes that the decoder implements, one entry in ``ARCHITECTURES`` each."""
+"""Published classes that the decoder implements, one entry each."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megapar.model.decoder import limits
@@ -37,7 +38,7 @@ from megapar.model.decoder.layer_pattern import ALL, to_text
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK, DecoderSizes
 from megapar.model.rope_scaling import flags_of_scaling
 from megapar.schema.legal_values import true_or_false
-from megapar.schema.published import PublishedArchitecture, PublishedForms, Setting, Settings
+from megapar.schema.published import PublishedArchitecture, PublishedForms, Setting, Settings, first_within
 
 # Flags of a class, unless its settings override them
 
@@ -60,7 +61,6 @@ DENSE_FLAGS = {
     "mtp_depth": 0,
     "multi_latent_attention": False,
 }
-MULTIPLIER_FLAGS = ("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling")
 EXPERT_FLAGS = {
     **DENSE_FLAGS,
     "first_k_dense": 0,
@@ -81,6 +81,7 @@ EXPERT_FORM = (
 NO_SHARED = (limits.NO_SHARED_EXPERTS, limits.NO_SHARED_GATE)
 EXPERT_LIMITS = (*EXPERT_FORM, limits.NO_QKV_BIAS, *PLAIN_BLOCK)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+DEFAULTS = {"hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_dropout": 0.0}
 ERNIE4_5_DEFAULTS = {
     "hidden_act": "silu",
     "max_position_embeddings": 131072,
@@ -108,14 +109,11 @@ LLAMA = PublishedArchitecture(
     model_type="llama",
     settings=(*DECODER, *LLAMA_BIASES),
     defaults={
-        "hidden_act": "silu",
+        **DEFAULTS,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
-        "attention_dropout": 0.0,
     },
     flags=DENSE_FLAGS,
     limits=(*PLAIN_DENSE_LIMITS, limits.NO_MTP),
@@ -128,14 +126,11 @@ MISTRAL = PublishedArchitecture(
     model_type="mistral",
     settings=(*DECODER, NO_WINDOW),
     defaults={
-        "hidden_act": "silu",
+        **DEFAULTS,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
         "sliding_window": 4096,
-        "attention_dropout": 0.0,
     },
     flags=DENSE_FLAGS,
     limits=(*PLAIN_DENSE_LIMITS, limits.NO_BIAS, limits.NO_MTP),
@@ -144,13 +139,10 @@ MISTRAL = PublishedArchitecture(
     remark="without a sliding window",
 )
 GRANITE_DEFAULTS = {
-    "hidden_act": "silu",
+    **DEFAULTS,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -168,21 +160,14 @@ GRANITE = PublishedArchitecture(
     ),
     tied=TIED,
     rotary_halves=True,
+    specific=(limits.MULTIPLIERS,),
     remark="factors on embeddings, attention scores, outputs of layers and logits",
 )
 OLMO2 = PublishedArchitecture(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
     settings=(*DECODER, NO_ATTENTION_BIAS),
-    defaults={
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-    },
+    defaults={**DEFAULTS, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
     flags={**DENSE_FLAGS, "qk_norm": True, "qk_norm_scope": "width", "norm_placement": "output"},
     limits=(
         *(*DENSE_FORM, limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS, limits.NO_MULTIPLIERS),
@@ -191,18 +176,16 @@ OLMO2 = PublishedArchitecture(
     renames=QK_NORM_NAMES,
     tied=TIED,
     rotary_halves=True,
+    specific=(limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS),
     remark="norms of queries and keys over all heads; norms after attention and MLP",
 )
 QWEN_DEFAULTS = {
-    "hidden_act": "silu",
+    **DEFAULTS,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "use_sliding_window": False,
     "sliding_window": None,
-    "attention_dropout": 0.0,
 }
 QWEN2 = PublishedArchitecture(
     name="Qwen2ForCausalLM",
@@ -213,6 +196,7 @@ QWEN2 = PublishedArchitecture(
     limits=(*DENSE_LIMITS, limits.NO_QK_NORM, limits.QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
     tied=TIED,
     rotary_halves=True,
+    specific=(limits.QKV_BIAS,),
     remark="biases on queries, keys and values",
 )
 QWEN3 = PublishedArchitecture(
@@ -225,6 +209,7 @@ QWEN3 = PublishedArchitecture(
     renames=QK_NORM_NAMES,
     tied=TIED,
     rotary_halves=True,
+    specific=(limits.QK_NORM,),
     remark="norms on queries and keys",
 )
 ERNIE4_5_MOE = PublishedArchitecture(
@@ -251,6 +236,7 @@ ERNIE4_5_MOE = PublishedArchitecture(
     ),
     fp32=(r"\.gate\.weight$", _BIAS),
     tied=TIED,
+    specific=(limits.EXPERTS,),
     remark="correction bias; `mtp` layers that config.json does not count are carried along",
 )
 MIXTRAL = PublishedArchitecture(
@@ -285,26 +271,12 @@ MIXTRAL = PublishedArchitecture(
     rotary_halves=True,
     remark="`block_sparse_moe.experts.E.w1/w2/w3`",
 )
+QWEN_MOE_DEFAULTS = {**QWEN_DEFAULTS, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN3_MOE = PublishedArchitecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     settings=(*DECODER, *QWEN_EXPERTS, NO_ATTENTION_BIAS, NO_WINDOW),
-    defaults={
-        "hidden_act": "silu",
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
+    defaults={**QWEN_MOE_DEFAULTS, "num_key_value_heads": 4, "attention_bias": False, "num_experts_per_tok": 8},
     flags={**EXPERT_FLAGS, "qk_norm": True},
     limits=(
         *(limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED),
@@ -314,6 +286,7 @@ QWEN3_MOE = PublishedArchitecture(
     absent=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
+    specific=(*ERNIE4_5_MOE.specific, limits.QK_NORM),
     remark="norms on queries and keys, dense layers anywhere, weights divided by their sum or not",
 )
 GATED = {"moe_shared_expert_gate": True}
@@ -322,19 +295,7 @@ QWEN2_MOE = PublishedArchitecture(
     model_type="qwen2_moe",
     settings=(*DECODER, *QWEN_EXPERTS, *QWEN_SHARED, NO_WINDOW),
     defaults={
-        "hidden_act": "silu",
-        "num_key_value_heads": 16,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "sliding_window": 0,
-        "attention_dropout": 0.0,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **{**QWEN_MOE_DEFAULTS, "num_key_value_heads": 16, "sliding_window": 0, "num_experts_per_tok": 4},
         "qkv_bias": True,
     },
     flags={**{name: value for name, value in EXPERT_FLAGS.items() if name != "moe_shared_experts"}, **GATED},
@@ -346,6 +307,7 @@ QWEN2_MOE = PublishedArchitecture(
     absent=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
+    specific=(*ERNIE4_5_MOE.specific, limits.SHARED_GATE, limits.QKV_BIAS),
     remark="shared experts with a gate, dense layers anywhere",
 )
 OLMOE = PublishedArchitecture(
@@ -353,13 +315,10 @@ OLMOE = PublishedArchitecture(
     model_type="olmoe",
     settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *OLMO_EXPERTS, NO_ATTENTION_BIAS, NO_QKV_CLIP),
     defaults={
-        "hidden_act": "silu",
+        **DEFAULTS,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "clip_qkv": None,
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
@@ -374,26 +333,14 @@ OLMOE = PublishedArchitecture(
     absent=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
+    specific=(*QWEN3_MOE.specific, limits.WIDTH_NORMS),
     remark="norms of queries and keys over all heads, weights divided by their sum or not",
 )
 GRANITE_MOE = PublishedArchitecture(
     name="GraniteMoeForCausalLM",
     model_type="granitemoe",
     settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS, NO_ATTENTION_BIAS, *MULTIPLIERS),
-    defaults={
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "num_experts_per_tok": 2,
-    },
+    defaults={**GRANITE_DEFAULTS, "num_experts_per_tok": 2},
     flags=EXPERT_FLAGS,
     limits=(
         *(*EXPERT_FORM, limits.NO_QKV_BIAS, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.INPUT_NORMS),
@@ -408,6 +355,7 @@ GRANITE_MOE = PublishedArchitecture(
     absent=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
+    specific=(*ERNIE4_5_MOE.specific, limits.MULTIPLIERS),
     remark="a layer's experts in two tensors; factors on embeddings, attention scores, outputs of layers and logits",
 )
 LATENT_FLAGS = {
@@ -424,12 +372,9 @@ LATENT_LIMITS = (
     *(limits.NO_QKV_BIAS, limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED),
 )
 DEEPSEEK_DEFAULTS = {
-    "hidden_act": "silu",
+    **DEFAULTS,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
     "attention_bias": False,
-    "attention_dropout": 0.0,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -458,6 +403,7 @@ DEEPSEEK_V2 = PublishedArchitecture(
     ),
     absent=(_BIAS,),
     tied=TIED,
+    specific=(limits.LATENT,),
     remark="latent attention; softmax routing",
 )
 DEEPSEEK_V3 = PublishedArchitecture(
@@ -483,6 +429,7 @@ DEEPSEEK_V3 = PublishedArchitecture(
     vectors=(_BIAS,),
     fp32=(_BIAS,),
     tied=TIED,
+    specific=(*DEEPSEEK_V2.specific, limits.SIGMOID_SCORES),
     remark="latent attention, sigmoid routing with a correction bias; also Kimi-K2 and Moonlight; multi-token "
     "prediction as layer `num_hidden_layers`",
 )
@@ -496,14 +443,11 @@ GLM4_MOE = PublishedArchitecture(
         *(*SIGMOID_ROUTING, *NEXT_LAYERS),
     ),
     defaults={
-        "hidden_act": "silu",
+        **DEFAULTS,
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "n_shared_experts": 1,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 1,
@@ -524,18 +468,16 @@ GLM4_MOE = PublishedArchitecture(
     fp32=(_BIAS,),
     tied=TIED,
     rotary_halves=True,
+    specific=(*ERNIE4_5_MOE.specific, limits.SIGMOID_SCORES),
     remark="half of each head rotated, sigmoid routing with a correction bias; multi-token prediction as layer "
     "`num_hidden_layers`",
 )
-ARCHITECTURES = (
-    *(DEEPSEEK_V2, DEEPSEEK_V3, ERNIE4_5, ERNIE4_5_MOE, GLM4_MOE, GRANITE, GRANITE_MOE),
-    *(LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMOE, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+OWN = (
+    *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, ERNIE4_5_MOE),
+    *(OLMO2, QWEN2, QWEN3, GRANITE, ERNIE4_5),
 )
-
-
-def has_multipliers(settings: Settings) -> bool:
-    """Return True if embeddings, outputs of layers, attention scores or logits have a factor of their own."""
-    return any(settings[name] != DENSE_FLAGS[name] for name in MULTIPLIER_FLAGS)
+"""Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
+ARCHITECTURES = tuple(sorted((*OWN, LLAMA, MISTRAL, MIXTRAL), key=lambda one: one.name))
 
 
 def settings_of(sizes: DecoderSizes) -> Settings:
@@ -568,35 +510,4 @@ def settings_of(sizes: DecoderSizes) -> Settings:
     }
 
 
-def _own(settings: Settings) -> str | None:
-    deciding = {"num_experts", "add_qkv_bias", "qk_norm", "qk_norm_scope", "norm_placement", *MULTIPLIER_FLAGS}
-    deciding |= {"multi_latent_attention"}
-    if settings.get("num_experts"):
-        deciding.add("moe_router_score_function")  # a dense model has no router
-    if any(name not in settings for name in deciding):
-        return None
-    if settings["multi_latent_attention"]:
-        return DEEPSEEK_V3.name if settings.get("moe_router_score_function") == "sigmoid" else DEEPSEEK_V2.name
-    if settings["num_experts"] > 0:
-        if settings["moe_router_score_function"] == "sigmoid":
-            return GLM4_MOE.name
-        return _own_with_experts(settings)
-    if settings["norm_placement"] == "output" and settings["qk_norm"] and settings["qk_norm_scope"] == "width":
-        return OLMO2.name
-    if settings["add_qkv_bias"]:
-        return QWEN2.name
-    if settings["qk_norm"]:
-        return QWEN3.name
-    return GRANITE.name if has_multipliers(settings) else ERNIE4_5.name
-
-
-def _own_with_experts(settings: Settings) -> str:
-    if settings["qk_norm"]:
-        return OLMOE.name if settings["qk_norm_scope"] == "width" else QWEN3_MOE.name
-    if has_multipliers(settings):
-        return GRANITE_MOE.name
-    gated = settings.get("moe_shared_expert_gate") and settings["add_qkv_bias"]
-    return QWEN2_MOE.name if gated else ERNIE4_5_MOE.name
-
-
-PUBLISHED = PublishedForms(architectures=ARCHITECTURES, settings=settings_of, own=_own)
+PUBLISHED = PublishedForms(architectures=ARCHITECTURES, settings=settings_of, own=partial(first_within, OWN))

@@ -88,15 +88,15 @@ class DecoderSizes(ModelSizes):
         derived="hidden-size / num-attention-heads; with multi-latent attention qk-head-dim + qk-pos-emb-head-dim",
         aliases=("kv-channels",),
         after="num_query_groups",
+        other=8,
     )
-    normalization: str = flag("rmsnorm", "kind of norm", ernie="layernorm", choices=NORMALIZATIONS, value="rmsnorm")
+    normalization: str = flag("rmsnorm", "kind of norm", ernie="layernorm", choices=NORMALIZATIONS)
     position_embedding_type: str = flag(
         "rope",
         "rotary or learned positions",
         ernie="learned",
         choices=POSITION_EMBEDDINGS,
         aliases=(Alias("use-rotary-position-embeddings", "rope"),),
-        value="rope",
     )
     activation: str = flag(
         "swiglu",
@@ -104,40 +104,37 @@ class DecoderSizes(ModelSizes):
         ernie="gelu",
         choices=ACTIVATIONS,
         aliases=(Alias("swiglu", "swiglu"),),
-        value="swiglu",
     )
     add_bias_linear: bool = flag(
-        False, "biases in linear layers", ernie=True, aliases=(Alias("disable-bias-linear", False),), value=False
+        False, "biases in linear layers", ernie=True, aliases=(Alias("disable-bias-linear", False),)
     )
-    add_qkv_bias: bool = flag(False, "biases on queries, keys and values only", value=False)
-    qk_norm: bool = flag(False, "RMSNorm on queries and keys", aliases=("qk-layernorm",), value=False)
+    add_qkv_bias: bool = flag(False, "biases on queries, keys and values only")
+    qk_norm: bool = flag(False, "RMSNorm on queries and keys", aliases=("qk-layernorm",))
     qk_norm_scope: str = flag(
         "head",
         "features that a norm of queries or keys sees: those of one head, or of all heads (OLMo 2)",
         choices=QK_NORM_SCOPES,
-        value="head",
     )
     norm_placement: str = flag(
         "input",
         "norms on the inputs of attention and MLP (pre-norm), or on their outputs before the residual sum (OLMo 2)",
         choices=NORM_PLACEMENTS,
-        value="input",
     )
     embedding_multiplier: float = flag(
-        1.0, "factor on the word embedding", above=0, aliases=("embedding-multiplier-scale",), value=1.0
+        1.0, "factor on the word embedding", above=0, aliases=("embedding-multiplier-scale",)
     )
     residual_multiplier: float = flag(
-        1.0, "factor on the outputs of attention and MLP before the residual sum", above=0, value=1.0
+        1.0, "factor on the outputs of attention and MLP before the residual sum", above=0, other=0.5
     )
     softmax_scale: float = flag(
         0.0,
         "factor on the attention scores before the softmax; 0: head-dim^-0.5",
         low=0,
         aliases=("attention-multiplier",),
-        value=0.0,
+        other=2.0,
     )
-    logits_scaling: float = flag(1.0, "divisor of the logits", above=0, value=1.0)
-    rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), value=10000.0)
+    logits_scaling: float = flag(1.0, "divisor of the logits", above=0)
+    rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), other=100.0)
     rope_scaling: RopeScaling | None = follows(
         lambda values: from_flags(RopeScaling, values) if values["rope_scaling_type"] != NONE else None, value=None
     )
@@ -147,7 +144,6 @@ class DecoderSizes(ModelSizes):
         above=0,
         high=1,
         aliases=("partial-rotary-factor",),
-        value=1.0,
     )
     tie_embeddings: bool = flag(
         False,
@@ -157,7 +153,7 @@ class DecoderSizes(ModelSizes):
         value=True,
     )
     first_k_dense: int = flag(
-        0, "leading layers with a dense MLP instead of experts", group="moe", unit="layers", low=0, value=0
+        0, "leading layers with a dense MLP instead of experts", group="moe", unit="layers", low=0
     )
     moe_pattern: tuple[int, ...] = flag(
         ALL,
@@ -169,6 +165,7 @@ class DecoderSizes(ModelSizes):
         after="first_k_dense",
         through=(to_pattern, to_text),
         value=(),
+        other="2",
     )
     moe: MoeSizes | None = follows(
         lambda values: from_flags(MoeSizes, values) if values["num_experts"] else None, value=None
@@ -184,6 +181,7 @@ class DecoderSizes(ModelSizes):
         after="moe_ffn_hidden_size",
         through=(lambda given: given or (), lambda widths: widths or None),
         value=(),
+        other=(8, 12),
     )
     mtp_depth: int = flag(
         0,
@@ -192,7 +190,6 @@ class DecoderSizes(ModelSizes):
         low=0,
         high=1,
         aliases=("mtp-num-layers",),
-        value=0,
     )
     mtp_block: str = flag(
         None,
@@ -201,6 +198,7 @@ class DecoderSizes(ModelSizes):
         choices=MTP_BLOCKS,
         derived="layer for experts with sigmoid scores, otherwise dense",
         value=DENSE_BLOCK,
+        other="layer",
     )
 
     multi_latent_attention: bool = flag(
@@ -208,7 +206,6 @@ class DecoderSizes(ModelSizes):
         "multi-latent attention: keys and values of all heads from one latent (DeepSeek)",
         aliases=("multi-head-latent-attention",),
         after="qk_norm",
-        value=False,
     )
     q_lora_rank: int = flag(
         0,
@@ -217,7 +214,7 @@ class DecoderSizes(ModelSizes):
         low=0,
         words={"none": 0},
         after="multi_latent_attention",
-        value=0,
+        other=6,
     )
     kv_lora_rank: int = flag(
         512,
@@ -225,7 +222,7 @@ class DecoderSizes(ModelSizes):
         unit="features",
         low=1,
         after="q_lora_rank",
-        value=512,
+        other=6,
     )
     qk_head_dim: int = flag(
         128,
@@ -234,7 +231,7 @@ class DecoderSizes(ModelSizes):
         low=1,
         aliases=("qk-nope-head-dim",),
         after="kv_lora_rank",
-        value=128,
+        other=6,
     )
     qk_pos_emb_head_dim: int = flag(
         64,
@@ -243,7 +240,7 @@ class DecoderSizes(ModelSizes):
         low=2,
         aliases=("qk-rope-head-dim",),
         after="qk_head_dim",
-        value=64,
+        other=4,
     )
     v_head_dim: int = flag(
         128,
@@ -251,7 +248,7 @@ class DecoderSizes(ModelSizes):
         unit="features",
         low=1,
         after="qk_pos_emb_head_dim",
-        value=128,
+        other=6,
     )
     attention_latent_norm_epsilon: float = flag(
         None,
@@ -260,6 +257,7 @@ class DecoderSizes(ModelSizes):
         derived="layernorm-epsilon",
         after="v_head_dim",
         value=1e-5,
+        other=0.01,
     )
 
     stored_kind: ClassVar[str] = "DecoderSizes"

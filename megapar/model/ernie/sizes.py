@@ -21,8 +21,8 @@ class ErnieSizes(ModelSizes):
         sop: The model has a sentence-order head.
     """
 
-    type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, value=4)
-    task_type_vocab_size: int = flag(3, "rows of the task type embedding", low=1, value=3)
+    type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, value=4, other=4)
+    task_type_vocab_size: int = flag(3, "rows of the task type embedding", low=1, other=4)
     sop: bool = True
     layernorm_epsilon: float = 1e-12
 

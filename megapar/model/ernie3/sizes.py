@@ -42,12 +42,10 @@ class Ernie3Sizes(ErnieSizes):
 
     sop: bool = False
     task_layers: int = flag(
-        12, "layers of each task branch of ERNIE 3.0", name="task_num_layers", unit="layers", low=1, value=12
+        12, "layers of each task branch of ERNIE 3.0", name="task_num_layers", unit="layers", low=1, other=2
     )
-    task_hidden_size: int = flag(768, "features of a token in the task branches", unit="features", low=1, value=768)
-    task_heads: int = flag(
-        12, "heads of the task branches", name="task_num_attention_heads", unit="heads", low=1, value=12
-    )
+    task_hidden_size: int = flag(768, "features of a token in the task branches", unit="features", low=1, other=16)
+    task_heads: int = flag(12, "heads of the task branches", name="task_num_attention_heads", unit="heads", low=1)
     task_ffn_hidden_size: int = flag(
         None,
         "intermediate features of the task branches' MLPs",
@@ -55,6 +53,7 @@ class Ernie3Sizes(ErnieSizes):
         low=1,
         derived="4 x task-hidden-size",
         value=3072,
+        other=16,
     )
     segments: int = flag(
         1,
@@ -62,7 +61,6 @@ class Ernie3Sizes(ErnieSizes):
         name="generation_segments",
         unit="segments",
         low=1,
-        value=1,
     )
     memory: int = flag(
         128,
@@ -70,7 +68,7 @@ class Ernie3Sizes(ErnieSizes):
         name="memory_length",
         unit="tokens",
         low=1,
-        value=128,
+        other=16,
     )
     tasks: tuple[str, ...] = follows(lambda values: tuple(tasks_of(values["ernie_tasks"])), value=TASKS)
     reorder_pieces: int = follows(lambda values: values["sentence_reorder_pieces"], value=3)

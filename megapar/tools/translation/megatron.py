@@ -104,7 +104,6 @@ train-samples= | @samples | run lengths are given in steps
 lr-decay-samples= | @decay_samples | run lengths are given in steps
 lr-wsd-decay-samples= | @wsd_samples | run lengths are given in steps
 rampup-batch-size= | @ramped |
-num-key-value-heads | --num-query-groups {value} |
 recompute-activation-function | --recompute-granularity selective | includes activation functions and core attention
 attention-backend= | @attention |
 transformer-impl= | @implementation |
@@ -132,7 +131,6 @@ split= | @split |
 eval-iters= | @evaluations |
 eval-interval= | @evaluated |
 save-interval= | @~with save: same --save-interval {value} else nothing is saved without --save |
-use-rotary-position-embeddings | --position-embedding-type rope |
 valid-data-path= | @held_out_path |
 test-data-path= | @test_path |
 optimizer= | @optimizer |

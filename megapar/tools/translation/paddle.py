@@ -44,7 +44,7 @@ sharding-parallel-degree= sharding-parallel-size= sharding-degree= sharding-grou
 segment-anchors= | @paddle_anchors |
 sequence-parallel | @paddle_cut |
 per-device-train-batch-size= micro-batch-size= | @above 0: --micro-batch-size {value} else set elsewhere |
-gradient-accumulation-steps accumulate-steps gradient-merge-configs.k-steps | --gradient-merge-acc-step {value} |
+gradient-accumulation-steps gradient-merge-configs.k-steps | --gradient-merge-acc-step {value} |
 num-acc-steps n-microbatches | --gradient-merge-acc-step {value} |
 global-batch-size= | @above 0: --global-batch-size {value} \
     else micro-batch size x accumulation steps x data ranks, the same default |
@@ -93,7 +93,6 @@ resume-from-checkpoint= | @paddle_resumed |
 num-hidden-layers= | @paddle_layers |
 remove-tail-layer | @paddle_tail |
 intermediate-size | --ffn-hidden-size {value} |
-num-key-value-heads | --num-query-groups {value} |
 rms-norm-eps | --layernorm-epsilon {value} |
 initializer-range= | @paddle_std |
 tie-word-embeddings | @paddle_tied |

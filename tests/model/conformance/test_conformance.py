@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 import transformers
 
-from megapar.model.architectures import ARCHITECTURES
+from megapar.arguments import FLAGS, parse
+from megapar.config.presets import located, preset_names
+from megapar.config.published import flags_of
+from megapar.model.architectures import ARCHITECTURES, own_architecture
+from megapar.rules.exports import export_class
 from tests.model.conformance.case import Case
 from tests.model.conformance.checks import CHECKS, Figure
 from tests.model.conformance.rows import ROWS, Row
@@ -63,6 +67,55 @@ def test_conformance(case: Case, check: str) -> None:
     found = CHECKS[check](case)
     figures = found if isinstance(found, dict) else {check: found}
     assert {name: f for name, f in figures.items() if isinstance(f, Figure) and not f.holds} == {}
+
+
+# What a model is saved as that was not loaded from a folder, where it is not the row's own class.
+_SAVED = {
+    "Llama": "Ernie4_5ForCausalLM",
+    "Llama, biases": "Ernie4_5ForCausalLM",
+    "Llama, llama3 rope": "Ernie4_5ForCausalLM",
+    "Mistral": "Ernie4_5ForCausalLM",
+    "Mistral, linear rope": "Ernie4_5ForCausalLM",
+    "Mixtral": "Ernie4_5_MoeForCausalLM",
+    "Mixtral, one choice": "Ernie4_5_MoeForCausalLM",
+    "Ernie, masked LM": "ErnieForPreTraining",
+}
+_PRESETS = {
+    "": "ernie-3.0-10b ernie-3.0-titan-260b",
+    "ErnieForPreTraining": """
+        ernie-100b ernie-3.0-base ernie-quickstart mp-2-sharding-4-dp-4 mp-8-sharding-4 sharding-32 sharding-8-dp-4""",
+    "Ernie4_5ForCausalLM": """
+        ernie-4.5-0.3b gpt-117m gpt-117m-recompute gpt-117m-recompute-offload gpt-117m-recompute-offload-partition
+        gpt-117m-recompute-partition gpt3-175b llama-3-8b megatron-h100-119b megatron-h100-177b megatron-h100-314b
+        megatron-h100-32b megatron-h100-7b""",
+    "Ernie4_5_MoeForCausalLM": """
+        ampipe-paper ernie-4.5-21b-a3b ernie-4.5-300b-a47b mindspeed-ampipe mindspeed-pipe-experts mixtral-8x7b moe-10m
+        quickstart tiny""",
+    "DeepseekV3ForCausalLM": "deepseek-v3 kimi-k2 moonlight-16b-a3b",
+    "Glm4MoeForCausalLM": "glm-4.5-air",
+    "OlmoeForCausalLM": "olmoe-1b-7b",
+    "Qwen3ForCausalLM": "qwen3-8b",
+    "Qwen3MoeForCausalLM": "qwen3-30b-a3b",
+}
+
+
+def test_every_row_is_saved_as_its_class() -> None:
+    saved = {}
+    for row in ROWS:
+        config = transformers.AutoConfig.for_model(ARCHITECTURES[row.architecture].model_type, **row.settings)
+        kind, flags = flags_of({**config.to_dict(), "architectures": [row.architecture]})
+        defaults = {name: flag.defaults[kind] for name, flag in FLAGS.items()}
+        saved[row.name] = export_class({**defaults, **flags, "kind": kind}, None)
+    assert saved == {row.name: _SAVED.get(row.name, row.architecture) for row in ROWS}
+
+
+def test_every_preset_is_saved_as_its_class() -> None:
+    saved = {}
+    for name in preset_names():
+        kind = "ernie" if "script: pretrain_ernie.py" in Path(located(name)).read_text(encoding="utf-8") else "moe"
+        own = own_architecture(parse(kind, ["--config", name, "--rules-only"], {}).model)
+        saved[name] = "" if own is None else own.name
+    assert saved == {name: own for own, names in _PRESETS.items() for name in names.split()}
 
 
 def test_every_architecture_has_a_row() -> None:

@@ -79,6 +79,17 @@ def test_a_row_stands_for_an_argument_that_no_flag_is(table: str) -> None:
     assert [row.name for row in declared(table) if normal(row.name) not in known] == []
 
 
+def test_no_row_says_what_an_alias_says() -> None:
+    """An alias of a flag is translated by the flag's field alone."""
+    said = [
+        name
+        for table in FOREIGN.values()
+        for name, row in table.items()
+        if name in spellings() and row.ours == f"{spellings()[name].flag.spelling} {{value}}" and not row.reason
+    ]
+    assert said == []
+
+
 def test_reasons_are_sentences_of_their_own() -> None:
     reasons = {row.reason for row in (*megatron.ROWS.values(), *deepspeed.ROWS.values()) if row.reason}
     assert not [reason for reason in reasons if len(reason) < 8 or reason.endswith(".") or "no such flag" in reason]
