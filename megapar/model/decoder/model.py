@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import all_gather, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
@@ -358,18 +359,17 @@ class Decoder(nn.Module):
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
         places = batch.get("ends")
-        ends = None if places is None else places.tolist()
-        shape = batch["tokens"].shape
+        samples, length = batch["tokens"].shape
+        ranks, ends = self.cp.axis.size, None if places is None else places.tolist()
+        mask = AttentionMask.of(samples, length * ranks, causal=True, ends=ends)
+        plan, plans = (None, self.cp.slice_plans(mask)) if self.slicing.active else (self.cp.plan(mask), None)
+        documents = None
+        if places is not None and plan is None and plans is None:
+            documents = PackedDocuments.of(mask, batch["tokens"].device, places)
         if not self.slicing.active:
-            plan = self.cp.plan(*shape, causal=True, ends=ends)
-            documents = (
-                None if places is None or plan is not None else PackedDocuments.of(places, batch["tokens"].device)
-            )
             return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
-        plans = self.cp.slice_plans(*shape, ends=ends)
-        documents = None if places is None or plans is not None else PackedDocuments.of(places, batch["tokens"].device)
-        parts, ranks = self.mp.size if self.sequence_parallel else 1, self.cp.axis.size
-        slices = self.slicing.cut(shape[1], parts)
+        parts = self.mp.size if self.sequence_parallel else 1
+        slices = self.slicing.cut(length, parts)
         return Context(
             valid,
             own_valid,
