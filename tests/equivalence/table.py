@@ -878,6 +878,16 @@ SPELLED_ROWS: tuple[Row, ...] = (
     *(Row("moe", 2, layout, (*SCHEDULE, *MOMENTS, *RAMPED)) for layout in (_stages(2)[2], (*MP2, "--dp-degree", "1"))),
 )
 
+# Labels with weights (tests.support.weighted), over what moves positions, labels and sums.
+WEIGHTED_SUITE: tuple[Row, ...] = (Row("moe", 2, (*_cp(2, "ring"), *EP2), (*AHEAD, *EVALUATED)),)
+WEIGHTED_ROWS: tuple[Row, ...] = (
+    *WEIGHTED_SUITE,
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[2]), (*AHEAD, *UNTIED), 2),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *AHEAD), 1, 4),
+    Row("moe", 4, (*SPLIT_SLICES, "--ampipe-degree", "2"), AHEAD, 2),
+    Row("gpt", 2, _cp(2, "ulysses"), EVALUATED, 2),
+)
+
 ROWS: tuple[Row, ...] = (
     *ROPE_ROWS,
     *SHARDING_ROWS,
