@@ -70,7 +70,7 @@ def flip_in_memory() -> None:
                 "master": lambda: [
                     view.tensor for view in held([shard.master for shard in self.job.sharding.master_shards])
                 ],
-                "moment": lambda: [view.tensor for view in held(self.job.optimizer.moments("exp_avg"))],
+                "moment": lambda: [view.tensor for view in held(self.job.optimizer.state("exp_avg"))],
                 "parameter": lambda: list(self.job.model.parameters()),
             }[SPEC["name"]]()
             whole = next(tensor for tensor in tensors if tensor.numel())

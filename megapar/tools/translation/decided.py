@@ -233,7 +233,9 @@ def _optimizer(value: str, given: Mapping[str, str]) -> Decided:
         if "no-decoupled-weight-decay" in given:
             return OTHER, "", "weight decay is always decoupled (AdamW)"
         return IMPLIED, "", "AdamW, fused if the device supports it"
-    return OTHER, "", "the optimizer is AdamW"
+    if kind == "sgd":
+        return SAME, "--optimizer sgd", ""
+    return OTHER, "", "the optimizer is AdamW or SGD"
 
 
 def _adam(value: str, given: Mapping[str, str]) -> Decided:

@@ -24,7 +24,7 @@ moe-router-load-balancing-type | @per_layer |
 mtp-loss-scaling-factor | @mtp_weight |
 calculate-per-token-loss | @per_token |
 optimizer | @adam |
-adam-beta2 | --adam-beta2 0.999 |
+adam-beta2 | @without optimizer=sgd: --adam-beta2 0.999 else no effect with --optimizer sgd |
 weight-decay start-weight-decay | --weight-decay 0.01 |
 lr-decay-style | --lr-decay-style linear |
 lr-wsd-decay-style | @wsd_style |

@@ -130,8 +130,8 @@ unnecessary | an option of --fp8-format or --fp4-format, which have their own ve
     no-fp8-wgrad disable-fp8-wgrad fp8-output-proj first-last-layers-bf16 num-layers-at-start-in-bf16=
     num-layers-at-end-in-bf16= fp4-recipe= fp4-quantizer-factory= fp4-param-gather fp8-param-gather
     reuse-grad-buf-for-mxfp8-param-ag keep-fp8-transpose-cache kitchen-attention-backend=
-unnecessary | an option of an optimizer selected by --optimizer; megapar's optimizer is AdamW
-    sgd-momentum= muon-momentum= muon-no-split-qkv muon-nesterov muon-scale-mode= muon-fp32-matmul-prec= muon-use-syrk
+unnecessary | an option of another optimizer; megapar's are AdamW and SGD
+    muon-momentum= muon-no-split-qkv muon-nesterov muon-scale-mode= muon-fp32-matmul-prec= muon-use-syrk
     muon-coefficient-type= muon-num-ns-steps= muon-tp-mode= muon-extra-scale-factor= muon-scalar-optimizer= lion-beta1=
     lion-beta2= sfplus-beta= sfplus-beta-max= sfplus-beta-anneal-steps= sfplus-r= sfplus-weight-lr-power=
     sfplus-c-warmup= sfplus-polyak-beta= sfplus-muon-rms= sfplus-muon-weight-decay=

@@ -134,6 +134,10 @@ save-interval= | @~with save: same --save-interval {value} else nothing is saved
 valid-data-path= | @held_out_path |
 test-data-path= | @test_path |
 optimizer= | @optimizer |
+adam-beta1= | @without optimizer=sgd: same --adam-beta1 {value} else no effect with --optimizer sgd |
+adam-beta2= | @without optimizer=sgd: same --adam-beta2 {value} else no effect with --optimizer sgd |
+adam-eps= | @without optimizer=sgd: same --adam-eps {value} else no effect with --optimizer sgd |
+sgd-momentum= | @with optimizer=sgd: same --sgd-momentum {value} else no effect without --optimizer sgd |
 moe-router-dtype= | @router_dtype |
 moe-router-pre-softmax | @pre_softmax |
 lr-decay-style= | @decay_style |

@@ -30,17 +30,24 @@ def collected(module: Mapping[str, Any], prefix: str = "") -> dict[str, Function
 def case(cell: str) -> Function:
     """Return the function of a cell ``CONDITION: OURS else REASON``: without the condition the argument does nothing.
 
-    A condition is ``above N``, of the value; ``on``, of a switch; or ``with NAME``, of another argument. ``same`` in
-    front of OURS: the flag is the argument itself. ``~`` in front of all: the numbers do not depend on it.
+    A condition is ``above N``, of the value; ``on``, of a switch; or of another argument, ``with NAME``,
+    ``with NAME=VALUE`` or ``without NAME=VALUE``. ``same`` in front of OURS: the flag is the argument itself. ``~`` in
+    front of all: the numbers do not depend on it.
     """
     condition, rest = cell.removeprefix("~").split(": ", 1)
     ours, reason = map(str.strip, rest.split(" else ", 1))
     kind, _, word = condition.partition(" ")
+    name, _, wanted = word.partition("=")
     verdict = SAME if ours.startswith("same ") else RENAMED
     ours = ours.removeprefix("same ")
 
     def decide(value: str, given: Given) -> Decided:
-        holds = not off(value) if kind == "on" else word in given if kind == "with" else number(value) > float(word)
+        if kind == "on":
+            holds = not off(value)
+        elif kind == "above":
+            holds = number(value) > float(word)
+        else:
+            holds = (name in given and wanted in ("", given[name].lower())) == (kind == "with")
         # Not format: the name of the argument is filled in later.
         return (verdict, ours.replace("{value}", value), "") if holds else (UNNECESSARY, "", reason)
 

@@ -336,7 +336,7 @@ class Checkpoints:
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return
         self._saved_at = iteration
-        shards = {**state.weights(self._job), **state.moments(self._job)}
+        shards = {**state.weights(self._job), **state.optimizer_states(self._job)}
         self._under_way = folder
         if in_background:
             assert self._background is not None

@@ -21,7 +21,6 @@ from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.training.checkpoints.data_facts import DataFacts
 from megapar.training.checkpoints.identity import (
     HELDOUT_ORDER,
-    OPTIMIZER,
     RECORD,
     DataPhase,
     Identity,
@@ -89,7 +88,7 @@ def _compare(
     size = config.grid.world_size
     nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     first = DataPhase(0, first_lanes(data.weights), data)
-    here = Identity(OPTIMIZER, tokenizer, (first,), made_by(size, nodes), flags_of(config))
+    here = Identity(config.optimizer.optimizer, tokenizer, (first,), made_by(size, nodes), flags_of(config))
     alone = {"record": here.to_json(), "refused": [], "in_phases": False}
     if before is None:
         return {**alone, "notes": []}
@@ -101,10 +100,10 @@ def _compare(
         )
         return {**alone, "notes": [note, *_evaluations(1, config, place)]}
     trains = config.training.train_iters > before.progress.iteration
-    complaints = refused(saved, OPTIMIZER, tokenizer, data if trains else None, config, str(place))
+    complaints = refused(saved, tokenizer, data if trains else None, config, str(place))
     next_sample = sample_at(before.progress.consumed_samples, skipped)
     phases = _phases(saved.phases, data, next_sample) if trains else saved.phases
-    record = Identity(OPTIMIZER, tokenizer or saved.tokenizer, phases, here.made_by, here.flags)
+    record = Identity(here.optimizer, tokenizer or saved.tokenizer, phases, here.made_by, here.flags)
     changed = changes(saved, here)
     notes = [f"changed since {place}: {changed}"] if changed else []
     notes += _evaluations(saved.heldout_order, config, place)

@@ -26,7 +26,7 @@ def resume(
     checkpoints: Checkpoints,
     local_saves: LocalSaves | None,
 ) -> state.Loaded | None:
-    """Fill weights and moments from the newest sound checkpoint. Returns None if the run starts from scratch.
+    """Fill weights and optimizer state from the newest sound checkpoint. Returns None if the run starts from scratch.
 
     Raises CheckpointError.
 
