@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Collection
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import (
@@ -38,6 +37,7 @@ from megapar.files.checkpoint_names import (
     parse_checkpoint_name,
     read_latest,
 )
+from megapar.files.disk import sync_folder
 from megapar.files.suspects import suspects
 
 _ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?")

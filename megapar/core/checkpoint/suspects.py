@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from megapar.core.checkpoint import folder as folders
-from megapar.core.checkpoint.durable import sync_folder, unused
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LATEST
+from megapar.files.disk import sync_folder, unused
 from megapar.files.suspects import RECORD
 
 

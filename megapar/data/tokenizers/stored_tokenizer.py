@@ -8,11 +8,11 @@ import re
 import shutil
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import put_new, unused
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
+from megapar.files.disk import put_new, unused
 from megapar.files.tokenizer_folder import FACTS, FOLDER, stored_fingerprint
 
 

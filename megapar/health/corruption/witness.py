@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.shard_file import write_bytes
 from megapar.core.comm.world import World
 from megapar.errors import CorruptionError, TrainingError
+from megapar.files.disk import sync_folder
 from megapar.files.suspects import RECORD, Blamed, Fault
 
 

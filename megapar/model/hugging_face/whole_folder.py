@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import put, remove, rename, sync_folder, sync_tree
+from megapar.files.disk import put, remove, rename, sync_folder, sync_tree
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from megapar.config.published import Unsupported, architecture_of, flags_of, rea
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
-from megapar.core.checkpoint.durable import put_new
 from megapar.core.checkpoint.layout import CheckpointLayout, TensorEntry
 from megapar.core.checkpoint.shard_file import (
     DTYPES,
@@ -35,6 +34,7 @@ from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
+from megapar.files.disk import put_new
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.model.architectures import ARCHITECTURES, not_exportable, own_architecture
