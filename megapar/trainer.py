@@ -409,7 +409,8 @@ class Trainer:
             self.loader.close()
             self.monitor.close()
         self._report_end(exported)
-        checkpoint = self.checkpoints.folder
+        folder = self.checkpoints.folder
+        checkpoint = None if folder is None else folder.local_path()
         return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, checkpoint, exported)
 
     @property

@@ -13,6 +13,7 @@ from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
 from megapar.files.disk import put_new, unused
+from megapar.files.location import Place, at
 from megapar.files.tokenizer_folder import FACTS, FOLDER, stored_fingerprint
 
 
@@ -61,10 +62,10 @@ def _write(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save_hf(folder)
 
 
-def load_stored_tokenizer(root: Path) -> Tokenizer | None:
+def load_stored_tokenizer(root: Place) -> Tokenizer | None:
     """Return the tokenizer that ``store_tokenizer`` wrote, or None. Raises CheckpointError if it is damaged."""
-    folder = root / FOLDER
-    if not (folder / FACTS).is_file():
+    folder = (at(root) / FOLDER).local_path()
+    if folder is None or not (folder / FACTS).is_file():
         return None
     try:
         return load_tokenizer(folder)

@@ -35,6 +35,7 @@ from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
 from megapar.files.disk import put_new
+from megapar.files.location import Place, at
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.model.architectures import ARCHITECTURES, not_exportable, own_architecture
@@ -135,7 +136,6 @@ def _write_checkpoint(
 ) -> Converted:
     _write_beside(aside / BESIDE, beside, weights, architecture, table, foreign)
     folder = folders.iteration_folder(aside, 0)
-    folder.mkdir()
     rows = {f"model/{spec.name}": spec for spec in table}
     wide = torch.float64 if any(t.code == "F64" for t in weights.tensors.values()) else torch.float32
 
@@ -183,7 +183,7 @@ def _write_beside(
 
 
 def megapar_to_hf(
-    source: str | os.PathLike[str],
+    source: Place,
     out: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
@@ -202,11 +202,13 @@ def megapar_to_hf(
         shard_bytes: Maximum size of a file.
         tokenizer: By default the tokenizer saved with the checkpoints, or that of the published folder.
     """
-    source, out = Path(source), Path(out)
-    _refuse_foreign(source)
-    folder = source if (source / LAYOUT_FILE).exists() else folders.find(source)
+    source, out = at(source), Path(out)
+    if (path := source.local_path()) is not None:
+        _refuse_foreign(path)
+    folder = source if (source / LAYOUT_FILE).is_file() else folders.find(source)
     saved = Saved(folder)
-    beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
+    places = [(place / BESIDE).local_path() for place in (source, folder.parent)]
+    beside = next((path for path in places if path is not None and (path / FACTS).exists()), None)
     facts = {} if beside is None else _facts(beside / FACTS)
     architecture = _architecture(facts, saved)
     tokenizer = tokenizer or load_stored_tokenizer(folder.parent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megapar.core.box import Box
@@ -16,6 +15,7 @@ from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
+from megapar.files.location import Location
 from megapar.model.facts import differences
 from megapar.training.checkpoints.model_match import OptionalBlock, fitted
 from megapar.training.checkpoints.scalars import check_scalars
@@ -111,7 +111,7 @@ class Loaded:
 
 
 def load(
-    folder: Path,
+    folder: Location,
     job: Job,
     progress: Progress,
     schedule: Mapping[str, Any],
@@ -158,7 +158,7 @@ def _stored_names(blocks: Iterable[OptionalBlock]) -> tuple[str, ...]:
 
 
 def restore_scalars(
-    folder: Path,
+    folder: Location,
     saved: Mapping[str, Any],
     job: Job,
     progress: Progress,
@@ -185,7 +185,7 @@ def restore_scalars(
     return Loaded(Progress(**fields), saved)
 
 
-def _check_schedule(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
+def _check_schedule(folder: Location, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
     other = another_schedule(saved, now)
     if other is not None and not options.override_schedule:
         raise CheckpointMismatchError(f"{folder} was trained on another learning-rate schedule: {other[0]}. {other[1]}")

@@ -248,7 +248,7 @@ def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[
             load_hf(Path(config.checkpoint.load_hf), job)
         else:
             options = state.LoadOptions(finetune=True)
-            state.load(store.find(Path(config.checkpoint.load or "")), job, Progress(), {}, options)
+            state.load(store.find(config.checkpoint.load or ""), job, Progress(), {}, options)
         job.sharding.wait()
         job.model.eval()
         with torch.no_grad():
