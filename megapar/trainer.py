@@ -318,7 +318,7 @@ class Trainer:
         )
         self._notes += notes
         if config.checkpoint.save and world.rank == 0:
-            self._notes += store_tokenizer(self.corpus.tokenizer, Path(config.checkpoint.save))
+            self._notes += store_tokenizer(self.corpus.tokenizer, config.checkpoint.save)
 
     def _make_stepper(self, loaded: state.Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""

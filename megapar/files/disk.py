@@ -252,13 +252,6 @@ def put(made: Path, path: Path) -> None:
         remove(made)
 
 
-def put_new(made: Path, path: Path) -> None:
-    """Do the same for a new name. Raises OSError if the name is that of a folder with content."""
-    sync_tree(made)
-    made.rename(path)
-    sync_folder(path.parent)
-
-
 def rename(made: Path, path: Path) -> None:
     """Move as ``put`` does, without a flush. A replaced folder remains under the name ``made``."""
     if not os.path.lexists(path) or not (path.is_dir() or made.is_dir()):
@@ -296,14 +289,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def unused(path: Path) -> Path:
-    """Return this name, or if it exists the same with the first unused number."""
-    number = 2
-    free = path
-    while os.path.lexists(free):
-        stem, suffix = (path.stem, path.suffix) if path.suffix == ".json" else (path.name, "")
-        free = path.with_name(f"{stem}-{number}{suffix}")
-        number += 1
-    return free

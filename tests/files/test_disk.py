@@ -73,13 +73,6 @@ def test_a_file_is_written_whole(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_new_takes_nobody_s_place(tmp_path: Path) -> None:
-    new, old = folder_of(tmp_path / "new", a="new"), folder_of(tmp_path / "old", a="old")
-    with pytest.raises(OSError, match="not empty"):
-        disk.put_new(new, old)
-    assert (old / "a").read_text() == "old"
-
-
 def test_a_manifest_knows_what_is_not_as_it_was(tmp_path: Path) -> None:
     made = folder_of(tmp_path / "made", a="aaaa", b="bb")
     manifest = Manifest.of("made", made)

@@ -73,7 +73,8 @@ def _write(
     if tokenizer is None and not _has_tokenizer(checkpoint.parent):
         raise CheckpointError(f"{checkpoint} has no stored tokenizer. Pass that of the run with --tokenizer-model PATH")
     check_space(out, exported_bytes(saved, dtype) + ((checkpoint.parent / BESIDE).list().get(CARRIED) or 0))
-    return megapar_to_hf(checkpoint, out, dtype=dtype, tokenizer=tokenizer).folder
+    megapar_to_hf(checkpoint, out, dtype=dtype, tokenizer=tokenizer)
+    return out
 
 
 def _has_tokenizer(root: Location) -> bool:
