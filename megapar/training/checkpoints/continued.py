@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.arguments import Config
@@ -18,6 +17,7 @@ from megapar.data.sampling.data_phases import Phase, Phases, first_lanes
 from megapar.data.sampling.skipping import Range, sample_at
 from megapar.data.tokenizers.ids import facts_of
 from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.files.location import Location
 from megapar.training.checkpoints.data_facts import DataFacts
 from megapar.training.checkpoints.identity import (
     HELDOUT_ORDER,
@@ -47,7 +47,12 @@ class Continuation(NamedTuple):
 
 
 def continue_run(
-    config: Config, world: World, corpus: Corpus, loaded: Loaded | None, place: Path | None, skipped: Sequence[Range]
+    config: Config,
+    world: World,
+    corpus: Corpus,
+    loaded: Loaded | None,
+    place: Location | None,
+    skipped: Sequence[Range],
 ) -> Continuation:
     """Compare a run with the checkpoint that it resumes from. Every rank must call it.
 
@@ -78,7 +83,7 @@ def continue_run(
 
 
 def _compare(
-    config: Config, corpus: Corpus, before: Loaded | None, place: Path | None, skipped: Sequence[Range]
+    config: Config, corpus: Corpus, before: Loaded | None, place: Location | None, skipped: Sequence[Range]
 ) -> dict[str, Any]:
     try:
         data = DataFacts.of(config)
@@ -119,7 +124,7 @@ def _compare(
     return {"record": record.to_json(), "notes": notes, "refused": refusals, "in_phases": in_phases}
 
 
-def _evaluations(order: int, config: Config, place: Path | None) -> list[str]:
+def _evaluations(order: int, config: Config, place: Location | None) -> list[str]:
     """Return a line if the evaluations of the checkpoint's run were of other samples, in ``order``."""
     if order == HELDOUT_ORDER or not config.training.eval_interval:
         return []

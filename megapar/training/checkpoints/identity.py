@@ -21,6 +21,7 @@ from megapar.config.stored import stored_scalars
 from megapar.core.optimizer.states import states_of
 from megapar.data.tokenizers.ids import Facts, known_facts, same_ids
 from megapar.errors import Complaint, DataError
+from megapar.files.location import Location
 from megapar.training.checkpoints.data_facts import DataFacts
 
 VERSION = 1
@@ -230,7 +231,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else f"{value!s:.60}"
 
 
-def another_run(config: Config, folder: Path) -> tuple[list[Complaint], str]:
+def another_run(config: Config, folder: Location) -> tuple[list[Complaint], str]:
     """Compare a configuration with the run that saved ``folder``.
 
     With --validate-only, little data is read: fingerprints come from the cache. A start reads what it needs anyway.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -19,6 +18,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
+from megapar.files.location import Location
 from megapar.model.facts import differences
 from megapar.training.checkpoints.identity import another_optimizer, flags_of_states
 from megapar.training.checkpoints.model_match import OptionalBlock, fitted
@@ -115,7 +115,7 @@ class Loaded:
 
 
 def load(
-    folder: Path,
+    folder: Location,
     job: Job,
     progress: Progress,
     schedule: Mapping[str, Any],
@@ -172,7 +172,7 @@ def _stored_names(blocks: Iterable[OptionalBlock]) -> tuple[str, ...]:
 
 
 def restore_scalars(
-    folder: Path,
+    folder: Location,
     saved: Mapping[str, Any],
     job: Job,
     progress: Progress,
@@ -199,7 +199,7 @@ def restore_scalars(
     return Loaded(Progress(**fields), saved)
 
 
-def _check_schedule(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
+def _check_schedule(folder: Location, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
     other = another_schedule(saved, now)
     if other is not None and not options.override_schedule:
         raise CheckpointMismatchError(f"{folder} was trained on another learning-rate schedule: {other[0]}. {other[1]}")

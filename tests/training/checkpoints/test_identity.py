@@ -15,12 +15,14 @@ from megapar.arguments import parse
 from megapar.data.cache.cache import cache_folder
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
-from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
+from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer, store_tokenizer
 from megapar.errors import CheckpointError, ConfigError
+from megapar.files.location import Location
 from megapar.files.tokenizer_folder import FACTS, FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints.identity import HELDOUT_ORDER, Identity, code_hash
 from megapar.training.loop.outline import outline
+from tests.support.stores import put
 from tests.support.training import SMALL, last_wins
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")
@@ -174,19 +176,21 @@ def test_a_checkpoint_that_does_not_say_which_triples_is_taken(knowing: Callable
     assert "has different content" in knowing(True, 6, "t1.tsv")
 
 
-def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(tmp_path: Path) -> None:
+def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(store_root: Location) -> None:
     facts = {0: None, 1: "{}", 2: '{"fingerprint": "/../../x"}', 3: '{"fingerprint": "../abcdef"}'}
     tokenizer = SentencePieceTokenizer(train_model(iter(["some words of a text"] * 40), 280))
     for number, text in facts.items():
-        (tmp_path / FOLDER).mkdir()
-        (tmp_path / FOLDER / f"file-{number}").touch()
+        put(store_root / FOLDER / f"file-{number}", b"")
         if text:
-            (tmp_path / FOLDER / FACTS).write_text(text)
-        (note,) = store_tokenizer(tokenizer, tmp_path)
+            put(store_root / FOLDER / FACTS, text.encode())
+        (note,) = store_tokenizer(tokenizer, store_root)
         assert "is now tokenizer-unknown" in note
-        (tmp_path / FOLDER).rename(tmp_path / f"stored-{number}")
+        stored = load_stored_tokenizer(store_root)
+        assert stored is not None
+        assert stored.fingerprint() == tokenizer.fingerprint()
+        (store_root / FOLDER).publish(store_root / f"stored-{number}")
     names = ["tokenizer-unknown", *(f"tokenizer-unknown-{number}" for number in (2, 3, 4))]
-    assert all((tmp_path / name / f"file-{number}").is_file() for number, name in enumerate(names))
+    assert all((store_root / name / f"file-{number}").is_file() for number, name in enumerate(names))
 
 
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
