@@ -161,7 +161,7 @@ def load(
     return replace(loaded, initial=tuple(block.name for block in fit.initial))
 
 
-def _has_schedule(folder: Path, group: ProcessGroup | None) -> bool:
+def _has_schedule(folder: Location, group: ProcessGroup | None) -> bool:
     """Return True for the checkpoint of a run, on every rank: that of SGD without momentum has no optimizer state."""
     found = stored_schedule(folder) is not None
     return found if group is None else bool(messages.broadcast(found, group))
