@@ -10,7 +10,7 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.core.context_parallel.positions import RING, ULYSSES
-from megapar.core.device.attention_table import LARGEST_GROUP
+from megapar.core.device.attention.table import LARGEST_GROUP
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.optimizer.states import states_of
 from megapar.core.pipeline.stages import Chunk, Stages

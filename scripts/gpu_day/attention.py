@@ -3,7 +3,7 @@
 Whole samples are compared with FlashAttention-2 by name, because torch's choice may be the candidate itself. cuDNN is
 compared also where it is today's choice.
 
-A candidate is confirmed by ``standing`` of its row in ``megapar/core/device/attention_table.py``; the finding of each
+A candidate is confirmed by ``standing`` of its row in ``megapar/core/device/attention/table.py``; the finding of each
 case contains the line. Confirm a row if every case of it says so.
 
 Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size.
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.attention_table import (
+from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.table import (
     BLOCKS,
     CANDIDATE,
     CAUSAL,
@@ -36,7 +37,6 @@ from megapar.core.device.attention_table import (
 )
 from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
-from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.device.pick import pick
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.operators import TOLERANCE, relative

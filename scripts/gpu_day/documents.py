@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.packed_attention import (
+from megapar.core.device.attention.documents import (
     PackedDocuments,
     packed_attention_by_document,
     packed_attention_varlen,

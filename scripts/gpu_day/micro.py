@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
+from megapar.core.device.attention.documents import PackedDocuments
 from megapar.core.device.ops import OPS
-from megapar.core.device.packed_attention import PackedDocuments
 from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
 from megapar.moe.expert_order import sort_by_expert, unpermute
 from megapar.moe.message import fill

@@ -18,13 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.attention import attention_reference
-from megapar.core.device.attention_slice import attention_slice_reference
-from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
+from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
+from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.head_dims import HeadWidths
+from megapar.core.device.attention.slices import attention_slice_reference
+from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
-from megapar.core.device.head_dims import HeadWidths
 from megapar.core.device.ops import OPS
-from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.device.pick import pick
 from megapar.moe.expert_order import sort_by_expert
 from scripts.gpu_day import bucket_rows, expert_rows

@@ -9,7 +9,7 @@ from torch import nn
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.share import Share
-from megapar.core.device.packed_attention import PackedDocuments
+from megapar.core.device.attention.documents import PackedDocuments
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megapar.arguments import parse
-from megapar.core.device import attention
+from megapar.core.device.attention import whole as attention
 from megapar.planning.assume import Assumed
 from megapar.planning.devices import device_kind
 from megapar.planning.planned_run import PlannedRun

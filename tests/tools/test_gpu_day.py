@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapar.core.device.attention_table import CAUSAL, CUDNN, ROWS
+from megapar.core.device.attention.table import CAUSAL, CUDNN, ROWS
 from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer

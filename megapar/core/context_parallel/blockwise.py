@@ -27,7 +27,7 @@ from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.latents import ColumnReader, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.tiles import Tile
-from megapar.core.device.block_attention import AttentionBlock
+from megapar.core.device.attention.blocks import AttentionBlock
 from megapar.core.sharding.gradient_sink import GradientSink
 
 # Attends to tiles of columns that have arrived; in a backward it also adds to the columns' gradients.

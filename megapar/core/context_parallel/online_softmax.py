@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.tiles import Tile
-from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
+from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 

@@ -33,7 +33,7 @@ from megapar.core.context_parallel.latents import ColumnReader, Expansion, reade
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import Tile, cut_columns, diagonal_tiles, tiles_before
-from megapar.core.device.block_attention import AttentionBlock
+from megapar.core.device.attention.blocks import AttentionBlock
 from megapar.core.sharding.gradient_sink import GradientSink
 
 

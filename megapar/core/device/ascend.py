@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.device.block_attention import AttentionBlock, BlockGradients
-from megapar.core.device.expert_rows import permute_reference, rows_of_pairs
-from megapar.core.device.head_dims import cut_features, pad_features
-from megapar.core.device.packed_attention import DocumentSlice, PackedDocuments
+from megapar.core.device.attention.blocks import AttentionBlock, BlockGradients
+from megapar.core.device.attention.documents import DocumentSlice, PackedDocuments
+from megapar.core.device.attention.head_dims import cut_features, pad_features
+from megapar.core.device.rows.expert_rows import permute_reference, rows_of_pairs
 
 # Mask modes of npu_fusion_attention. LOWER_RIGHT requires the compressed causal mask.
 WHOLE_MASK, LOWER_RIGHT = 0, 3

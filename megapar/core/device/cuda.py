@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from megapar.core.device.attention_table import CUDNN, FLASH3
+from megapar.core.device.attention.table import CUDNN, FLASH3
 from megapar.core.device.base import Accelerator
 from megapar.core.device.communicators import QUEUE_CHANNELS
 from megapar.core.device.pinned import LEAST_BYTES, pinned_exactly

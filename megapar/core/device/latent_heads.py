@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.device.ascend import rotary_npu
-from megapar.core.device.head_dims import HeadWidths, pad_features
+from megapar.core.device.attention.head_dims import HeadWidths, pad_features
 from megapar.core.device.rotary import rotary_reference, turn_
 
 

@@ -25,16 +25,7 @@ from megapar.core.device.accumulate import (
     wide_product_reference,
     wide_product_rounded,
 )
-from megapar.core.device.attention import attention_cudnn, attention_flash, attention_fused, attention_reference
-from megapar.core.device.attention_slice import (
-    attention_slice_fused,
-    attention_slice_merged,
-    attention_slice_reference,
-    packed_attention_slice_merged,
-    packed_attention_slice_reference,
-    packed_attention_slice_varlen,
-)
-from megapar.core.device.block_attention import (
+from megapar.core.device.attention.blocks import (
     block_backward_cpu,
     block_backward_cuda,
     block_backward_reference,
@@ -42,27 +33,22 @@ from megapar.core.device.block_attention import (
     block_cuda,
     block_reference,
 )
-from megapar.core.device.bucket_rows import (
-    pack_bucket_cuda,
-    pack_bucket_reference,
-    unpack_bucket_cuda,
-    unpack_bucket_reference,
+from megapar.core.device.attention.documents import (
+    packed_attention_by_document,
+    packed_attention_reference,
+    packed_attention_varlen,
 )
+from megapar.core.device.attention.slices import (
+    attention_slice_fused,
+    attention_slice_merged,
+    attention_slice_reference,
+    packed_attention_slice_merged,
+    packed_attention_slice_reference,
+    packed_attention_slice_varlen,
+)
+from megapar.core.device.attention.whole import attention_cudnn, attention_flash, attention_fused, attention_reference
 from megapar.core.device.cross_entropy import cross_entropy_fused, cross_entropy_reference
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.expert_rows import (
-    pack_cuda,
-    pack_reference,
-    permute_cuda,
-    permute_reference,
-    sum_message_by,
-    sum_message_cuda,
-    sum_message_reference,
-    unpack_cuda,
-    unpack_reference,
-    unpermute_cuda,
-    unpermute_reference,
-)
 from megapar.core.device.grouped import (
     grouped_input_gradient_aligned,
     grouped_input_gradient_reference,
@@ -79,11 +65,6 @@ from megapar.core.device.latent_heads import (
     rotate_last_npu,
     rotate_last_reference,
 )
-from megapar.core.device.packed_attention import (
-    packed_attention_by_document,
-    packed_attention_reference,
-    packed_attention_varlen,
-)
 from megapar.core.device.rotary import (
     rotary_complex,
     rotary_cuda,
@@ -92,7 +73,26 @@ from megapar.core.device.rotary import (
     rotary_heads_reference,
     rotary_reference,
 )
-from megapar.core.device.row_order import (
+from megapar.core.device.rows.bucket_rows import (
+    pack_bucket_cuda,
+    pack_bucket_reference,
+    unpack_bucket_cuda,
+    unpack_bucket_reference,
+)
+from megapar.core.device.rows.expert_rows import (
+    pack_cuda,
+    pack_reference,
+    permute_cuda,
+    permute_reference,
+    sum_message_by,
+    sum_message_cuda,
+    sum_message_reference,
+    unpack_cuda,
+    unpack_reference,
+    unpermute_cuda,
+    unpermute_reference,
+)
+from megapar.core.device.rows.row_order import (
     order_equal_runs_cuda,
     order_equal_runs_reference,
     order_runs_cuda,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megapar.core.device.attention_table import LARGEST_GROUP
+from megapar.core.device.attention.table import LARGEST_GROUP
 
 _USED: set[torch.device] = set()  # decided once per process
 _LIBRARY = torch.library.Library("megapar", "DEF")

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.core.device import row_operators
 from megapar.core.device.cross_entropy import cross_entropy_reference
-from megapar.core.device.expert_rows import (
+from megapar.core.device.rotary import rotary_heads_reference
+from megapar.core.device.rows import row_operators
+from megapar.core.device.rows.expert_rows import (
     pack_reference,
     sum_message_reference,
     unpack_reference,
 )
-from megapar.core.device.rotary import rotary_heads_reference
-from megapar.core.device.row_order import order_runs_reference, sort_pairs_reference, spread_pairs_reference
+from megapar.core.device.rows.row_order import order_runs_reference, sort_pairs_reference, spread_pairs_reference
 from megapar.core.device.swiglu import swiglu_reference
 from megapar.core.device.triton_operators import (
     cross_entropy,

@@ -17,8 +17,8 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import all_gather, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.attention.documents import PackedDocuments
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM

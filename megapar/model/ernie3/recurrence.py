@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megapar.core.comm.autograd import gather
-from megapar.core.device.attention import attention_reference, torch_attention
-from megapar.core.device.attention_table import MASKED
+from megapar.core.device.attention.table import MASKED
+from megapar.core.device.attention.whole import attention_reference, torch_attention
 from megapar.core.device.ops import op
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.slices import SharedSlices
-from megapar.core.device.attention_slice import attention_slice_reference, packed_attention_slice_reference
+from megapar.core.device.attention.slices import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.remade import Remade, consume

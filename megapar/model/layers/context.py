@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megapar.core.context_parallel.blockwise import TilePlan
 from megapar.core.context_parallel.slices import SlicePlan
-from megapar.core.device.packed_attention import PackedDocuments
+from megapar.core.device.attention.documents import PackedDocuments
 from megapar.core.random import Streams
 from megapar.core.recompute.replay import Replay
 from megapar.moe.slicing import Slicing

@@ -30,9 +30,9 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.heads import own_heads, queries_to_heads
 from megapar.core.context_parallel.latents import Expansion
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.attention import kernel_head_dims
+from megapar.core.device.attention.head_dims import HeadWidths, cut_features, pad_features
+from megapar.core.device.attention.whole import kernel_head_dims
 from megapar.core.device.compiled import counted
-from megapar.core.device.head_dims import HeadWidths, cut_features, pad_features
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, ReplicatedLinear, RowLinear, Started, local

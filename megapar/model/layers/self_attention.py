@@ -31,10 +31,10 @@ from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.latents import Expansion
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.attention import attention_reference
+from megapar.core.device.attention.documents import packed_attention_reference
+from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
-from megapar.core.device.packed_attention import packed_attention_reference
 from megapar.core.recompute.remade import Remade, consume
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started

@@ -19,9 +19,9 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import bias, varlen
 
-from megapar.core.device import attention as attention_forms
-from megapar.core.device import attention_table as table
 from megapar.core.device import ops, triton_operators
+from megapar.core.device.attention import table
+from megapar.core.device.attention import whole as attention_forms
 from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.kinds import device_class

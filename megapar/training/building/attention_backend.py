@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from megapar.arguments import Config
-from megapar.core.device.attention_table import (
+from megapar.core.device.attention.table import (
     AUTO,
     BLOCKS,
     CAUSAL,

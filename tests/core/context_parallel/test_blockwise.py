@@ -11,9 +11,9 @@ from megapar.core.context_parallel.gathered import gathered_plan
 from megapar.core.context_parallel.online_softmax import merge
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
-from megapar.core.device.attention import attention_reference
-from megapar.core.device.block_attention import AttentionBlock, block_reference
-from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.blocks import AttentionBlock, block_reference
+from megapar.core.device.attention.documents import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.whole import attention_reference
 
 LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8  # SIZE: features of queries and keys
 ENDS, LENGTHS = [5, 17, 24, 24 + 1, 24 + 13, 48], [24, 7]

@@ -15,8 +15,8 @@ from megapar.core.context_parallel.latents import Expansion, LatentReader
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, SequenceLayout, choose_layout
 from megapar.core.context_parallel.slices import SharedSlices
-from megapar.core.device.attention import attention_reference
-from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.documents import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.whole import attention_reference
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients, linear
 from tests.core.context_parallel.test_method import RecordedTraffic
 from tests.support.lazy import LazyDevice

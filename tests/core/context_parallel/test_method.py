@@ -16,8 +16,8 @@ from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
-from megapar.core.device.attention import attention_reference
-from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.documents import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.whole import attention_reference
 from tests.support.ranks import run_ranks
 
 SAMPLES, LENGTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 8

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megapar.core.device.attention import capability_of
+from megapar.core.device.attention.whole import capability_of
 from megapar.core.device.base import Accelerator, Device
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice

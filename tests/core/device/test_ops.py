@@ -11,21 +11,22 @@ import torch.nn.functional as F
 from torch.nn.attention import varlen
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device import attention, packed_attention
-from megapar.core.device.attention import attention_fused, attention_reference
-from megapar.core.device.attention_slice import (
-    attention_slice_merged,
-    attention_slice_reference,
-    packed_attention_slice_reference,
-)
-from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.ops import OPS, op, rotary_reference
-from megapar.core.device.packed_attention import (
+from megapar.core.device.attention import documents as packed_attention
+from megapar.core.device.attention import whole as attention
+from megapar.core.device.attention.documents import (
     PackedDocuments,
     by_kernel,
     packed_attention_by_document,
     packed_attention_reference,
 )
+from megapar.core.device.attention.slices import (
+    attention_slice_merged,
+    attention_slice_reference,
+    packed_attention_slice_reference,
+)
+from megapar.core.device.attention.whole import attention_fused, attention_reference
+from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.ops import OPS, op, rotary_reference
 from megapar.moe.expert_order import sort_by_expert
 from tests.support.ascend import stand_in
 

@@ -9,10 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.core.comm.axis import Axis
-from megapar.core.device import ops, row_operators, triton_operators, triton_trial
+from megapar.core.device import ops, triton_operators, triton_trial
 from megapar.core.device.cross_entropy import cross_entropy_reference
 from megapar.core.device.ops import OPS
 from megapar.core.device.rotary import rotary_heads_in_one_kernel, rotary_heads_reference, rotary_reference
+from megapar.core.device.rows import row_operators
 from megapar.core.device.swiglu import in_one_kernel, swiglu_reference
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.layers.mlp import Mlp

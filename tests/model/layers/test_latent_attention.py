@@ -19,8 +19,8 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
+from megapar.core.device.attention.documents import PackedDocuments
 from megapar.core.device.compiled import Compiled
-from megapar.core.device.packed_attention import PackedDocuments
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.model.attention.latent import LatentAttentionSizes

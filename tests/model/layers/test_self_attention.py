@@ -13,7 +13,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
-from megapar.core.device.packed_attention import PackedDocuments
+from megapar.core.device.attention.documents import PackedDocuments
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of
 from megapar.model.attention_sizes import AttentionSizes

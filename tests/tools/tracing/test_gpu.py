@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.core.device import attention
-from megapar.core.device.attention_table import MASKED
+from megapar.core.device.attention import whole as attention
+from megapar.core.device.attention.table import MASKED
 from megapar.core.device.ops import OPS
 from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megapar.arguments import parse
-from megapar.core.device import attention_table
+from megapar.core.device.attention import table as attention_table
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import kinds
 from megapar.errors import ConfigError

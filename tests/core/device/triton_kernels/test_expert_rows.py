@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar.core.device import expert_rows, row_order
+from megapar.core.device.rows import expert_rows, row_order
 from tests.support.interpreted import run_interpreted
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import bias as alignments
 
-from megapar.core.device.attention import call_of, torch_attention
-from megapar.core.device.attention_table import DOCUMENTS, LOWER_RIGHT, VARLEN, takes
+from megapar.core.device.attention.documents import DocumentSlice, by_kernel
+from megapar.core.device.attention.head_dims import cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.table import DOCUMENTS, LOWER_RIGHT, VARLEN, takes
+from megapar.core.device.attention.whole import call_of, torch_attention
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.head_dims import cut_features, equal_head_dims, pad_features
-from megapar.core.device.packed_attention import DocumentSlice, by_kernel
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:

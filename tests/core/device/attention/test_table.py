@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapar.arguments import FLAGS
-from megapar.core.device.attention_table import (
+from megapar.core.device.attention.table import (
     AUTO,
     BACKENDS,
     BLOCKS,

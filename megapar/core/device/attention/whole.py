@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar.core.device.attention_table import (
+from megapar.core.device.attention.head_dims import HeadWidths, cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.table import (
     CAUSAL,
     CUDNN,
     FLASH,
@@ -27,7 +28,6 @@ from megapar.core.device.attention_table import (
     takes,
 )
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.head_dims import HeadWidths, cut_features, equal_head_dims, pad_features
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)

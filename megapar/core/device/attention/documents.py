@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.attention import attention_fused, attention_reference, call_of
-from megapar.core.device.attention_table import DOCUMENTS, VARLEN, takes
-from megapar.core.device.head_dims import cut_features, equal_head_dims
+from megapar.core.device.attention.head_dims import cut_features, equal_head_dims
+from megapar.core.device.attention.table import DOCUMENTS, VARLEN, takes
+from megapar.core.device.attention.whole import attention_fused, attention_reference, call_of
 from megapar.core.torch_names import varlen_attention
 
 

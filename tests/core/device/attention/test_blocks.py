@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar.core.device import attention, block_attention
-from megapar.core.device.block_attention import (
+from megapar.core.device.attention import blocks as block_attention
+from megapar.core.device.attention import whole as attention
+from megapar.core.device.attention.blocks import (
     AttentionBlock,
     block_backward_cuda,
     block_backward_reference,

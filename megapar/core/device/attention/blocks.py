@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.device.attention import call_of
-from megapar.core.device.attention_table import BLOCKS, FLASH, takes
-from megapar.core.device.head_dims import EqualHeads, cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.head_dims import EqualHeads, cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.table import BLOCKS, FLASH, takes
+from megapar.core.device.attention.whole import call_of
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.device import row_operators
+from megapar.core.device.rows import row_operators
 
 
 class RowOrder(NamedTuple):
