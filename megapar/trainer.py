@@ -318,7 +318,7 @@ class Trainer:
         )
         self._notes += notes
         if config.checkpoint.save and world.rank == 0:
-            self._notes += store_tokenizer(self.corpus.tokenizer, Path(config.checkpoint.save))
+            self._notes += store_tokenizer(self.corpus.tokenizer, config.checkpoint.save)
 
     def _make_stepper(self, loaded: state.Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""
@@ -409,7 +409,8 @@ class Trainer:
             self.loader.close()
             self.monitor.close()
         self._report_end(exported)
-        checkpoint = self.checkpoints.folder
+        folder = self.checkpoints.folder
+        checkpoint = None if folder is None else folder.local_path()
         return Outcome(self.progress.iteration, tuple(self._records or ()), self._evaluation, checkpoint, exported)
 
     @property

@@ -11,6 +11,9 @@ import pytest
 from hypothesis import settings
 
 from tests.support.shares import is_drawn
+from tests.support.stores import any_store, store_root
+
+__all__ = ["any_store", "store_root"]
 
 TABLES = ("table", "flags", "presets")  # markers of what is drawn from
 

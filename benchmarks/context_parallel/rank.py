@@ -19,6 +19,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 (makes the
 
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.synchronize import synchronize
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import Exchange
 from megapar.core.comm.in_flight import CommContext, InFlight
@@ -90,7 +91,7 @@ def _shared(method: ContextParallel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if method.deals_heads:
         y = _whole(*to_heads(q, k, v, method.axis, method.comm))
         return to_positions(y, method.axis, method.comm)
-    plan = method.plan(*q.shape[:2], causal=True)
+    plan = method.plan(AttentionMask.of(1, q.shape[1] * method.axis.size, causal=True))
     assert plan is not None
     heads = (x.transpose(1, 2) for x in (q, k, v))
     return attend_blockwise(*heads, method.transport, plan, flash=True).transpose(1, 2)

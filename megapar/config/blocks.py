@@ -83,13 +83,13 @@ def leaves(pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], *within: 
     for key, value in items:
         name = normal(key).lstrip("-")
         shown = ".".join((*within, key))
-        if isinstance(value, Pairs) and name not in known:
-            if name in BLOCKS:
-                yield from leaves(value, known, *within, key)
-            else:
-                yield Strange(shown, [inner for inner, _ in value])
+        if isinstance(value, Pairs) and name in BLOCKS:  # optimizer is a flag, too, which takes no mapping
+            yield from leaves(value, known, *within, key)
             continue
-        if value in (None, "None") and name in BLOCKS and name not in known:
+        if isinstance(value, Pairs) and name not in known:
+            yield Strange(shown, [inner for inner, _ in value])
+            continue
+        if value in (None, "None") and name in BLOCKS:
             continue  # an empty block
         if within:
             name = _SHORT.get(normal(within[-1]), {}).get(name, name)

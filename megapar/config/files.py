@@ -16,7 +16,13 @@ from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.run import METRICS_OFF
 from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
-from megapar.files.checkpoint_names import LAYOUT_FILE, folders_below, holds_checkpoints, parse_checkpoint_name
+from megapar.files.checkpoint_names import (
+    LAYOUT_FILE,
+    folders_below,
+    holds_checkpoints,
+    names_in,
+    parse_checkpoint_name,
+)
 from megapar.files.metrics_file import METRICS
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE
 from megapar.files.regular_file import INDEX_BYTES, read_json
@@ -125,7 +131,7 @@ def _checkpoint(path: Path) -> Iterator[Complaint]:
 
 def saved_steps(path: Path) -> list[int]:
     """Return the iterations of the checkpoints in a folder, oldest first."""
-    return sorted({name[0] for one in path.glob("iter_*") if (name := parse_checkpoint_name(one.name))})
+    return sorted({parsed[0] for name in names_in(path) if (parsed := parse_checkpoint_name(name))})
 
 
 def _only_suspects(path: Path) -> Iterator[Complaint]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from megapar.config.config import FLAGS
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
-from megapar.files.content import not_itself
+from megapar.files.content import HEAD_BYTES, not_this
+from megapar.files.location import Place, at
 from megapar.files.published_names import CONFIG_FILE
-from megapar.files.regular_file import read_json
+from megapar.files.regular_file import json_object
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.published import Json, PublishedArchitecture
 
@@ -31,17 +31,18 @@ class Unsupported(ValueError):
     """A published model that megapar does not support; the message names the setting."""
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
+def read_config(folder: Place) -> dict[str, Any]:
     """Read config.json of a model folder. Raises Unsupported if it is missing or not JSON."""
-    path = Path(folder) / CONFIG_FILE
-    if not path.exists() and (Path(folder) / "adapter_config.json").exists():
-        fix = "merge it into its model with merge_and_unload of peft, and pass the folder of the result"
-        raise Unsupported(f"{folder} is an adapter (LoRA), not a model: {fix}")
-    if not path.exists():
-        raise Unsupported(f"{folder} contains no config.json, which every published model has")
+    path = at(folder) / CONFIG_FILE
     try:
-        other = not_itself(path)
-        config = {} if other else read_json(path)
+        content = path.content()
+        other = not_this(content[:HEAD_BYTES])
+        config = {} if other else json_object(content)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if (at(folder) / "adapter_config.json").is_file():
+            fix = "merge it into its model with merge_and_unload of peft, and pass the folder of the result"
+            raise Unsupported(f"{folder} is an adapter (LoRA), not a model: {fix}") from error
+        raise Unsupported(f"{folder} contains no config.json, which every published model has") from error
     except (OSError, ValueError) as error:
         raise Unsupported(f"{path} cannot be read ({error})") from error
     if other:

@@ -114,9 +114,15 @@ class TrainingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """AdamW and its learning rate schedule."""
+    """The optimizer and its learning rate schedule."""
 
     role: ClassVar[roles.Role] = roles.OPTIMIZER
+    optimizer: str = flag(
+        "adamw",
+        "adamw: decoupled weight decay; sgd: with momentum, and weight decay added to the gradient",
+        choices=("adamw", "sgd"),
+    )
+    sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
     lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)
     min_lr: float = flag(0.0, "learning rate after the decay", low=0, other=0.001)
     lr_decay_style: str = flag(
@@ -138,9 +144,7 @@ class OptimizerOptions:
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
         other="exponential",
     )
-    weight_decay: float = flag(
-        0.1, "AdamW weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5
-    )
+    weight_decay: float = flag(0.1, "weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5)
     clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0, other=0.01)
     adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)

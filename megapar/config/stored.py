@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, newest_name, parse_checkpoint_name, read_latest
-from megapar.files.regular_file import open_regular, read_json
+from megapar.files.location import Location, Place, at
 from megapar.files.suspects import suspects
 
 MAX_BYTES = 1 << 20
 MAX_SCALARS_BYTES = 1 << 24  # they list the data: some 180 bytes per source, for every phase with different data
 
 
-def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[str, Any]] | None:
+def stored_facts(root: Place, iteration: int | None = None) -> tuple[Location, dict[str, Any]] | None:
     """Return (folder, the model's facts in ``layout.json``) of an iteration, or of the latest one under ``root``.
 
     Returns None if they cannot be read; the loader reports the problem with the checkpoint.
@@ -23,11 +22,10 @@ def stored_facts(root: Path, iteration: int | None = None) -> tuple[Path, dict[s
         named = (read_latest(root) or ("", 0))[0] if iteration is None else newest_name(root, iteration)
         if not parse_checkpoint_name(named):
             return None
-        folder = root / named
-        if iteration is not None and not folder.exists():
+        folder = at(root) / named
+        if iteration is not None and not folder.list():
             folder = suspects(root).get(iteration, folder)
-        with open_regular(folder / LAYOUT_FILE) as file:
-            head = file.read(MAX_BYTES).split(b"\n", 4)
+        head = (folder / LAYOUT_FILE).head(MAX_BYTES).split(b"\n", 4)
         text = next(line for line in head if line.startswith(b'"model": '))
         facts = json.loads(text.partition(b": ")[2].rstrip(b","))
     except (OSError, ValueError, RecursionError, StopIteration):
@@ -41,15 +39,15 @@ def _plain(schedule: Any) -> Any:
     return schedule if all(value is None or isinstance(value, (int, float, str)) for value in values) else None
 
 
-def stored_schedule(folder: Path) -> dict[str, Any] | None:
+def stored_schedule(folder: Place) -> dict[str, Any] | None:
     """Return the learning rate schedule of a checkpoint, or None if it has none, as converted checkpoints."""
     schedule = _plain(stored_scalars(folder).get("schedule"))
     return (schedule or None) if isinstance(schedule, dict) else None
 
 
-def stored_scalars(folder: Path) -> dict[str, Any]:
+def stored_scalars(folder: Place) -> dict[str, Any]:
     """Return the content of a checkpoint's ``scalars.json``, unverified; {} if it cannot be read."""
     try:
-        return read_json(folder / SCALARS_FILE, MAX_SCALARS_BYTES)
+        return (at(folder) / SCALARS_FILE).json(MAX_SCALARS_BYTES)
     except (OSError, ValueError):
         return {}

@@ -100,6 +100,6 @@ def check_vocabulary(values: Mapping[str, Any]) -> Iterator[Complaint]:
 
 
 def _stored(values: Mapping[str, Any]) -> int | None:
-    stored = stored_facts(Path(values["load"]), values.get("ckpt_step"))
+    stored = stored_facts(values["load"], values.get("ckpt_step"))
     size = stored[1].get("vocab_size") if stored is not None else None
     return size if isinstance(size, int) else None

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megapar.data.sampling.samples import NO_LOSS, Sample, Samples
+from megapar.data.sampling.samples import NO_LOSS, WEIGHTS, Sample, Samples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,25 +27,26 @@ class MicroBatch:
     ``data.context_parallel_batch``), except in ``ends``. The other attributes always describe whole samples.
 
     Attributes:
-        tensors: Inputs of the model's forward pass, int64 except ``valid``.
-            Decoder: tokens, labels (NO_LOSS: not predicted), positions [B, S]; ends [documents], only with attention
-            inside documents: the index after each document, flat into B * S, ascending, the last one of a sample at
-            its end.
+        tensors: Inputs of the model's forward pass, int64 except ``valid`` and ``weights``.
+            Decoder: tokens, labels (NO_LOSS: not predicted), positions [B, S]; weights [B, S] fp32, those of the labels
+            in the loss, only if some are neither 0 (NO_LOSS) nor 1; ends [documents], only with attention inside
+            documents: the index after each document, flat into B * S, ascending, the last one of a sample at its end.
             ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
             masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
             Both: valid [B, S] bool, only if some position is padding.
             ERNIE without its padding (see ``data.unpadded_batch``): one sample of all positions, no valid; ends
             [documents] of the samples in it and starts [documents + 1] int32, 0 and the same ends, for the device.
             Context parallelism adds lengths [B], the valid positions of whole samples, next to valid, and for a
-            decoder tokens_ahead, labels_ahead [B, S]: those of the next position, which may be on another rank.
+            decoder tokens_ahead, labels_ahead, weights_ahead [B, S]: those of the next position, which may be on
+            another rank.
         counts: Items of each loss term: {"lm": .., "mtp": .., "sequences": B} for a decoder ("mtp": positions whose
-            token and next token are both predicted), {"lm": M, "sop": B} for ERNIE.
+            token and next token are both predicted), {"lm": M, "sop": B} for ERNIE. With weights, their sums in fp64.
         valid_tokens: Number of positions that are not padding.
         tokens: Number of all positions, B * S.
     """
 
     tensors: dict[str, torch.Tensor]
-    counts: dict[str, int]
+    counts: dict[str, float]
     valid_tokens: int
     tokens: int
 
@@ -83,9 +84,15 @@ def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
         arrays["positions"] = np.stack([sample["positions"] for sample in samples])
     if "ends" in samples[0]:
         arrays[ENDS] = np.concatenate([sample["ends"] + i * tokens.shape[1] for i, sample in enumerate(samples)])
-    predicted = labels != NO_LOSS
-    both = predicted[:, :-1] & predicted[:, 1:]
-    return micro_batch(arrays, valid, {"lm": int(predicted.sum()), "mtp": int(both.sum()), "sequences": len(samples)})
+    predicted = weights = labels != NO_LOSS
+    if any(WEIGHTS in sample for sample in samples):
+        own = zip(samples, predicted, strict=True)
+        arrays[WEIGHTS] = np.stack([sample.get(WEIGHTS, counted.astype(np.float32)) for sample, counted in own])
+        weights = arrays[WEIGHTS].astype(np.float64)
+    ahead = predicted[:, :-1] * weights[:, 1:]
+    return micro_batch(
+        arrays, valid, {"lm": weights.sum().item(), "mtp": ahead.sum().item(), "sequences": len(samples)}
+    )
 
 
 def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
@@ -106,7 +113,7 @@ def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
     return micro_batch(arrays, valid, {"lm": len(masked), "sop": len(samples)})
 
 
-def micro_batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, int]) -> MicroBatch:
+def micro_batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, float]) -> MicroBatch:
     """Return a micro-batch of these arrays; it contains ``valid`` [B, S] only if some position is padding."""
     import numpy as np
     import torch

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.data.batches import LENGTHS, Collate, MicroBatch
-from megapar.data.sampling.samples import NO_LOSS
+from megapar.data.sampling.samples import NO_LOSS, WEIGHTS
 
 if TYPE_CHECKING:
     import numpy as np
 
-_BY_POSITION = ("tokens", "labels", "positions", "token_types", "task_types", "valid", "tokens_ahead", "labels_ahead")
+_AHEAD = ("tokens_ahead", "labels_ahead", "weights_ahead")
+_BY_POSITION = ("tokens", "labels", WEIGHTS, "positions", "token_types", "task_types", "valid", *_AHEAD)
 
 
 def context_parallel_collate(collate: Collate, layout: SequenceLayout, rank: int) -> Collate:
@@ -26,6 +27,8 @@ def _cut(batch: MicroBatch, layout: SequenceLayout, rank: int) -> MicroBatch:
     whole = {name: tensor.numpy() for name, tensor in batch.tensors.items()}
     if "labels" in whole:
         whole["tokens_ahead"], whole["labels_ahead"] = tokens_and_labels_ahead(whole["tokens"], whole["labels"])
+    if WEIGHTS in whole:
+        whole["weights_ahead"] = _next(whole[WEIGHTS])
     length = whole["tokens"].shape[1]
     own = np.array(layout.positions(length, rank), dtype=np.int64)
     arrays = {name: array[:, own] if name in _BY_POSITION else array for name, array in whole.items()}
@@ -50,4 +53,11 @@ def tokens_and_labels_ahead(tokens: np.ndarray, labels: np.ndarray) -> tuple[np.
     import numpy as np
 
     after = np.concatenate((labels[:, 1:], np.full_like(labels[:, :1], NO_LOSS)), axis=1)
-    return np.concatenate((tokens[:, 1:], tokens[:, -1:]), axis=1), np.where(labels == NO_LOSS, NO_LOSS, after)
+    return _next(tokens), np.where(labels == NO_LOSS, NO_LOSS, after)
+
+
+def _next(values: np.ndarray) -> np.ndarray:
+    """Return the value of the next position for each of [B, S]; at the last one, which has no label, its own."""
+    import numpy as np
+
+    return np.concatenate((values[:, 1:], values[:, -1:]), axis=1)

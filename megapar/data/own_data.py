@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +23,11 @@ class TokenDataset(Protocol):
         """Return the number of sequences."""
 
     def __getitem__(self, number: int) -> Any:
-        """Return [T] integers, a list, an array or a tensor, with 2 <= T <= S + 1 and 0 <= number < len."""
+        """Return [T] integers, a list, an array or a tensor, with 2 <= T <= S + 1 and 0 <= number < len.
+
+        {"tokens": them, "weights": [T] numbers >= 0} also says how much the prediction of each id counts in the loss,
+        which is divided by the sum of the weights in the global batch. The first id is not predicted.
+        """
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class OwnData:
 
 
 class CheckedPieces:
-    """The sequences of a dataset as pieces of samples. Reading one raises DataError if its ids are not usable.
+    """The sequences of a dataset as pieces of samples. Reading one raises DataError if its numbers are not usable.
 
     Args:
         dataset: The sequences.
@@ -65,9 +70,24 @@ class CheckedPieces:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> np.ndarray:
+        return self.weighted(number)[0]
+
+    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """See samples.Weighted."""
+        sequence = self._dataset[number]
+        if not isinstance(sequence, Mapping):
+            return self._checked_ids(sequence, number), None
+        if set(sequence) != {"tokens", "weights"}:
+            raise DataError(
+                f"{self._name}: sequence {number} has the keys {sorted(map(str, sequence))}; return tokens and weights"
+            )
+        ids = self._checked_ids(sequence["tokens"], number)
+        return ids, self._checked_weights(sequence["weights"], len(ids), number)
+
+    def _checked_ids(self, sequence: Any, number: int) -> np.ndarray:
         import numpy as np
 
-        ids = np.asarray(self._dataset[number])
+        ids = np.asarray(sequence)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 2 <= len(ids) <= self._seq_length + 1:
             raise DataError(
                 f"{self._name}: sequence {number} is {ids.dtype} of shape {list(ids.shape)}; return 2 to "
@@ -80,3 +100,21 @@ class CheckedPieces:
                 "of --vocab-size"
             )
         return ids.astype(np.int64)
+
+    def _checked_weights(self, sequence: Any, length: int, number: int) -> np.ndarray:
+        import numpy as np
+
+        given = np.asarray(sequence)
+        if given.dtype.kind not in "biuf" or given.shape != (length,):
+            raise DataError(
+                f"{self._name}: the weights of sequence {number} are {given.dtype} of shape {list(given.shape)}; "
+                f"return {length} numbers, one of each token"
+            )
+        with np.errstate(over="ignore"):  # an infinity is refused below
+            weights = given.astype(np.float32)
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            raise DataError(
+                f"{self._name}: the weights of sequence {number} are from {given.min()} to {given.max()}; return "
+                "finite numbers, at least 0"
+            )
+        return weights

@@ -15,11 +15,11 @@ by an old version or by hand, and is followed.
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
+from collections.abc import Iterable
 
-from megapar.files.regular_file import UnfitFileError, open_regular
+from megapar.files.location import Location, Place, at
+from megapar.files.regular_file import UnfitFileError
 
 LAYOUT_FILE = "layout.json"
 SCALARS_FILE = "scalars.json"
@@ -42,9 +42,18 @@ def is_part(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
-def holds_checkpoints(root: Path) -> bool:
+def holds_checkpoints(root: Place) -> bool:
     """Return True if a complete checkpoint is directly below ``root``, of whatever iteration."""
-    return any(root.glob(f"iter_*/{LAYOUT_FILE}"))
+    names = (name for name in names_in(root) if name.startswith("iter_"))
+    return any(LAYOUT_FILE in names_in(at(root) / name) for name in names)
+
+
+def names_in(folder: Place) -> Iterable[str]:
+    """Return the names in a folder; none if it cannot be read, which the loader reports."""
+    try:
+        return at(folder).list()
+    except OSError:
+        return ()
 
 
 def iteration_name(iteration: int, epoch: int = 0) -> str:
@@ -58,24 +67,24 @@ def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
-def folders_below(root: Path) -> list[str]:
+def folders_below(root: Place) -> list[str]:
     """Return the folders with checkpoints that are one level below ``root``, sorted; it is often named by mistake."""
-    return sorted(str(file.parent) for file in root.glob(f"*/{LATEST}"))
+    return sorted(str(at(root) / name) for name in names_in(root) if LATEST in names_in(at(root) / name))
 
 
-def newest_name(root: Path, iteration: int) -> str:
+def newest_name(root: Place, iteration: int) -> str:
     """Return the name of the newest checkpoint of an iteration; the plain name if there is none."""
-    names = (parse_checkpoint_name(path.name) for path in root.glob(f"{iteration_name(iteration)}*"))
-    return iteration_name(iteration, max((name[1] for name in names if name), default=0))
+    names = map(parse_checkpoint_name, names_in(root))
+    return iteration_name(iteration, max((name[1] for name in names if name and name[0] == iteration), default=0))
 
 
-def read_latest(root: Path) -> tuple[str, int] | None:
+def read_latest(root: Place) -> tuple[str, int] | None:
     """Return (name of the latest checkpoint under ``root``, epoch), or None if none has been published.
 
     The checkpoint may not exist. A text that is not a checkpoint's name is returned unchanged, with epoch 0. Raises
     OSError if a file cannot be read.
     """
-    text = _read(root / LATEST)
+    text = _read(at(root) / LATEST)
     if text is None:
         return None
     published = _parsed(text)
@@ -84,26 +93,23 @@ def read_latest(root: Path) -> tuple[str, int] | None:
     for epoch in sorted(owners_latest(root), reverse=True):
         if epoch <= published[1]:
             break
-        newer = _parsed(_read(root / OWNERS / f"{epoch}.{LATEST}") or "")
+        newer = _parsed(_read(at(root) / OWNERS / f"{epoch}.{LATEST}") or "")
         if newer is not None:
             return newer
     return published
 
 
-def owners_latest(root: Path) -> list[int]:
+def owners_latest(root: Place) -> list[int]:
     """Return the epochs of the folder's owners that have published a checkpoint."""
     return _epochs(root, LATEST)
 
 
-def _epochs(root: Path, suffix: str) -> list[int]:
-    try:
-        names = os.listdir(root / OWNERS)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _epochs(root: Place, suffix: str) -> list[int]:
+    names = (at(root) / OWNERS).list()
     return [int(match[1]) for name in names if (match := re.fullmatch(rf"({EPOCH})\.{suffix}", name))]
 
 
-def epochs_of(root: Path) -> list[int]:
+def epochs_of(root: Place) -> list[int]:
     """Return the epochs of all owners that are still recorded in the folder. Raises OSError if it cannot be read."""
     return _epochs(root, "json")
 
@@ -113,10 +119,9 @@ def _parsed(text: str) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[4] or 0))
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Location) -> str | None:
     """Return the beginning of a regular file, or None if there is none. Folders, pipes and devices are not read."""
     try:
-        with open_regular(path) as file:
-            return file.read(_MOST_BYTES).decode(errors="replace")
+        return path.head(_MOST_BYTES).decode(errors="replace")
     except (FileNotFoundError, UnfitFileError):
         return None

@@ -20,10 +20,11 @@ _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECAS
 def not_itself(path: Path | str) -> str:
     """Return what a file is in place of its content, and the remedy, as a predicate; "" for others. Raises OSError."""
     with open_regular(path) as file:
-        return _not_itself(file.read(HEAD_BYTES))
+        return not_this(file.read(HEAD_BYTES))
 
 
-def _not_itself(head: bytes) -> str:
+def not_this(head: bytes) -> str:
+    """Return the same, given the file's first bytes."""
     if head.startswith(b"version https://git-lfs.github.com/spec/v1\n"):
         size = re.search(rb"\nsize ([0-9]{1,18})\n", head)
         shown = f" ({int(size[1]):,} bytes)" if size else ""
@@ -46,7 +47,7 @@ def look_at(path: Path, field: str = FIELD) -> tuple[str, bool, str]:
         return refused, False, ""
     with opened(path) as file:
         head = file.read(HEAD_BYTES)
-        other = _not_itself(head)
+        other = not_this(head)
         if other and (named or kind == PARQUET or not _PAGE.match(head)):  # text may consist of web pages
             return other, False, ""
         if kind == PARQUET:

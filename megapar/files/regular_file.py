@@ -25,7 +25,7 @@ class UnfitFileError(OSError):
     """A file is refused because of its type or size. An OSError, so that callers treat it as unreadable."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a regular file for reading. Raises OSError if it cannot be read or is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     mode = os.fstat(descriptor).st_mode
@@ -43,10 +43,16 @@ def read_regular(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
     cannot be read, is not a regular file, is larger, or grows while it is read.
     """
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise UnfitFileError(errno.EFBIG, _too_large(size, limit), str(path))
-        return _up_to(file.read(size + 1), size, path)
+        return read_open(file, limit, path)
+
+
+def read_open(file: IO[bytes], limit: int, path: object) -> bytes:
+    """Read an open file as ``read_regular`` does. ``path`` is its name in errors."""
+    size = file.seek(0, os.SEEK_END)
+    if size > limit:
+        raise UnfitFileError(errno.EFBIG, _too_large(size, limit), str(path))
+    file.seek(0)
+    return _up_to(file.read(size + 1), size, path)
 
 
 def read_given(path: str | os.PathLike[str], limit: int = SMALL) -> bytes:
@@ -65,8 +71,13 @@ def read_regular_text(path: str | os.PathLike[str], limit: int = SMALL) -> str:
 
 def read_json(path: str | os.PathLike[str], limit: int = SMALL) -> dict[str, Any]:
     """Read a regular file with a JSON object. Raises OSError, or ValueError for any other content."""
+    return json_object(read_regular(path, limit))
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError for any other content."""
     try:
-        found = json.loads(read_regular(path, limit))
+        found = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(found, dict):
@@ -79,7 +90,7 @@ def text_of(content: bytes) -> str:
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
 
 
-def _up_to(content: bytes, limit: int, path: str | os.PathLike[str]) -> bytes:
+def _up_to(content: bytes, limit: int, path: object) -> bytes:
     if len(content) > limit:
         raise UnfitFileError(errno.EFBIG, _too_large(None, limit), str(path))
     return content

@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from megapar.errors import UnverifiedError
-from megapar.files.regular_file import read_json
+from megapar.files.location import Location, Place, at
 
 RECORD = "corruption.json"
 NEVER = -1
@@ -83,14 +82,14 @@ class Fault:
         return asdict(self)
 
 
-def read_fault(folder: Path) -> Fault | None:
+def read_fault(folder: Place) -> Fault | None:
     """Return the fault on which a run that saved here ended, if no start has handled it yet, else None.
 
     Raises UnverifiedError if the record cannot be read.
     """
-    path = folder / RECORD
+    path = at(folder) / RECORD
     try:
-        return fault_of(read_json(path, _MAX_BYTES))
+        return fault_of(path.json(_MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -129,16 +128,14 @@ def _count(value: object, least: int = 0) -> int:
     return value
 
 
-def suspects(root: Path) -> dict[int, Path]:
+def suspects(root: Place) -> dict[int, Location]:
     """Return iteration -> checkpoint that was set aside, in ascending order.
 
     If an iteration has several, take the last one of the owner with the highest epoch.
     """
-    newest: dict[int, tuple[tuple[int, int], Path]] = {}
-    for path in root.iterdir() if root.is_dir() else ():
-        match = _SUSPECT.fullmatch(path.name)
-        if match:
-            at, age = int(match[1]), (int(match[2] or 0), int(match[3] or 1))
-            if at not in newest or age > newest[at][0]:
-                newest[at] = (age, path)
-    return {at: path for at, (_, path) in sorted(newest.items())}
+    newest: dict[int, tuple[tuple[int, int], str]] = {}
+    for name in at(root).list():
+        if match := _SUSPECT.fullmatch(name):
+            iteration, age = int(match[1]), (int(match[2] or 0), int(match[3] or 1))
+            newest[iteration] = max(newest.get(iteration, (age, name)), (age, name))
+    return {iteration: at(root) / name for iteration, (_, name) in sorted(newest.items())}

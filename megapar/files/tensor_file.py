@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megapar.errors import CheckpointError
-from megapar.files.content import not_itself
+from megapar.files.content import HEAD_BYTES, not_this
+from megapar.files.location import Place, at
+from megapar.files.regular_file import UnfitFileError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,12 +43,12 @@ class TensorFile:
     Raises CheckpointError if the file is missing, truncated, or not in the format.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Place) -> None:
+        self.path = at(path)
         try:
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing")
-            self._file = path.open("rb", buffering=0)
+            self._file = self.path.read()
+        except (FileNotFoundError, NotADirectoryError, UnfitFileError) as error:
+            raise CheckpointError(f"{path} is missing") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error}") from error
         try:
@@ -63,12 +64,12 @@ class TensorFile:
         self._file.close()
 
     def _read_header(self) -> Mapping[str, Any]:
-        size = os.fstat(self._file.fileno()).st_size
+        size = self._file.seek(0, os.SEEK_END)
         length = int.from_bytes(self._read_at(0, 8), "little")
         self._start = 8 + length
         if length > MAX_HEADER_BYTES or self._start > size:
             damage = f"is damaged: it claims a header of {length} bytes in {size}"
-            raise CheckpointError(f"{self.path} {not_itself(self.path) or damage}")
+            raise CheckpointError(f"{self.path} {not_this(bytes(self._read_at(0, min(size, HEAD_BYTES)))) or damage}")
         self._num_bytes = size - self._start
         try:
             header = json.loads(self._read_at(8, length), object_pairs_hook=_once)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megapar.files.content import not_itself
-from megapar.files.regular_file import read_json
+from megapar.files.location import Place, at
 
 FOLDER = "tokenizer"
 FACTS = "megapar.json"
@@ -20,10 +20,10 @@ def foreign_tokenizer(path: Path) -> str:
     return next((f"{file} {other}" for file in files if file.is_file() and (other := not_itself(file))), "")
 
 
-def stored_fingerprint(folder: Path) -> str | None:
+def stored_fingerprint(folder: Place) -> str | None:
     """Return the fingerprint in a folder that ``data.tokenizers.stored_tokenizer`` wrote, None for other folders."""
     try:
-        fingerprint = read_json(folder / FACTS).get("fingerprint")
+        fingerprint = (at(folder) / FACTS).json().get("fingerprint")
     except (OSError, ValueError):
         return None
     return fingerprint if isinstance(fingerprint, str) else None

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.errors import CheckpointError
-from megapar.files.content import not_itself
+from megapar.files.content import HEAD_BYTES, not_this
+from megapar.files.location import Location, Place, at
 from megapar.files.published_names import INDEX_FILE, WEIGHTS_FILE
-from megapar.files.regular_file import INDEX_BYTES, read_json
+from megapar.files.regular_file import INDEX_BYTES, json_object
 from megapar.files.tensor_file import ITEM_BYTES, TensorFile
 from megapar.model.parameter import ALL, HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
@@ -42,11 +43,11 @@ class FolderTensor(NamedTuple):
         scales: The file of the scales of a tensor that is stored in FP8; None for others.
     """
 
-    file: Path
+    file: Location
     name: str
     code: str
     shape: tuple[int, ...]
-    scales: Path | None = None
+    scales: Location | None = None
 
 
 class PublishedTensors:
@@ -64,15 +65,15 @@ class PublishedTensors:
         single: Name of the file that contains all tensors if the folder has no index.
     """
 
-    def __init__(self, folder: str | Path, single: str = WEIGHTS_FILE) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: Place, single: str = WEIGHTS_FILE) -> None:
+        self.folder = at(folder)
         self.tensors: dict[str, FolderTensor] = {}
         index = self.folder / INDEX_FILE
-        if index.exists():
+        if index.is_file():
             places = _weight_map(index)
             for file in sorted(set(places.values())):
                 self._add(self.folder / file, {name for name, where in places.items() if where == file})
-        elif (self.folder / single).exists():
+        elif (self.folder / single).is_file():
             self._add(self.folder / single, None)
         else:
             raise CheckpointError(f"{folder} has neither {INDEX_FILE} nor {single}")
@@ -97,7 +98,7 @@ class PublishedTensors:
             raise CheckpointError(f"{self.folder}: {found}, a scale for each block of {BLOCK} x {BLOCK}")
         self.tensors[name] = stored._replace(code="BF16", scales=scales.file)
 
-    def _add(self, path: Path, wanted: set[str] | None) -> None:
+    def _add(self, path: Location, wanted: set[str] | None) -> None:
         with TensorFile(path) as file:
             names = set(file.names()) if wanted is None else wanted
             missing = names - set(file.names())
@@ -172,11 +173,12 @@ def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in shape)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Location) -> dict[str, str]:
     """Read the file name of each tensor. Raises CheckpointError for a damaged index."""
     try:
-        other = not_itself(index)
-        places = {} if other else read_json(index, INDEX_BYTES)["weight_map"]
+        content = index.content(INDEX_BYTES)
+        other = not_this(content[:HEAD_BYTES])
+        places = {} if other else json_object(content)["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{index} is damaged: {str(error)[:200]}") from error
     if other:

@@ -53,7 +53,7 @@ def recompute_messages(run: PlannedRun, stage: int) -> Mapping[int, tuple[CommCo
 def host_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
     """Return the bytes that a rank of a stage copies between host and device in a step, by "host/kind".
 
-    Offloaded masters and moments are copied both ways once per step.
+    Offloaded masters and optimizer state are copied both ways once per step.
     """
     copied: defaultdict[str, float] = defaultdict(float)
     for messages in recompute_messages(run, stage).values():
@@ -63,7 +63,7 @@ def host_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
     if run.config.sharding.optimizer_offload:
         rows = sum(run.row_numel(row) for row in run.held(stage) if row.trainable)
         for kind in (TO_HOST, TO_DEVICE):
-            copied[f"{HOST}/{kind}"] += 3 * run.view.wide_bytes * rows
+            copied[f"{HOST}/{kind}"] += (1 + run.optimizer_states) * run.view.wide_bytes * rows
     return dict(copied)
 
 

@@ -39,7 +39,7 @@ class StageMemory:
         stage: Number of the stage.
         parameters: Parameters in the compute dtype.
         gradients: Main gradients before and after their reduction.
-        optimizer: Optimizer state: master weights and moments.
+        optimizer: Master weights and optimizer state.
         activations: Activations kept for their backward at the worst moment.
         buffers: Temporary tensors: communication buffers, gathered parameters, gradients of activations.
         peak: The highest sum of live bytes.
@@ -68,8 +68,8 @@ class _State:
 
     Attributes:
         parameters: Parameters in the compute dtype.
-        optimizer: Master weights and moments on the device.
-        host: Master weights and moments on the host.
+        optimizer: Master weights and optimizer state on the device.
+        host: Master weights and optimizer state on the host.
         whole: Main gradients before their reduction.
         row: Main gradients after their reduction.
         alone: Main gradients of parameters that no other rank shards, which nothing reduces.
@@ -176,7 +176,7 @@ def num_queues(run: PlannedRun, stage: int) -> int:
 def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
     sharding, stage_three = run.config.sharding, run.cuts_parameters
     e, w, reduce = run.view.item_bytes, run.view.wide_bytes, run.reduce_bytes
-    parameters = masters = moments = whole = row_bytes = alone = scratch = 0.0
+    parameters = masters = states = whole = row_bytes = alone = scratch = 0.0
     left = False  # stage 3 treats experts that are whole on their ranks like stage 2
     for spec in run.held(stage):
         item = w if spec.fp32 else e
@@ -190,7 +190,7 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
         aliased = shards == 1 and item == w and not full
         parameters += row * w if full else local * item
         masters += 0.0 if aliased or full else row * w
-        moments += 2 * row * w
+        states += run.optimizer_states * row * w
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
         alone += row * w if shards == 1 and not full else 0.0
@@ -204,7 +204,7 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
     pool = 0.0
     if run.kind.kernels == "cpu" and (left or not stage_three):
         pool = float(pool_bytes(run, stage, experts_only=left))
-    optimizer = masters + moments
+    optimizer = masters + states
     host = optimizer if sharding.optimizer_offload else 0.0
     pending = 0.0
     chunk_ends = run.stages.on(stage)

@@ -12,6 +12,7 @@ from megapar.arguments import Config
 from megapar.core.context_parallel.positions import RING, ULYSSES
 from megapar.core.device.attention_table import LARGEST_GROUP
 from megapar.core.device.kinds import DeviceKind
+from megapar.core.optimizer.states import states_of
 from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.recompute.choice import FirstLayers, LayerSpan, RecomputeChoice, recompute_choice
 from megapar.core.sharding.cut import box_at, shard_dim
@@ -180,6 +181,12 @@ class PlannedRun:
         """Bytes of an element of gradients in reductions."""
         wide = self.view.wide_bytes
         return wide if wide > 4 else ITEM_BYTES[self.config.sharding.grad_reduce_dtype]
+
+    @cached_property
+    def optimizer_states(self) -> int:
+        """Tensors of optimizer state for each of master weights."""
+        options = self.config.optimizer
+        return len(states_of(options.optimizer, options.sgd_momentum))
 
     @cached_property
     def recompute(self) -> RecomputeChoice | None:

@@ -187,10 +187,10 @@ class Clock:
         """Return the time of the update, under which offloaded state is copied from the host and back."""
         run = self._run
         rows = sum(run.row_numel(row) * count for row, count in run.alike(stage) if row.trainable)
-        update = self._time.moved(rows * 7 * run.view.wide_bytes)
+        update = self._time.moved(rows * (3 + 2 * run.optimizer_states) * run.view.wide_bytes)
         if not run.config.sharding.optimizer_offload:
             return update
-        state = CommCost(HOST, TO_HOST, 3 * run.view.wide_bytes * rows, "backward")
+        state = CommCost(HOST, TO_HOST, (1 + run.optimizer_states) * run.view.wide_bytes * rows, "backward")
         return max(update, self._programs.operators.flight(state).seconds)
 
     def _flight(self, axis: str, kind: str, size: float) -> Flight:

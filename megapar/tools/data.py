@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import write_file
 from megapar.errors import DataError, MegaparError
+from megapar.files.disk import write_file
 from megapar.health.stop.process import cores
 from megapar.tools.parser import Parser, count
 

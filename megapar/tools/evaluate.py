@@ -183,7 +183,7 @@ def run(kind: str, flags: Sequence[str]) -> NoReturn:
 
 def _other_data(config: Config) -> Iterator[str]:
     """Yield a note if documents that are held out here may have been trained on there."""
-    found = stored_facts(Path(str(config.checkpoint.load)), config.checkpoint.ckpt_step)
+    found = stored_facts(str(config.checkpoint.load), config.checkpoint.ckpt_step)
     identity = None if found is None else Identity.from_json(stored_scalars(found[0]).get(RECORD))
     if identity is None or config.data.eval_data_path:
         return

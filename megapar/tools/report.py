@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapar.config.report import refusal
-from megapar.core.checkpoint.durable import write_file
 from megapar.errors import Complaint, ConfigError
+from megapar.files.disk import write_file
 from megapar.tools.parser import Parser
 from megapar.tools.run_page import tables
 from megapar.tools.run_page.curve_sections import COMMUNICATION, LOSSES, ROUTER, SPEED, panels

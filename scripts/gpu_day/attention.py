@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention_table import (
     BLOCKS,
     CANDIDATE,
@@ -127,7 +128,8 @@ def _drawn(day: Day, form: str, size: int, length: int) -> tuple[list[Tensor], d
     shapes = ((1, heads, queries, size), (1, groups, length, size), (1, groups, length, size))
     tensors = [torch.randn(shape, device=day.place, dtype=DTYPE).requires_grad_() for shape in shapes]
     if form == DOCUMENTS:
-        return tensors, {"documents": PackedDocuments.of([length // 4 + 3, length // 2, length], day.place)}
+        mask = AttentionMask.of_documents([length // 4 + 3, length // 2, length])
+        return tensors, {"documents": PackedDocuments.of(mask, day.place)}
     return tensors, {} if form == LOWER_RIGHT else {"causal": form == CAUSAL}
 
 

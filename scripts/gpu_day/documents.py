@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.packed_attention import (
     PackedDocuments,
     packed_attention_by_document,
@@ -101,16 +102,14 @@ def compared(day: Day, heads: Heads, splits: dict[str, list[int]]) -> Answer:
             found["left_out"] = [other for other in splits if other not in found]
             break
         ends = torch.tensor(lengths).cumsum(0).tolist()
-        documents = PackedDocuments.of(ends, day.place)
-        found[name] = {form: _milliseconds(day, form, (q, k, v), documents, heads.causal) for form in FORMS}
+        documents = PackedDocuments.of(AttentionMask.of_documents(ends, causal=heads.causal), day.place)
+        found[name] = {form: _milliseconds(day, form, (q, k, v), documents) for form in FORMS}
     return Answer(None, found if day.on_gpu else {**found, "not_to_be_had": NO_GPU})
 
 
-def _milliseconds(
-    day: Day, form: str, tensors: Sequence[Tensor], documents: PackedDocuments, causal: bool
-) -> float | str:
+def _milliseconds(day: Day, form: str, tensors: Sequence[Tensor], documents: PackedDocuments) -> float | str:
     function, kernel = FORMS[form]
-    attend = partial(function, *tensors, documents=documents, causal=causal)
+    attend = partial(function, *tensors, documents=documents)
     try:
         with _only(day, kernel):
             return 1e3 * median_seconds(day, both_ways(attend, tensors), 5)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.device.ops import OPS
 from megapar.core.device.packed_attention import PackedDocuments
@@ -223,7 +224,8 @@ def _documents(day: Day, sizes: Sizes) -> dict[str, Any]:
     found = {}
     for number in (1, 4) if day.small else (1, 4, 16, 64):
         step = length // number
-        documents = PackedDocuments.of(list(range(step, length + 1, step)), day.place)
+        mask = AttentionMask.of_documents(range(step, length + 1, step))
+        documents = PackedDocuments.of(mask, day.place)
         work = _there_and_back(partial(form, q, k, v, documents=documents), [q, k, v])
         found[f"documents_{number}"] = day.seconds(work, 5)
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention import attention_reference
 from megapar.core.device.attention_slice import attention_slice_reference
 from megapar.core.device.block_attention import AttentionBlock, block_backward_reference, block_reference
@@ -162,10 +163,10 @@ def _attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
             yield Case(f"last {own} of {S}, 8/{groups} heads", (draw(2, 8, own, 64), *keys), {})
 
 
-def _documents(day: Day) -> PackedDocuments:
+def _documents(day: Day, *, causal: bool = True) -> PackedDocuments:
     """Return short and long documents, one of a single token, and one that fills its sample."""
     S = _length(day)
-    return PackedDocuments.of([1, S // 3, S, 2 * S], day.place)
+    return PackedDocuments.of(AttentionMask.of_documents([1, S // 3, S, 2 * S], 2, causal=causal), day.place)
 
 
 def _packed_attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
@@ -173,7 +174,7 @@ def _packed_attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     for groups in (8, 2):
         qkv = (draw(2, 8, S, 64), draw(2, groups, S, 64), draw(2, groups, S, 64))
         yield Case(f"documents, 8/{groups} heads", qkv, {"documents": _documents(day)})
-        yield Case(f"samples, 8/{groups} heads", qkv, {"documents": _documents(day), "causal": False})
+        yield Case(f"samples, 8/{groups} heads", qkv, {"documents": _documents(day, causal=False)})
 
 
 def _packed_attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
@@ -181,7 +182,7 @@ def _packed_attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[C
     for groups in (8, 2):
         for start, stop in ((0, S // 3 + 1), (S // 3 + 1, S - 1), (S - 1, S)):
             qkv = (draw(2, 8, stop - start, 64), draw(2, groups, stop, 64), draw(2, groups, stop, 64))
-            more = {"documents": documents.cut(slice(start, stop), 2)}
+            more = {"documents": documents.cut(slice(start, stop))}
             yield Case(f"documents, {start} to {stop}, 8/{groups} heads", qkv, more)
 
 

@@ -89,6 +89,12 @@ def test_groups_may_be_written(tmp_path: Path) -> None:
     assert (config.model.num_layers, config.optimizer.lr) == (3, 1e-4)
 
 
+@pytest.mark.parametrize("text", ["optimizer: sgd\nlr: 2.0", "optimizer: {optimizer: sgd, lr: 2.0}"])
+def test_a_group_may_have_the_name_of_a_flag(tmp_path: Path, text: str) -> None:
+    config = read(tmp_path, text)
+    assert (config.optimizer.optimizer, config.optimizer.lr) == ("sgd", 2.0)
+
+
 def test_an_unknown_block_is_told_with_what_stands_in_it(tmp_path: Path) -> None:
     said = complaints(tmp_path, "vision: {num_layers: 2}\nhybrid_configs: {sep_degree: 2, nonsense: 1}\n")
     assert "key vision is unknown. It is not a group of flags: write the keys under it (num_layers)" in said
@@ -98,7 +104,13 @@ def test_an_unknown_block_is_told_with_what_stands_in_it(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "text",
-    ["training:\n  # lr: 1e-4\n", "hybrid_configs: null", "hybrid_configs: None", "strategy: {hybrid_configs: }"],
+    [
+        "training:\n  # lr: 1e-4\n",
+        "optimizer:\n  # lr: 1e-4\n",
+        "hybrid_configs: null",
+        "hybrid_configs: None",
+        "strategy: {hybrid_configs: }",
+    ],
 )
 def test_a_block_in_which_nothing_is_set_is_passed_over(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, text).origins["lr"] == "default"

@@ -64,6 +64,21 @@ def test_padding_is_marked_only_where_there_is_some() -> None:
     assert (batch.counts, batch.valid_tokens, batch.tokens) == ({"lm": 6, "mtp": 4, "sequences": 2}, 6, 8)
 
 
+def test_weights_are_summed_in_the_place_of_counts() -> None:
+    plain = {"tokens": np.arange(4), "labels": np.array([1, 2, NO_LOSS, 4])}
+    weighed = {
+        "tokens": np.arange(4),
+        "labels": np.array([1, NO_LOSS, 3, 4]),
+        "weights": np.array([0.5, 0, 0.75, 0.1], np.float32),
+    }
+    batch = collate_decoder([plain, weighed])
+    assert batch.tensors["weights"].dtype == torch.float32
+    assert batch.tensors["weights"].tolist() == [[1, 1, 0, 1], [0.5, 0, 0.75, float(np.float32(0.1))]]
+    assert batch.counts["lm"] == 4.25 + float(np.float32(0.1))
+    assert batch.counts["mtp"] == 1 + float(np.float32(0.1))  # labels whose position before has one, too
+    assert "weights" not in collate_decoder([plain]).tensors
+
+
 def test_an_ernie_batch(ernie_corpus: Corpus) -> None:
     samples = [ernie_corpus.train[i] for i in range(4)]
     batch = collate_ernie(samples)

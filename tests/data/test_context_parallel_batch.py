@@ -9,7 +9,7 @@ from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.data.batches import collate_decoder, collate_ernie
 from megapar.data.context_parallel_batch import context_parallel_collate, tokens_and_labels_ahead
 from megapar.data.sampling.samples import NO_LOSS
-from megapar.model.decoder.mtp import following
+from megapar.model.decoder.mtp import following, of_next
 
 ZIGZAG = SequenceLayout(2, zigzag=True)
 WHOLE = {"lm": 16, "mtp": 14, "sequences": 2}
@@ -41,6 +41,17 @@ def test_a_decoder_batch_in_zigzag() -> None:
         assert batch.tensors["ends"].tolist() == [3, 8, 11, 16]
         assert (batch.counts, batch.valid_tokens, batch.tokens) == (WHOLE, 16, 16)
         assert "lengths" not in batch.tensors
+
+
+def test_weights_go_with_their_labels() -> None:
+    weights = np.arange(1, 9, dtype=np.float32) / 2
+    sample = decoder_sample(0) | {"weights": weights}
+    first, second = (context_parallel_collate(collate_decoder, ZIGZAG, rank)([sample]) for rank in range(2))
+    assert first.tensors["weights"].tolist() == [[0.5, 1, 3.5, 4]]
+    assert second.tensors["weights"].tolist() == [[1.5, 2, 2.5, 3]]
+    ahead = of_next(torch.from_numpy(weights)[None])[0]
+    assert first.tensors["weights_ahead"].tolist() == [ahead[[0, 1, 6, 7]].tolist()]
+    assert first.counts == second.counts == {"lm": 18.0, "mtp": 17.5, "sequences": 1}
 
 
 def test_masked_words_go_to_who_holds_them() -> None:

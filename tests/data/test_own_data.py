@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
 from megapar.arguments import parse
 from megapar.data.own_data import CheckedPieces, OwnData
 from megapar.errors import ConfigError, DataError
-from megapar.trainer import Outcome, train
+from megapar.trainer import Outcome, Trainer, train
+from megapar.training.loop.callbacks import TrainerCallback
 from tests.support.training import COMMON, SMALL, last_wins
+from tests.support.weighted import WeightedSequences
 
 FLAGS = last_wins((*SMALL["moe"], *COMMON), ("--train-iters", "2"))
 OWN = [word for word in FLAGS if word not in ("--data-path", "mock")]
@@ -33,8 +38,69 @@ class Counting:
         return [(self._first + number + i) % 101 for i in range(8 + number % 10)]
 
 
-def run(*flags: str, data: OwnData) -> Outcome:
-    return train(parse("moe", [*OWN, *flags], {}), keep_records=True, data=data)
+def run(*flags: str, data: OwnData, callbacks: Sequence[TrainerCallback] = ()) -> Outcome:
+    return train(parse("moe", [*OWN, *flags], {}), keep_records=True, data=data, callbacks=callbacks)
+
+
+class WeightedCounting(Counting):
+    """The same with a weight of each id."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def __getitem__(self, number: int) -> Any:
+        ids = super().__getitem__(number)
+        return {"tokens": ids, "weights": [self._weight] * len(ids)}
+
+
+class FirstLoss(TrainerCallback):
+    """The loss of the first global batch, from whole logits and the weights that the dataset gives."""
+
+    def __init__(self, dataset: WeightedSequences, samples: int) -> None:
+        self._dataset, self._samples = dataset, samples
+
+    def begin(self, trainer: Trainer) -> None:
+        """Compute it before the first step."""
+        samples = [trainer.corpus.train[number] for number in range(self._samples)]
+        batch = trainer.corpus.collate(samples).tensors
+        with torch.no_grad():
+            logits = trainer.job.model.logits(batch)
+        sequences = [self._dataset[number] for number in range(len(self._dataset))]
+        plain = [one if isinstance(one, dict) else {"tokens": one, "weights": np.ones(len(one))} for one in sequences]
+        total = count = 0.0
+        for sample, own in zip(samples, logits, strict=True):
+            (drawn,) = (
+                one for one in plain if np.array_equal(one["tokens"][:-1], sample["tokens"][: len(one["tokens"]) - 1])
+            )
+            targets, weights = (torch.from_numpy(np.asarray(drawn[name])[1:]) for name in ("tokens", "weights"))
+            weights = weights.float().double()
+            apart = F.cross_entropy(own[: len(targets)], targets, reduction="none")
+            total, count = total + float((weights * apart).sum()), count + float(weights.sum())
+        self.loss, self.weight = total / count, count
+
+
+def test_the_loss_is_the_weighted_mean_of_its_predictions() -> None:
+    dataset = WeightedSequences(17, 101)
+    expected = FirstLoss(dataset, 8)
+    outcome = run("--dtype", "fp64", data=OwnData("weighted", dataset), callbacks=[expected])
+    first = outcome.records[0]
+    assert first.lm_loss == pytest.approx(expected.loss, rel=1e-12)
+    assert first.predicted_tokens == expected.weight
+    assert not float(expected.weight).is_integer()
+
+
+def test_weights_of_1_change_no_bit_and_equal_weights_no_number() -> None:
+    plain = run(data=OwnData("counting", Counting())).records
+    ones = run(data=OwnData("counting", WeightedCounting(1.0))).records
+    halves = run("--dtype", "fp64", data=OwnData("counting", WeightedCounting(0.5))).records
+    exact = run("--dtype", "fp64", data=OwnData("counting", Counting())).records
+    assert [(one.loss, one.grad_norm, one.predicted_tokens) for one in plain] == [
+        (one.loss, one.grad_norm, one.predicted_tokens) for one in ones
+    ]
+    for half, one in zip(halves, exact, strict=True):
+        assert half.grad_norm == pytest.approx(one.grad_norm, rel=1e-12)
+        assert (half.loss, 2 * half.predicted_tokens) == (pytest.approx(one.loss, rel=1e-12), one.predicted_tokens)
 
 
 def test_a_run_reads_all_of_it_once_an_epoch_and_learns(tmp_path: Path) -> None:
@@ -87,9 +153,29 @@ def test_a_sequence_that_cannot_be_used_is_named(sequence: Any, message: str) ->
         CheckedPieces([list(sequence)], "mine", 8, 101)[0]
 
 
-def test_arrays_and_tensors_are_taken_as_they_are() -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, -0.5, 1], r"from -0.5 to 1.0; return finite numbers, at least 0"),
+        ([1, float("nan"), 1], r"from nan to nan"),
+        ([1, float("inf"), 1], r"from 1.0 to inf"),
+        ([1, 1e300, 1], r"from 1.0 to 1e\+300"),  # beyond fp32
+        ([1, 1], r"int64 of shape \[2\]; return 3 numbers"),
+        ([[1, 1, 1]], r"int64 of shape \[1, 3\]"),
+        (["a", "b", "c"], r"<U1 of shape \[3\]"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_named(weights: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"mine: the weights of sequence 0 are .*{message}"):
+        CheckedPieces([{"tokens": [1, 2, 3], "weights": weights}], "mine", 8, 101)[0]
 
+
+def test_a_sequence_with_other_keys_is_refused() -> None:
+    with pytest.raises(DataError, match=r"sequence 0 has the keys \['labels', 'tokens'\]; return tokens and weights"):
+        CheckedPieces([{"tokens": [1, 2], "labels": [1, 2]}], "mine", 8, 101)[0]
+
+
+def test_arrays_and_tensors_are_taken_as_they_are() -> None:
     pieces = CheckedPieces([np.arange(5, dtype=np.uint16), torch.arange(5)], "mine", 8, 101)
     assert [pieces[number].tolist() for number in (0, 1)] == 2 * [[0, 1, 2, 3, 4]]
     assert pieces[0].dtype == np.int64

@@ -23,6 +23,7 @@ from megapar.core.device.base import Device
 from megapar.core.device.pick import pick
 from megapar.core.sharding.cut import is_primary, master_box
 from megapar.core.sharding.sharding import Sharding
+from megapar.data.own_data import OwnData
 from megapar.model.decoder.model import Decoder
 from megapar.trainer import Additions, Trainer
 from megapar.training.building import build
@@ -98,6 +99,7 @@ def trace(
     backend: str = "gloo",
     builder: Builder | None = None,
     callback: TrainerCallback | None = None,
+    data: OwnData | None = None,
 ) -> Trace | None:
     """Train up to step ``until``; the Trace on rank 0, None elsewhere. With ``--moe-rebalance-interval`` experts move.
 
@@ -106,14 +108,14 @@ def trace(
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
     or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device. "cuda": this
     machine's first GPU, which all ranks share.
-    builder: makes the trainer's parts. callback: is called around the steps.
+    builder: makes the trainer's parts. callback: is called around the steps. data: in place of what the flags name.
     """
     local_rank = 0 if backend == "cuda" else rank
     place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
         quiet = () if "--log-interval" in flags else ("--log-interval", str(QUIET))
         config = parse(kind, [*flags, *quiet, "--exit-interval", str(until)], dict(os.environ))
-        corpus = build.make_corpus(config)
+        corpus = build.make_corpus(config) if data is None else build.make_own_corpus(config, data)
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
         stack.enter_context(patch.object(kinds, "_tables", lambda: tables))

@@ -853,6 +853,7 @@ SCHEDULE = (
     *("--lr-decay-iters", "4", "--lr-warmup-iters", "1", "--min-lr", "1e-3"),
 )
 MOMENTS = ("--adam-beta1", "0.7", "--adam-beta2", "0.6", "--adam-eps", "1e-7", "--weight-decay", "0.3")
+SGD = ("--optimizer", "sgd", "--sgd-momentum", "0.6", "--weight-decay", "0.3")
 RAMPED = ("--rampup-batch-size", "2", "2", "4", "--skip-samples", "1-1", "4-6")
 EVALUATED = ("--eval-interval", "1", "--eval-iters", "3")
 WAITED_FOR = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -875,7 +876,21 @@ SPELLED_ROWS: tuple[Row, ...] = (
     Row("moe", 2, (*_cp(2, "ring"), *EP2), (*LIMITS_OF_YARN, *EVALUATED, *MOMENTS, *BOUNDARIES)),
     Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *EVALUATED, *SCHEDULE, *LITTLE_AHEAD), 1, 4),
     Row("moe", 2, (*EP2, "--compile", "on"), EVALUATED),
+    *(Row("moe", 2, layout, (*SCHEDULE, *SGD)) for layout in (*_stages(2), EP2)),
+    Row("moe", 4, (*MP2, *SP, "--sharding-degree", "2", "--optimizer-offload"), SGD),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *SGD), 1, 4),
+    Row("moe", 2, MP2, ("--optimizer", "sgd", "--sgd-momentum", "0")),
     *(Row("moe", 2, layout, (*SCHEDULE, *MOMENTS, *RAMPED)) for layout in (_stages(2)[2], (*MP2, "--dp-degree", "1"))),
+)
+
+# Labels with weights (tests.support.weighted), over what moves positions, labels and sums.
+WEIGHTED_SUITE: tuple[Row, ...] = (Row("moe", 2, (*_cp(2, "ring"), *EP2), (*AHEAD, *EVALUATED)),)
+WEIGHTED_ROWS: tuple[Row, ...] = (
+    *WEIGHTED_SUITE,
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[2]), (*AHEAD, *UNTIED), 2),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *AHEAD), 1, 4),
+    Row("moe", 4, (*SPLIT_SLICES, "--ampipe-degree", "2"), AHEAD, 2),
+    Row("gpt", 2, _cp(2, "ulysses"), EVALUATED, 2),
 )
 
 ROWS: tuple[Row, ...] = (

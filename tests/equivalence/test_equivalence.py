@@ -13,6 +13,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from megapar.arguments import parse
+from megapar.data.own_data import OwnData
 from megapar.training.building.builder import Builder
 from tests.equivalence.compare import differences, excess, still
 from tests.equivalence.run import Routing, Trace, trace
@@ -30,11 +31,14 @@ from tests.equivalence.table import (
     ROWS,
     SPELLED_ROWS,
     SPELLED_SUITE,
+    WEIGHTED_ROWS,
+    WEIGHTED_SUITE,
     Row,
 )
 from tests.support.forced import Forced, outcomes
 from tests.support.pairwise import covering
 from tests.support.ranks import run_ranks, side_by_side
+from tests.support.weighted import WeightedSequences
 
 # The second step starts from parameters that the first one changed; what it does to moments is in those it leaves.
 STEPS, MORE_STEPS = 2, 3
@@ -62,8 +66,10 @@ def _run(
     backend: str = "gloo",
     builder: Builder | None = None,
     timeout: float = 60.0,
+    data: OwnData | None = None,
 ) -> Trace:
-    result = run_ranks(world_size, trace, kind, flags, steps, replay, backend, builder, group=False, timeout=timeout)[0]
+    run = (trace, kind, flags, steps, replay, backend, builder, None, data)
+    result = run_ranks(world_size, *run, group=False, timeout=timeout)[0]
     assert isinstance(result, Trace)
     return result
 
@@ -208,6 +214,20 @@ def test_forced(row: Row, forced: dict[str, Any]) -> None:
         row.world_size,
         lambda: _run(row.kind, row.world_size, flags, steps, backend="late", builder=Forced(**forced), timeout=timeout),
         lambda: reference(row.kind, row.reference_flags(), "fp64", steps),
+    )
+    assert differences(got, want) == []
+
+
+WEIGHTED = OwnData("weighted", WeightedSequences(17, 101), WeightedSequences(17, 101, 1))
+
+
+@pytest.mark.parametrize("row", _marked(WEIGHTED_ROWS, WEIGHTED_SUITE))
+def test_weights(row: Row) -> None:
+    """The same in fp64 where labels have weights: of a micro-batch, a sample, or a rank some, all or none."""
+    got, want = side_by_side(
+        row.world_size,
+        lambda: _run(row.kind, row.world_size, (*row.flags(), "--dtype", "fp64"), STEPS, data=WEIGHTED),
+        lambda: _run(row.kind, 1, (*row.reference_flags(), "--dtype", "fp64"), STEPS, data=WEIGHTED),
     )
     assert differences(got, want) == []
 

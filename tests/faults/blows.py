@@ -54,7 +54,7 @@ def in_latest() -> None:
     """Strike when the new ``latest`` is written aside and not renamed."""
     kept = folder.publish
 
-    def publish(root: Path, iteration: int, *owner: Any) -> None:
+    def publish(root: Any, iteration: int, *owner: Any) -> None:
         if iteration == SPEC["iteration"]:
             before(os, "fsync", lambda *_: True)
         kept(root, iteration, *owner)
@@ -116,14 +116,15 @@ def freeze() -> None:
     kept, struck = shard_file._write_tensor, []
 
     def write(file: Any, tensor: Any) -> int:
-        if not struck and f"iter_{SPEC['iteration']:07d}" in str(file._path):
+        place = Path(str(file._path))
+        if not struck and f"iter_{SPEC['iteration']:07d}" in str(place):
             struck.append(1)
             others = int(os.environ.get("WORLD_SIZE", "1")) - 1
-            while len([path for path in file._path.parent.iterdir() if path.stat().st_size > 1000]) < others:
+            while len([path for path in place.parent.iterdir() if path.stat().st_size > 1000]) < others:
                 time.sleep(0.01)
             time.sleep(0.3)  # for what they bring to disk
             note()
-            subprocess.run(["fsfreeze", "-f", str(file._path.parents[2])], check=True)
+            subprocess.run(["fsfreeze", "-f", str(place.parents[2])], check=True)
         return kept(file, tensor)
 
     shard_file._write_tensor = write

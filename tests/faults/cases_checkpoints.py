@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megapar.core.checkpoint import folder as folders
 from tests.faults.job import ROOT, Fault, run_job, run_nodes
 from tests.faults.outcome import DP, FOUR, MP, NONE, SHARDING, Outcome, compared, uninterrupted
 from tests.support.damage import flip_bit
@@ -193,7 +192,7 @@ def damaged(harm: Callable[[Path, Path], None]) -> Callable[[Path], Outcome]:
         want = uninterrupted(1)
         run_job(folder, 1, NONE)
         root = folder / "c"
-        harm(root, folders.iteration_folder(root, 6))
+        harm(root, root / "iter_0000006")
         ended = run_job(folder, 1, NONE)
         outcome = compared(ended, want)
         outcome.lost_steps = [6 - (ended.starts[1]["first"] - 1)] if len(ended.starts) > 1 else [0]

@@ -18,9 +18,11 @@ from typing import Any
 
 from megapar import trainer
 from megapar.arguments import parse_or_exit
-from megapar.core.checkpoint import folder, lease, shard_file, storage
+from megapar.core.checkpoint import folder, shard_file, storage
 from megapar.core.device.base import Device
 from megapar.errors import DataError
+from megapar.files import disk
+from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.trainer import Trainer, main
 from tests.faults import state_flips, wrong_products
 from tests.faults.blows import (
@@ -61,7 +63,9 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP": lambda: in_step(signal.SIGSTOP),
     "kill in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, tensor: file._path),
     "kill in scalars": lambda: in_save(storage, "write_bytes", lambda path, content: path),
-    "kill in manifest": lambda: in_save(storage, "write_bytes", lambda path, _: path if path.stem == "layout" else ""),
+    "kill in manifest": lambda: in_save(
+        storage, "write_bytes", lambda path, _: path if path.name == LAYOUT_FILE else ""
+    ),
     "kill before rename": lambda: in_save(storage, "move_into_place", lambda aside, folder, *_: folder),
     "kill after rename": after_rename,
     "kill in latest": in_latest,
@@ -86,7 +90,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "bad data": lambda: fail_in_step(DataError("record 7 of a.jsonl is no object")),
     "bug": lambda: fail_in_step(ValueError("a bug")),
     "no memory for copies": lambda: throw(Device, "pinned_zeros", MemoryError("no memory")),
-    "kill in owner": lambda: before(lease, "_link", lambda *_: True),
+    "kill in owner": lambda: before(disk, "_link", lambda *_: True),
     "no publication": fail_publications,
     "no removal": lambda: throw(folder, "keep_newest", OSError(1, "Operation not permitted")),
     "signal to the job": signal_job,

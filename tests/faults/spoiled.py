@@ -70,7 +70,7 @@ def flip_in_memory() -> None:
                 "master": lambda: [
                     view.tensor for view in held([shard.master for shard in self.job.sharding.master_shards])
                 ],
-                "moment": lambda: [view.tensor for view in held(self.job.optimizer.moments("exp_avg"))],
+                "moment": lambda: [view.tensor for view in held(self.job.optimizer.state("exp_avg"))],
                 "parameter": lambda: list(self.job.model.parameters()),
             }[SPEC["name"]]()
             whole = next(tensor for tensor in tensors if tensor.numel())
@@ -145,7 +145,7 @@ def fail_publications() -> None:
     """No checkpoint before that of the iteration can be published."""
     kept = folder.publish
 
-    def publish(root: Path, iteration: int, *owner: Any) -> None:
+    def publish(root: Any, iteration: int, *owner: Any) -> None:
         if iteration < SPEC["iteration"]:
             raise CheckpointError("stale file handle")
         kept(root, iteration, *owner)

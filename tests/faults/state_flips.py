@@ -45,8 +45,6 @@ def in_save(name: str, iteration: int, note: Callable[[], None]) -> None:
 
 def flip(job: Job, name: str) -> None:
     """One bit in the middle of what this rank holds."""
-    tensors = (
-        [shard.master for shard in job.sharding.master_shards] if name == "master" else job.optimizer.moments(name)
-    )
+    tensors = [shard.master for shard in job.sharding.master_shards] if name == "master" else job.optimizer.state(name)
     with torch.no_grad():
         tensors[len(tensors) // 2].view(-1)[:1].view(torch.int32)[1:] ^= 1 << 12  # fp64: of the upper half

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megapar.arguments import parse
 from megapar.errors import ConfigError, UnverifiedError
+from megapar.files.location import at
 from megapar.files.suspects import NEVER, RECORD, Blamed, Fault, fault_of, read_fault, suspects
 
 FAULT = Fault("replicas", 5, 2, {"replicas": 4, "recompute": NEVER}, (Blamed(1, "n", "cpu"),), ("a.b",), "it differs")
@@ -73,7 +74,7 @@ def test_the_last_of_one_iteration_counts(tmp_path: Path) -> None:
         "x.suspect",
     ):
         (tmp_path / name).mkdir()
-    found = {at: path.name for at, path in suspects(tmp_path).items()}
+    found = {iteration: path.name for iteration, path in suspects(tmp_path).items()}
     assert found == {2: "iter_0000002.e3.suspect", 4: "iter_0000004.suspect-2"}
     assert suspects(tmp_path / "nowhere") == {}
 
@@ -92,4 +93,4 @@ def test_a_folder_of_suspects_alone_is_gone_on_from_by_name_only(tmp_path: Path)
 def test_of_two_owners_the_newer_one_s_is_found(tmp_path: Path) -> None:
     for name in ("iter_0000004.suspect", "iter_0000004.e12.suspect", "iter_0000004.e2.suspect-2"):
         (tmp_path / name).mkdir()
-    assert suspects(tmp_path) == {4: tmp_path / "iter_0000004.e12.suspect"}
+    assert suspects(tmp_path) == {4: at(tmp_path) / "iter_0000004.e12.suspect"}

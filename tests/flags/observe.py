@@ -212,8 +212,7 @@ def _digest(trainer: Trainer) -> str:
     optimizer = job.optimizer
     kept = [
         *(shard.master for shard in job.sharding.master_shards),
-        *optimizer.moments("exp_avg"),
-        *optimizer.moments("exp_avg_sq"),
+        *(tensor for name in optimizer.states for tensor in optimizer.state(name)),
     ]
     for tensor in (*kept, *job.model.buffers()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

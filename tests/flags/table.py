@@ -214,6 +214,8 @@ TOGETHER: Mapping[str, Shown] = {
     "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
     "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
+    "optimizer": Shown("weights", {"adam_eps": None}),
+    "sgd_momentum": Shown(base={**STEPS, "optimizer": "sgd", "adam_eps": None}),
     "lr_warmup_iters lr_decay_iters": Shown(base=STEPS),
     "lr_wsd_decay_iters": Shown(base={**STEPS, "lr_decay_style": "wsd"}),
     "lr_wsd_decay_style": Shown(base={**STEPS, "lr_decay_style": "wsd", "lr_wsd_decay_iters": 3}),

@@ -100,7 +100,7 @@ class Case:
     def flags(self, folder: str = FOLDER) -> list[str]:
         """The run on the layout, with its checkpoints in the folder."""
         saved = {"save": folder, "save_interval": self.save_interval} if self.save_interval else {}
-        return spell_all({**self._fixed(), **dict(self.settings), **saved})
+        return spell_all({**self.fixed(), **dict(self.settings), **saved})
 
     def uninterrupted(self) -> Case:
         """The same without checkpoints, and with nothing computed twice."""
@@ -118,10 +118,14 @@ class Case:
         settings = {name: value for name, value in self.settings if name not in layout}
         if dtype is not None:
             settings = {name: value for name, value in settings.items() if name not in FP16_NAMES} | {"dtype": dtype}
-        return spell_all({**self._fixed(), **settings, "global_batch_size": global_batch_size})
+        return spell_all({**self.fixed(), **settings, "global_batch_size": global_batch_size})
 
-    def _fixed(self) -> dict[str, object]:
-        return FIXED if self.exact or self.by_bits else FIXED | STILL
+    def fixed(self) -> dict[str, object]:
+        """Settings where a row does not say otherwise."""
+        fixed = FIXED if self.exact or self.by_bits else FIXED | STILL
+        if dict(self.settings).get("optimizer") == "sgd":  # has no epsilon
+            return {name: value for name, value in fixed.items() if name != "adam_eps"}
+        return fixed
 
     def command(self) -> str:
         """The layout's run as a line for a terminal, and the run that continues it."""

@@ -24,7 +24,7 @@ from tests.support.forced import Forced
 from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 REFUSED, EQUAL, FAILED = "refused", "equal", "failed"
-NOISE = 1e-15  # of a gradient, per unit of the norm; a step makes it lr / adam_eps times as large
+NOISE = 1e-15  # of a gradient, per unit of the norm; a step of AdamW makes it lr / adam_eps times as large
 TIMEOUT_SECONDS = 120.0  # of a hang; nothing here computes for long, but a compiler
 COMPILE_SECONDS = 400.0
 
@@ -70,7 +70,8 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
             lambda: _runs(case, config),
             lambda: reference(case.kind, flags, parts, steps),
         )
-        noise = NOISE * max(1.0, *want.norms) * steps / STEPS * config.optimizer.lr / config.optimizer.adam_eps
+        per_gradient = config.optimizer.adam_eps if config.optimizer.optimizer == "adamw" else 1.0
+        noise = NOISE * max(1.0, *want.norms) * steps / STEPS * config.optimizer.lr / per_gradient
         return [f"{backend}: {text}" for backend, got in runs.items() for text in differences(got, want, noise)]
     wide = tuple(case.reference_flags(config.training.global_batch_size, rows, "fp64"))
     exact = reference(case.kind, wide, parts, steps)

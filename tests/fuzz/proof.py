@@ -40,7 +40,6 @@ from tests.equivalence.run import Trace, trace
 from tests.fuzz.case import Case, case_of
 from tests.fuzz.option import spell_all
 from tests.fuzz.proofs import PROOFS, SIZES, Proof
-from tests.fuzz.table import FIXED
 from tests.support.ranks import PRELOADED, RanksFailed, run_ranks
 
 ANOTHER, LATE_ERROR, HANG, NO_EFFECT = "another number", "late error", "hang", "no effect"
@@ -182,7 +181,7 @@ def _idle(rule: Rule, case: Case) -> str:
     """The last flag of the example whose absence mends the row."""
     environ = {"WORLD_SIZE": str(case.world_size)}
     for name, _ in reversed(case.settings):
-        left = {**FIXED, **{n: v for n, v in case.settings if n != name}}
+        left = {**case.fixed(), **{n: v for n, v in case.settings if n != name}}
         if not rule.broken(resolved_values(case.kind, spell_all(left), environ)):
             return name
     raise ValueError(f"no flag of {rule.id}'s example mends it alone")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.share import Share
 from megapar.core.device.packed_attention import PackedDocuments
@@ -96,6 +97,7 @@ def test_documents_are_copied_from_where_the_loader_put_them():
     """It puts them into memory that the device reads by itself; a tensor made from a list lies elsewhere."""
     ends = torch.tensor([3, 8])
     with HostTensors() as found:
-        documents = PackedDocuments.of(ends, torch.device("meta"))
+        mask = AttentionMask.of_documents(ends.tolist())
+        documents = PackedDocuments.of(mask, torch.device("meta"), ends)
     assert found.waits == {}
     assert (documents.ends, documents.starts.shape, documents.starts.dtype) == ((3, 8), (3,), torch.int32)

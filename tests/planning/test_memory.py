@@ -41,6 +41,7 @@ PIPELINE = ("--pp-degree", "4", "--gradient-merge-acc-step", "8", "--num-layers"
 FULL, SELECTIVE = ("--recompute-interval", "1"), ("--recompute-granularity", "selective")
 PARTITION, OFFLOAD = ("--recompute-partition",), ("--recompute-offload",)
 STAGE_THREE, ONE_SEGMENT = ("--sharding-stage", "3"), ("--segment-broadcast-MB", "1000")
+WIDE, SGD = ("--hidden-size", "1024"), ("--optimizer", "sgd")
 PAIRS = ("--num-layers", "6", "--segment-anchors", "layers.2", "layers.4")
 OVERLAP = (*AMPIPE, "--ampipe-tp-sp-comm-overlap")
 
@@ -53,6 +54,7 @@ def _algorithm(name: str) -> tuple[str, ...]:
 ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "dense 1k, stage 3, pairs of layers, full": (1, 8, 3, (*DENSE, *STAGE_THREE, *PAIRS, *FULL)),
     "dense 128k, full": (128, 1, 0, (*DENSE, *FULL)),
+    "dense 1k, sgd": (1, 1, 0, (*DENSE, *WIDE, *SGD)),
     "dense 32k, mp, full, partition": (32, 2, 0, (*DENSE, *MP, *FULL, *PARTITION)),
     "experts 32k, ep, slices, full": (32, 2, 1, (*ROUTED, *EP, *AMPIPE, *FULL)),
     "mindspeed 128k, slices, full": (
@@ -71,6 +73,8 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "dense 32k, units of two layers": (32, 1, 0, (*DENSE, "--recompute-interval", "2")),
     "dense 32k, first two layers": (32, 1, 0, (*DENSE, "--recompute-method", "block", "--recompute-num-layers", "2")),
     "dense 128k, selective": (128, 1, 0, (*DENSE, *SELECTIVE)),
+    "one wide layer 1k, sgd, stage 3": (1, 4, 0, (*DENSE, *WIDE, *SGD, *STAGE_THREE, "--num-layers", "1")),
+    "dense 1k, sgd without momentum": (1, 1, 0, (*DENSE, *WIDE, *SGD, "--sgd-momentum", "0")),
     "gpt 32k": (32, 1, 0, GPT),
     "gpt 32k, full": (32, 1, 0, (*GPT, *FULL)),
     "gpt 4k, selective": (4, 1, 0, (*GPT, *SELECTIVE)),
@@ -150,7 +154,7 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     ),
     "mindspeed 128k, full": (128, 16, 0, (*MINDSPEED, *FULL, "--num-layers", "2")),
 }
-FIRST = 7  # the suite traces these, ``-m table`` the others
+FIRST = 8  # the suite traces these, ``-m table`` the others
 FURTHER = {"latents 32k, ring, full": 0.04}  # gradients of heads that a CPU's kernels pad
 
 
@@ -188,6 +192,24 @@ def test_a_unit_s_peak_is_at_the_operator_with_the_most_alive() -> None:
     unit = UnitCost("dense", (first, second, last), 2.0)
     assert (unit.kept, unit.peak, unit.transient) == (8.0, 14.0, 6.0)
     assert unit.working == 15.0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_keeps_its_states_and_no_others(offload: bool) -> None:
+    line = ["--num-experts", "0", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+    line += ["--seq-length", "32", "--vocab-size", "128", "--micro-batch-size", "1", "--dtype", "bf16"]
+    line += ["--validate-only", "--world-size", "2", *(["--optimizer-offload"] if offload else [])]
+    figures, updates = [], []
+    for flags in (["--optimizer", "adamw"], ["--optimizer", "sgd"], ["--optimizer", "sgd", "--sgd-momentum", "0"]):
+        plan = Plan(parse("moe", [*line, *flags], {}), device_kind("h100-80g"))
+        (stage,) = plan.memory
+        assert (stage.optimizer == 0, stage.host == 0) == (offload, not offload)
+        figures.append(stage.host if offload else stage.optimizer)
+        updates.append(plan.speed.optimizer_seconds)
+    masters = figures[2]
+    assert figures == [3 * masters, 2 * masters, masters]
+    assert updates == sorted(updates, reverse=True)
+    assert len(set(updates)) == 3
 
 
 def test_host_memory_holds_offloaded_inputs_of_all_micro_batches_in_flight() -> None:

@@ -113,7 +113,11 @@ def test_meaning_is_kept() -> None:
 VALUES = [
     ("--optimizer adam", "--optimizer", "implied", ""),
     ("--optimizer muon", "--optimizer", OTHER, ""),
-    ("--optimizer sgd", "--optimizer", OTHER, ""),
+    ("--optimizer sgd", "--optimizer", "same", "--optimizer sgd"),
+    ("--optimizer sgd --sgd-momentum 0.5", "--sgd-momentum", "same", "--sgd-momentum 0.5"),
+    ("--optimizer adam --sgd-momentum 0.5", "--sgd-momentum", "unnecessary", ""),
+    ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1", "unnecessary", ""),
+    ("--optimizer adam --adam-eps 1e-6", "--adam-eps", "same", "--adam-eps 1e-6"),
     ("--moe-router-pre-softmax --moe-router-topk 2", "--moe-router-pre-softmax", "same", "--moe-router-pre-softmax"),
     ("--moe-router-pre-softmax --moe-router-topk 1", "--moe-router-pre-softmax", "implied", ""),
     ("--moe-router-dtype fp64", "--moe-router-dtype", OTHER, ""),
@@ -275,6 +279,7 @@ def test_defaults_that_differ_are_added() -> None:
     assert {"--bf16", "--swiglu", "--weight-decay"} <= set(more)
     assert "--add-bias-linear" not in more  # switched off is what it says
     assert added("--eod-mask-loss")["--calculate-per-token-loss"].verdict == OTHER
+    assert "--adam-beta2 0.999" not in {item.ours for item in added("--optimizer", "sgd").values()}
     assert added("--lr-decay-style", "WSD")["--lr-wsd-decay-style"].ours == "--lr-wsd-decay-style exponential"
 
 

@@ -10,7 +10,6 @@ failure on any rank fails on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,11 +195,11 @@ def _plan_from_json(value: Json) -> SavePlan:
 
 def _assignment_to_json(plan: SavePlan) -> Json:
     place: WriterInfo = plan.storage_data
-    return {"items": [_item_to_json(item) for item in plan.items], "folder": str(place.folder), "rank": place.rank}
+    return {"items": [_item_to_json(item) for item in plan.items], "folder": place.folder, "rank": place.rank}
 
 
 def _assignment_from_json(value: Json) -> SavePlan:
-    place = WriterInfo(Path(value["folder"]), value["rank"])
+    place = WriterInfo(value["folder"], value["rank"])
     return SavePlan([_item_from_json(item) for item in value["items"]], storage_data=place)
 
 

@@ -14,18 +14,13 @@ checkpoint replaces an existing one of the same name.
 
 from __future__ import annotations
 
-import errno
-import glob
-import os
 import re
-import shutil
-import stat
 import uuid
 from collections.abc import Collection
-from pathlib import Path
+from contextlib import suppress
 
-from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.owner import Owner
+from megapar.core.checkpoint.shard_file import write_bytes
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import (
     LATEST,
@@ -38,57 +33,55 @@ from megapar.files.checkpoint_names import (
     parse_checkpoint_name,
     read_latest,
 )
+from megapar.files.location import Location, Place, at
 from megapar.files.suspects import suspects
 
-_ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?")
+_ASIDE = re.compile(r"(?:iter_[0-9]{7,18}(?:\.e[0-9]+)?|latest)\.tmp-[0-9a-f]{12}(?:-e([0-9]+))?(?:\.replaced)?")
 
 
-def iteration_folder(root: Path, iteration: int) -> Path:
+def iteration_folder(root: Place, iteration: int) -> Location:
     """Return the folder for a checkpoint of this iteration. An owner uses another name if this one exists."""
-    return root / iteration_name(iteration)
+    return at(root) / iteration_name(iteration)
 
 
-def iteration_of(folder: Path) -> int:
+def iteration_of(folder: Place) -> int:
     """Return the iteration of a checkpoint folder, or -1 if the name is not one of a checkpoint."""
-    name = parse_checkpoint_name(folder.name)
+    name = parse_checkpoint_name(at(folder).name)
     return -1 if name is None else name[0]
 
 
-def every_checkpoint(root: Path) -> dict[int, list[Path]]:
+def every_checkpoint(root: Place) -> dict[int, list[Location]]:
     """Map each iteration, in ascending order, to the folders of its finished checkpoints, the newest owner's last."""
     try:
-        if not root.is_dir():
-            return {}
-        found = sorted((name, path) for path in root.iterdir() if (name := parse_checkpoint_name(path.name)))
+        found = sorted((parsed, name) for name in at(root).list() if (parsed := parse_checkpoint_name(name)))
     except OSError as error:
         raise CheckpointError(f"{root} cannot be listed: {error}") from error
-    every: dict[int, list[Path]] = {}
-    for (iteration, _), path in found:
-        if _is_finished(path):
-            every.setdefault(iteration, []).append(path)
+    every: dict[int, list[Location]] = {}
+    for (iteration, _), name in found:
+        if _is_finished(at(root) / name):
+            every.setdefault(iteration, []).append(at(root) / name)
     return every
 
 
-def _is_finished(folder: Path) -> bool:
+def _is_finished(folder: Location) -> bool:
     """Return True for a finished checkpoint, and for a folder without read permission: reading it reports that."""
     try:
-        return stat.S_ISREG((folder / LAYOUT_FILE).stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+        return (folder / LAYOUT_FILE).is_file()
     except OSError:
         return True
 
 
-def checkpoints(root: Path) -> dict[int, Path]:
+def checkpoints(root: Place) -> dict[int, Location]:
     """Map each iteration, in ascending order, to the folder of its newest finished checkpoint."""
     return {iteration: paths[-1] for iteration, paths in every_checkpoint(root).items()}
 
 
-def latest(root: Path) -> Path | None:
+def latest(root: Place) -> Location | None:
     """Return the folder that ``latest`` names, or None if nothing was published under this root.
 
     Raises CheckpointError if ``latest`` does not name a finished checkpoint.
     """
+    root = at(root)
     try:
         found = read_latest(root)
     except OSError as error:
@@ -101,7 +94,7 @@ def latest(root: Path) -> Path | None:
     return root / name
 
 
-def find(root: Path, iteration: int | None = None) -> Path:
+def find(root: Place, iteration: int | None = None) -> Location:
     """Return the checkpoint of an iteration, even one that was set aside as suspect, or the latest.
 
     Raises CheckpointError with the existing iterations if there is none.
@@ -117,8 +110,9 @@ def find(root: Path, iteration: int | None = None) -> Path:
     return folder
 
 
-def _choices(root: Path) -> str:
-    if not root.exists():
+def _choices(root: Place) -> str:
+    path = at(root).local_path()
+    if path is not None and not path.exists():
         return "The folder does not exist."
     saved, suspect = list(checkpoints(root)), list(suspects(root))
     text = f"Iterations saved there: {', '.join(map(str, saved[-10:]))}." if saved else "No iteration is saved there."
@@ -127,20 +121,21 @@ def _choices(root: Path) -> str:
     return f"{text} Set aside as suspect: {', '.join(map(str, suspect[-10:]))}." if suspect else text
 
 
-def publish(root: Path, iteration: int, owner: Owner | None = None) -> None:
+def publish(root: Place, iteration: int, owner: Owner | None = None) -> None:
     """Make a finished checkpoint the latest, atomically. Call it on one rank.
 
     Raises CheckpointError, and FolderLostError if the owner has a successor.
     """
     folder = iteration_folder(root, iteration)
     if owner is not None:
-        own = root / iteration_name(iteration, owner.epoch)
-        folder = own if own.exists() else folder
-    publish_folder(root, folder, owner)
+        own = folder.with_name(iteration_name(iteration, owner.epoch))
+        folder = own if (own / LAYOUT_FILE).is_file() else folder
+    publish_folder(folder, owner)
 
 
-def publish_folder(root: Path, folder: Path, owner: Owner | None) -> None:
-    """Make a checkpoint folder of this root the latest, as ``publish`` does."""
+def publish_folder(folder: Location, owner: Owner | None) -> None:
+    """Make a checkpoint folder the latest of its root, as ``publish`` does."""
+    root = folder.parent
     if not (folder / LAYOUT_FILE).is_file():
         raise CheckpointError(f"{folder} is not a finished checkpoint and cannot become the latest")
     if owner is None:
@@ -156,20 +151,16 @@ def publish_folder(root: Path, folder: Path, owner: Owner | None) -> None:
         raise
     for epoch in owners_latest(root):
         if epoch < owner.epoch:
-            (root / OWNERS / f"{epoch}.{LATEST}").unlink(missing_ok=True)
+            (root / OWNERS / f"{epoch}.{LATEST}").remove()
 
 
-def _replace(path: Path, line: str, mark: str) -> None:
+def _replace(path: Location, line: str, mark: str) -> None:
     aside = path.with_name(f"{LATEST}.tmp-{uuid.uuid4().hex[:12]}{mark}")
     try:
-        with aside.open("x") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-        sync_folder(path.parent)
+        write_bytes(aside, f"{line}\n".encode())
+        aside.publish(path, replace=True)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        aside.remove()
         raise CheckpointError(f"{path} cannot be written: {error}") from error
 
 
@@ -178,12 +169,12 @@ def _mark(owner: Owner | None) -> str:
     return "" if owner is None else f"-e{owner.epoch}"
 
 
-def name_aside(folder: Path, owner: Owner | None) -> Path:
+def name_aside(folder: Location, owner: Owner | None) -> Location:
     """Return a unique temporary name for a folder that is being written or removed."""
     return folder.with_name(f"{folder.name}.tmp-{uuid.uuid4().hex[:12]}{_mark(owner)}")
 
 
-def candidates(root: Path) -> tuple[list[Path], str]:
+def candidates(root: Place) -> tuple[list[Location], str]:
     """Return the checkpoints to try when a run resumes, best first, and the problem with ``latest`` or "".
 
     The first is the one that ``latest`` names, followed by older ones. If it names none, all checkpoints follow each
@@ -204,8 +195,8 @@ def candidates(root: Path) -> tuple[list[Path], str]:
 
 
 def keep_newest(
-    root: Path, iteration: int, count: int, line: set[str], owner: Owner | None, passed: Collection[int] = ()
-) -> list[Path]:
+    root: Place, iteration: int, count: int, line: set[str], owner: Owner | None, passed: Collection[int] = ()
+) -> list[Location]:
     """Remove all but the newest ``count`` checkpoints up to an iteration, and return the removed ones.
 
     A checkpoint is renamed before it is removed, so that a killed removal leaves nothing that looks like a checkpoint.
@@ -214,7 +205,7 @@ def keep_newest(
         line: Names of the checkpoints that this run wrote or resumed from. Others are not touched.
         passed: The last iterations that the checks have verified. The newest checkpoint up to each of them is kept.
     """
-    upto: dict[int, list[Path]] = {}
+    upto: dict[int, list[Location]] = {}
     for number, paths in every_checkpoint(root).items():
         own = [path for path in paths if path.name in line]
         if own and number <= iteration:
@@ -226,90 +217,56 @@ def keep_newest(
         if owner is not None:
             owner.check()
         aside = name_aside(path, owner)
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        path.publish(aside)
+        aside.remove()
     return removed
 
 
-def is_ours(folder: Path) -> bool:
-    """Return True if a folder in the place of a checkpoint is a checkpoint, is one without its layout, or is empty."""
-    return (folder / LAYOUT_FILE).is_file() or (
-        folder.is_dir() and all(is_part(path.name) for path in folder.iterdir())
-    )
+def is_ours(folder: Location) -> bool:
+    """Return True if a checkpoint may take this name: it is free, or a checkpoint with or without its layout has it."""
+    names = folder.list()
+    return names.get(LAYOUT_FILE) is not None or (not folder.is_file() and all(map(is_part, names)))
 
 
-def remove_aside(folder: Path, owner: Owner | None = None) -> None:
+def remove_aside(folder: Location, owner: Owner | None = None) -> None:
     """Remove the temporary folders of this owner's saves of this folder."""
-    for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*"):
-        if owner is None or path.name.endswith(_mark(owner)):
-            shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        for name in folder.parent.list():
+            if name.startswith(f"{folder.name}.tmp-") and (owner is None or name.endswith(_mark(owner))):
+                folder.with_name(name).remove()
 
 
-def remove_left_over(folder: Path, owner: Owner | None = None) -> None:
+def remove_left_over(folder: Location, owner: Owner | None = None) -> None:
     """Remove the temporary folders of killed saves of this folder and, given an owner, of all earlier owners."""
     remove_aside(folder, owner)
-    if owner is None or not folder.parent.is_dir():
+    if owner is None:
         return
-    for path in (*folder.parent.iterdir(), *(folder.parent / OWNERS).glob(f"{LATEST}.tmp-*")):
-        match = _ASIDE.fullmatch(path.name)
-        if match is None or int(match[1] or 0) >= owner.epoch:
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    for place in (folder.parent, folder.parent / OWNERS):
+        for name in place.list():
+            match = _ASIDE.fullmatch(name)
+            if match is not None and int(match[1] or 0) < owner.epoch:
+                (place / name).remove()
 
 
-def move_into_place(aside: Path, folder: Path, owner: Owner | None = None) -> Path:
-    """Rename a complete folder to its final name, or to the name with the owner's epoch if that exists. Return it.
+def move_into_place(aside: Location, folder: Location, owner: Owner | None = None) -> Location:
+    """Give a complete folder its final name, or the name with the owner's epoch if that is taken. Return it.
 
-    Without an owner an existing checkpoint of that name is replaced, by two renames. Raises FolderLostError.
+    Without an owner an existing checkpoint of that name is replaced. Raises FolderLostError.
     """
-    sync_folder(aside)
-    if owner is not None:
-        folder = _take_name(aside, folder, owner)
-    else:
-        _replace_folder(aside, folder, None)
-    return folder
-
-
-def _take_name(aside: Path, folder: Path, owner: Owner) -> Path:
+    if owner is None:
+        aside.publish(folder, replace=True)
+        return folder
     owner.check()
-    if not folder.exists():
-        try:
-            _name(aside, folder)  # fails if a non-empty folder has appeared there since
-            return folder
-        except OSError as error:
-            owner.check()  # a successor may also have removed the temporary folder
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+    try:
+        aside.publish(folder)
+        return folder
+    except FileExistsError:
+        owner.check()
+    except OSError:
+        owner.check()  # a successor may also have removed the temporary folder
+        raise
     name = parse_checkpoint_name(folder.name)
     assert name is not None, "an owner saves only iterations"
     own = folder.with_name(iteration_name(name[0], owner.epoch))
-    _replace_folder(aside, own, owner)  # no other owner uses this name
+    aside.publish(own, replace=True)  # no other owner uses this name
     return own
-
-
-def _name(aside: Path, folder: Path) -> None:
-    """Rename a complete folder and flush the name. Raises OSError, and then the folder does not have the name."""
-    aside.rename(folder)
-    try:
-        sync_folder(folder.parent)
-    except OSError:
-        folder.rename(aside)
-        raise
-
-
-def _replace_folder(aside: Path, folder: Path, owner: Owner | None) -> None:
-    replaced = None
-    if folder.exists():
-        replaced = name_aside(folder, owner)
-        folder.rename(replaced)
-    try:
-        _name(aside, folder)
-    except OSError:
-        if replaced is not None:
-            replaced.rename(folder)
-        raise
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)

@@ -19,7 +19,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,7 @@ from megapar.core.checkpoint.tiling import Tiling
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE
-from megapar.files.regular_file import read_regular
+from megapar.files.location import Place, at
 from megapar.files.tensor_file import MAX_NUMBER, is_number
 
 FORMAT = "megapar checkpoint"
@@ -134,11 +133,11 @@ def seal(body: bytes) -> bytes:
     return b'{"sha256": "%s",\n' % hashlib.sha256(body).hexdigest().encode() + body
 
 
-def read(folder: Path) -> CheckpointLayout:
+def read(folder: Place) -> CheckpointLayout:
     """Return the layout of a checkpoint folder. Raises CheckpointError if it is missing or damaged."""
-    path = folder / LAYOUT_FILE
+    path = at(folder) / LAYOUT_FILE
     try:
-        content = read_regular(path, MAX_BYTES)
+        content = path.content(MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {LAYOUT_FILE}") from error
     except OSError as error:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megapar.files.location import at
 from megapar.files.regular_file import read_json
 
 FILE_NAME = "manifest.json"
 MAX_BYTES = 64 << 20
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,4 @@ def _number(value: Any) -> int:
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal."""
-    state = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        block = bytearray(_BLOCK)
-        while got := file.readinto(block):
-            state.update(memoryview(block)[:got])
-    return state.hexdigest()
+    return at(path).sha256()

@@ -9,17 +9,16 @@ has a successor and ends.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megapar.core.checkpoint import lease as leases
 from megapar.core.checkpoint.lease import ENDED, Lease
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
+from megapar.files.location import Location, Lock, Place, at
 from megapar.health.stop.process import Process
 
 BEAT_SECONDS = 2.0
@@ -45,7 +44,7 @@ class Watch:
     pause: Callable[[float], None] = time.sleep
 
 
-def take(root: Path, mine: Lease, watch: Watch, beat_seconds: float = BEAT_SECONDS) -> Owner:
+def take(root: Place, mine: Lease, watch: Watch, beat_seconds: float = BEAT_SECONDS) -> Owner:
     """Become the owner of a folder.
 
     Raises FolderOwnedError if another owner is alive, CheckpointError if the folder cannot be read or written.
@@ -56,6 +55,7 @@ def take(root: Path, mine: Lease, watch: Watch, beat_seconds: float = BEAT_SECON
         watch: The settings for watching the present owner.
         beat_seconds: Time between two heartbeats.
     """
+    root = at(root)
     try:
         for _ in range(_TRIES):
             # Chosen before the wait: the first run to create this epoch gets it, and the others start again.
@@ -63,20 +63,20 @@ def take(root: Path, mine: Lease, watch: Watch, beat_seconds: float = BEAT_SECON
             if before:
                 _wait_for_end(root, before, mine, watch)
             claimed = replace(mine, epoch=epoch)
-            descriptor = leases.create(root, claimed)
-            if descriptor is None:
+            lock = leases.create(root, claimed)
+            if lock is None:
                 continue
             if leases.newest(root) == epoch:
                 leases.tidy(root, epoch)
                 followed = leases.read(root, before) if before else None
-                return Owner(root, claimed, descriptor, beat_seconds, followed)
-            os.close(descriptor)
+                return Owner(root, claimed, lock, beat_seconds, followed)
+            lock.release()
     except OSError as error:
         raise CheckpointError(f"--save {root} cannot be owned: {error}") from error
     raise CheckpointError(f"--save {root} cannot be owned: other runs repeatedly took it first")
 
 
-def _wait_for_end(root: Path, epoch: int, mine: Lease, watch: Watch) -> None:
+def _wait_for_end(root: Location, epoch: int, mine: Lease, watch: Watch) -> None:
     """Wait until the owner has ended or counts as ended. Raises FolderOwnedError if it is alive."""
     first, start, reported = leases.read_beat(root, epoch), watch.clock(), False
     while True:
@@ -121,11 +121,11 @@ class Owner:
         followed: The lease of the previous owner, if known.
     """
 
-    def __init__(self, root: Path, lease: Lease, descriptor: int, beat_seconds: float, followed: Lease | None) -> None:
+    def __init__(self, root: Location, lease: Lease, lock: Lock, beat_seconds: float, followed: Lease | None) -> None:
         self.root = root
         self.lease = lease
         self.followed = followed
-        self._descriptor = descriptor  # holds the lock
+        self._lock = lock
         self._count = 0
         self._stopped = threading.Event()
         self._seconds = beat_seconds
@@ -164,9 +164,8 @@ class Owner:
         self._thread.join(self._seconds)  # the thread may be blocked in an unreachable file system
         if not self._lost:
             with suppress(OSError):
-                leases.write_beat(self.root, self.epoch, ENDED)
-        with suppress(OSError):
-            os.close(self._descriptor)
+                leases.write_beat(self._lock, ENDED)
+        self._lock.release()
 
     def _keep(self) -> None:
         while not self._stopped.wait(self._seconds):
@@ -182,12 +181,13 @@ class Owner:
         if self._lost or self._stopped.is_set():
             return
         self._count += 1
-        if newest < self.epoch and self.root.is_dir():  # the records were removed
-            descriptor = leases.create(self.root, self.lease)
-            if descriptor is not None:
-                self._descriptor, old = descriptor, self._descriptor
-                os.close(old)
-        leases.write_beat(self.root, self.epoch, str(self._count))
+        path = self.root.local_path()
+        if newest < self.epoch and (path is None or path.is_dir()):  # the records were removed, but not the folder
+            lock = leases.create(self.root, self.lease)
+            if lock is not None:
+                self._lock.release()
+                self._lock = lock
+        leases.write_beat(self._lock, str(self._count))
 
 
 def claim(name: str, launch: str, round_: int, slurm: tuple[str, int], user: str, since: str) -> Lease:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.tiling import BoxList
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError
+from megapar.files.location import Place
 
 ModelCheck = Callable[[Mapping[str, Json]], str]
 
@@ -198,7 +198,7 @@ class ShardLoadPlanner(LoadPlanner):
         ignore: Prefixes of tensor names that may be stored although no rank has a target for them.
     """
 
-    def __init__(self, folder: Path, expect_model: ModelCheck | None, ignore: Sequence[str]) -> None:
+    def __init__(self, folder: Place, expect_model: ModelCheck | None, ignore: Sequence[str]) -> None:
         self._folder = folder
         self._expect_model = expect_model
         self._ignore = tuple(ignore)
@@ -294,7 +294,7 @@ def _item(target: Shard, piece: Box, part: Box) -> ReadItem:
     )
 
 
-def _check_targets(folder: Path, layout: CheckpointLayout, targets: Iterable[Shard]) -> None:
+def _check_targets(folder: Place, layout: CheckpointLayout, targets: Iterable[Shard]) -> None:
     missing, wrong = [], []
     for shard in targets:
         entry = layout.tensors.get(shard.name)

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch import Tensor
 from megapar.core.box import Box
 from megapar.core.checkpoint.layout import FileEntry
 from megapar.core.units import Json
-from megapar.errors import CheckpointError
+from megapar.files.location import Place, at
+from megapar.files.regular_file import UnfitFileError
 from megapar.files.tensor_file import TensorFile
 
 BLOCK_BYTES = 16 << 20  # the most that is hashed, written or read at a time
@@ -58,9 +58,9 @@ class TensorPlan:
 class HashedFile:
     """A new file that counts and hashes the bytes written to it."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = path.open("xb", buffering=0)
+    def __init__(self, path: Place) -> None:
+        self._path = at(path)
+        self._file = self._path.write()
         self._digest = hashlib.sha256()
         self._size = 0
 
@@ -70,19 +70,16 @@ class HashedFile:
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
             self._digest.update(block)
-            while len(block):
-                block = block[self._file.write(block) :]
+            self._file.write(block)
         self._size += len(view)
 
     def close(self, sync: bool = True) -> FileEntry:
-        """Close the file, flushed to disk unless ``sync`` is off, and return its entry."""
-        if sync:
-            os.fsync(self._file.fileno())
-        self._file.close()
+        """End the file, flushed to disk unless ``sync`` is off, and return its entry."""
+        self._file.finish(durable=sync)
         return FileEntry(self._path.name, self._size, self._digest.hexdigest())
 
 
-def write_bytes(path: Path, content: bytes) -> FileEntry:
+def write_bytes(path: Place, content: bytes) -> FileEntry:
     """Write a new file with this content, and return after it is on disk."""
     file = HashedFile(path)
     file.write(content)
@@ -95,7 +92,7 @@ def file_order(plans: Iterable[TensorPlan]) -> list[TensorPlan]:
 
 
 def write_shards(
-    path: Path,
+    path: Place,
     plans: Sequence[TensorPlan],
     fetch: Callable[[str], Tensor | Iterator[Tensor]],
     sync: bool = True,
@@ -181,35 +178,23 @@ class ShardFile(TensorFile):
             out[first : first + count].copy_(block[inner])
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal. Raises CheckpointError if it cannot be read."""
-    digest = hashlib.sha256()
-    block = bytearray(min(BLOCK_BYTES, 1 << 20))
-    try:
-        with path.open("rb", buffering=0) as file:
-            while got := file.readinto(block):
-                digest.update(memoryview(block)[:got])
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return digest.hexdigest()
-
-
-def check_file(folder: Path, entry: FileEntry, verify: str) -> str:
+def check_file(folder: Place, entry: FileEntry, verify: str) -> str:
     """Return the problem with a file of a checkpoint, or "".
 
     Args:
         entry: The file as layout.json describes it.
         verify: "full" (size and SHA-256), "size" or "off" (existence only).
     """
-    path = folder / entry.name
+    path = at(folder) / entry.name
     try:
-        if not path.is_file():
-            return f"{entry.name} is missing"
-        size = path.stat().st_size
+        with path.read() as file:
+            size = file.seek(0, os.SEEK_END)
+        if verify != "off" and size != entry.size:
+            return f"{entry.name} has {size} bytes instead of {entry.size}"
+        if verify == "full" and path.sha256() != entry.sha256:
+            return f"{entry.name} is damaged: its SHA-256 is not the one of layout.json"
+    except (FileNotFoundError, NotADirectoryError, UnfitFileError):
+        return f"{entry.name} is missing"
     except OSError as error:
         return f"{entry.name} cannot be read: {error}"
-    if verify != "off" and size != entry.size:
-        return f"{entry.name} has {size} bytes instead of {entry.size}"
-    if verify == "full" and hash_file(path) != entry.sha256:
-        return f"{entry.name} is damaged: its SHA-256 is not the one of layout.json"
     return ""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -36,7 +34,7 @@ from megapar.core.checkpoint.tiling import tile
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
-from megapar.files.regular_file import read_regular
+from megapar.files.location import Location, Place, at
 
 MAX_SCALAR_BYTES = 1 << 26
 # Space in addition to the tensors: headers, scalars, layout.json and the file system's own data.
@@ -50,11 +48,11 @@ class WriterInfo:
     """The task of one writing rank.
 
     Attributes:
-        folder: The temporary folder.
+        folder: Name of the temporary folder.
         rank: Rank of the writer; part of its file's name.
     """
 
-    folder: Path
+    folder: str
     rank: int
 
 
@@ -85,16 +83,16 @@ class ShardWriter(StorageWriter):
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         description: Mapping[str, Mapping[str, Json]],
-        then: Callable[[Path], None] | None = None,
+        then: Callable[[Location], None] | None = None,
         owner: Owner | None = None,
     ) -> None:
         self.folder = folder
         self._owner = owner
         self._description = description
         self._then = then
-        self._aside: Path | None = None
+        self._aside: Location | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: DCP's hook for reused writers, and this one is for a single save."""
@@ -107,30 +105,28 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the temporary folder and name it to all ranks. Called on one rank.
+        """Name the temporary folder to all ranks. Called on one rank.
 
         Raises CheckpointError if ``folder`` is not a checkpoint and would be replaced, or if the disk is too full. With
         an owner nothing is replaced: if the name exists, the checkpoint gets one with the owner's epoch.
         """
         folder = self.folder
-        if self._owner is None and folder.exists() and not is_ours(folder):
+        if self._owner is None and not is_ours(folder):
             raise CheckpointError(f"{folder} exists and is not a checkpoint; it is not replaced")
         if self._owner is not None:
             self._owner.check()
         remove_left_over(folder, self._owner)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         _check_space(folder.parent, sum(_num_bytes(item) for plan in plans for item in plan.items))
-        aside = name_aside(folder, self._owner)
-        aside.mkdir(parents=True)
-        self._aside = aside
-        return [replace(plan, storage_data=WriterInfo(aside, rank)) for rank, plan in enumerate(plans)]
+        self._aside = aside = name_aside(folder, self._owner)
+        return [replace(plan, storage_data=WriterInfo(aside.name, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, one tensor at a time."""
         place: WriterInfo = plan.storage_data
         items = {item.index.fqn: item for item in plan.items}
         done: Future[list[WriteResult]] = Future()
-        done.set_result(_write_rank(place, items, planner) if items else [])
+        file = self.folder.with_name(place.folder) / shard_name(place.rank)
+        done.set_result(_write_rank(file, items, planner) if items else [])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -156,14 +152,14 @@ def _num_bytes(item: WriteItem) -> int:
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
-def _check_space(root: Path, num_bytes: int) -> None:
-    """Raise CheckpointError if the disk under ``root`` has no room for a checkpoint of ``num_bytes``."""
-    needed, free = num_bytes + SPARE_BYTES, shutil.disk_usage(root).free
-    if free < needed:
+def _check_space(root: Location, num_bytes: int) -> None:
+    """Raise CheckpointError if the store of ``root`` has no room for a checkpoint of ``num_bytes``."""
+    needed, free = num_bytes + SPARE_BYTES, root.store.free_bytes(root.path)
+    if free is not None and free < needed:
         raise CheckpointError(f"no room under {root}: a checkpoint takes {needed:,} bytes and {free:,} are free")
 
 
-def _write_rank(place: WriterInfo, items: Mapping[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
+def _write_rank(path: Location, items: Mapping[str, WriteItem], planner: SavePlanner) -> list[WriteResult]:
     boxes, plans = {}, []
     for name, item in items.items():
         assert item.tensor_data is not None, "Shards write tensors only"
@@ -176,7 +172,7 @@ def _write_rank(place: WriterInfo, items: Mapping[str, WriteItem], planner: Save
         assert isinstance(data, Tensor), "Shards write tensors only"
         return data
 
-    file = write_shards(place.folder / shard_name(place.rank), file_order(plans), fetch)
+    file = write_shards(path, file_order(plans), fetch)
     return [WriteResult(items[plan.name].index, plan.num_bytes, WrittenPiece(file, boxes[plan.name])) for plan in plans]
 
 
@@ -210,8 +206,8 @@ class ShardReader(StorageReader):
         scalars: The scalars of the checkpoint, after ``prepare_local_plan``.
     """
 
-    def __init__(self, folder: Path, verify: Verify) -> None:
-        self._folder = folder
+    def __init__(self, folder: Place, verify: Verify) -> None:
+        self._folder = at(folder)
         self._verify = verify
         self._reads: Mapping[FileEntry, Sequence[Read]] = {}
         self.scalars: dict[str, Json] = {}
@@ -281,14 +277,14 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _refuse_number(text)
 
 
-def read_scalars(folder: Path, file: FileEntry, verify: Verify) -> dict[str, Json]:
+def read_scalars(folder: Place, file: FileEntry, verify: Verify) -> dict[str, Json]:
     """Return the scalars of a checkpoint. Raises CheckpointError if their file is missing or damaged."""
     problem = check_file(folder, file, verify)
     if problem:
         raise CheckpointError(f"{folder} is damaged or incomplete: {problem}")
-    path = folder / file.name
+    path = at(folder) / file.name
     try:
-        scalars = json.loads(read_regular(path, MAX_SCALAR_BYTES), parse_constant=_refuse_number, parse_float=_finite)
+        scalars = json.loads(path.content(MAX_SCALAR_BYTES), parse_constant=_refuse_number, parse_float=_finite)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {str(error)[:200]}") from error
     if not isinstance(scalars, dict):

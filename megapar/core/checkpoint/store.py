@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -19,6 +18,7 @@ from megapar.core.checkpoint.storage import ShardReader, ShardWriter, Verify
 from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
 from megapar.errors import CheckpointError
+from megapar.files.location import Location, Place, at
 
 __all__ = [
     "CheckpointLayout",
@@ -37,13 +37,13 @@ __all__ = [
 
 
 def save(
-    folder: Path,
+    folder: Place,
     state: Mapping[str, Shard] | CheckpointError,
     scalars: Mapping[str, Json],
     *,
     layout: Mapping[str, Mapping[str, Json]],
     group: dist.ProcessGroup | None,
-    then: Callable[[Path], None] | None = None,
+    then: Callable[[Location], None] | None = None,
     owner: Owner | None = None,
 ) -> None:
     """Write a checkpoint. Every rank of ``group`` calls this.
@@ -65,6 +65,7 @@ def save(
         owner: Owner of the folder's root, on the first rank of ``group``. With it, an existing ``folder`` is kept, and
             the new checkpoint gets another name.
     """
+    folder = at(folder)
     writer = ShardWriter(folder, layout, then, owner)
     failure = state if isinstance(state, CheckpointError) else None
     planner, held = ShardSavePlanner(scalars, failure), {} if isinstance(state, CheckpointError) else dict(state)
@@ -77,7 +78,7 @@ def save(
 
 
 def load(
-    folder: Path,
+    folder: Place,
     targets: Mapping[str, Shard],
     *,
     expect_model: ModelCheck | None,
@@ -104,7 +105,7 @@ def load(
     return reader.scalars
 
 
-def first_read_layout(folder: Path, group: dist.ProcessGroup | None) -> CheckpointLayout:
+def first_read_layout(folder: Place, group: dist.ProcessGroup | None) -> CheckpointLayout:
     """Read the layout on the first rank of ``group`` and return it on every rank, so that all choose the same folder.
 
     A shared disk may show different states to different ranks. Raises CheckpointError, on every rank.

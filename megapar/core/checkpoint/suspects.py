@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 from megapar.core.checkpoint import folder as folders
-from megapar.core.checkpoint.durable import sync_folder, unused
 from megapar.core.checkpoint.owner import Owner
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LATEST
+from megapar.files.location import Location, Place, at
 from megapar.files.suspects import RECORD
 
 
-def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Collection[str] = ()) -> list[Path]:
+def set_aside(root: Place, after: int, upto: int, owner: Owner | None, others: Collection[str] = ()) -> list[Location]:
     """Rename the checkpoints of iterations ``after`` < i <= ``upto`` to .suspect, and return their new paths in order.
 
     First, ``latest`` is set back to the newest checkpoint up to ``after``, or removed, so that it never names a missing
@@ -29,38 +28,34 @@ def set_aside(root: Path, after: int, upto: int, owner: Owner | None, others: Co
             other checkpoint is left.
     """
     every = folders.every_checkpoint(root)
-    own = [(at, path) for at, paths in every.items() for path in paths if path.name not in others]
-    suspect = [path for at, path in own if after < at <= upto]
-    left = [path for at, path in own if at <= after]
+    own = [(iteration, path) for iteration, paths in every.items() for path in paths if path.name not in others]
+    suspect = [path for iteration, path in own if after < iteration <= upto]
+    left = [path for iteration, path in own if iteration <= after]
     unaffected = [path for paths in every.values() for path in paths if path.name in others]
     try:
-        _set_back_latest(root, left or unaffected, suspect, owner)
-        renamed = [path.rename(unused(path.with_name(f"{path.name}.suspect"))) for path in suspect]
-        if renamed:
-            sync_folder(root)
+        _set_back_latest(at(root), left or unaffected, suspect, owner)
+        return [path.publish_beside(f"{path.name}.suspect") for path in suspect]
     except OSError as error:
         raise CheckpointError(f"checkpoints under {root} cannot be set aside: {error}") from error
-    return renamed
 
 
-def put_away(root: Path, iteration: int) -> None:
+def put_away(root: Place, iteration: int) -> None:
     """Rename the record of a handled fault to one with its iteration. Raises CheckpointError."""
+    path = at(root) / RECORD
     try:
-        path = root / RECORD
-        if path.exists():
-            path.rename(unused(path.with_name(f"{path.stem}-{iteration:07d}{path.suffix}")))
-            sync_folder(root)
+        if path.is_file():
+            path.publish_beside(f"{path.path.stem}-{iteration:07d}", path.path.suffix)
     except OSError as error:
-        raise CheckpointError(f"{root / RECORD} cannot be renamed: {error}") from error
+        raise CheckpointError(f"{path} cannot be renamed: {error}") from error
 
 
-def _set_back_latest(root: Path, left: list[Path], suspect: list[Path], owner: Owner | None) -> None:
+def _set_back_latest(root: Location, left: list[Location], suspect: list[Location], owner: Owner | None) -> None:
     named = None
     with suppress(CheckpointError):  # it does not name a checkpoint: a load reports that
         named = folders.latest(root)
     if named not in suspect:
         return
     if left:
-        folders.publish_folder(root, left[-1], owner)
+        folders.publish_folder(left[-1], owner)
     else:
-        (root / LATEST).unlink()
+        (root / LATEST).remove()

@@ -11,23 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import SeeColumns, SeeColumnsBackward, TilePlan
 from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.positions import SequenceLayout
-from megapar.core.context_parallel.tiles import Sight, cut_columns, gathered_tiles, halves, own_tiles
+from megapar.core.context_parallel.tiles import cut_columns, gathered_tiles, halves, own_tiles
 
 
-def gathered_plan(layout: SequenceLayout, rank: int, sight: Sight, *, most: int | None = None) -> TilePlan:
+def gathered_plan(layout: SequenceLayout, rank: int, mask: AttentionMask, *, most: int | None = None) -> TilePlan:
     """Plan one arrival that brings all remote columns, in order of position.
 
     most: the maximum number of columns of a tile, for columns that are expanded piece by piece; None for any number.
     """
-    own = own_tiles(layout, rank, sight)
-    early, late = halves(own, len(layout.runs(sight.length, rank)[0]))
-    others = gathered_tiles(layout, rank, sight)
+    own = own_tiles(layout, rank, mask)
+    early, late = halves(own, len(layout.runs(mask.length, rank)[0]))
+    others = gathered_tiles(layout, rank, mask)
     if most is not None:
         others = cut_columns(others, most)
     return TilePlan(tuple(own), tuple(early), tuple(late), (tuple(others),))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import TilePlan, Transport
@@ -13,7 +13,6 @@ from megapar.core.context_parallel.positions import RING, ULYSSES, SequenceLayou
 from megapar.core.context_parallel.ring import Ring, ring_plan
 from megapar.core.context_parallel.share import Share
 from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, SlicePlan, SliceTransport, slice_plans
-from megapar.core.context_parallel.tiles import Sight
 
 
 @dataclass(frozen=True)
@@ -60,37 +59,31 @@ class ContextParallel:
         """Return the ranks that share the positions of a micro-batch."""
         return Share.of(self.axis, self.layout, mp, sequence_parallel=sequence_parallel)
 
-    def plan(
-        self,
-        samples: int,
-        own_length: int,
-        *,
-        causal: bool,
-        ends: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-    ) -> TilePlan | None:
+    def plan(self, mask: AttentionMask) -> TilePlan | None:
         """Return the tiles of a micro-batch, or None if attention sees whole sequences.
 
-        Args:
-            samples: Sequences of the micro-batch.
-            own_length: Positions per sequence on this rank.
-            causal: Apply a causal mask.
-            ends: Document ends over the whole micro-batch, see ``Sight.of``.
-            lengths: Positions of each sample that are not padding, see ``Sight``.
+        Raises ValueError for documents without a causal mask, which have no tiles.
         """
         if not self.active or self.deals_heads:
             return None
-        sight = Sight.of(samples, own_length * self.axis.size, causal=causal, ends=ends, lengths=lengths)
+        if mask.ends is not None and not mask.causal:
+            raise ValueError("tiles of documents must be causal: pass samples with padding in place of documents")
         if self.algorithm == RING:
-            return ring_plan(self.layout, self.axis.rank, sight)
-        return gathered_plan(self.layout, self.axis.rank, sight, most=own_length if self.latents else None)
+            return ring_plan(self.layout, self.axis.rank, mask)
+        return gathered_plan(self.layout, self.axis.rank, mask, most=self._most(mask))
 
-    def slice_plans(
-        self, samples: int, own_length: int, *, ends: Sequence[int] | None = None
-    ) -> tuple[SlicePlan, ...] | None:
-        """Return the causal tiles of a micro-batch slice by slice, or None if attention sees whole slices."""
+    def slice_plans(self, mask: AttentionMask) -> tuple[SlicePlan, ...] | None:
+        """Return the tiles of a micro-batch slice by slice, or None if attention sees whole slices.
+
+        Raises ValueError if the mask is not causal.
+        """
         if not self.active or self.deals_heads:
             return None
-        sight = Sight.of(samples, own_length * self.axis.size, causal=True, ends=ends)
-        most = own_length if self.latents else None
-        return slice_plans(self.layout, self.axis.rank, sight, ring=self.algorithm == RING, most=most)
+        if not mask.causal:
+            raise ValueError("slices attend to earlier slices only: pass a causal mask")
+        ring = self.algorithm == RING
+        return slice_plans(self.layout, self.axis.rank, mask, ring=ring, most=self._most(mask))
+
+    def _most(self, mask: AttentionMask) -> int | None:
+        """Return the most columns of a tile that latents are expanded for at a time; None without latents."""
+        return mask.length // self.axis.size if self.latents else None

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -138,8 +137,3 @@ def cut_sequence(length: int, parts: int, slices: int, *, balanced: bool) -> tup
     for j in range(1, slices):  # every slice gets a position, however short the sequence
         edges[j] = min(max(edges[j], edges[j - 1] + 1), units - (slices - j))
     return tuple(slice(a * parts, b * parts) for a, b in itertools.pairwise(edges))
-
-
-def same(values: Sequence[object]) -> bool:
-    """Return True if all values are equal."""
-    return all(value == values[0] for value in values)

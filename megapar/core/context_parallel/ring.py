@@ -13,21 +13,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import SendReceive
 from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.context_parallel.blockwise import SeeColumns, SeeColumnsBackward, TilePlan
 from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.positions import SequenceLayout
-from megapar.core.context_parallel.tiles import Sight, halves, own_tiles, tiles_between
+from megapar.core.context_parallel.tiles import halves, own_tiles, tiles_between
 
 
-def ring_plan(layout: SequenceLayout, rank: int, sight: Sight) -> TilePlan:
+def ring_plan(layout: SequenceLayout, rank: int, mask: AttentionMask) -> TilePlan:
     """Plan one arrival per remote block: from the ranks before this one, nearest first."""
-    own = own_tiles(layout, rank, sight)
+    own = own_tiles(layout, rank, mask)
     sources = [(rank - step) % layout.size for step in range(1, layout.size)]
-    others = (tuple(tiles_between(layout, rank, source, sight)) for source in sources)
-    early, late = halves(own, len(layout.runs(sight.length, rank)[0]))
+    others = (tuple(tiles_between(layout, rank, source, mask)) for source in sources)
+    early, late = halves(own, len(layout.runs(mask.length, rank)[0]))
     return TilePlan(tuple(own), tuple(early), tuple(late), tuple(others))
 
 

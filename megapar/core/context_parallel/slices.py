@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, ReduceScatter, SendReceive
 from megapar.core.comm.in_flight import CommContext, InFlight
@@ -31,7 +32,7 @@ from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.latents import ColumnReader, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.positions import SequenceLayout
-from megapar.core.context_parallel.tiles import Sight, Tile, cut_columns, diagonal_tiles, tiles_before
+from megapar.core.context_parallel.tiles import Tile, cut_columns, diagonal_tiles, tiles_before
 from megapar.core.device.block_attention import AttentionBlock
 from megapar.core.sharding.gradient_sink import GradientSink
 
@@ -52,27 +53,27 @@ class SlicePlan:
 
 
 def slice_plans(
-    layout: SequenceLayout, rank: int, sight: Sight, *, ring: bool, most: int | None = None
+    layout: SequenceLayout, rank: int, mask: AttentionMask, *, ring: bool, most: int | None = None
 ) -> tuple[SlicePlan, ...]:
     """Plan every slice of ``layout``.
 
     Args:
         layout: The positions of each rank.
-        sight: The attention mask.
+        mask: The attention mask.
         ring: Remote keys arrive one block at a time from the ranks before this one, nearest first; otherwise all at
             once.
         most: The maximum number of columns of a tile, for columns that are expanded piece by piece; None for any
             number.
     """
     plans, start = [], 0
-    for runs in zip(*(layout.runs(sight.length, other) for other in range(layout.size)), strict=True):
+    for runs in zip(*(layout.runs(mask.length, other) for other in range(layout.size)), strict=True):
         own = runs[rank]
-        near = [*tiles_before(own, range(start), sight), *diagonal_tiles(own, sight)]
+        near = [*tiles_before(own, range(start), mask), *diagonal_tiles(own, mask)]
         arrivals = [range(start, own.start)]
         if ring:
             sources = (runs[(rank - step) % layout.size] for step in range(1, layout.size))
             arrivals = [run if run.start < own.start else range(0) for run in sources]
-        groups = [near, *(tiles_before(own, keys, sight) for keys in arrivals)]
+        groups = [near, *(tiles_before(own, keys, mask) for keys in arrivals)]
         if most is not None:
             groups = [cut_columns(tiles, most) for tiles in groups]
         near, *others = groups

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from megapar.core.context_parallel.positions import SequenceLayout, same
+from megapar.core.attention_mask import AttentionMask
+from megapar.core.context_parallel.positions import SequenceLayout
 
 
 class Tile(NamedTuple):
@@ -42,59 +42,13 @@ class Tile(NamedTuple):
         return whole / 2 if self.causal else whole
 
 
-@dataclass(frozen=True)
-class Sight:
-    """The attention mask of a micro-batch: the pairs of positions that may attend to each other.
-
-    Attributes:
-        samples: Sequences of the micro-batch.
-        length: Positions per sequence.
-        causal: Each position sees itself and the positions before it (in its document, if ``ends`` is given).
-        ends: Per sample, the position after each document; the last is ``length``.
-        lengths: Per sample, positions before the padding; all of them if None. Read only if not causal.
-    """
-
-    samples: int
-    length: int
-    causal: bool
-    ends: tuple[tuple[int, ...], ...] | None = None
-    lengths: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        samples: int,
-        length: int,
-        *,
-        causal: bool,
-        ends: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-    ) -> Sight:
-        """Make the mask of a micro-batch. ends: indices into samples * length, as in micro-batches."""
-        own = None
-        if ends is not None:
-            cut = [bisect.bisect_right(ends, sample * length) for sample in range(samples + 1)]
-            own = tuple(
-                tuple(end - sample * length for end in ends[cut[sample] : cut[sample + 1]]) for sample in range(samples)
-            )
-        return cls(samples, length, causal, own, None if lengths is None else tuple(lengths))
-
-    def groups(self) -> list[tuple[int | None, tuple[int, ...], int]]:
-        """Return (sample, document ends, visible keys) per sample; one group (sample None) if all are equal."""
-        ends = self.ends or ((self.length,),) * self.samples
-        lengths = self.lengths or (self.length,) * self.samples
-        if same(ends) and same(lengths):
-            return [(None, ends[0], lengths[0])]
-        return [(sample, *both) for sample, both in enumerate(zip(ends, lengths, strict=True))]
-
-
-def own_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
+def own_tiles(layout: SequenceLayout, rank: int, mask: AttentionMask) -> list[Tile]:
     """Return the tiles of a rank's rows over its own columns."""
-    first, second = layout.runs(sight.length, rank)
+    first, second = layout.runs(mask.length, rank)
     held = len(first) + len(second)
     tiles = []
-    for sample, ends, seen in sight.groups():
-        if not sight.causal:
+    for sample, ends, seen in mask.groups():
+        if not mask.causal:
             keys = _visible((first, second), seen)
             tiles += [Tile(sample, range(held), keys)] if keys else []
             continue
@@ -106,26 +60,26 @@ def own_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
     return tiles
 
 
-def tiles_between(layout: SequenceLayout, rank: int, source: int, sight: Sight) -> list[Tile]:
+def tiles_between(layout: SequenceLayout, rank: int, source: int, mask: AttentionMask) -> list[Tile]:
     """Return the tiles of a rank's rows over the columns of rank ``source``."""
-    return _tiles(layout.runs(sight.length, rank), layout.runs(sight.length, source), sight)
+    return _tiles(layout.runs(mask.length, rank), layout.runs(mask.length, source), mask)
 
 
-def gathered_tiles(layout: SequenceLayout, rank: int, sight: Sight) -> list[Tile]:
+def gathered_tiles(layout: SequenceLayout, rank: int, mask: AttentionMask) -> list[Tile]:
     """Return the tiles of a rank's rows over the columns of all other ranks, which are in order of position."""
-    own = layout.runs(sight.length, rank)
-    return _tiles(own, _gaps(own, sight.length), sight, in_order=True)
+    own = layout.runs(mask.length, rank)
+    return _tiles(own, _gaps(own, mask.length), mask, in_order=True)
 
 
-def tiles_before(own: range, keys: range, sight: Sight) -> list[Tile]:
+def tiles_before(own: range, keys: range, mask: AttentionMask) -> list[Tile]:
     """Return the tiles of consecutive rows over earlier columns; ``own`` and ``keys`` are positions of the sequence."""
-    return _tiles([own], [keys], sight, in_order=True)
+    return _tiles([own], [keys], mask, in_order=True)
 
 
-def diagonal_tiles(own: range, sight: Sight) -> list[Tile]:
+def diagonal_tiles(own: range, mask: AttentionMask) -> list[Tile]:
     """Return the causal tiles of consecutive rows over their own columns, which are indexed by position."""
     tiles = []
-    for sample, ends, _ in sight.groups():
+    for sample, ends, _ in mask.groups():
         start = 0
         for end in ends:
             keys = range(max(start, own.start), min(end, own.stop))
@@ -191,16 +145,18 @@ def spans(tiles: Iterable[Tile], most: int) -> list[tuple[range, list[Tile]]]:
     return [(span, [tile._replace(keys=_shift(tile.keys, -span.start)) for tile in group]) for span, group in groups]
 
 
-def _tiles(rows: Sequence[range], columns: Sequence[range], sight: Sight, *, in_order: bool = False) -> list[Tile]:
+def _tiles(
+    rows: Sequence[range], columns: Sequence[range], mask: AttentionMask, *, in_order: bool = False
+) -> list[Tile]:
     """Return tiles over columns of other ranks, whose runs are each entirely before or after each run of rows."""
     tiles = []
     row_offsets, column_offsets = _offsets(rows), [run.start for run in columns] if in_order else _offsets(columns)
-    for sample, ends, seen in sight.groups():
+    for sample, ends, seen in mask.groups():
         own = []
         for run, at in zip(rows, row_offsets, strict=True):
             for keys, key_at in zip(columns, column_offsets, strict=True):
                 queries = range(len(run))
-                if not sight.causal:
+                if not mask.causal:
                     visible = range(keys.start, min(keys.stop, seen))
                 elif keys.start >= run.start:
                     continue

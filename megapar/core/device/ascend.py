@@ -52,11 +52,11 @@ def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0
 
 
 def packed_attention_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout, causal=causal)
+    y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout, causal=documents.mask.causal)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 

@@ -8,7 +8,7 @@ values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention import attention_fused, attention_reference, call_of
 from megapar.core.device.attention_table import DOCUMENTS, VARLEN, takes
 from megapar.core.device.head_dims import cut_features, equal_head_dims
@@ -29,36 +30,45 @@ class PackedDocuments:
     """The documents of a packed micro-batch of T = B S positions. None of them crosses the end of a sample.
 
     Attributes:
-        ends: Position after each document, ascending to T; on the host.
+        mask: The mask, with the ends of the documents, on the host.
         starts: [documents + 1] int32, 0 and the same ends, on the device of the activations; for kernels.
     """
 
-    ends: tuple[int, ...]
+    mask: AttentionMask
     starts: Tensor
-    _slices: dict[tuple[int, int, int], DocumentSlice] = field(default_factory=dict, compare=False, repr=False)
+    _slices: dict[tuple[int, int], DocumentSlice] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, ends: Sequence[int] | Tensor, device: torch.device) -> PackedDocuments:
-        """Build from ends on the host. The host does not wait for the copy if they are a tensor in pinned memory."""
-        ends_D = torch.as_tensor(ends)
-        starts = F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32)
-        return cls(tuple(ends_D.tolist()), starts)
+    def of(cls, mask: AttentionMask, device: torch.device, ends: Tensor | None = None) -> PackedDocuments:
+        """Put the documents of a mask on a device.
+
+        Args:
+            mask: The mask.
+            device: Device of the activations.
+            ends: [documents], its ``flat_ends`` on the host. The host does not wait for the copy if they are in pinned
+                memory; None makes them.
+        """
+        ends_D = torch.tensor(mask.flat_ends) if ends is None else ends
+        return cls(mask, F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32))
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Position after each document, ascending to T."""
+        return self.mask.flat_ends
 
     @property
     def lengths(self) -> list[int]:
         """Number of positions of each document."""
         return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
 
-    def cut(self, place: slice, samples: int) -> DocumentSlice:
+    def cut(self, place: slice) -> DocumentSlice:
         """Return the parts of documents in a slice of the sequence. All layers share the result.
 
-        Args:
-            place: Positions of the slice in each sample.
-            samples: Number of samples.
+        place: Positions of the slice in each sample.
         """
-        key = (place.start, place.stop, samples)
+        key = (place.start, place.stop)
         if key not in self._slices:
-            length = self.ends[-1] // samples
+            length = self.mask.length
             self._slices[key] = DocumentSlice(
                 self._pieces(place, length), self._longest(place, length), place, length, self.starts
             )
@@ -134,7 +144,7 @@ class DocumentSlice:
 
 
 def packed_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
     """Compute softmax(q k^T / sqrt(D)) v inside each document. Materializes all scores, of all documents if causal.
 
@@ -145,13 +155,12 @@ def packed_attention_reference(
         k: [B, G, S, D].
         v: [B, G, S, V].
         documents: The documents of the micro-batch.
-        causal: A position attends to earlier positions and itself; False: to all of its document.
         dropout: Dropout probability of the attention weights.
 
     Returns:
         [B, N, S, V].
     """
-    if not causal:
+    if not documents.mask.causal:
         return _by_length(partial(attention_reference, causal=False, dropout=dropout), q, k, v, documents)
     batch, _, length, size = q.shape
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -163,24 +172,24 @@ def packed_attention_reference(
 
 
 def packed_attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``packed_attention_reference`` by one fused call for each run of documents of one length."""
-    return _by_length(partial(attention_fused, causal=causal, dropout=dropout), q, k, v, documents)
+    return _by_length(partial(attention_fused, causal=documents.mask.causal, dropout=dropout), q, k, v, documents)
 
 
 def packed_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, causal: bool = True, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``packed_attention_reference`` by torch's kernel for sequences of variable lengths, if it takes them.
 
     Otherwise documents of one length are one call.
     """
     if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout)):
-        return packed_attention_by_document(q, k, v, documents=documents, causal=causal, dropout=dropout)
+        return packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
     longest = max(documents.lengths)
     starts = (documents.starts, documents.starts)
-    return by_kernel(q, k, v, starts, (longest, longest), causal=causal, dropout=dropout)
+    return by_kernel(q, k, v, starts, (longest, longest), causal=documents.mask.causal, dropout=dropout)
 
 
 def by_kernel(

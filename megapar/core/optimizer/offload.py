@@ -1,4 +1,4 @@
-"""AdamW with optimizer state and master weights offloaded to host memory, copied to the device for the update.
+"""The optimizer with its state and master weights offloaded to host memory, copied to the device for the update.
 
 The device has two slots; program order of the streams for shards 0, 1, 2, ..:
 
@@ -17,15 +17,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megapar.core.device.base import Device, Stream
-from megapar.core.optimizer.adamw import MOMENTS, AdamW
+from megapar.core.optimizer.update_rule import UpdateRule
 from megapar.core.sharding.master_shard import MasterShard
 
 
 class SlotReader(Protocol):
-    """A reader of each shard's master and moments while they are on the device."""
+    """A reader of each shard's master and states while they are on the device."""
 
     def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
         """Read the tensors of shard ``number`` before the update, as they are in host memory."""
@@ -37,24 +36,27 @@ class SlotReader(Protocol):
 class OffloadedOptimizer:
     """The updates of ``Optimizer``, bit for bit, for shards whose masters are in host memory.
 
-    Gradients are on the device. Moments are pinned host tensors that correspond to ``shards`` one to one.
+    Gradients are on the device. States are pinned host tensors that correspond to ``shards`` one to one.
 
     Attributes:
-        slots: Device memory for the master and the moments of two shards, [2, 3, elements of the largest shard].
+        slots: Device memory for the master and the states of two shards, [2, 1 + states, largest shard's elements].
+        states: Names of the states.
         seen_by: Reader of the tensors while they are on the device; None: no reader.
     """
 
-    def __init__(self, shards: Sequence[MasterShard], device: Device, settings: AdamW) -> None:
+    def __init__(self, shards: Sequence[MasterShard], device: Device, rule: UpdateRule) -> None:
         self._shards = shards
         self._device = device
-        self._settings = settings
-        self._moments = {
+        self._rule, self.states = rule, rule.states
+        self._states = {
             name: [device.pinned_zeros(shard.master.numel(), shard.master.dtype) for shard in shards]
-            for name in MOMENTS
+            for name in rule.states
         }
         largest = max(shard.master.numel() for shard in shards)
         largest += largest % 2  # so that each tensor is aligned to 64-bit integers
-        self.slots = torch.empty(2, 1 + len(MOMENTS), largest, dtype=shards[0].master.dtype, device=device.torch_device)
+        self.slots = torch.empty(
+            2, 1 + len(rule.states), largest, dtype=shards[0].master.dtype, device=device.torch_device
+        )
         self._step = torch.zeros((), dtype=torch.float32, device=device.torch_device)
         self._in, self._out = device.new_stream(), device.new_stream()
         self.seen_by: SlotReader | None = None
@@ -82,7 +84,7 @@ class OffloadedOptimizer:
         current.wait_stream(self._out)
 
     def visit(self) -> None:
-        """Copy every shard's master and moments to the device for the reader, without changing them."""
+        """Copy every shard's master and states to the device for the reader, without changing them."""
         current = self._device.current_stream()
         for number in range(len(self._shards)):
             self._in.wait_stream(current)
@@ -92,8 +94,8 @@ class OffloadedOptimizer:
                 self.seen_by.arrived(number, self._views(number)[1])
 
     def _views(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return a shard's master and moments: (in host memory, in its slot)."""
-        host = [self._shards[number].master, *(self._moments[name][number] for name in MOMENTS)]
+        """Return a shard's master and states: (in host memory, in its slot)."""
+        host = [self._shards[number].master, *(self._states[name][number] for name in self.states)]
         slot = self.slots[number % 2, :, : host[0].numel()]
         return host, list(slot.unbind())
 
@@ -120,34 +122,26 @@ class OffloadedOptimizer:
         grad_scale: Tensor | None,
     ) -> None:
         assert shard.grad is not None
-        settings = self._settings
-        master, first, second = self._views(number)[1]
-        adamw(
-            params=[master],
-            grads=[shard.grad],
-            exp_avgs=[first],
-            exp_avg_sqs=[second],
-            max_exp_avg_sqs=[],
-            state_steps=[step],
-            fused=True,
-            amsgrad=False,
-            beta1=settings.betas[0],
-            beta2=settings.betas[1],
-            lr=lr * settings.router_lr_ratio if shard.router else lr,
-            weight_decay=settings.weight_decay if shard.decay else 0.0,
-            eps=settings.eps,
-            maximize=False,
+        rule = self._rule
+        master, *states = self._views(number)[1]
+        rule.update(
+            [master],
+            [shard.grad],
+            [[state] for state in states],
+            [step],
+            lr=lr * rule.router_lr_ratio if shard.router else lr,
+            weight_decay=rule.weight_decay if shard.decay else 0.0,
             found_inf=found_inf,
             grad_scale=grad_scale,
         )
 
-    def moments(self, name: str) -> list[Tensor]:
-        """Return ``exp_avg`` or ``exp_avg_sq`` of every shard, in host memory."""
-        return self._moments[name]
+    def state(self, name: str) -> list[Tensor]:
+        """Return a state of every shard, in host memory."""
+        return self._states[name]
 
     @property
     def num_steps(self) -> int:
-        """Number of updates so far, used for the bias correction."""
+        """Number of updates so far."""
         return int(self._step.item())
 
     @num_steps.setter

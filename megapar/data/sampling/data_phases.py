@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Generic
 
 from megapar.data.sampling.mixture import Blend, Pieces_co, Shares
-from megapar.data.sampling.samples import DocumentPieces, PieceOrder, TokenPieces, nearby, order_of
+from megapar.data.sampling.samples import DocumentPieces, PieceOrder, TokenPieces, nearby, order_of, weighted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +69,10 @@ class PhasedPieces(Generic[Pieces_co]):
 
     def __getitem__(self, number: int) -> np.ndarray:
         return self._pieces[number]
+
+    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """See samples.Weighted."""
+        return weighted(self._pieces, number)
 
     def document(self: PhasedPieces[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the pieces have documents."""

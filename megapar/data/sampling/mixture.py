@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from megapar.data.sampling.samples import DocumentPieces, Order, PieceOrder, TokenPieces
+from megapar.data.sampling.samples import DocumentPieces, Order, PieceOrder, TokenPieces, weighted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,6 +78,11 @@ class Blend(Generic[Pieces_co]):
     def __getitem__(self, number: int) -> np.ndarray:
         part = bisect_right(self._starts, number) - 1
         return self.parts[part][number - self._starts[part]]
+
+    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """See samples.Weighted."""
+        part = bisect_right(self._starts, number) - 1
+        return weighted(self.parts[part], number - self._starts[part])
 
     def document(self: Blend[DocumentPieces], number: int) -> int:
         """Return the document that a piece is from, if the parts have documents; numbered by part first."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Sample = dict[str, "np.ndarray"]
 
+WEIGHTS = "weights"
 NO_LOSS = -100
 """The label of a position that does not contribute to any loss."""
 _HELD_OUT_SEED = 0  # never another one: the losses of two evaluations compare only over the same samples
@@ -121,6 +122,19 @@ class DocumentWindows:
         return ids
 
 
+@runtime_checkable
+class Weighted(Protocol):
+    """Pieces whose ids have weights in the loss."""
+
+    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the ids of a piece, and [T] fp32 >= 0, the weight of each as a target; None if all are 1."""
+
+
+def weighted(pieces: TokenPieces, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the ids and the target weights of a piece, see ``Weighted``; no weights unless the pieces have them."""
+    return pieces.weighted(number) if isinstance(pieces, Weighted) else (pieces[number], None)
+
+
 class PieceOrder(Protocol):
     """Maps the number of a sample to that of its piece."""
 
@@ -204,6 +218,8 @@ class Boundaries:
 class DecoderSamples:
     """Samples for a causal model: ``tokens`` [S] and ``labels`` [S] int64, the labels one position ahead.
 
+    Every label has a weight, fp32: that of its id in the piece, 0 at a document's end if ``boundaries`` says so, and 0
+    on padding. A label of weight 0 is NO_LOSS; ``weights`` [S] are in the sample only if another one is not 1.
     A piece shorter than S + 1 is padded, its tokens with id 0 and its labels with NO_LOSS, and only then has the sample
     ``valid`` [S] bool. ``boundaries`` may add int64 ``positions`` [S] and ``ends`` [documents], the position after each
     document of the sample; the last one is S.
@@ -231,14 +247,20 @@ class DecoderSamples:
     def __getitem__(self, number: int) -> Sample:
         import numpy as np
 
-        ids = self._pieces[self._order[number]]
+        ids, weights = weighted(self._pieces, self._order[number])
         short = self._seq_length + 1 - len(ids)
         sample = {"tokens": ids[:-1], "labels": ids[1:]}
+        if weights is not None:
+            sample[WEIGHTS] = weights[1:]
         if self._boundaries is not None:
             sample = self._bounded(sample, self._boundaries)
+        if WEIGHTS in sample:
+            sample = _weighed(sample)
         if short:
             sample["tokens"] = np.pad(sample["tokens"], (0, short))
             sample["labels"] = np.pad(sample["labels"], (0, short), constant_values=NO_LOSS)
+            if WEIGHTS in sample:
+                sample[WEIGHTS] = np.pad(sample[WEIGHTS], (0, short))
             sample["valid"] = np.arange(self._seq_length) < len(ids) - 1
         return sample
 
@@ -250,7 +272,7 @@ class DecoderSamples:
         starts = np.flatnonzero(at_end) + 1  # start of each document after the first one
         starts = starts[starts < len(tokens)]
         if boundaries.mask_loss:
-            sample["labels"] = np.where(at_end, NO_LOSS, sample["labels"])
+            sample[WEIGHTS] = np.where(at_end, np.float32(0), sample.get(WEIGHTS, np.float32(1)))
         if boundaries.reset_positions:
             positions = np.arange(self._seq_length, dtype=np.int64)
             begun = np.zeros(self._seq_length, dtype=np.int64)
@@ -259,3 +281,14 @@ class DecoderSamples:
         if boundaries.reset_attention:
             sample["ends"] = np.append(starts, self._seq_length)
         return sample
+
+
+def _weighed(sample: Sample) -> Sample:
+    """Return the sample with NO_LOSS at weights of 0, and with its weights only if the labels do not say them."""
+    import numpy as np
+
+    counted = sample[WEIGHTS] > 0
+    sample["labels"] = np.where(counted, sample["labels"], NO_LOSS)
+    if (sample[WEIGHTS] == counted).all():
+        del sample[WEIGHTS]
+    return sample

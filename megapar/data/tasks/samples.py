@@ -73,7 +73,7 @@ def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch
         "understanding": np.flatnonzero(~generation),
         "generation": np.flatnonzero(generation),
     }
-    counts = {}
+    counts: dict[str, float] = {}
     for name in names:
         of_task = kinds == TASKS.index(name)
         predicted = stacked["label"] != NO_LOSS if name in CLASSES else labels != NO_LOSS

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import put_new, unused
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
+from megapar.files.location import Place, at, read_locally, written_locally
 from megapar.files.tokenizer_folder import FACTS, FOLDER, stored_fingerprint
 
 
-def store_tokenizer(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
+def store_tokenizer(tokenizer: Tokenizer, root: Place) -> tuple[str, ...]:
     """Write the tokenizer to ``root``/tokenizer; return warnings for the log. Only one rank calls it.
 
     The folder appears when it is complete. A different tokenizer in its place is renamed, not lost. Runs without text
@@ -24,23 +23,22 @@ def store_tokenizer(tokenizer: Tokenizer, root: Path) -> tuple[str, ...]:
     """
     if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
         return ()
-    folder, fingerprint = root / FOLDER, tokenizer.fingerprint()
+    folder, fingerprint = at(root) / FOLDER, tokenizer.fingerprint()
     try:
         previous = stored_fingerprint(folder)
         if previous == fingerprint:
             return ()
-        aside = root / f".{FOLDER}.unfinished-{os.getpid()}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _write(tokenizer, aside)
-        facts = {"fingerprint": fingerprint, "size": tokenizer.size}
-        (aside / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        aside = folder.with_name(f".{FOLDER}.unfinished-{os.getpid()}")
+        aside.remove()
+        with written_locally(aside) as place:
+            _write(tokenizer, place)
+            facts = {"fingerprint": fingerprint, "size": tokenizer.size}
+            (place / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         moved = None
-        if folder.exists():
+        if folder.name in folder.parent.list():
             known = previous[:8] if previous and re.fullmatch("[0-9a-f]{8,}", previous) else "unknown"
-            moved = unused(root / f"{FOLDER}-{known}")
-            folder.rename(moved)
-        put_new(aside, folder)
+            moved = folder.publish_beside(f"{FOLDER}-{known}")
+        aside.publish(folder)
     except OSError as error:
         raise CheckpointError(f"the tokenizer cannot be kept in {folder}: {error}") from error
     if moved is None:
@@ -61,12 +59,13 @@ def _write(tokenizer: Tokenizer, folder: Path) -> None:
         tokenizer.save_hf(folder)
 
 
-def load_stored_tokenizer(root: Path) -> Tokenizer | None:
+def load_stored_tokenizer(root: Place) -> Tokenizer | None:
     """Return the tokenizer that ``store_tokenizer`` wrote, or None. Raises CheckpointError if it is damaged."""
-    folder = root / FOLDER
+    folder = at(root) / FOLDER
     if not (folder / FACTS).is_file():
         return None
     try:
-        return load_tokenizer(folder)
+        with read_locally(folder) as path:
+            return load_tokenizer(path)
     except DataError as error:
         raise CheckpointError(f"{folder}, which contains the run's tokenizer, is damaged: {error}") from error

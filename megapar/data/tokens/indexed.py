@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from megapar.core.checkpoint.durable import sync_folder
 from megapar.data.tokens.store import MappedFile
 from megapar.errors import DataError
+from megapar.files.disk import sync_folder
 from megapar.files.token_index import (
     DTYPE_CODES,
     HEADER,

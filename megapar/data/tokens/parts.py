@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megapar.core.checkpoint.durable import sync_folder
 from megapar.data.text.bad_records import BadRecords
 from megapar.errors import DataError
+from megapar.files.disk import sync_folder
 
 if TYPE_CHECKING:
     import numpy as np

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megapar.core.comm.agreement import TEXT_BYTES, reduce_numbers, texts_of_all
 from megapar.core.device.base import Device
-from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.errors import CorruptionError
 from megapar.health.corruption.digested import DigestedTensors, RestingTensors, VisitingTensors
@@ -140,7 +139,7 @@ class StateGuard:
         job, self._steps = self._job, steps
         self._held_after = deque(maxlen=steps)
         masters = [shard.master for shard in job.sharding.master_shards]
-        homes = list(zip(masters, *(job.optimizer.moments(name) for name in MOMENTS), strict=True))
+        homes = list(zip(masters, *map(job.optimizer.state, job.optimizer.states), strict=True))
         if isinstance(job.optimizer, OffloadedOptimizer):
             visiting = VisitingTensors(homes, steps, job.optimizer.visit)
             self._digested = job.optimizer.seen_by = visiting
@@ -150,7 +149,9 @@ class StateGuard:
 
     @property
     def _total_bytes(self) -> int:
-        return sum(shard.master.nbytes for shard in self._job.sharding.master_shards) * (1 + len(MOMENTS))
+        return sum(shard.master.nbytes for shard in self._job.sharding.master_shards) * (
+            1 + len(self._job.optimizer.states)
+        )
 
     def _seconds_of_turn(self) -> float:
         job, optimizer = self._job, self._job.optimizer
@@ -180,7 +181,7 @@ class StateGuard:
         """Return the names of the tensors in these address ranges."""
         job = self._job
         masters = [shard.master for shard in job.sharding.master_shards]
-        kinds = {"master": masters, **{name: job.optimizer.moments(name) for name in MOMENTS}}
+        kinds = {"master": masters, **{name: job.optimizer.state(name) for name in job.optimizer.states}}
         return [
             f"{kind} of {view.spec.name}"
             for kind, tensors in kinds.items()

@@ -6,12 +6,13 @@ import json
 import os
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import sync_folder
 from megapar.core.checkpoint.shard_file import write_bytes
 from megapar.core.comm.world import World
 from megapar.errors import CorruptionError, TrainingError
+from megapar.files.location import Place, at
 from megapar.files.suspects import RECORD, Blamed, Fault
 
 
@@ -64,18 +65,12 @@ class Witness:
         return Blamed(rank, node, device.type if device.type == "cpu" else f"{device.type}:{number} ({device.name})")
 
 
-def _write_once(folder: Path, content: bytes) -> None:
+def _write_once(folder: Place, content: bytes) -> None:
     """Write the record durably, unless another rank has. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"{RECORD}.tmp-{uuid.uuid4().hex[:12]}"
+    aside = at(folder) / f"{RECORD}.tmp-{uuid.uuid4().hex[:12]}"
     try:
         write_bytes(aside, content)
-        try:
-            os.link(aside, folder / RECORD)
-        except FileExistsError:
-            return
-        except OSError:  # a file system without links: overwriting is fine, since all records are nearly the same
-            aside.replace(folder / RECORD)
-        sync_folder(folder)
+        with suppress(FileExistsError):
+            aside.publish(at(folder) / RECORD)
     finally:
-        aside.unlink(missing_ok=True)
+        aside.remove()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import all_gather, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
@@ -32,7 +33,7 @@ from megapar.core.tensor_parallel.layers import (
 )
 from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.embedding import DecoderEmbedding
-from megapar.model.decoder.mtp import Mtp, following
+from megapar.model.decoder.mtp import Mtp, following, of_next
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
@@ -66,17 +67,21 @@ class LmHead(nn.Module):
         shape = (vocabulary_range(sizes.vocab_size, self.mp)[1], sizes.hidden_size)
         self.weight = None if sizes.tie_embeddings else parameter(shape, options["dtype"], options["device"])
 
-    def forward(self, *inputs: tuple[Tensor, Tensor], tied: Tensor | None) -> list[Tensor]:
-        """Return the sum of cross-entropies for each (x [B, S(/mp), H], labels [B, S]), in max(fp32, dtype).
+    def forward(self, *inputs: tuple[Tensor, Tensor, Tensor | None], tied: Tensor | None) -> list[Tensor]:
+        """Return the sum of cross-entropies for each (x [B, S(/mp), H], labels, weights [B, S]), in max(fp32, dtype).
 
-        Label -100 means no loss. One call takes all inputs, because sharding reshards the weight after it.
+        Label -100 means no loss, and None a weight of 1. One call takes all inputs, because sharding reshards the
+        weight after it.
         """
         weight = self._weight(tied)
         return [
             vocab_parallel_linear_cross_entropy(
-                self._enter(x).flatten(0, 1), weight, None, labels.flatten(), vocab_size=self.vocab_size, mp=self.mp
+                self._enter(x).flatten(0, 1),
+                *(weight, None, labels.flatten(), None if weights is None else weights.flatten()),
+                vocab_size=self.vocab_size,
+                mp=self.mp,
             )
-            for x, labels in inputs
+            for x, labels, weights in inputs
         ]
 
     def logits(self, x: Tensor, tied: Tensor | None) -> Tensor:
@@ -178,9 +183,10 @@ class Decoder(nn.Module):
 
         ``batch`` contains:
             tokens, labels (-100: no loss), positions: [B, S] int64.
+            weights: [B, S] fp32, those of the labels, if they are not all 1.
             valid: [B, S] bool, if there is padding, which must come after the text of its sample.
             ends: [documents] int64 on the host, if attention does not cross documents: the end of each in B * S.
-            tokens_ahead, labels_ahead: [B, S], for multi-token prediction under context parallelism
+            tokens_ahead, labels_ahead, weights_ahead: [B, S], for multi-token prediction under context parallelism
                 (``model.decoder.mtp.following``).
         Under context parallelism S is this rank's positions, but ``ends`` are those of whole samples.
 
@@ -310,18 +316,23 @@ class Decoder(nn.Module):
             word: The embedding's weight if the head or multi-token prediction uses it.
         """
         assert self.lm_head is not None
-        labels = batch["labels"]
+        labels, weights = batch["labels"], batch.get("weights")
+        targets = self._arrange(labels), None if weights is None else self._arrange(weights)
         if self.mtp is None:
-            return {"lm": self.lm_head((x, self._arrange(labels)), tied=word)[0]}, []
+            return {"lm": self.lm_head((x, *targets), tied=word)[0]}, []
         assert word is not None
         assert self.final_norm is not None
         # Under context parallelism the next token may be on another rank, so the data loader provides it.
-        ahead = (batch["tokens_ahead"], batch["labels_ahead"]) if self.cp.active else following(batch["tokens"], labels)
-        next_tokens, next_labels = (self._arrange(data) for data in ahead)
-        mtp_hidden, stats = self.mtp(x, next_tokens, word, context)
+        if self.cp.active:
+            tokens, labels, weights = batch["tokens_ahead"], batch["labels_ahead"], batch.get("weights_ahead")
+        else:
+            tokens, labels = following(batch["tokens"], labels)
+            weights = None if weights is None else of_next(weights)
+        ahead = self._arrange(labels), None if weights is None else self._arrange(weights)
+        mtp_hidden, stats = self.mtp(x, self._arrange(tokens), word, context)
         if self.mtp.final_norm is None:
             mtp_hidden = self.final_norm(mtp_hidden)
-        lm, mtp = self.lm_head((x, self._arrange(labels)), (mtp_hidden, next_labels), tied=word)
+        lm, mtp = self.lm_head((x, *targets), (mtp_hidden, *ahead), tied=word)
         return {"lm": lm, "mtp": mtp}, [] if stats is None else [stats]
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
@@ -348,18 +359,17 @@ class Decoder(nn.Module):
             valid_tokens = batch["tokens"].numel() if valid is None else int(valid.sum())
         own_valid = None if valid is None else own_sequence(self._arrange(valid), self.mp, self.sequence_parallel)
         places = batch.get("ends")
-        ends = None if places is None else places.tolist()
-        shape = batch["tokens"].shape
+        samples, length = batch["tokens"].shape
+        ranks, ends = self.cp.axis.size, None if places is None else places.tolist()
+        mask = AttentionMask.of(samples, length * ranks, causal=True, ends=ends)
+        plan, plans = (None, self.cp.slice_plans(mask)) if self.slicing.active else (self.cp.plan(mask), None)
+        documents = None
+        if places is not None and plan is None and plans is None:
+            documents = PackedDocuments.of(mask, batch["tokens"].device, places)
         if not self.slicing.active:
-            plan = self.cp.plan(*shape, causal=True, ends=ends)
-            documents = (
-                None if places is None or plan is not None else PackedDocuments.of(places, batch["tokens"].device)
-            )
             return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
-        plans = self.cp.slice_plans(*shape, ends=ends)
-        documents = None if places is None or plans is not None else PackedDocuments.of(places, batch["tokens"].device)
-        parts, ranks = self.mp.size if self.sequence_parallel else 1, self.cp.axis.size
-        slices = self.slicing.cut(shape[1], parts)
+        parts = self.mp.size if self.sequence_parallel else 1
+        slices = self.slicing.cut(length, parts)
         return Context(
             valid,
             own_valid,

@@ -97,6 +97,11 @@ def following(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     The label is ignored if t or t + 1 has none, so that no prediction crosses a document border. It is also ignored
     at the last position, whose next token is unknown; the token there is arbitrary, because attention is causal.
     """
-    shifted = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
-    next_labels = torch.where(labels == IGNORED, IGNORED, shifted)
-    return torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1), next_labels
+    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
+    next_labels = torch.where(labels == IGNORED, IGNORED, after)
+    return of_next(tokens), next_labels
+
+
+def of_next(values: Tensor) -> Tensor:
+    """Return the value of the next position for each of [B, S]; the last one, without a label, keeps its own."""
+    return torch.cat((values[:, 1:], values[:, -1:]), dim=1)

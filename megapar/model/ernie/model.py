@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import copy, gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
@@ -294,7 +295,8 @@ class Ernie(nn.Module):
 
     def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
         if "ends" in batch:  # no position is padding, and samples attend to themselves only
-            documents = PackedDocuments(tuple(batch["ends"].tolist()), batch["starts"])
+            mask = AttentionMask.of_documents(batch["ends"].tolist(), causal=False)
+            documents = PackedDocuments(mask, batch["starts"])
             context = Context(None, None, batch["tokens"].numel(), documents=documents)
         else:
             context = self._padded_context(batch)
@@ -307,7 +309,7 @@ class Ernie(nn.Module):
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
         samples, length = batch["tokens"].shape
         lengths = None if batch.get("lengths") is None else batch["lengths"].tolist()
-        plan = self.cp.plan(samples, length, causal=False, lengths=lengths)
+        plan = self.cp.plan(AttentionMask.of(samples, length * self.cp.axis.size, causal=False, lengths=lengths))
         if self.cp.deals_heads and valid is not None:
             places = torch.arange(length * self.cp.axis.size, device=valid.device)
             valid = places < batch["lengths"].to(valid.device, non_blocking=True)[:, None]

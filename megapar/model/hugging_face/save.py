@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError
+from megapar.files.location import Place
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.model.architectures import not_exportable, own_architecture
 from megapar.model.hugging_face.tensors import export_piece
@@ -33,7 +34,7 @@ SHARD_BYTES = 2 << 30
 
 
 def save_hf(
-    folder: str | os.PathLike[str],
+    folder: Place,
     sizes: ModelSizes,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
@@ -65,7 +66,6 @@ def save_hf(
         raise CheckpointError(reason)
     architecture = architecture or own_architecture(sizes)
     assert architecture is not None, "a model that can be exported has a class"
-    folder = Path(folder)
     with written_aside(folder, _is_weights, CONFIG_FILE) as aside:
         shards = _Shards(aside, shard_bytes)
         config = {**config_of(architecture, sizes, dtype, published), **(token_ids or {})}

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.core.checkpoint.durable import put, remove, rename, sync_folder, sync_tree
+from megapar.files.disk import put, remove, rename, sync_folder, sync_tree
+from megapar.files.location import Location, Place, at, copy
 
 
 @contextmanager
-def written_aside(folder: Path, replaced: Callable[[str], bool], last: str) -> Iterator[Path]:
+def written_aside(folder: Place, replaced: Callable[[str], bool], last: str) -> Iterator[Path]:
     """Yield an empty folder to write into. On exit, sync its files to disk and move them into ``folder``.
 
     The two folders are exchanged, so that ``folder`` has the old or the new content at every moment. Files are moved
     one by one, ``last`` at the end, into a folder that cannot be exchanged: one that contains folders, the working
-    directory or a parent of it, a mount point, or one whose parent is not writable. On failure ``folder`` is unchanged.
+    directory or a parent of it, a mount point, one whose parent is not writable, or one that is not on a disk. On
+    failure ``folder`` is unchanged.
 
     Args:
         folder: The folder to change.
         replaced: Returns True for names of old files that are removed if no new file has the name; others are kept.
         last: The new file without which a reader does not accept the folder as complete.
     """
-    folder = Path(os.path.realpath(folder))
+    path = at(folder).local_path()
+    if path is None:
+        with tempfile.TemporaryDirectory() as made:
+            yield Path(made)
+            _copied(Path(made), at(folder), replaced, last)
+        return
+    folder = Path(os.path.realpath(path))
     aside = None if _must_stay(folder) else _try_to_make(folder.with_name(f".{folder.name}.unfinished"))
     inside = aside is None
     if aside is None:
@@ -69,6 +78,17 @@ def _link(old: Path, new: Path) -> None:
         os.link(old, new, follow_symlinks=False)
     except OSError:
         shutil.copy2(old, new, follow_symlinks=False)
+
+
+def _copied(made: Path, folder: Location, replaced: Callable[[str], bool], last: str) -> None:
+    """Write the files to a store that is not a disk, each in one step, and remove old ones."""
+    names = {path.name for path in made.iterdir()}
+    for name in sorted(names, key=lambda name: (name == last, name)):
+        copy(made / name, folder / f".{name}.unfinished")
+        (folder / f".{name}.unfinished").publish(folder / name, replace=True)
+    for name in folder.list():
+        if replaced(name) and name not in names:
+            (folder / name).remove()
 
 
 def _one_by_one(aside: Path, folder: Path, replaced: Callable[[str], bool], last: str) -> None:

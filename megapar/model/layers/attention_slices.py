@@ -134,7 +134,7 @@ class CausalSlices:
         with self._drawing(q, number) as dropout:
             if documents is not None:
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
-                cut = documents.cut(context.whole_slices[number], q.shape[0])
+                cut = documents.cut(context.whole_slices[number])
                 y = packed(*heads, documents=cut, dropout=dropout)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference

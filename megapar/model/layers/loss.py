@@ -26,12 +26,13 @@ def vocab_parallel_linear_cross_entropy(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    weights: Tensor | None = None,
     *,
     vocab_size: int,
     mp: Axis,
     logits_bytes: int | None = None,
 ) -> Tensor:
-    """Return the sum over rows of cross-entropy(hidden w^T + b, label), except rows labeled -100.
+    """Return the sum over rows of weight * cross-entropy(hidden w^T + b, label), except rows labeled -100.
 
     The forward computes the gradients chunk by chunk, so that no logits are kept: dw [V/mp, H] and db [V/mp] are
     complete on their rank, dhidden [N, H] is a partial sum over mp, which the caller's ``copy`` or ``all_gather``
@@ -43,6 +44,7 @@ def vocab_parallel_linear_cross_entropy(
         weight: [V/mp, H], this rank's shard.
         bias: [V/mp], this rank's shard, or None.
         labels: [N] int64.
+        weights: [N] fp32, read only where there is a label; None for 1, at no cost.
         vocab_size: V.
         mp: The tensor parallel axis.
         logits_bytes: Most bytes of logits, in max(fp32, dtype), that exist at a time; None for the device's default.
@@ -51,7 +53,7 @@ def vocab_parallel_linear_cross_entropy(
     held = device_class(hidden.device.type).logits_bytes if logits_bytes is None else logits_bytes
     chunk = rows_at_a_time(hidden.shape[0], rows * at_least_fp32(hidden.dtype).itemsize, held)
     loss: Tensor = _VocabParallelLinearCrossEntropy.apply(
-        hidden, weight, bias, labels, first_token, mp, chunk, torch.is_grad_enabled()
+        hidden, weight, bias, labels, weights, first_token, mp, chunk, torch.is_grad_enabled()
     )
     return loss
 
@@ -98,19 +100,19 @@ class _HeadGradients(NamedTuple):
         d_bias = None if bias is None else make(1, bias.shape[0], dtype=exact, device=bias.device)
         return cls(hidden.new_empty(hidden.shape), make(weight.shape, dtype=exact, device=weight.device), d_bias)
 
-    def add(self, first: int, d_logits: Tensor, rows: Tensor, weight: Tensor, mask: Tensor) -> None:
-        """Add the gradients of a chunk: ``rows`` [n, H] from row ``first``; ``mask`` [n, 1] is False without a loss."""
+    def add(self, first: int, d_logits: Tensor, rows: Tensor, weight: Tensor, factors: Tensor) -> None:
+        """Add the gradients of a chunk: ``rows`` [n, H] from row ``first``; ``factors`` [n, 1] are their weights."""
         torch.mm(d_logits, weight, out=self.hidden[first : first + rows.shape[0]])
         add_product = op("add_product", d_logits)
-        add_product(self.weight, d_logits.t(), rows * mask, begins=first == 0)
+        add_product(self.weight, d_logits.t(), (rows * factors).to(rows.dtype), begins=first == 0)
         if self.bias is not None:
-            add_product(self.bias, mask.t().to(d_logits.dtype), d_logits, begins=first == 0)
+            add_product(self.bias, factors.t().to(d_logits.dtype), d_logits, begins=first == 0)
 
-    def whole(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def whole(self, factors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the gradients in their dtypes, 0 for rows without a loss."""
         dtype = self.hidden.dtype
         d_bias = None if self.bias is None else self.bias.squeeze(0).to(dtype)
-        return self.hidden.mul_(mask), self.weight.to(dtype), d_bias
+        return self.hidden.mul_(factors), self.weight.to(dtype), d_bias
 
 
 class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
@@ -121,13 +123,14 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        weights: Tensor | None,
         first_token: int,
         mp: Axis,
         chunk: int,
         differentiate: bool,
     ) -> Tensor:
         counted = labels != IGNORED  # multiplied with what is small: the hidden states, not the logits
-        tokens, mask = labels * counted, counted.unsqueeze(-1)
+        tokens, factors = labels * counted, counted if weights is None else counted * weights
         gradients = _HeadGradients.empty(hidden, weight, bias) if differentiate else None
         found = [hidden.new_zeros(0, dtype=at_least_fp32(hidden.dtype))]
         for first in range(0, hidden.shape[0], chunk):
@@ -137,11 +140,11 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             )
             found.append(log_probs)
             if gradients is not None:
-                gradients.add(first, d_logits, rows, weight, mask[here])
+                gradients.add(first, d_logits, rows, weight, factors[here].unsqueeze(-1))
             del d_logits  # before the next chunk's logits
         if gradients is not None:
-            ctx.save_for_backward(*gradients.whole(mask))
-        return -(torch.cat(found) * counted).sum()
+            ctx.save_for_backward(*gradients.whole(factors.unsqueeze(-1)))
+        return -(torch.cat(found) * factors).sum()
 
     @staticmethod
     @once_differentiable
@@ -149,4 +152,4 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         # A zero-dim factor does not promote, so the products keep the gradients' dtypes.
         d_bias = None if d_bias is None else d_bias * grad
-        return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None
+        return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None, None

@@ -193,7 +193,7 @@ class SelfAttention(nn.Module, ABC):
                 )
             elif documents is not None:
                 packed = op("packed_attention", q) if flash else packed_attention_reference
-                y = packed(*heads, documents=documents, causal=self.sizes.causal, dropout=dropout)
+                y = packed(*heads, documents=documents, dropout=dropout)
             elif dropout:
                 attention = op(self.operator, q) if flash else attention_reference
                 y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)

@@ -109,7 +109,7 @@ class BalancedDenominators(Denominators):
         self._own.append(sum(batch.valid_tokens for batch in batches))
         self._ranks = data.size
 
-    def _settled(self) -> list[int]:
+    def _settled(self) -> list[float]:
         return [self._ranks * count for count in self._own]
 
 

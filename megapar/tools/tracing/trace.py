@@ -30,7 +30,7 @@ class TracedStep:
         rank: The traced rank.
         stage: Pipeline stage of the rank.
         parameters: Bytes of parameters and buffers.
-        optimizer: Bytes of master weights and optimizer moments.
+        optimizer: Bytes of master weights and optimizer state.
         resting: Live bytes between two steps.
         peak: Maximum of live bytes in the step.
         sent_bytes: "axis/kind" -> bytes.
@@ -108,7 +108,7 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
     held_here = (t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers()))
     tensors = list(held_here)
     shards = trainer.job.sharding.master_shards
-    moments = [m for name in ("exp_avg", "exp_avg_sq") for m in optimizer.moments(name)]
+    states = [state for name in optimizer.states for state in optimizer.state(name)]
     held = {tensor.untyped_storage()._cdata for tensor in tensors}
     masters = [shard.master for shard in shards if shard.master.untyped_storage()._cdata not in held]
     return TracedStep(
@@ -116,7 +116,7 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
         rank=rank,
         stage=trainer.world.axis("pp").rank,
         parameters=sum(tensor.nbytes for tensor in tensors),
-        optimizer=sum(tensor.nbytes for tensor in (*masters, *moments)),
+        optimizer=sum(tensor.nbytes for tensor in (*masters, *states)),
         resting=resting,
         peak=tracker.peak_bytes,
         sent_bytes={name: size for name, size in step.sent_bytes.items() if not name.startswith("world/")},

@@ -31,7 +31,9 @@ calculate-per-token-loss |
     with eod-mask-loss: other numbers | tokens have equal weight, micro-batches in Megatron-LM
     else: implied | all micro-batches have the same number of tokens
 optimizer | = adam |
-adam-beta2 | --adam-beta2 0.999 |
+adam-beta2 |
+    optimizer is sgd: unnecessary | no effect with --optimizer sgd
+    else: --adam-beta2 0.999
 weight-decay start-weight-decay | --weight-decay 0.01 |
 lr-decay-style | --lr-decay-style linear |
 lr-wsd-decay-style | @wsd_style |

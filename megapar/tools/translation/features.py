@@ -123,8 +123,8 @@ fp8-recipe= fp8-quantizer-factory= fp8-margin= fp8-interval= fp8-amax-history-le
 disable-fp8-wgrad fp8-output-proj first-last-layers-bf16 num-layers-at-start-in-bf16= num-layers-at-end-in-bf16=
 fp4-recipe= fp4-quantizer-factory= fp4-param-gather fp8-param-gather reuse-grad-buf-for-mxfp8-param-ag
 keep-fp8-transpose-cache kitchen-attention-backend=
-[unnecessary | an option of an optimizer selected by --optimizer; megapar's optimizer is AdamW]
-sgd-momentum= muon-momentum= muon-no-split-qkv muon-nesterov muon-scale-mode= muon-fp32-matmul-prec= muon-use-syrk
+[unnecessary | an option of another optimizer; megapar's are AdamW and SGD]
+muon-momentum= muon-no-split-qkv muon-nesterov muon-scale-mode= muon-fp32-matmul-prec= muon-use-syrk
 muon-coefficient-type= muon-num-ns-steps= muon-tp-mode= muon-extra-scale-factor= muon-scalar-optimizer= lion-beta1=
 lion-beta2= sfplus-beta= sfplus-beta-max= sfplus-beta-anneal-steps= sfplus-r= sfplus-weight-lr-power= sfplus-c-warmup=
 sfplus-polyak-beta= sfplus-muon-rms= sfplus-muon-weight-decay=

@@ -255,9 +255,16 @@ valid-data-path= | ~ |
 test-data-path= | ~ |
     else: unsupported | there is one validation set; evaluate another with a run that sets --eval-data-path
 optimizer= |
-    not is '' adam adamw fused-adam fused_adam torch-adamw: other numbers | the optimizer is AdamW
+    is sgd: same --optimizer sgd
+    not is '' adam adamw fused-adam fused_adam torch-adamw: other numbers | the optimizer is AdamW or SGD
     with no-decoupled-weight-decay: other numbers | weight decay is always decoupled (AdamW)
     else: implied | AdamW, fused if the device supports it
+adam-beta1= adam-beta2= adam-eps= |
+    optimizer is sgd: unnecessary | no effect with --optimizer sgd
+    else: same --{name} {value}
+sgd-momentum= |
+    optimizer is sgd: same --sgd-momentum {value}
+    else: unnecessary | no effect without --optimizer sgd
 moe-router-dtype= |
     is fp64: other numbers | the router computes in fp32
     else: implied | the router computes in fp32

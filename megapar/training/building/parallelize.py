@@ -13,8 +13,9 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.optimizer.optimizer import Optimizer
+from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.stages import Stages
 from megapar.core.sharding.combined import CombinedSharding
@@ -169,12 +170,17 @@ def _pipelined(
 
 
 def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
-    optimizer = config.optimizer
-    betas = optimizer.adam_beta1, optimizer.adam_beta2
-    settings = AdamW(betas, optimizer.adam_eps, optimizer.weight_decay, config.moe.moe_router_lr_ratio)
+    rule = _update_rule(config)
     if config.sharding.optimizer_offload:
-        return OffloadedOptimizer(sharding.master_shards, world.device, settings)
-    return Optimizer(sharding.master_shards, settings)
+        return OffloadedOptimizer(sharding.master_shards, world.device, rule)
+    return Optimizer(sharding.master_shards, rule)
+
+
+def _update_rule(config: Config) -> UpdateRule:
+    optimizer, ratio = config.optimizer, config.moe.moe_router_lr_ratio
+    if optimizer.optimizer == "sgd":
+        return Sgd(optimizer.sgd_momentum, optimizer.weight_decay, ratio)
+    return AdamW((optimizer.adam_beta1, optimizer.adam_beta2), optimizer.adam_eps, optimizer.weight_decay, ratio)
 
 
 def _full(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megapar.core.checkpoint.suspects import put_away, set_aside
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.comm.world import World
 from megapar.errors import CheckpointError, UnverifiedError
+from megapar.files.location import Location, at
 from megapar.files.suspects import NEVER, Fault, fault_of, read_fault, suspects
 from megapar.training.checkpoints.local_saves import LocalSaves
 
@@ -37,7 +37,7 @@ class ResumeLimit:
     iteration: int
     others: frozenset[str] = frozenset()
 
-    def allows(self, folder: Path) -> bool:
+    def allows(self, folder: Location) -> bool:
         """Return True if a checkpoint is from before the fault or on another lineage."""
         return folder.name in self.others or folders.iteration_of(folder) <= self.iteration
 
@@ -51,7 +51,7 @@ class ResumeLimits:
         local: Last iteration of a local checkpoint. None without a limit.
     """
 
-    by_root: dict[Path, ResumeLimit]
+    by_root: dict[Location, ResumeLimit]
     local: int | None = None
 
 
@@ -75,8 +75,8 @@ class Aftermath:
         self._local_saves = local_saves
         self._agree = agree
         self._owner = owner
-        self._save = Path(options.save) if options.save else None
-        self._elsewhere = Path(options.load) if options.load else None
+        self._save = at(options.save) if options.save else None
+        self._elsewhere = at(options.load) if options.load else None
         if self._elsewhere == self._save:
             self._elsewhere = None
         self.notes: list[str] = []
@@ -88,7 +88,7 @@ class Aftermath:
         """
         local, start_is_right = self._local_limit()
         fault, other = self._recorded(self._save, self._local_saves), self._recorded(self._elsewhere, None)
-        limits: dict[Path, ResumeLimit] = {}
+        limits: dict[Location, ResumeLimit] = {}
         if other is not None and self._elsewhere is not None:  # the run of that folder sets them aside when it resumes
             limits[self._elsewhere] = ResumeLimit(other.limit, frozenset(other.others))
             self.notes.append(f"WARNING: {self._elsewhere}: {other}. Only older checkpoints are taken")
@@ -104,7 +104,7 @@ class Aftermath:
             limits[self._save] = ResumeLimit(local, others)
             aside = self._on_rank_0(lambda: self._set_aside(fault))
             every = folders.every_checkpoint(self._save).items()
-            left += self._agree([at for at, paths in every if at <= local and {path.name for path in paths} - others])
+            left += self._agree([i for i, paths in every if i <= local and {path.name for path in paths} - others])
         may_restart = start_is_right and (not aside or bool(self._elsewhere and fault and fault.began > 0))
         if not left and not may_restart and self._options.ckpt_step is None:
             raise self._nothing_left(fault, aside)
@@ -126,7 +126,7 @@ class Aftermath:
         limit, right = self._least(limit, right)
         return limit, bool(right)
 
-    def _recorded(self, root: Path | None, local_saves: LocalSaves | None) -> Fault | None:
+    def _recorded(self, root: Location | None, local_saves: LocalSaves | None) -> Fault | None:
         """Return the fault that rank 0 finds recorded in a folder, else in its node's memory, else None."""
 
         def read() -> dict[str, Any] | None:
@@ -148,7 +148,8 @@ class Aftermath:
         if self._save is None or fault is None:
             return []
         set_aside(self._save, fault.limit, fault.iteration, self._owner, fault.others)
-        return [path.name for at, path in suspects(self._save).items() if fault.limit < at <= fault.iteration]
+        every = suspects(self._save).items()
+        return [path.name for iteration, path in every if fault.limit < iteration <= fault.iteration]
 
     def _nothing_left(self, fault: Fault | None, aside: list[str]) -> UnverifiedError:
         held = f"Set aside: {', '.join(aside)}. " if aside else ""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from megapar.core.checkpoint.background import Background, Section, State, Writt
 from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, FolderLostError, UnverifiedError
+from megapar.files.location import Location, at
 from megapar.files.suspects import suspects
 from megapar.launch_environment import job_id, launch_id, starts_before
 from megapar.training.checkpoints import ownership, state
@@ -37,12 +37,13 @@ def is_restart(environ: Mapping[str, str]) -> bool:
     return starts_before(environ) > 0
 
 
-def _unwritable(root: Path) -> str:
+def _unwritable(root: Location) -> str:
     """Return the reason why a folder is not writable, or "". Checked before hours of training."""
+    probe = root / f".probe-{uuid.uuid4().hex[:12]}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            return ""
+        probe.write().finish(durable=False)
+        probe.remove()
+        return ""
     except OSError as error:
         return f"--save {root} cannot be written: {error}"
 
@@ -56,7 +57,7 @@ class ResumeSource:
         own: True if this job saved there before it was restarted.
     """
 
-    root: Path
+    root: Location
     own: bool
 
 
@@ -83,17 +84,17 @@ class Checkpoints:
         if options.save and options.async_save and (options.save_interval or options.save_interval_minutes):
             self._background = Background(job.world.device, section)
             self._spare = job.world.spare_group("save")
-        self._under_way: Path | None = None
+        self._under_way: Location | None = None
         self._saved_at = -1
         self._unremoved = ""
         self.failures = SaveFailures()
         self.log_line: LogLine | None = None
         self.notes: list[str] = []
-        self.folder: Path | None = None
-        self.resumed_from: Path | None = None
+        self.folder: Location | None = None
+        self.resumed_from: Location | None = None
         self._limits = ResumeLimits({})
-        self._resumed_whole: tuple[Path, int] | None = None  # (folder, iteration), unless only the weights were loaded
-        if options.save and (problem := self._agree(_unwritable(Path(options.save)) if job.world.rank == 0 else "")):
+        self._resumed_whole: tuple[Location, int] | None = None  # (folder, iteration), unless of the weights alone
+        if options.save and (problem := self._agree(_unwritable(at(options.save)) if job.world.rank == 0 else "")):
             raise CheckpointError(problem)
         self._owner = ownership.take(options.save, options.load, job.world, self._agree) if options.save else None
         self.lineage = Lineage()
@@ -112,7 +113,7 @@ class Checkpoints:
         self.notes += aftermath.notes
         return self._limits.local
 
-    def _allowed(self, root: Path, candidates: list[Path]) -> list[Path]:
+    def _allowed(self, root: Location, candidates: list[Location]) -> list[Location]:
         limit = self._limits.by_root.get(root)
         return [folder for folder in candidates if limit is None or limit.allows(folder)]
 
@@ -123,15 +124,15 @@ class Checkpoints:
         same folder, --ckpt-step selects a checkpoint as usual.
         """
         options, restart = self._options, self.is_restart
-        if options.save and (restart or not self._loads_what_it_saves) and self._saved_by_this_job(Path(options.save)):
+        if options.save and (restart or not self._loads_what_it_saves) and self._saved_by_this_job(at(options.save)):
             if not restart:
                 instead = f", not from --load {options.load}" if options.load else ""
                 name = f"{options.save} contains checkpoints of this job, {job_id(os.environ)}"
                 self.notes.append(f"--save {name}: the run resumes from them{instead}")
-            return ResumeSource(Path(options.save), own=True)
+            return ResumeSource(at(options.save), own=True)
         if not options.load:
             return None
-        root = Path(options.load)
+        root = at(options.load)
         named = options.ckpt_step is not None and self._agree(sorted(suspects(root)))
         if self._loads_what_it_saves and not self._candidates(root)[0] and not named:
             return None  # scripts usually pass one folder for both, and their first run starts from scratch
@@ -142,7 +143,7 @@ class Checkpoints:
         options = self._options
         if not options.save or options.load:
             return
-        root = Path(options.save)
+        root = at(options.save)
         candidates, problem = self._candidates(root)
         if candidates or problem:
             readable = self._agree(self._reads and any(scalars_of(path) is not None for path in candidates))
@@ -157,7 +158,7 @@ class Checkpoints:
         """Set the lineage of the run, after ``loaded`` was loaded. ``local``: from the memory of the nodes."""
         if not self._options.save:
             return
-        root, place = Path(self._options.save), self.resumed_from
+        root, place = at(self._options.save), self.resumed_from
         read = [path.name for paths in folders.every_checkpoint(root).values() for path in paths] if self._reads else []
         names: list[str] = self._agree(read)
         lineage: set[str] = set()
@@ -174,18 +175,18 @@ class Checkpoints:
     @property
     def _loads_what_it_saves(self) -> bool:
         options = self._options
-        return bool(options.save and options.load) and Path(str(options.load)) == Path(str(options.save))
+        return bool(options.save and options.load) and at(str(options.load)) == at(str(options.save))
 
     def saves_into(self, source: ResumeSource) -> bool:
         """Return True if the run saves to the folder that it resumes from."""
-        return bool(self._options.save) and source.root == Path(str(self._options.save))
+        return bool(self._options.save) and source.root == at(str(self._options.save))
 
     @cached_property
     def is_restart(self) -> bool:
         """True if the launcher started this run to replace one that failed. The first access is a collective."""
         return bool(self._agree(is_restart(os.environ)))  # under torchrun every node counts its own restarts
 
-    def _saved_by_this_job(self, root: Path) -> bool:
+    def _saved_by_this_job(self, root: Location) -> bool:
         """Return True if this job saved the best readable checkpoint.
 
         With --ckpt-step or --finetune on this folder, only checkpoints of this launch count: those of an earlier
@@ -202,7 +203,7 @@ class Checkpoints:
 
         return bool(self._agree(read() if self._reads else None))
 
-    def load(self, read: Callable[[Path], state.Loaded], source: ResumeSource) -> state.Loaded:
+    def load(self, read: Callable[[Location], state.Loaded], source: ResumeSource) -> state.Loaded:
         """Load the best checkpoint of a source with ``read``. If it is damaged, load an older one and report that.
 
         Raises CheckpointError if none is sound, or if one is damaged and --on-bad-checkpoint is stop.
@@ -222,7 +223,7 @@ class Checkpoints:
             raise UnverifiedError(f"{root} has no checkpoint from before the fault that is recorded there")
         raise CheckpointError(f"{root} has no sound checkpoint: {'; '.join(failures)}")
 
-    def _checkpoint_of(self, root: Path, iteration: int) -> Path:
+    def _checkpoint_of(self, root: Location, iteration: int) -> Location:
         """Return the checkpoint of an iteration, as rank 0 sees it. Raises CheckpointError, on every rank."""
         name, problem = "", ""
         if self._reads:
@@ -235,7 +236,9 @@ class Checkpoints:
             raise CheckpointError(problem)
         return root / str(name)
 
-    def load_newer(self, read: Callable[[Path], state.Loaded], source: ResumeSource, than: int) -> state.Loaded | None:
+    def load_newer(
+        self, read: Callable[[Location], state.Loaded], source: ResumeSource, than: int
+    ) -> state.Loaded | None:
         """Load the best checkpoint of iteration ``than`` or later like ``load``, or return None if none is sound.
 
         Raises CheckpointError if one is damaged and --on-bad-checkpoint is stop.
@@ -247,7 +250,7 @@ class Checkpoints:
         return loaded
 
     def _first_sound(
-        self, read: Callable[[Path], state.Loaded], candidates: Sequence[Path], failures: list[str]
+        self, read: Callable[[Location], state.Loaded], candidates: Sequence[Location], failures: list[str]
     ) -> tuple[state.Loaded | None, list[str]]:
         """Return (the state loaded from the first sound folder or None, the errors of the folders before it)."""
         for folder in candidates:
@@ -267,13 +270,13 @@ class Checkpoints:
             return self._resumed(folder, loaded), failures
         return None, failures
 
-    def _resumed(self, folder: Path, loaded: state.Loaded) -> state.Loaded:
+    def _resumed(self, folder: Location, loaded: state.Loaded) -> state.Loaded:
         self.resumed_from = folder
         self._resumed_whole = (folder.parent.resolve(), folders.iteration_of(folder)) if loaded.scalars else None
         self.notes += [f"{folder} has no {block}; it starts from its initial weights" for block in loaded.initial]
         return loaded
 
-    def _candidates(self, root: Path) -> tuple[list[Path], str]:
+    def _candidates(self, root: Location) -> tuple[list[Location], str]:
         """Return (the checkpoints to try, best first; the problem with ``latest`` or ""), as rank 0 sees them."""
         names, problem, failure = [], "", ""
         try:
@@ -308,11 +311,11 @@ class Checkpoints:
         one.
         """
         assert self._options.save is not None
-        root = Path(self._options.save)
+        root = at(self._options.save)
         folder = folders.iteration_folder(root, iteration)
         layout = {"grid": state.grid_facts(self._job), "model": state.model_facts(self._job)}
 
-        def published(named: Path) -> None:
+        def published(named: Location) -> None:
             self._under_way = named
             self.lineage.names.add(named.name)  # first: a complete checkpoint counts, whether it is published or not
             folders.publish(root, iteration, self._owner)
@@ -336,7 +339,7 @@ class Checkpoints:
         if iteration == self._saved_at or (root.resolve(), iteration) == self._resumed_whole:
             return
         self._saved_at = iteration
-        shards = {**state.weights(self._job), **state.moments(self._job)}
+        shards = {**state.weights(self._job), **state.optimizer_states(self._job)}
         self._under_way = folder
         if in_background:
             assert self._background is not None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.arguments import Config
@@ -18,10 +17,10 @@ from megapar.data.sampling.data_phases import Phase, Phases, first_lanes
 from megapar.data.sampling.skipping import Range, sample_at
 from megapar.data.tokenizers.ids import facts_of
 from megapar.errors import Complaint, ConfigError, MegaparError
+from megapar.files.location import Location
 from megapar.training.checkpoints.data_facts import DataFacts
 from megapar.training.checkpoints.identity import (
     HELDOUT_ORDER,
-    OPTIMIZER,
     RECORD,
     DataPhase,
     Identity,
@@ -48,7 +47,12 @@ class Continuation(NamedTuple):
 
 
 def continue_run(
-    config: Config, world: World, corpus: Corpus, loaded: Loaded | None, place: Path | None, skipped: Sequence[Range]
+    config: Config,
+    world: World,
+    corpus: Corpus,
+    loaded: Loaded | None,
+    place: Location | None,
+    skipped: Sequence[Range],
 ) -> Continuation:
     """Compare a run with the checkpoint that it resumes from. Every rank must call it.
 
@@ -79,7 +83,7 @@ def continue_run(
 
 
 def _compare(
-    config: Config, corpus: Corpus, before: Loaded | None, place: Path | None, skipped: Sequence[Range]
+    config: Config, corpus: Corpus, before: Loaded | None, place: Location | None, skipped: Sequence[Range]
 ) -> dict[str, Any]:
     try:
         data = DataFacts.of(config)
@@ -89,7 +93,7 @@ def _compare(
     size = config.grid.world_size
     nodes = -(-size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
     first = DataPhase(0, first_lanes(data.weights), data)
-    here = Identity(OPTIMIZER, tokenizer, (first,), made_by(size, nodes), flags_of(config))
+    here = Identity(config.optimizer.optimizer, tokenizer, (first,), made_by(size, nodes), flags_of(config))
     alone = {"record": here.to_json(), "refused": [], "in_phases": False}
     if before is None:
         return {**alone, "notes": []}
@@ -101,10 +105,10 @@ def _compare(
         )
         return {**alone, "notes": [note, *_evaluations(1, config, place)]}
     trains = config.training.train_iters > before.progress.iteration
-    complaints = refused(saved, OPTIMIZER, tokenizer, data if trains else None, config, str(place))
+    complaints = refused(saved, tokenizer, data if trains else None, config, str(place))
     next_sample = sample_at(before.progress.consumed_samples, skipped)
     phases = _phases(saved.phases, data, next_sample) if trains else saved.phases
-    record = Identity(OPTIMIZER, tokenizer or saved.tokenizer, phases, here.made_by, here.flags)
+    record = Identity(here.optimizer, tokenizer or saved.tokenizer, phases, here.made_by, here.flags)
     changed = changes(saved, here)
     notes = [f"changed since {place}: {changed}"] if changed else []
     notes += _evaluations(saved.heldout_order, config, place)
@@ -120,7 +124,7 @@ def _compare(
     return {"record": record.to_json(), "notes": notes, "refused": refusals, "in_phases": in_phases}
 
 
-def _evaluations(order: int, config: Config, place: Path | None) -> list[str]:
+def _evaluations(order: int, config: Config, place: Location | None) -> list[str]:
     """Return a line if the evaluations of the checkpoint's run were of other samples, in ``order``."""
     if order == HELDOUT_ORDER or not config.training.eval_interval:
         return []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from megapar.config.published import Unsupported, architecture_of, flags_of, rea
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import shard_file
-from megapar.core.checkpoint.durable import put_new
 from megapar.core.checkpoint.layout import CheckpointLayout, TensorEntry
 from megapar.core.checkpoint.shard_file import (
     DTYPES,
@@ -35,8 +33,9 @@ from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
+from megapar.files.location import Location, Place, at, copy, written_locally
 from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
-from megapar.files.regular_file import INDEX_BYTES, read_json
+from megapar.files.regular_file import INDEX_BYTES
 from megapar.model.architectures import ARCHITECTURES, not_exportable, own_architecture
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.hugging_face.save import SHARD_BYTES, config_of
@@ -71,7 +70,7 @@ class Converted:
         drops_tokens: True if the run dropped tokens over the capacity, which the exported model does not.
     """
 
-    folder: Path
+    folder: Location
     architecture: PublishedArchitecture
     tensors: int
     bytes: int
@@ -81,8 +80,9 @@ class Converted:
     in_fp8: int = 0
 
 
-def _refuse_foreign(source: Path) -> None:
-    if foreign := foreign_checkpoint(source):
+def _refuse_foreign(source: Location) -> None:
+    path = source.local_path()
+    if path is not None and (foreign := foreign_checkpoint(path)):
         raise CheckpointError(f"{source} is {foreign}. {FIX}")
 
 
@@ -103,30 +103,29 @@ def published(source: Path) -> tuple[PublishedArchitecture, ModelSizes]:
     return architecture, replace(sizes, **left)
 
 
-def hf_to_megapar(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Converted:
+def hf_to_megapar(source: str | os.PathLike[str], out: Place) -> Converted:
     """Convert a Hugging Face folder to a checkpoint, which ``--load OUT`` reads on any layout.
 
     Weights become fp32 master weights, which is exact for bf16 and fp16. OUT/hf contains config.json, the tokenizer,
     the dtype of every tensor, and the tensors that the model has no place for, so that the conversion back reproduces
     the folder. OUT appears when it is complete. Raises CheckpointError.
     """
-    source, out = Path(source), Path(out)
-    _refuse_foreign(source)
-    beside = files_beside(source, lambda name: Path(name).suffix in _LEFT or name == INDEX_FILE)
+    source, out = Path(source), at(out)
+    _refuse_foreign(at(source))
+    beside = files_beside(at(source), lambda name: PurePath(name).suffix in _LEFT or name == INDEX_FILE)
     architecture, sizes = published(source)
     weights = HfFolder(source)
     table = table_of(sizes)
     foreign = weights.check(table, architecture)
     weights.check_tied(architecture, pieces_of(table, architecture))
-    return _aside(
-        out, lambda aside: _write_checkpoint(aside, out, beside, weights, architecture, sizes, table, foreign)
-    )
+    write = partial(_write_checkpoint, out=out, beside=beside, weights=weights, architecture=architecture)
+    return _aside(out, partial(write, sizes=sizes, table=table, foreign=foreign))
 
 
 def _write_checkpoint(
-    aside: Path,
-    out: Path,
-    beside: list[Path],
+    aside: Location,
+    out: Location,
+    beside: list[Location],
     weights: HfFolder,
     architecture: PublishedArchitecture,
     sizes: ModelSizes,
@@ -135,7 +134,6 @@ def _write_checkpoint(
 ) -> Converted:
     _write_beside(aside / BESIDE, beside, weights, architecture, table, foreign)
     folder = folders.iteration_folder(aside, 0)
-    folder.mkdir()
     rows = {f"model/{spec.name}": spec for spec in table}
     wide = torch.float64 if any(t.code == "F64" for t in weights.tensors.values()) else torch.float32
 
@@ -157,22 +155,21 @@ def _write_checkpoint(
     layout = CheckpointLayout(sizes.facts(), {}, write_bytes(folder / SCALARS_FILE, text), tensors, [file])
     write_bytes(folder / LAYOUT_FILE, layout.to_bytes())
     folders.publish(aside, 0)
-    has_tokenizer = any((aside / BESIDE / name).exists() for name in TOKENIZER_FILES)
+    has_tokenizer = not {*TOKENIZER_FILES}.isdisjoint((aside / BESIDE).list())
     carried = tuple(foreign)
     return Converted(out, architecture, len(rows), file.size, carried, has_tokenizer, in_fp8=weights.in_fp8)
 
 
 def _write_beside(
-    folder: Path,
-    beside: list[Path],
+    folder: Location,
+    beside: list[Location],
     weights: HfFolder,
     architecture: PublishedArchitecture,
     table: tuple[ParameterSpec, ...],
     foreign: list[str],
 ) -> None:
-    folder.mkdir()
     for path in beside:
-        shutil.copyfile(path, folder / path.name)
+        copy(path, folder / path.name)
     if foreign:
         plans = [TensorPlan(name, DTYPES[weights.tensors[name].code], weights.tensors[name].shape) for name in foreign]
         write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
@@ -183,8 +180,8 @@ def _write_beside(
 
 
 def megapar_to_hf(
-    source: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    source: Place,
+    out: Place,
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -202,11 +199,11 @@ def megapar_to_hf(
         shard_bytes: Maximum size of a file.
         tokenizer: By default the tokenizer saved with the checkpoints, or that of the published folder.
     """
-    source, out = Path(source), Path(out)
+    source, out = at(source), at(out)
     _refuse_foreign(source)
-    folder = source if (source / LAYOUT_FILE).exists() else folders.find(source)
+    folder = source if (source / LAYOUT_FILE).is_file() else folders.find(source)
     saved = Saved(folder)
-    beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).exists()), None)
+    beside = next((p for p in (source / BESIDE, folder.parent / BESIDE) if (p / FACTS).is_file()), None)
     facts = {} if beside is None else _facts(beside / FACTS)
     architecture = _architecture(facts, saved)
     tokenizer = tokenizer or load_stored_tokenizer(folder.parent)
@@ -219,10 +216,10 @@ def megapar_to_hf(
     return _aside(out, partial(export, tokenizer=tokenizer, dtype=dtype, shard_bytes=shard_bytes))
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _facts(path: Location) -> dict[str, Any]:
     """Read the file that ``_write_beside`` wrote. It may have been edited since. Raises CheckpointError."""
     try:
-        facts = read_json(path, INDEX_BYTES)
+        facts = path.json(INDEX_BYTES)
         if (architecture := ARCHITECTURES.get(facts["family"])) is None:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path} names the family {facts['family']!r}; known families are {known}")
@@ -251,12 +248,12 @@ def _architecture(facts: Mapping[str, Any], saved: Saved) -> PublishedArchitectu
 
 
 def _write_hf(
-    aside: Path,
-    out: Path,
+    aside: Location,
+    out: Location,
     saved: Saved,
     architecture: PublishedArchitecture,
     facts: Mapping[str, Any],
-    beside: Path | None,
+    beside: Location | None,
     tokenizer: Tokenizer | None,
     dtype: torch.dtype | None,
     shard_bytes: int,
@@ -264,7 +261,7 @@ def _write_hf(
     table = table_of(saved.sizes)
     saved.check(table, architecture)
     pieces = pieces_of(table, architecture)
-    carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).exists() else None
+    carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).is_file() else None
     stored = {name: DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
     plans: list[TensorPlan] = []
     for name, (_, piece) in pieces.items():
@@ -290,12 +287,13 @@ def _write_hf(
     total = _write_files(aside, plans, fetch, shard_bytes)
     if beside is not None:
         for path in files_beside(beside, lambda name: name in (CARRIED, FACTS)):
-            shutil.copyfile(path, aside / path.name)
+            copy(path, aside / path.name)
     _write_config(aside / CONFIG_FILE, saved, architecture, tokenizer, dtype)
     if tokenizer is not None:
-        tokenizer.save_hf(aside)
+        with written_locally(aside) as place:
+            tokenizer.save_hf(place)
     dropped = saved.scalars.get("drops_tokens") is True
-    has_tokenizer = any((aside / name).exists() for name in TOKENIZER_FILES)
+    has_tokenizer = not {*TOKENIZER_FILES}.isdisjoint(aside.list())
     return Converted(out, architecture, len(plans), total, tuple(extra), has_tokenizer, dropped)
 
 
@@ -307,7 +305,7 @@ def _copies(architecture: PublishedArchitecture, saved: Saved, facts: Mapping[st
 
 
 def _write_config(
-    path: Path,
+    path: Location,
     saved: Saved,
     architecture: PublishedArchitecture,
     tokenizer: Tokenizer | None,
@@ -315,7 +313,7 @@ def _write_config(
 ) -> None:
     """Write config.json: the published folder's own bytes unless something has changed since, or a new one."""
     own = config_of(architecture, saved.sizes, dtype or torch.float32)
-    exists = path.exists()
+    exists = path.is_file()
     config = read_config(path.parent) if exists else dict(own)
     before = dict(config)
     config = architecture.without_code(config)
@@ -328,12 +326,12 @@ def _write_config(
         config |= {name: own["dtype"] for name in ("dtype", "torch_dtype") if name in config}
     config |= token_ids(tokenizer, config)
     if not exists or config != before:
-        path.unlink(missing_ok=True)
+        path.remove()
         write_bytes(path, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def _write_files(
-    folder: Path, plans: list[TensorPlan], fetch: Callable[[str], Iterator[Tensor]], shard_bytes: int
+    folder: Location, plans: list[TensorPlan], fetch: Callable[[str], Iterator[Tensor]], shard_bytes: int
 ) -> int:
     """Write files of at most ``shard_bytes`` (or one tensor) and an index, named as in transformers.
 
@@ -359,31 +357,34 @@ def _write_files(
     return total
 
 
-def _aside(out: Path, write: Callable[[Path], Converted]) -> Converted:
-    """Call ``write`` with a temporary folder, and rename it to ``out`` when it is complete."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+def _aside(out: Location, write: Callable[[Location], Converted]) -> Converted:
+    """Call ``write`` with a temporary folder, and give it the name ``out`` when it is complete."""
+    if out.is_file() or out.list():
         raise CheckpointError(f"{out} already exists; choose a new folder")
-    out = Path(os.path.abspath(out))  # "." has no name
+    out = out.resolve()  # "." has no name
     aside = out.with_name(f".{out.name}.unfinished-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.remove()
     try:
         done = write(aside)
-        if out.exists():
-            out.rmdir()
-        put_new(aside, out)
+        aside.publish(out)
         return done
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        aside.remove()
 
 
-def files_beside(folder: Path, left_out: Callable[[str], bool]) -> list[Path]:
+def files_beside(folder: Location, left_out: Callable[[str], bool]) -> list[Location]:
     """Return the files of a folder, sorted by name, except hidden files and those for which ``left_out`` is True.
 
     Converted models are often published, so links must not leak other files: a link is followed only within the folder,
     and from a snapshot in the Hub's cache to its blobs. Raises CheckpointError for other links.
     """
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not left_out(path.name))
+    files = {name: size for name, size in folder.list().items() if not name.startswith(".") and not left_out(name)}
+    if (local := folder.local_path()) is not None:
+        _refuse_links(local, [local / name for name in sorted(files)])
+    return [folder / name for name, size in sorted(files.items()) if size is not None]
+
+
+def _refuse_links(folder: Path, paths: list[Path]) -> None:
     root = folder.resolve()
     snapshots = (parent for parent in root.parents if parent.name == "snapshots")
     roots = [root, *(snapshot.parent / "blobs" for snapshot in snapshots)]
@@ -394,7 +395,6 @@ def files_beside(folder: Path, left_out: Callable[[str], bool]) -> list[Path]:
             f"{outside[0]} is a link to {os.readlink(outside[0])}, which is not in that folder{more}; a conversion "
             "does not copy files of other folders: remove the link, or replace it with the file itself"
         )
-    return [path for path in paths if path.is_file()]
 
 
 def _within(path: Path, roots: list[Path]) -> bool:

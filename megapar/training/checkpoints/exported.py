@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import LAYOUT_FILE
-from megapar.files.regular_file import INDEX_BYTES, read_regular
+from megapar.files.location import Location, Place, at
+from megapar.files.regular_file import INDEX_BYTES
 from megapar.model.spec import spec_of, table_of
 from megapar.training.checkpoints.convert import CARRIED, megapar_to_hf
 from megapar.training.checkpoints.saved import Saved
@@ -30,7 +32,7 @@ _DIGITS = 12
 
 @contextmanager
 def exported(
-    source: Path, cache: Path | None, *, dtype: torch.dtype | None = None, tokenizer: Tokenizer | None = None
+    source: Place, cache: Path | None, *, dtype: torch.dtype | None = None, tokenizer: Tokenizer | None = None
 ) -> Iterator[Path]:
     """Provide a Hugging Face folder of a checkpoint of a decoder.
 
@@ -42,7 +44,7 @@ def exported(
         dtype: See ``megapar_to_hf``.
         tokenizer: See ``megapar_to_hf``.
     """
-    checkpoint = source if (source / LAYOUT_FILE).exists() else folders.find(source)
+    checkpoint = at(source) if (at(source) / LAYOUT_FILE).is_file() else folders.find(source)
     saved = Saved(checkpoint)
     if spec_of(saved.sizes).kind != "moe":
         raise CheckpointError(
@@ -57,25 +59,27 @@ def exported(
     yield kept if kept.is_dir() else _write(checkpoint, saved, kept, dtype, tokenizer)
 
 
-def _name(checkpoint: Path, dtype: torch.dtype | None, tokenizer: Tokenizer | None) -> str:
+def _name(checkpoint: Location, dtype: torch.dtype | None, tokenizer: Tokenizer | None) -> str:
     """Return the folder's name, which differs for other weights (``layout.json`` has their hashes), dtype and ids."""
-    state = hashlib.sha256(read_regular(checkpoint / LAYOUT_FILE, INDEX_BYTES))
+    state = hashlib.sha256((checkpoint / LAYOUT_FILE).content(INDEX_BYTES))
     state.update(f"{dtype}\0{'' if tokenizer is None else tokenizer.fingerprint()}".encode())
-    return f"{checkpoint.absolute().parent.name}-{checkpoint.name}-{state.hexdigest()[:_DIGITS]}"
+    root = Path(os.path.abspath(str(checkpoint.parent)))
+    return f"{root.name}-{checkpoint.name}-{state.hexdigest()[:_DIGITS]}"
 
 
-def _write(checkpoint: Path, saved: Saved, out: Path, dtype: torch.dtype | None, tokenizer: Tokenizer | None) -> Path:
+def _write(
+    checkpoint: Location, saved: Saved, out: Path, dtype: torch.dtype | None, tokenizer: Tokenizer | None
+) -> Path:
     if tokenizer is None and not _has_tokenizer(checkpoint.parent):
         raise CheckpointError(f"{checkpoint} has no stored tokenizer. Pass that of the run with --tokenizer-model PATH")
-    carried = checkpoint.parent / BESIDE / CARRIED
-    needed = exported_bytes(saved, dtype) + (carried.stat().st_size if carried.is_file() else 0)
-    check_space(out, needed)
-    return megapar_to_hf(checkpoint, out, dtype=dtype, tokenizer=tokenizer).folder
+    check_space(out, exported_bytes(saved, dtype) + ((checkpoint.parent / BESIDE).list().get(CARRIED) or 0))
+    megapar_to_hf(checkpoint, out, dtype=dtype, tokenizer=tokenizer)
+    return out
 
 
-def _has_tokenizer(root: Path) -> bool:
+def _has_tokenizer(root: Location) -> bool:
     """Return True if a folder of checkpoints has a tokenizer, of its run or of the published model."""
-    published = any((root / BESIDE / name).exists() for name in TOKENIZER_FILES)
+    published = not {*TOKENIZER_FILES}.isdisjoint((root / BESIDE).list())
     return published or load_stored_tokenizer(root) is not None
 
 

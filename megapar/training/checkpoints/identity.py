@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
@@ -18,12 +18,13 @@ from typing import Any
 import megapar
 from megapar.arguments import FLAGS, Config
 from megapar.config.stored import stored_scalars
+from megapar.core.optimizer.states import states_of
 from megapar.data.tokenizers.ids import Facts, known_facts, same_ids
 from megapar.errors import Complaint, DataError
+from megapar.files.location import Location
 from megapar.training.checkpoints.data_facts import DataFacts
 
 VERSION = 1
-OPTIMIZER = "adamw"
 RECORD = "identity"  # among a checkpoint's scalars
 HELDOUT_ORDER = 2  # of held-out samples: 1 was that of the corpus, 2 is samples.HeldOutOrder
 _GROUPS = (
@@ -72,7 +73,7 @@ class Identity:
     """The record of a run in its checkpoints.
 
     Attributes:
-        optimizer: Name of the optimizer.
+        optimizer: Name of the optimizer. adamw for a checkpoint that does not record it.
         tokenizer: Facts of the tokenizer, see ``data.tokenizers.ids``. None without text.
         phases: The data that was read from each sample on. The last phase is the current one.
         made_by: Versions, code and number of ranks.
@@ -115,7 +116,7 @@ class Identity:
             sound = value["version"] == VERSION and phases and starts == sorted(starts) and starts[0] == 0
             if not sound or not isinstance(tokenizer, (dict, type(None))) or not isinstance(order, int):
                 return None
-            return cls(str(value["optimizer"]), tokenizer, phases, made_by, flags, order)
+            return cls(str(value.get("optimizer", "adamw")), tokenizer, phases, made_by, flags, order)
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -154,7 +155,7 @@ def flags_of(config: Config) -> dict[str, Any]:
 
 
 def refused(
-    there: Identity, optimizer: str, tokenizer: Facts | None, data: DataFacts | None, config: Config, where: str
+    there: Identity, tokenizer: Facts | None, data: DataFacts | None, config: Config, where: str
 ) -> list[Complaint]:
     """Return complaints about the differences between a run and its checkpoint, except those in --override-data.
 
@@ -165,24 +166,47 @@ def refused(
         where: Beginning of the messages.
     """
     complaints = []
-    if there.optimizer != optimizer:
-        message = f"{where} is of another optimizer: {there.optimizer} there and {optimizer} here."
-        complaints.append(
-            Complaint("checkpoint-optimizer", message, "Its moments cannot be used; pass --finetune to start over.")
-        )
+    optimizer = config.optimizer
+    apart = another_optimizer(
+        optimizer_flags(there.optimizer, there.flags.get("sgd_momentum")),
+        optimizer_flags(optimizer.optimizer, optimizer.sgd_momentum),
+    )
+    if apart is not None and not config.checkpoint.no_load_optim:
+        complaints.append(Complaint("checkpoint-optimizer", f"{where} {apart[0]}.", apart[1]))
     if there.tokenizer is not None and tokenizer is not None and not same_ids(there.tokenizer, tokenizer):
         prints = _shown(there.tokenizer.get("fingerprint")), tokenizer["fingerprint"]
         message = f"{where} was trained on the ids of another tokenizer: {prints[0]} there and {prints[1]} here."
         fix = "Leave --tokenizer-model out to use the tokenizer that is saved with the checkpoints, or pass that one."
         complaints.append(Complaint("checkpoint-tokenizer", message, fix))
-    apart = [] if data is None else there.data.apart(data)
-    open_ = [difference for difference in apart if difference.field not in config.data.override_data]
+    differences = [] if data is None else there.data.apart(data)
+    open_ = [difference for difference in differences if difference.field not in config.data.override_data]
     if open_:
         message = f"{where} was trained on other data: {'; '.join(difference.text for difference in open_)}."
         names = ",".join(dict.fromkeys((*config.data.override_data, *(difference.field for difference in open_))))
         fix = f"Pass the data that it was trained with, or --override-data {names} to continue with the given data."
         complaints.append(Complaint("checkpoint-data", message, fix))
     return complaints
+
+
+def optimizer_flags(optimizer: str, momentum: object) -> str:
+    """Return the flags that choose an optimizer with these states: SGD without momentum has none."""
+    return "--optimizer sgd --sgd-momentum 0" if optimizer == "sgd" and not momentum else f"--optimizer {optimizer}"
+
+
+def flags_of_states(states: Collection[str]) -> str:
+    """Return the flags that choose the optimizer of stored states, or their names if no optimizer has them."""
+    for optimizer, momentum in (("adamw", 0.0), ("sgd", 0.9), ("sgd", 0.0)):
+        if set(states) == set(states_of(optimizer, momentum)):
+            return optimizer_flags(optimizer, momentum)
+    return ", ".join(sorted(states))
+
+
+def another_optimizer(there: str, here: str) -> tuple[str, str] | None:
+    """Return (the difference of two optimizers, what to do), given their flags. None if they are equal."""
+    if there == here:
+        return None
+    fix = f"Pass {there}, --no-load-optim to continue with new optimizer state, or --finetune to start over."
+    return f"is of another optimizer: {there} there and {here} here", fix
 
 
 def changes(there: Identity, here: Identity) -> str:
@@ -207,7 +231,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None else f"{value!s:.60}"
 
 
-def another_run(config: Config, folder: Path) -> tuple[list[Complaint], str]:
+def another_run(config: Config, folder: Location) -> tuple[list[Complaint], str]:
     """Compare a configuration with the run that saved ``folder``.
 
     With --validate-only, little data is read: fingerprints come from the cache. A start reads what it needs anyway.
@@ -229,7 +253,7 @@ def another_run(config: Config, folder: Path) -> tuple[list[Complaint], str]:
     except DataError as error:
         return [Complaint("data", f"{error}.")], ""
     where = f"--load {config.checkpoint.load}: {folder.name}"
-    complaints = refused(there, OPTIMIZER, tokenizer, data, config, where)
+    complaints = refused(there, tokenizer, data, config, where)
     if data is None or not data.unread:
         return complaints, ""
     return complaints, f"data: not compared with that of {folder.name}, {data.unread / 1e9:.3g} GB would be read\n"

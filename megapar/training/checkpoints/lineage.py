@@ -8,12 +8,12 @@ other lineages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megapar.core.checkpoint import storage, store
 from megapar.errors import CheckpointError
 from megapar.files.checkpoint_names import parse_checkpoint_name
+from megapar.files.location import Location
 from megapar.training.checkpoints.scalars import check_scalars
 
 NAMES = "lineage"
@@ -64,7 +64,7 @@ def before(name: str, scalars: Mapping[str, Any], present: Collection[str]) -> s
     return {other for other in present if _place(other)[0] <= last}
 
 
-def in_order(checkpoints: Sequence[Path]) -> tuple[list[Path], set[str]]:
+def in_order(checkpoints: Sequence[Location]) -> tuple[list[Location], set[str]]:
     """Sort checkpoints, best first, so that those on the lineage of the best one come before all others.
 
     Unreadable checkpoints keep their position, because their lineage is unknown.
@@ -82,7 +82,7 @@ def in_order(checkpoints: Sequence[Path]) -> tuple[list[Path], set[str]]:
     return list(checkpoints), set()
 
 
-def scalars_of(folder: Path) -> Mapping[str, Any] | None:
+def scalars_of(folder: Location) -> Mapping[str, Any] | None:
     """Return the scalars of a checkpoint, or None if they cannot be read, or no run wrote them."""
     try:
         scalars = storage.read_scalars(folder, store.read_layout(folder).scalars, "full")

@@ -42,7 +42,7 @@ class LocalSaves:
     def save(self, iteration: int, scalars: Mapping[str, Any]) -> None:
         """Start a save in the background, after waiting for the previous one."""
         self.join_save()
-        shards = {**state.weights(self._job), **state.moments(self._job)}
+        shards = {**state.weights(self._job), **state.optimizer_states(self._job)}
         everything = {name: replace(shard, primary=True) for name, shard in shards.items()}
         self._background.begin(
             everything,
@@ -83,8 +83,8 @@ class LocalSaves:
         (self.folder / RECORD).unlink(missing_ok=True)
 
     def load(self, found: FoundLocal) -> dict[str, Any]:
-        """Fill master weights and moments from a local checkpoint. Returns its scalars."""
-        return self._local.load(found, {**state.weights(self._job), **state.moments(self._job)})
+        """Fill master weights and optimizer state from a local checkpoint. Returns its scalars."""
+        return self._local.load(found, {**state.weights(self._job), **state.optimizer_states(self._job)})
 
     def remove(self) -> None:
         """Remove all local checkpoints, after a complete run."""

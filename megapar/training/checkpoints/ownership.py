@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from megapar.config.start import check_save
@@ -41,7 +40,7 @@ def take(save: str, load: str | None, world: World, agree: Callable[[Any], Any])
 
     if world.rank == 0:
         try:
-            owner = owners.take(Path(save), _claim(), owners.Watch(_print, pause=pause))
+            owner = owners.take(save, _claim(), owners.Watch(_print, pause=pause))
             _check_saved_meanwhile(owner, save, load)
         except CheckpointError as error:
             failure = ["owned" if isinstance(error, FolderOwnedError) else "unwritable", str(error)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from megapar.arguments import Config
 from megapar.core.checkpoint.local import FoundLocal
 from megapar.core.checkpoint.store import Verify
 from megapar.core.optimizer.loss_scale import LossScale
+from megapar.files.location import Location, at
 from megapar.training.checkpoints import state
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.checkpoints.local_saves import LocalSaves
@@ -26,7 +26,7 @@ def resume(
     checkpoints: Checkpoints,
     local_saves: LocalSaves | None,
 ) -> state.Loaded | None:
-    """Fill weights and moments from the newest sound checkpoint. Returns None if the run starts from scratch.
+    """Fill weights and optimizer state from the newest sound checkpoint. Returns None if the run starts from scratch.
 
     Raises CheckpointError.
 
@@ -48,7 +48,7 @@ def resume(
         return None
     wanted = _load_options(config, own=own or local is not None)
 
-    def read(folder: Path) -> state.Loaded:
+    def read(folder: Location) -> state.Loaded:
         return state.load(folder, job, progress, schedule, wanted, loss_scale)
 
     if local is not None and local_saves is not None:
@@ -56,7 +56,7 @@ def resume(
         newer = source is not None and checkpoints.saves_into(source)
         loaded = checkpoints.load_newer(read, source, local.iteration) if source is not None and newer else None
         if loaded is None:
-            place = Path(f"local checkpoint {local.iteration}")
+            place = at(f"local checkpoint {local.iteration}")
             checkpoints.resumed_from = place
             checkpoints.notes.append(f"taking the local checkpoint of iteration {local.iteration}")
             loaded = state.restore_scalars(place, local_saves.load(local), job, progress, schedule, wanted, loss_scale)

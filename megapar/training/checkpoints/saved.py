@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megapar.core.checkpoint.layout import read as read_layout
 from megapar.core.checkpoint.shard_file import ShardFile, check_file
 from megapar.core.checkpoint.storage import read_scalars
 from megapar.errors import CheckpointError
+from megapar.files.location import Place, at
 from megapar.model.architectures import not_exportable, own_architecture
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import HfPiece, ParameterSpec
@@ -32,8 +32,8 @@ class Saved:
         scalars: Scalars of its run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Place) -> None:
+        self._folder = at(folder)
         self._layout = read_layout(folder)
         self.sizes = sizes_of(self._layout.model, folder)
         self.scalars = read_scalars(folder, self._layout.scalars, "full")
@@ -83,7 +83,7 @@ def _advice(sizes: ModelSizes, pieces: Sequence[HfPiece]) -> str:
     return "No class known here has one; the checkpoint keeps every weight"
 
 
-def sizes_of(facts: Mapping[str, Any], where: Path) -> ModelSizes:
+def sizes_of(facts: Mapping[str, Any], where: Place) -> ModelSizes:
     """Return the sizes from the output of ``ModelSizes.facts``. Sizes that it leaves out do not affect weights."""
     spec = STORED.get(str(facts.get("kind", "")))
     if spec is None:

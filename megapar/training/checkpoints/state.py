@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from megapar.config.stored import stored_schedule
 from megapar.core.box import Box
 from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
-from megapar.core.optimizer.adamw import MOMENTS
+from megapar.core.comm import json_messages as messages
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.sharding.cut import is_primary, is_speaker
 from megapar.errors import CheckpointMismatchError
+from megapar.files.location import Location
 from megapar.model.facts import differences
+from megapar.training.checkpoints.identity import another_optimizer, flags_of_states
 from megapar.training.checkpoints.model_match import OptionalBlock, fitted
 from megapar.training.checkpoints.scalars import check_scalars
 from megapar.training.step.job import Job
@@ -42,11 +46,11 @@ def weights(job: Job) -> dict[str, Shard]:
     return state
 
 
-def moments(job: Job) -> dict[str, Shard]:
-    """Return the shards of the optimizer's moments of every parameter."""
+def optimizer_states(job: Job) -> dict[str, Shard]:
+    """Return the shards of the optimizer's states of every parameter."""
     state: dict[str, Shard] = {}
-    for name in MOMENTS:
-        state |= _shards(job, f"optimizer/{name}", job.optimizer.moments(name))
+    for name in job.optimizer.states:
+        state |= _shards(job, f"optimizer/{name}", job.optimizer.state(name))
     return state
 
 
@@ -111,18 +115,18 @@ class Loaded:
 
 
 def load(
-    folder: Path,
+    folder: Location,
     job: Job,
     progress: Progress,
     schedule: Mapping[str, Any],
     options: LoadOptions,
     loss_scale: LossScale | None = None,
 ) -> Loaded:
-    """Fill weights (and moments) from a checkpoint that was saved on any layout.
+    """Fill weights (and optimizer state) from a checkpoint that was saved on any layout.
 
     A checkpoint that contains only weights, as ``megapar convert`` writes it, is loaded as with ``finetune``. Raises
-    CheckpointError if it is missing or damaged, and CheckpointMismatchError if it is of another model or was trained
-    on another schedule.
+    CheckpointError if it is missing or damaged, and CheckpointMismatchError if it is of another model or optimizer or
+    was trained on another schedule.
 
     Args:
         job: This rank's part of the model.
@@ -133,19 +137,23 @@ def load(
     """
     group = job.world.axis("world").group
     layout, targets = store.first_read_layout(folder, group), weights(job)
-    if not any(name.startswith("optimizer/") for name in layout.tensors):
+    kept = {name.split("/")[1] for name in layout.tensors if name.startswith("optimizer/")}
+    if not kept and not _has_schedule(folder, group):
         options = replace(options, finetune=True)
     fit = fitted(layout.model, model_facts(job), alone=options.finetune)
     initial = _stored_names(fit.initial)
     targets = {name: shard for name, shard in targets.items() if not name.startswith(initial)}
-    with_moments = options.optimizer and not options.finetune
-    if with_moments:
-        targets |= moments(job)
+    with_optimizer = options.optimizer and not options.finetune
+    if with_optimizer:
+        apart = another_optimizer(flags_of_states(kept), flags_of_states(job.optimizer.states))
+        if apart is not None:
+            raise CheckpointMismatchError(f"{folder} {apart[0]}. {apart[1]}")
+        targets |= optimizer_states(job)
     saved = store.load(
         folder,
         targets,
         expect_model=partial(differences, expected=fit.facts),
-        ignore=() if with_moments else ("optimizer/", *_stored_names(fit.left)),
+        ignore=() if with_optimizer else ("optimizer/", *_stored_names(fit.left)),
         verify=options.verify,
         group=group,
     )
@@ -153,12 +161,18 @@ def load(
     return replace(loaded, initial=tuple(block.name for block in fit.initial))
 
 
+def _has_schedule(folder: Location, group: ProcessGroup | None) -> bool:
+    """Return True for the checkpoint of a run, on every rank: that of SGD without momentum has no optimizer state."""
+    found = stored_schedule(folder) is not None
+    return found if group is None else bool(messages.broadcast(found, group))
+
+
 def _stored_names(blocks: Iterable[OptionalBlock]) -> tuple[str, ...]:
     return tuple(f"model/{prefix}" for block in blocks for prefix in block.prefixes)
 
 
 def restore_scalars(
-    folder: Path,
+    folder: Location,
     saved: Mapping[str, Any],
     job: Job,
     progress: Progress,
@@ -166,7 +180,7 @@ def restore_scalars(
     options: LoadOptions,
     loss_scale: LossScale | None,
 ) -> Loaded:
-    """Continue from weights and moments that are already filled, and from their scalars. Raises CheckpointError."""
+    """Continue from filled weights and optimizer state, and from their scalars. Raises CheckpointError."""
     if not options.finetune:
         iteration = folders.iteration_of(folder)
         check_scalars(str(folder), saved, iteration if iteration >= 0 else None, optimizer=options.optimizer)
@@ -185,7 +199,7 @@ def restore_scalars(
     return Loaded(Progress(**fields), saved)
 
 
-def _check_schedule(folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
+def _check_schedule(folder: Location, saved: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions) -> None:
     other = another_schedule(saved, now)
     if other is not None and not options.override_schedule:
         raise CheckpointMismatchError(f"{folder} was trained on another learning-rate schedule: {other[0]}. {other[1]}")

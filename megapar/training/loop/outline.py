@@ -5,8 +5,6 @@ Does not import torch, because the entry scripts import this module before the c
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megapar.arguments import Config
 from megapar.config.published import architecture_of, read_config
 from megapar.config.stored import stored_facts, stored_schedule
@@ -61,7 +59,7 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     saved = config.checkpoint
     if saved.load is None or config.runtime.rules_only:
         return ""
-    if (found := stored_facts(Path(saved.load), saved.ckpt_step)) is None:
+    if (found := stored_facts(saved.load, saved.ckpt_step)) is None:
         return ""
     folder, facts = found
     alone = saved.finetune or stored_schedule(folder) is None

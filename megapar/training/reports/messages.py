@@ -13,6 +13,7 @@ from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
 from megapar.core.device.peak import peak_flops
 from megapar.core.units import GIBIBYTE
+from megapar.files.location import Location
 from megapar.model.flops import flops_per_token
 from megapar.model.sizes import ModelSizes
 from megapar.training.building.build import experts_dispatch
@@ -137,7 +138,7 @@ def how_to_continue(config: Config) -> str:
 
 
 def farewell(
-    config: Config, iteration: int, stop: str, checkpoint: Path | None, exported: Path | None
+    config: Config, iteration: int, stop: str, checkpoint: Location | None, exported: Path | None
 ) -> Iterator[str]:
     """Yield why a run stopped, its outputs with their folders, and how to continue if it stopped before its end.
 

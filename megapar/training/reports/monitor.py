@@ -141,7 +141,7 @@ class Monitor:
         self._sum_over_ranks(row.unsqueeze(0), len(totals.sums))
         values = row.tolist()
         names, items = list(totals.sums), denominators.items
-        means = {name: value / max(1, items[name]) for name, value in zip(names, values, strict=False)}
+        means = {name: value / (items[name] or 1) for name, value in zip(names, values, strict=False)}
         routing = self._objective.routing_means(values[len(names) :], items, denominators.num_micro_batches)
         return self._objective.weighted(means, routing)
 
@@ -200,7 +200,7 @@ class Monitor:
         names, items, objective = list(step.totals.sums), step.denominators.items, self._objective
         words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
         predicted = sum(items[name] for name in words)
-        means = {name: row[i] / max(1, items[name]) for i, name in enumerate(names)}
+        means = {name: row[i] / (items[name] or 1) for i, name in enumerate(names)}
         routed, load = _split_routing(step, row)
         self._places.add(load)
         routing = objective.routing_means(routed, items, step.denominators.num_micro_batches)
@@ -221,7 +221,7 @@ class Monitor:
             consumed_samples=step.consumed_samples,
             consumed_tokens=step.consumed_tokens,
             predicted_tokens=predicted,
-            lm_loss=sum(row[names.index(name)] for name in words) / max(1, predicted),
+            lm_loss=sum(row[names.index(name)] for name in words) / (predicted or 1),
             tasks={name: mean for name, mean in means.items() if _is_task(name)},
             sop_loss=means.get("sop"),
             mtp_loss=means.get("mtp"),

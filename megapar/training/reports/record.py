@@ -21,7 +21,8 @@ class Record:
         time: End of the step on the host, in UTC, ISO 8601.
         consumed_samples: Samples read so far.
         consumed_tokens: Tokens read so far, without padding.
-        predicted_tokens: Tokens that the step predicts, neither padding nor masked. Without any, its losses are 0.
+        predicted_tokens: Tokens that the step predicts, neither padding nor masked, or the sum of their weights.
+            Without any, its losses are 0.
         lm_loss: Cross-entropy per predicted token; with ERNIE 3.0, over all tasks.
         sop_loss: Loss of the sentence-order task.
         mtp_loss: Loss of multi-token prediction.
@@ -64,7 +65,7 @@ class Record:
     time: str
     consumed_samples: int
     consumed_tokens: int
-    predicted_tokens: int
+    predicted_tokens: float
     lm_loss: float
     sop_loss: float | None
     mtp_loss: float | None

@@ -14,8 +14,8 @@ import torch
 
 from megapar import __version__
 from megapar.arguments import FLAGS, Config
-from megapar.core.checkpoint.durable import write_file
 from megapar.core.comm.world import World
+from megapar.files.disk import write_file
 from megapar.files.regular_file import read_json
 
 NAME = "run.json"

@@ -22,7 +22,7 @@ class StepBatches:
     Attributes:
         iteration: Number of the step, from 1.
         batches: Micro-batches of this rank.
-        denominators: Label counts of the global batch.
+        denominators: Label weights of the global batch.
         global_batch: Samples on all ranks.
         first_sample: Number of samples consumed before this step.
         first_micro_batch: Number of micro-batches run before this step.

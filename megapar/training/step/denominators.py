@@ -1,4 +1,4 @@
-"""Denominators of the loss terms: label and token counts of the global batch."""
+"""Denominators of the loss terms: label weights and token counts of the global batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megapar.data.batches import MicroBatch
 
 
 class Denominators:
-    """Counts of the labels of each loss term, and of the tokens that are not padding, in the global batch.
+    """Sums over the labels' weights of each loss term, and the tokens that are not padding, of the global batch.
+
+    Labels without weights count 1 each. The sums are in fp64, in which counts are exact.
 
     The constructor launches the sum over the data ranks. The first use, after the first forward, waits for it: at the
     start of a step, while parameters are in flight, a small message would have to wait for them.
@@ -28,22 +30,21 @@ class Denominators:
         self._names = sorted(batches[0].counts)
         self._data = data
         labels = [sum(batch.counts[name] for batch in batches) for name in self._names]
-        self._counts = torch.tensor([*labels, sum(batch.valid_tokens for batch in batches)], dtype=torch.int64)
+        self._counts = torch.tensor([*labels, sum(batch.valid_tokens for batch in batches)], dtype=torch.float64)
         self._work = reduce_numbers(self._counts, data, "counts", async_op=True)
 
     @property
-    def items(self) -> dict[str, int]:
-        """Loss term -> number of its labels."""
+    def items(self) -> dict[str, float]:
+        """Loss term -> sum of its labels' weights, an integer without weights."""
         return dict(zip(self._names, self._settled(), strict=False))
 
     @property
     def tokens(self) -> int:
         """Number of tokens in the global batch, without padding."""
-        return self._settled()[-1]
+        return int(self._settled()[-1])
 
-    def _settled(self) -> list[int]:
+    def _settled(self) -> list[float]:
         if self._work is not None:
             self._data.meter.wait(self._work, f"{self._data.name}/counts")
             self._work = None
-        counts: list[int] = self._counts.tolist()
-        return counts
+        return [int(count) if count.is_integer() else count for count in self._counts.tolist()]

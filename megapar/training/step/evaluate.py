@@ -44,7 +44,7 @@ def evaluate(config: Config, job: Job, samples: Samples, collate: Collate, objec
             totals[1] *= axis.rank == 0  # its ranks read the same samples, so only one counts them
             reduce_numbers(totals, axis, "evaluation")
     sums, items = totals.tolist()
-    means = {name: total / max(1.0, count) for name, total, count in zip(names, sums, items, strict=True)}
+    means = {name: total / (count or 1) for name, total, count in zip(names, sums, items, strict=True)}
     means["loss"] = sum(objective.weights[name] * means[name] for name in names)
     return means
 

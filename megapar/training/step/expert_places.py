@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from megapar.arguments import Config
-from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.sharding.cut import local_box, shard_dim
 from megapar.core.sharding.moved_rows import RowMoves, move_rows
 from megapar.errors import CheckpointError
@@ -147,10 +146,10 @@ class ExpertPlaces:
         self._next = wanted
 
     def _move(self, rows: Rows) -> None:
-        """Move masters and moments of this rank's layers, and change the layers' slots."""
+        """Move masters and optimizer state of this rank's layers, and change the layers' slots."""
         job, axis = self._job, self._job.world.axis("ep")
         masters = [shard.master for shard in job.sharding.master_shards]
-        lists = [masters, *(job.optimizer.moments(name) for name in MOMENTS)]
+        lists = [masters, *map(job.optimizer.state, job.optimizer.states)]
         views = list(zip(*(job.sharding.views(tensors) for tensors in lists), strict=True))
         for number, moe in cast(Decoder, job.model).expert_layers().items():  # other models have no flag for it
             place = self._layers.index(number)

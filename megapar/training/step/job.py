@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.compiled import FunctionRunner, plain
-from megapar.core.optimizer.adamw import Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.sharding.replicas import Replica, axes_of
 from megapar.core.sharding.sharding import Sharding
 from megapar.model.decoder.model import Decoder

@@ -31,7 +31,7 @@ class Objective:
     sequence_coefficient: float = 0.0
     orthogonal_coefficient: float = 0.0
 
-    def of(self, terms: Terms, items: Mapping[str, int], num_micro_batches: int) -> Tensor:
+    def of(self, terms: Terms, items: Mapping[str, float], num_micro_batches: int) -> Tensor:
         """Return a micro-batch's share of the loss of the global batch.
 
         Args:
@@ -39,7 +39,7 @@ class Objective:
             items: Denominators over the global batch, including that of "sequences".
             num_micro_batches: Micro-batches of the global batch, on all data ranks together.
         """
-        parts = [_weighted(total, self.weights[name]) / max(1, items[name]) for name, total in terms.sums.items()]
+        parts = [_weighted(total, self.weights[name]) / (items[name] or 1) for name, total in terms.sums.items()]
         loss = parts[0] if parts else terms.aux.new_zeros(())
         for part in parts[1:]:
             loss = loss + part
@@ -56,7 +56,7 @@ class Objective:
         loss = sum(self.weights[name] * mean for name, mean in means.items())
         return loss + sum(self._coefficients[name] * mean for name, mean in routing.items())
 
-    def routing_means(self, routing: Sequence[T], items: Mapping[str, int], num_micro_batches: int) -> dict[str, T]:
+    def routing_means(self, routing: Sequence[T], items: Mapping[str, float], num_micro_batches: int) -> dict[str, T]:
         """Divide the sums of the routing losses, in the order of ROUTING, by their denominators."""
         per_sample = {"sequence": items.get("sequences", 1)}
         return {

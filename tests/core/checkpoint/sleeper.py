@@ -17,18 +17,19 @@ from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.owner import Owner, Watch, take
 from megapar.errors import CheckpointError
+from megapar.files.location import Location
 from tests.core.checkpoint.owners import claim
 from tests.core.checkpoint.states import LAYOUT, SCALARS, make_state
 
 
-def save(owner: Owner, iteration: int, salt: int = 0, keep: int = 0) -> Path:
+def save(owner: Owner, iteration: int, salt: int = 0, keep: int = 0) -> Location:
     """A checkpoint of an owner, published; the name that it got."""
     named = []
 
-    def then(folder: Path) -> None:
+    def then(folder: Location) -> None:
         named.append(folder)
         folders.publish(owner.root, iteration, owner)
-        line = {path.name for path in owner.root.glob("iter_*")}
+        line = {name for name in owner.root.list() if name.startswith("iter_")}
         if keep:
             folders.keep_newest(owner.root, iteration, keep, line, owner)
 
@@ -51,9 +52,9 @@ def stop_before(kept: Callable[..., Any], when: Callable[..., bool]) -> Callable
 
 PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "rename": (Path, "rename", lambda path, target: target.name == "iter_0000004"),
-    "latest": (Path, "replace", lambda path, target: target.name == "latest"),
+    "latest": (os, "replace", lambda path, target: target.name == "latest"),
     "publish": (folders, "_replace", lambda path, *_: path.name == "latest"),
-    "own latest": (Path, "replace", lambda path, target: target.name.endswith(".latest")),
+    "own latest": (os, "replace", lambda path, target: target.name.endswith(".latest")),
     "removal": (shutil, "rmtree", lambda path, **_: "iter_0000002" in path.name),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megapar.core.box import Box
 from megapar.core.checkpoint import store
 from megapar.core.checkpoint.planner import ModelCheck
 from megapar.core.checkpoint.shard import Shard
+from megapar.files.location import Place
 from megapar.model.facts import differences
 
 MODEL = {"hidden_size": 8, "kind": "test", "shape": (2, 3)}
@@ -107,11 +107,11 @@ def group_of(world: int) -> dist.ProcessGroup | None:
     return dist.group.WORLD if world > 1 else None
 
 
-def save_on(rank: int, world: int, folder: Path, layout: str, salt: int = 0) -> None:
+def save_on(rank: int, world: int, folder: Place, layout: str, salt: int = 0) -> None:
     store.save(folder, make_state(layout, rank, filled=True, salt=salt), SCALARS, layout=LAYOUT, group=group_of(world))
 
 
-def load_on(rank: int, world: int, folder: Path, layout: str, **options: Any) -> tuple[list[str], dict[str, Any]]:
+def load_on(rank: int, world: int, folder: Place, layout: str, **options: Any) -> tuple[list[str], dict[str, Any]]:
     """Names that were loaded wrongly, and the scalars."""
     state = make_state(layout, rank, filled=False)
     scalars = store.load(folder, state, expect_model=same_model(MODEL), group=group_of(world), **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,19 +18,22 @@ from megapar.core.checkpoint import folder as folders
 from megapar.core.checkpoint import lease as leases
 from megapar.core.checkpoint.owner import Owner, take
 from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
+from megapar.files import disk
+from megapar.files.location import Location, Lock, Place
 from megapar.health.stop.process import Process
 from tests.core.checkpoint.owners import Waiting, claim
 from tests.core.checkpoint.sleeper import save, sleep
 from tests.core.checkpoint.states import SCALARS, load_on
 from tests.support.process import wait_stopped
 from tests.support.ranks import forked
+from tests.support.stores import names, put
 
 ELSEWHERE = replace(Process.here(), host="another", boot="another")
 NEVER = 1e6  # seconds between beats
 
 
 @contextmanager
-def owning(root: Path, watch: Waiting | None = None, **changed: Any) -> Iterator[Owner]:
+def owning(root: Place, watch: Waiting | None = None, **changed: Any) -> Iterator[Owner]:
     owner = take(root, claim(**changed), (watch or Waiting()).watch, NEVER)
     try:
         yield owner
@@ -39,28 +41,28 @@ def owning(root: Path, watch: Waiting | None = None, **changed: Any) -> Iterator
         owner.release()
 
 
-def test_epochs_rise_and_outlive_the_notes(tmp_path: Path) -> None:
+def test_epochs_rise_and_outlive_the_notes(store_root: Location) -> None:
     for epoch in (1, 2):
-        with owning(tmp_path) as owner:
+        with owning(store_root) as owner:
             assert owner.epoch == epoch
             save(owner, 2)
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000002.e2"]
-    assert (tmp_path / "latest").read_text() == "iter_0000002.e2 2\n"
-    shutil.rmtree(tmp_path / "owner")
-    with owning(tmp_path) as owner:
+    assert names(store_root) == ["iter_0000002", "iter_0000002.e2", "latest", "owner"]
+    assert (store_root / "latest").content() == b"iter_0000002.e2 2\n"
+    (store_root / "owner").remove()
+    with owning(store_root) as owner:
         assert owner.epoch == 3
 
 
-def test_what_an_owner_published_is_known_until_another_publishes(tmp_path: Path) -> None:
+def test_what_an_owner_published_is_known_until_another_publishes(store_root: Location) -> None:
     """A run that is killed before ``latest`` says so, and others that publish nothing after it."""
-    with owning(tmp_path) as owner:
+    with owning(store_root) as owner:
         save(owner, 2)
-    with owning(tmp_path) as owner:
+    with owning(store_root) as owner:
         save(owner, 4)
-    (tmp_path / "latest").write_text("iter_0000002 1\n")
+    put(store_root / "latest", b"iter_0000002 1\n")
     for _ in range(12):
-        with owning(tmp_path):
-            assert folders.latest(tmp_path) == tmp_path / "iter_0000004"
+        with owning(store_root):
+            assert folders.latest(store_root) == store_root / "iter_0000004"
 
 
 def test_whatever_has_the_name_stays(tmp_path: Path) -> None:
@@ -73,21 +75,21 @@ def test_whatever_has_the_name_stays(tmp_path: Path) -> None:
     assert [path.name for path in strange.iterdir()] == ["layout.json"]
 
 
-def test_a_run_that_resumes_tries_its_own_line_before_what_it_turned_back_from(tmp_path: Path) -> None:
+def test_a_run_that_resumes_tries_its_own_line_before_what_it_turned_back_from(store_root: Location) -> None:
     """The second owner went back to 2; what the first one had saved as 4 is an earlier checkpoint of another way."""
     for steps in ((2, 4), (3, 4, 5)):
-        with owning(tmp_path) as owner:
+        with owning(store_root) as owner:
             for step in steps:
                 save(owner, step)
     tried = ["iter_0000005", "iter_0000004.e2", "iter_0000003", "iter_0000002", "iter_0000004"]
-    assert [path.name for path in folders.candidates(tmp_path)[0]] == tried
-    (tmp_path / "latest").write_text("iter_0000004\n")  # a person says so
-    assert [path.name for path in folders.candidates(tmp_path)[0]] == [tried[-1], *tried[2:4]]
+    assert [path.name for path in folders.candidates(store_root)[0]] == tried
+    put(store_root / "latest", b"iter_0000004\n")  # a person says so
+    assert [path.name for path in folders.candidates(store_root)[0]] == [tried[-1], *tried[2:4]]
 
 
-def test_an_owner_that_is_seen_alive_is_named_at_once(tmp_path: Path) -> None:
+def test_an_owner_that_is_seen_alive_is_named_at_once(store_root: Location) -> None:
     waiting = Waiting()
-    with owning(tmp_path, process=ELSEWHERE, name="big-run") as owner:
+    with owning(store_root, process=ELSEWHERE, name="big-run") as owner:
 
         def pause(seconds: float) -> None:
             waiting.pause(seconds)
@@ -95,7 +97,7 @@ def test_an_owner_that_is_seen_alive_is_named_at_once(tmp_path: Path) -> None:
 
         watch = replace(waiting.watch, pause=pause)
         with pytest.raises(FolderOwnedError, match=r"is alive: job big-run, process \d+ on another, user u, since now"):
-            take(tmp_path, claim(), watch)
+            take(store_root, claim(), watch)
     assert waiting.seconds < 1
     assert FolderOwnedError.exit_status == 2
 
@@ -109,11 +111,11 @@ def test_an_owner_that_is_seen_alive_is_named_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_dead_owner_and_ones_own_past_are_followed_at_once(
-    tmp_path: Path, holder: dict[str, Any], asks: dict[str, Any]
+    store_root: Location, holder: dict[str, Any], asks: dict[str, Any]
 ) -> None:
-    take(tmp_path, claim(**holder), Waiting().watch, NEVER)
+    take(store_root, claim(**holder), Waiting().watch, NEVER)
     waiting = Waiting()
-    with owning(tmp_path, waiting, **asks) as owner:
+    with owning(store_root, waiting, **asks) as owner:
         assert owner.epoch == 2
     assert waiting.seconds == 0
 
@@ -127,10 +129,12 @@ def test_a_dead_owner_and_ones_own_past_are_followed_at_once(
         ({"slurm": ("7", 1)}, {"slurm": ("7", 1)}),  # two commands in one allocation
     ],
 )
-def test_anybody_else_is_watched_for_a_minute(tmp_path: Path, holder: dict[str, Any], asks: dict[str, Any]) -> None:
-    silent = take(tmp_path, claim(process=ELSEWHERE, **holder), Waiting().watch, NEVER)
+def test_anybody_else_is_watched_for_a_minute(
+    store_root: Location, holder: dict[str, Any], asks: dict[str, Any]
+) -> None:
+    silent = take(store_root, claim(process=ELSEWHERE, **holder), Waiting().watch, NEVER)
     waiting = Waiting()
-    with owning(tmp_path, waiting, **asks) as owner:
+    with owning(store_root, waiting, **asks) as owner:
         assert owner.epoch == 2
         assert 60 <= waiting.seconds < 61
         assert [line.partition(" to see")[0] for line in waiting.told] == ["waiting up to 60 s"]
@@ -140,20 +144,20 @@ def test_anybody_else_is_watched_for_a_minute(tmp_path: Path, holder: dict[str, 
             save(silent, 2)
         silent.beat()
         assert silent.lost
-    assert not list(tmp_path.glob("iter_*"))
+    assert names(store_root) == ["owner"]
 
 
 def test_a_lock_that_is_gone_on_this_machine_makes_it_ten_seconds(tmp_path: Path) -> None:
     other = replace(Process.here(), namespace=7)  # another container
     holder = take(tmp_path, claim(process=other), Waiting().watch, NEVER)
     waiting = Waiting()
-    os.close(holder._descriptor)
+    holder._lock.release()
     with owning(tmp_path, waiting):
         assert 10 <= waiting.seconds < 11
     held, waiting = take(tmp_path, claim(process=other), Waiting().watch, NEVER), Waiting()
     with owning(tmp_path, waiting):
         assert waiting.seconds >= 60
-    with patch.object(leases.fcntl, "flock", side_effect=OSError(37, "no locks")):
+    with patch.object(disk.fcntl, "flock", side_effect=OSError(37, "no locks")):
         take(tmp_path, claim(process=other), Waiting().watch, NEVER)
         waiting = Waiting()
         with owning(tmp_path, waiting):
@@ -173,18 +177,18 @@ def test_a_note_that_nobody_understands_is_watched(tmp_path: Path) -> None:
         assert "a run without a readable record" in waiting.told[0]
 
 
-def test_of_two_that_ask_at_once_one_is_the_owner(tmp_path: Path) -> None:
+def test_of_two_that_ask_at_once_one_is_the_owner(store_root: Location) -> None:
     """The other one found the same dead owner, and comes second."""
-    take(tmp_path, claim(process=replace(Process.here(), started=1)), Waiting().watch, NEVER)
+    take(store_root, claim(process=replace(Process.here(), started=1)), Waiting().watch, NEVER)
     create, winners = leases.create, []
 
-    def late(root: Path, lease: leases.Lease) -> int | None:
+    def late(root: Location, lease: leases.Lease) -> Lock | None:
         if not winners:
             winners.append(0)
             winners[0] = take(root, claim(process=ELSEWHERE), Waiting().watch, NEVER)
         return create(root, lease)
 
-    with patch.object(leases, "create", late), owning(tmp_path, waiting := Waiting()) as owner:
+    with patch.object(leases, "create", late), owning(store_root, waiting := Waiting()) as owner:
         assert winners[0].epoch == 2
         assert owner.epoch == 3
         assert waiting.seconds >= 60  # the winner was watched like anybody
@@ -204,13 +208,13 @@ def test_a_folder_that_takes_no_file_is_told(tmp_path: Path) -> None:
         take(tmp_path, claim(), Waiting().watch)
 
 
-def test_notes_that_were_removed_are_made_again(tmp_path: Path) -> None:
-    with owning(tmp_path) as owner:
-        shutil.rmtree(tmp_path / "owner")
+def test_notes_that_were_removed_are_made_again(store_root: Location) -> None:
+    with owning(store_root) as owner:
+        (store_root / "owner").remove()
         owner.check()
         owner.beat()
-        assert leases.read(tmp_path, 1) == replace(owner.lease, locks=True)
-    assert leases.read_beat(tmp_path, 1) == leases.ENDED
+        assert leases.read(store_root, 1) == replace(owner.lease, locks=True)
+    assert leases.read_beat(store_root, 1) == leases.ENDED
 
 
 @pytest.mark.parametrize("iteration", [2, 4])
@@ -219,7 +223,7 @@ def test_a_name_that_may_not_be_on_disk_is_taken_back(tmp_path: Path, iteration:
     with owning(tmp_path) as owner:
         save(owner, 4)
         with (
-            patch.object(folders, "sync_folder", side_effect=[None, OSError(5, "Input/output error")]),
+            patch.object(disk, "sync_folder", side_effect=[None, OSError(5, "Input/output error")]),
             pytest.raises(CheckpointError, match="Input/output error"),
         ):
             save(owner, iteration)
@@ -246,21 +250,25 @@ def test_a_record_that_another_start_has_removed_is_written_again(tmp_path: Path
             aside.unlink()
         real(aside, path)
 
-    real = leases._link
-    with patch.object(leases, "_link", link), owning(tmp_path) as owner:
+    real = disk._link
+    with patch.object(disk, "_link", link), owning(tmp_path) as owner:
         assert owner.epoch == 1
 
 
-def test_only_earlier_owners_left_overs_are_removed(tmp_path: Path) -> None:
-    names = ("iter_0000002.tmp-0123456789ab", "iter_0000002.tmp-0123456789ab-e1", "iter_0000009.e1.tmp-0123456789ab-e1")
+def test_only_earlier_owners_left_overs_are_removed(store_root: Location) -> None:
+    earlier = (
+        "iter_0000002.tmp-0123456789ab",
+        "iter_0000002.tmp-0123456789ab-e1",
+        "iter_0000009.e1.tmp-0123456789ab-e1",
+    )
     later = ("iter_0000002.tmp-0123456789ab-e3", "iter_0000009.tmp-0123456789ab-e2")
-    with owning(tmp_path), owning(tmp_path) as owner:
-        for name in (*names, *later):
-            (tmp_path / name).mkdir()
+    with owning(store_root), owning(store_root) as owner:
+        for name in (*earlier, *later):
+            put(store_root / name / "scalars.json", b"")
         for name in ("latest.tmp-0123456789ab-e1", "latest.tmp-0123456789ab-e3"):
-            (tmp_path / name).touch()
+            put(store_root / name, b"")
         save(owner, 4)
-    left = sorted(path.name for path in tmp_path.glob("*.tmp-*"))
+    left = [name for name in names(store_root) if ".tmp-" in name]
     assert left == sorted([*later, "latest.tmp-0123456789ab-e3"])
 
 

@@ -16,6 +16,7 @@ from megapar.core.checkpoint import store
 from megapar.core.checkpoint.shard import Shard
 from megapar.core.checkpoint.shard_file import ShardFile, TensorPlan, write_shards
 from megapar.errors import CheckpointError
+from megapar.files.location import Location
 from tests.core.checkpoint.states import (
     LAYOUT,
     LAYOUTS,
@@ -32,6 +33,7 @@ from tests.core.checkpoint.states import (
     wrong,
 )
 from tests.support.ranks import run_ranks
+from tests.support.stores import MemoryStore, in_memory, names, put
 
 
 def save_from(folder: Path, layout: str) -> None:
@@ -47,8 +49,8 @@ def run_on(layout: str, function, *args):  # type: ignore[no-untyped-def]
 def test_every_layout_loads_what_every_layout_saved(saved: str, tmp_path: Path) -> None:
     save_from(tmp_path / "c", saved)
     for layout in LAYOUTS:
-        for names, scalars in run_on(layout, load_on, tmp_path / "c", layout):
-            assert names == [], (saved, layout)
+        for different, scalars in run_on(layout, load_on, tmp_path / "c", layout):
+            assert different == [], (saved, layout)
             assert scalars == SCALARS
 
 
@@ -74,7 +76,7 @@ def test_two_to_one_to_four(tmp_path: Path) -> None:
     state = make_state("one", 0, filled=False)
     scalars = store.load(tmp_path / "two", state, expect_model=same_model(MODEL), group=None)
     store.save(tmp_path / "one", state, scalars, layout=LAYOUT, group=None)
-    assert [names for names, _ in run_ranks(4, load_on, tmp_path / "one", "square")] == [[]] * 4
+    assert [different for different, _ in run_ranks(4, load_on, tmp_path / "one", "square")] == [[]] * 4
 
 
 def test_replicas_are_written_once_and_shared_between_their_ranks(tmp_path: Path) -> None:
@@ -122,23 +124,23 @@ def test_boxes_need_not_form_a_grid(tmp_path: Path) -> None:
         assert torch.equal(target.tensor, torch.arange(24.0).reshape(4, 6)[box.slices])
 
 
-def test_strided_tensors_are_saved_and_filled_in_place(tmp_path: Path) -> None:
+def test_strided_tensors_are_saved_and_filled_in_place(store_root: Location) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
-    store.save(tmp_path / "c", {"a": Shard.whole("a", whole.t())}, {}, layout=LAYOUT, group=None)
+    store.save(store_root / "c", {"a": Shard.whole("a", whole.t())}, {}, layout=LAYOUT, group=None)
     target = torch.nn.Parameter(torch.zeros(4, 6))
     version = target.data_ptr()
-    store.load(tmp_path / "c", {"a": Shard.whole("a", target.t())}, expect_model=None, group=None)
+    store.load(store_root / "c", {"a": Shard.whole("a", target.t())}, expect_model=None, group=None)
     assert torch.equal(target, whole)
     assert target.data_ptr() == version
 
 
-def test_a_tensor_larger_than_a_read_block_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_larger_than_a_read_block_arrives_whole(store_root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapar.core.checkpoint.shard_file.BLOCK_BYTES", 64)
     whole = torch.randn(3, 5, 7)
-    store.save(tmp_path / "c", {"a": Shard.whole("a", whole)}, {}, layout=LAYOUT, group=None)
+    store.save(store_root / "c", {"a": Shard.whole("a", whole)}, {}, layout=LAYOUT, group=None)
     for box in (Box.whole((3, 5, 7)), Box((1, 2, 3), (2, 3, 2)), Box((0, 4, 0), (3, 1, 7))):
         target = Shard("a", (3, 5, 7), box, torch.zeros(box.sizes))
-        store.load(tmp_path / "c", {"a": target}, expect_model=None, group=None)
+        store.load(store_root / "c", {"a": target}, expect_model=None, group=None)
         assert torch.equal(target.tensor, whole[box.slices])
 
 
@@ -221,25 +223,36 @@ def test_a_write_error_on_one_rank_is_told_on_all_and_leaves_nothing(tmp_path: P
     assert load_on(0, 1, tmp_path / "c", "one") == ([], SCALARS)
 
 
-def test_a_folder_of_someone_else_is_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "thesis.tex").write_text("years of work")
+def test_a_folder_of_someone_else_is_not_replaced(store_root: Location) -> None:
+    put(store_root / "c" / "thesis.tex", b"years of work")
     with pytest.raises(CheckpointError, match="is not a checkpoint; it is not replaced"):
-        save_on(0, 1, tmp_path / "c", "one")
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["thesis.tex"]
+        save_on(0, 1, store_root / "c", "one")
+    assert names(store_root / "c") == ["thesis.tex"]
 
 
-def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
-    save_from(tmp_path / "c", "rows")
-    save_on(0, 1, tmp_path / "c", "one", salt=1)
+def test_a_checkpoint_is_replaced_whole(store_root: Location) -> None:
+    save_on(0, 1, store_root / "c", "one")
+    put(store_root / "c" / "shard-00001.safetensors", b"of a run with more ranks")
+    save_on(0, 1, store_root / "c", "one", salt=1)
     state = make_state("one", 0, filled=False)
-    store.load(tmp_path / "c", state, expect_model=same_model(MODEL), group=None)
+    store.load(store_root / "c", state, expect_model=same_model(MODEL), group=None)
     assert wrong(state, salt=1) == []
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
-        "layout.json",
-        "scalars.json",
-        "shard-00000.safetensors",
-    ]
+    assert names(store_root / "c") == ["layout.json", "scalars.json", "shard-00000.safetensors"]
+    assert names(store_root) == ["c"]
+
+
+def test_a_load_reads_the_bytes_that_it_needs() -> None:
+    root, whole = in_memory(), torch.randn(1 << 9, 1 << 9)
+    store.save(root / "c", {"a": Shard.whole("a", whole)}, {}, layout=LAYOUT, group=None)
+    assert isinstance(root.store, MemoryStore)
+    root.store.num_read = 0
+    target = Shard("a", (1 << 9, 1 << 9), Box((7, 0), (3, 1 << 9)), torch.zeros(3, 1 << 9))
+    store.load(root / "c", {"a": target}, expect_model=None, verify="size", group=None)
+    assert torch.equal(target.tensor, whole[7:10])
+    sizes = (root / "c").list()
+    header = (sizes["shard-00000.safetensors"] or 0) - whole.nbytes
+    small = (sizes["layout.json"] or 0) + (sizes["scalars.json"] or 0)
+    assert root.store.num_read == target.tensor.nbytes + small + 2 * header  # once to check it, once to read
 
 
 def test_the_layout_tells_grid_model_and_files(tmp_path: Path) -> None:
@@ -309,9 +322,9 @@ def test_a_group_that_is_not_the_world_saves_and_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 5), (0,), (3, 0, 2)])
-def test_tensors_without_elements(shape: tuple[int, ...], tmp_path: Path) -> None:
-    write_shards(tmp_path / "s", [TensorPlan("x", torch.float32, shape)], lambda _: torch.empty(shape))
-    with ShardFile(tmp_path / "s") as file:
+def test_tensors_without_elements(shape: tuple[int, ...], store_root: Location) -> None:
+    write_shards(store_root / "s", [TensorPlan("x", torch.float32, shape)], lambda _: torch.empty(shape))
+    with ShardFile(store_root / "s") as file:
         out, whole = torch.empty(shape), Box.whole(shape)
         file.read("x", whole, whole, out)
         file.read_as("x", shape, whole, whole, out)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.context_parallel.blockwise import Columns, attend_blockwise
 from megapar.core.context_parallel.gathered import gathered_plan
 from megapar.core.context_parallel.online_softmax import merge
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
-from megapar.core.context_parallel.tiles import Sight
 from megapar.core.device.attention import attention_reference
 from megapar.core.device.block_attention import AttentionBlock, block_reference
 from megapar.core.device.packed_attention import PackedDocuments, packed_attention_reference
@@ -63,7 +63,7 @@ class Neighbours:
         return mine
 
 
-def shared(tensors, layout, sight, *, gathered, flash, dropout=0.0):
+def shared(tensors, layout, mask, *, gathered, flash, dropout=0.0):
     """(output, gradients of q, k, v) of attention that ranks share, in order of position."""
     q, k, v = (x.detach().requires_grad_() for x in tensors)
     positions = [layout.positions(LENGTH, rank) for rank in range(layout.size)]
@@ -74,7 +74,7 @@ def shared(tensors, layout, sight, *, gathered, flash, dropout=0.0):
     order = sorted(range(LENGTH), key=held.__getitem__) if gathered else None
     outs = []
     for rank, piece in enumerate(pieces):
-        plan = (gathered_plan if gathered else ring_plan)(layout, rank, sight)
+        plan = (gathered_plan if gathered else ring_plan)(layout, rank, mask)
         transport = Neighbours(rank, columns, left, order)
         outs.append(attend_blockwise(*piece, transport, plan, flash=flash, dropout=dropout))
     order = torch.tensor(sorted(range(LENGTH), key=held.__getitem__))
@@ -85,35 +85,35 @@ def shared(tensors, layout, sight, *, gathered, flash, dropout=0.0):
     return y, *grads
 
 
-def whole(tensors, sight):
+def whole(tensors, mask):
     """The same by one call of the reference."""
     q, k, v = (x.detach().requires_grad_() for x in tensors)
-    if sight.ends is not None:
-        y = packed_attention_reference(q, k, v, documents=PackedDocuments.of(ENDS, torch.device("cpu")))
+    if mask.ends is not None:
+        y = packed_attention_reference(q, k, v, documents=PackedDocuments.of(mask, torch.device("cpu")))
     else:
-        valid = None if sight.lengths is None else torch.arange(LENGTH) < torch.tensor(sight.lengths)[:, None]
-        y = attention_reference(q, k, v, causal=sight.causal, valid=valid)
+        valid = None if mask.lengths is None else torch.arange(LENGTH) < torch.tensor(mask.lengths)[:, None]
+        y = attention_reference(q, k, v, causal=mask.causal, valid=valid)
     return y, *torch.autograd.grad(y.square().sum(), (q, k, v))
 
 
-SIGHTS = {
-    "causal": Sight.of(SAMPLES, LENGTH, causal=True),
-    "documents": Sight.of(SAMPLES, LENGTH, causal=True, ends=ENDS),
-    "both ways": Sight.of(SAMPLES, LENGTH, causal=False),
-    "padding": Sight.of(SAMPLES, LENGTH, causal=False, lengths=LENGTHS),
+MASKS = {
+    "causal": AttentionMask.of(SAMPLES, LENGTH, causal=True),
+    "documents": AttentionMask.of(SAMPLES, LENGTH, causal=True, ends=ENDS),
+    "both ways": AttentionMask.of(SAMPLES, LENGTH, causal=False),
+    "padding": AttentionMask.of(SAMPLES, LENGTH, causal=False, lengths=LENGTHS),
 }
 
 
 @pytest.mark.parametrize("value_dim", [SIZE, 4, 24])
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("name", MASKS)
 def test_shared_attention_is_that_of_one_process(name, size, gathered, value_dim):
-    sight, layout = SIGHTS[name], SequenceLayout(size, zigzag=SIGHTS[name].causal)
+    mask, layout = MASKS[name], SequenceLayout(size, zigzag=MASKS[name].causal)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         tensors = draw(dtype, value_dim)
-        got = shared(tensors, layout, sight, gathered=gathered, flash=dtype != torch.float64)
-        want = whole([x.double() for x in tensors], sight)
+        got = shared(tensors, layout, mask, gathered=gathered, flash=dtype != torch.float64)
+        want = whole([x.double() for x in tensors], mask)
         for a, b in zip(got, want, strict=True):
             assert a.dtype == dtype or a.dtype == torch.float32
             assert a.shape == b.shape
@@ -139,11 +139,11 @@ def test_dropout_keeps_the_mean_and_repeats_in_the_backward(gathered):
     """v's gradient of a sum is the sum of the weights that were not dropped, which the output tells, too."""
     q, k, _ = draw(torch.float64)
     v = torch.ones_like(k)
-    layout, sight = SequenceLayout(2, zigzag=True), SIGHTS["causal"]
+    layout, mask = SequenceLayout(2, zigzag=True), MASKS["causal"]
     totals = []
     for seed in range(30):
         torch.manual_seed(seed)
-        y, _, _, dv = shared((q, k, v), layout, sight, gathered=gathered, flash=False, dropout=0.4)
+        y, _, _, dv = shared((q, k, v), layout, mask, gathered=gathered, flash=False, dropout=0.4)
         totals.append(float(y.detach().mean()))
         # y = (sum of kept weights) in every feature, so sum(y^2)'s gradient in v sums to 2 sum(y^2).
         assert float(dv.sum()) == pytest.approx(2 * float(y.detach().square().sum()))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.context_parallel.blockwise import attend_blockwise
@@ -55,7 +56,9 @@ def whole(tensors, causal=True, ends=None, lengths=None):
 
 def on_whole_samples(q, k, v, causal, ends, lengths):
     if ends is not None:
-        y = packed_attention_reference(q, k, v, documents=PackedDocuments.of(ends, torch.device("cpu")))
+        y = packed_attention_reference(
+            q, k, v, documents=PackedDocuments.of(AttentionMask.of_documents(ends, q.shape[0]), torch.device("cpu"))
+        )
     else:
         valid = None if lengths is None else torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
         y = attention_reference(q, k, v, causal=causal, valid=valid)
@@ -80,11 +83,12 @@ def attend(method, q, latents, rotary, expansion, *, dropout=0.0, flash=False, *
         k, v = expanded(*message.split([RANK, ROTARY], dim=-1), own.weight, own.defer_wgrad)
         return to_positions(on_whole_samples(q.transpose(1, 2), k, v, causal, ends, lengths), method.axis, method.comm)
     heads = (q.transpose(1, 2), latents.unsqueeze(1), rotary.unsqueeze(1))
+    mask = AttentionMask.of(q.shape[0], LENGTH, causal=causal, ends=ends, lengths=lengths)
     if method.layout.slices == 1:
-        plan = method.plan(*q.shape[:2], causal=causal, ends=ends, lengths=lengths)
+        plan = method.plan(mask)
         options = {"flash": flash, "dropout": dropout, "expansion": expansion}
         return attend_blockwise(*heads, method.transport, plan, **options).transpose(1, 2)
-    plans = method.slice_plans(*q.shape[:2], ends=ends)
+    plans = method.slice_plans(mask)
     shared = SharedSlices(method.axis, method.slice_transport, plans, flash=flash)
     pieces = zip(*(x.split([len(p.runs[method.axis.rank]) for p in plans], dim=2) for x in heads), strict=True)
     parts = [shared.attend(*piece, number, dropout, expansion) for number, piece in enumerate(pieces)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
@@ -47,7 +48,9 @@ def draw(value_dim=SIZE):
 
 def attend(method, q, k, v, causal, ends):
     """q, k, v [B, S/cp, heads, D] of this rank to y of the same."""
-    documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
+    documents = (
+        None if ends is None else PackedDocuments.of(AttentionMask.of_documents(ends, SAMPLES), torch.device("cpu"))
+    )
     if method.deals_heads:
         q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, method.axis, method.comm))
         if documents is None:
@@ -55,7 +58,7 @@ def attend(method, q, k, v, causal, ends):
         else:
             y = packed_attention_reference(q, k, v, documents=documents)
         return to_positions(y.transpose(1, 2), method.axis, method.comm)
-    plan = method.plan(*q.shape[:2], causal=causal, ends=ends)
+    plan = method.plan(AttentionMask.of(SAMPLES, LENGTH, causal=causal, ends=ends))
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     return attend_blockwise(*heads, method.transport, plan, flash=False).transpose(1, 2)
 
@@ -64,7 +67,9 @@ def whole(causal, ends, value_dim=SIZE):
     q, k, v = (x.requires_grad_() for x in draw(value_dim))
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     if ends is not None:
-        y = packed_attention_reference(*heads, documents=PackedDocuments.of(ends, torch.device("cpu")))
+        y = packed_attention_reference(
+            *heads, documents=PackedDocuments.of(AttentionMask.of_documents(ends, SAMPLES), torch.device("cpu"))
+        )
     else:
         y = attention_reference(*heads, causal=causal)
     y = y.transpose(1, 2)

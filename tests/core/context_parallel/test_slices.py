@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.method import ContextParallel
@@ -26,7 +27,7 @@ def make(rank, size, algorithm, slices, comm):
 
 def attend(method, q, k, v, ends, dropout=0.0):
     """q, k, v [B, S/cp, heads, D] of this rank to y of the same."""
-    plans = method.slice_plans(*q.shape[:2], ends=ends)
+    plans = method.slice_plans(AttentionMask.of(q.shape[0], LENGTH, causal=True, ends=ends))
     shared = SharedSlices(method.axis, method.slice_transport, plans, flash=False)
     lengths = [len(plan.runs[method.axis.rank]) for plan in plans]
     heads = zip(*(x.transpose(1, 2).split(lengths, dim=2) for x in (q, k, v)), strict=True)
@@ -80,7 +81,7 @@ def freed(rank, size, algorithm):
     method = make(rank, size, algorithm, 3, CommContext())
     own = method.layout.positions(LENGTH, rank)
     q, k, v = (x[:, own].requires_grad_() for x in draw())
-    plans = method.slice_plans(*q.shape[:2], ends=None)
+    plans = method.slice_plans(AttentionMask.of(q.shape[0], LENGTH, causal=True))
     lengths = [len(plan.runs[method.axis.rank]) for plan in plans]
 
     def forward(shared):

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import (
-    Sight,
     Tile,
     cut_columns,
     gathered_tiles,
@@ -19,35 +19,35 @@ from megapar.core.context_parallel.tiles import (
 )
 
 LENGTH = 16
-SIGHTS = {
-    "causal": Sight.of(2, LENGTH, causal=True),
-    "documents": Sight.of(2, LENGTH, causal=True, ends=[3, 9, 16, 16 + 7, 16 + 8, 32]),
-    "documents alike": Sight.of(2, LENGTH, causal=True, ends=[5, 16, 21, 32]),
-    "a document per position": Sight.of(1, LENGTH, causal=True, ends=list(range(1, LENGTH + 1))),
-    "both ways": Sight.of(2, LENGTH, causal=False),
-    "padding": Sight.of(3, LENGTH, causal=False, lengths=[16, 9, 1]),
+MASKS = {
+    "causal": AttentionMask.of(2, LENGTH, causal=True),
+    "documents": AttentionMask.of(2, LENGTH, causal=True, ends=[3, 9, 16, 16 + 7, 16 + 8, 32]),
+    "documents alike": AttentionMask.of(2, LENGTH, causal=True, ends=[5, 16, 21, 32]),
+    "a document per position": AttentionMask.of(1, LENGTH, causal=True, ends=list(range(1, LENGTH + 1))),
+    "both ways": AttentionMask.of(2, LENGTH, causal=False),
+    "padding": AttentionMask.of(3, LENGTH, causal=False, lengths=[16, 9, 1]),
 }
 LAYOUTS = [SequenceLayout(size, zigzag=zigzag) for size in (2, 4) for zigzag in (False, True)]
 
 
-def mask(sight):
-    """Pairs (sample, query, key) that the sight connects, by its definition."""
+def visible(mask):
+    """Pairs (sample, query, key) that the mask connects, by its definition."""
     found = set()
-    for sample in range(sight.samples):
-        ends = (sight.ends or ((sight.length,),) * sight.samples)[sample]
-        seen = (sight.lengths or (sight.length,) * sight.samples)[sample]
-        for i, j in itertools.product(range(sight.length), repeat=2):
+    for sample in range(mask.samples):
+        ends = (mask.ends or ((mask.length,),) * mask.samples)[sample]
+        seen = (mask.lengths or (mask.length,) * mask.samples)[sample]
+        for i, j in itertools.product(range(mask.length), repeat=2):
             together = next(e for e in ends if i < e) == next(e for e in ends if j < e)
-            if (j <= i and together) if sight.causal else j < seen:
+            if (j <= i and together) if mask.causal else j < seen:
                 found.add((sample, i, j))
     return found
 
 
-def pairs(tiles, rows, columns, sight):
+def pairs(tiles, rows, columns, mask):
     """Pairs of positions that tiles cover. rows, columns: the position in each place."""
     found = []
     for tile in tiles:
-        for sample in range(sight.samples) if tile.sample is None else [tile.sample]:
+        for sample in range(mask.samples) if tile.sample is None else [tile.sample]:
             for (a, i), (b, j) in itertools.product(enumerate(tile.queries), enumerate(tile.keys)):
                 if not tile.causal or b <= a:
                     found.append((sample, rows[i], columns[j]))
@@ -55,57 +55,57 @@ def pairs(tiles, rows, columns, sight):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("name", MASKS)
 def test_a_ring_covers_the_mask_once(name, layout):
-    sight, found = SIGHTS[name], []
+    mask, found = MASKS[name], []
     for rank in range(layout.size):
         rows = layout.positions(LENGTH, rank)
-        own = own_tiles(layout, rank, sight)
-        found += pairs(own, rows, rows, sight)
+        own = own_tiles(layout, rank, mask)
+        found += pairs(own, rows, rows, mask)
         early, late = halves(own, LENGTH // layout.size // 2)
-        assert sorted(pairs([*early, *late], rows, rows, sight)) == sorted(pairs(own, rows, rows, sight))
+        assert sorted(pairs([*early, *late], rows, rows, mask)) == sorted(pairs(own, rows, rows, mask))
         for source in set(range(layout.size)) - {rank}:
-            tiles = tiles_between(layout, rank, source, sight)
-            found += pairs(tiles, rows, layout.positions(LENGTH, source), sight)
+            tiles = tiles_between(layout, rank, source, mask)
+            found += pairs(tiles, rows, layout.positions(LENGTH, source), mask)
     assert len(found) == len(set(found))
-    assert set(found) == mask(sight)
+    assert set(found) == visible(mask)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("name", MASKS)
 def test_gathered_keys_cover_the_mask_once(name, layout):
-    sight, found = SIGHTS[name], []
+    mask, found = MASKS[name], []
     for rank in range(layout.size):
         rows = layout.positions(LENGTH, rank)
-        found += pairs(own_tiles(layout, rank, sight), rows, rows, sight)
-        found += pairs(gathered_tiles(layout, rank, sight), rows, range(LENGTH), sight)
+        found += pairs(own_tiles(layout, rank, mask), rows, rows, mask)
+        found += pairs(gathered_tiles(layout, rank, mask), rows, range(LENGTH), mask)
     assert len(found) == len(set(found))
-    assert set(found) == mask(sight)
+    assert set(found) == visible(mask)
 
 
 def test_causal_tiles_are_as_drawn():
-    layout, sight = SequenceLayout(2, zigzag=True), SIGHTS["causal"]
-    own = own_tiles(layout, 0, sight)
+    layout, mask = SequenceLayout(2, zigzag=True), MASKS["causal"]
+    own = own_tiles(layout, 0, mask)
     assert own == [Tile(None, range(8), range(8), causal=True)]
     early, late = halves(own, 4)
     assert early == [Tile(None, range(4, 8), range(4))]
     assert late == [Tile(None, range(4), range(4), causal=True), Tile(None, range(4, 8), range(4, 8), causal=True)]
-    assert tiles_between(layout, 0, 1, sight) == [Tile(None, range(4, 8), range(8))]
-    assert tiles_between(layout, 1, 0, sight) == [Tile(None, range(8), range(4))]
+    assert tiles_between(layout, 0, 1, mask) == [Tile(None, range(4, 8), range(8))]
+    assert tiles_between(layout, 1, 0, mask) == [Tile(None, range(8), range(4))]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_every_step_of_a_causal_ring_is_equal_work(size):
-    layout, sight = SequenceLayout(size, zigzag=True), Sight.of(1, 4 * size, causal=True)
+    layout, mask = SequenceLayout(size, zigzag=True), AttentionMask.of(1, 4 * size, causal=True)
     ranks = itertools.permutations(range(size), 2)
-    areas = {sum(tile.area for tile in tiles_between(layout, rank, source, sight)) for rank, source in ranks}
+    areas = {sum(tile.area for tile in tiles_between(layout, rank, source, mask)) for rank, source in ranks}
     assert areas == {8.0}  # half of 4 x 4
-    assert all(len(tiles_between(layout, *pair, sight)) == 1 for pair in itertools.permutations(range(size), 2))
+    assert all(len(tiles_between(layout, *pair, mask)) == 1 for pair in itertools.permutations(range(size), 2))
 
 
 def test_what_covers_arrival_and_way_home_is_even():
     for name in ("causal", "both ways", "documents"):
-        early, late = halves(own_tiles(SequenceLayout(2, zigzag=name != "both ways"), 0, SIGHTS[name]), 4)
+        early, late = halves(own_tiles(SequenceLayout(2, zigzag=name != "both ways"), 0, MASKS[name]), 4)
         areas = [sum(tile.area for tile in part) for part in (early, late)]
         assert min(areas) > 0
         assert max(areas) <= 2.5 * min(areas), name
@@ -113,21 +113,21 @@ def test_what_covers_arrival_and_way_home_is_even():
 
 def test_rows_meet_gathered_columns_in_few_calls():
     """Both runs see what lies before the first; the second also what lies between them."""
-    tiles = gathered_tiles(SequenceLayout(4, zigzag=True), 1, Sight.of(1, 64, causal=True))
+    tiles = gathered_tiles(SequenceLayout(4, zigzag=True), 1, AttentionMask.of(1, 64, causal=True))
     assert tiles == [Tile(None, range(16), range(8)), Tile(None, range(8, 16), range(16, 48))]
-    both_ways = gathered_tiles(SequenceLayout(4), 1, Sight.of(1, 64, causal=False))
+    both_ways = gathered_tiles(SequenceLayout(4), 1, AttentionMask.of(1, 64, causal=False))
     assert both_ways == [Tile(None, range(16), range(16)), Tile(None, range(16), range(32, 64))]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("name", MASKS)
 def test_tiles_cut_by_columns_cover_the_same_pairs_in_few_spans(name, layout):
-    sight, held = SIGHTS[name], LENGTH // layout.size
+    mask, held = MASKS[name], LENGTH // layout.size
     for rank in range(layout.size):
         rows, places = layout.positions(LENGTH, rank), range(LENGTH)
-        tiles = gathered_tiles(layout, rank, sight)
+        tiles = gathered_tiles(layout, rank, mask)
         cut = cut_columns(tiles, held)
-        assert sorted(pairs(cut, rows, places, sight)) == sorted(pairs(tiles, rows, places, sight))
+        assert sorted(pairs(cut, rows, places, mask)) == sorted(pairs(tiles, rows, places, mask))
         groups = spans(cut, held)
         assert len(groups) <= layout.size
         assert all(len(span) <= held for span, _ in groups)

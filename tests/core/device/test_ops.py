@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import varlen
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.device import attention, packed_attention
 from megapar.core.device.attention import attention_fused, attention_reference
 from megapar.core.device.attention_slice import (
@@ -77,19 +78,22 @@ def cases(name, dtype):
     if name in ("permute", "unpermute"):
         return permutations(name, dtype)
     if name == "packed_attention":
-        documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
+        masks = [AttentionMask.of_documents([3, 8, 9, 10, 16], 2, causal=causal) for causal in (True, False)]
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
         return [
-            (tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)), {"documents": documents, **more})
+            (
+                tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)),
+                {"documents": PackedDocuments.of(mask, torch.device("cpu"))},
+            )
             for one in shapes
-            for more in ({}, {"causal": False})
+            for mask in masks
         ]
     if name == "packed_attention_slice":
-        documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
+        documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
         return [
             (
                 tuple(draw(i, 2, n, s, 16, dtype=dtype) for i, (n, s) in enumerate(((4, stop - start), *keys))),
-                {"documents": documents.cut(slice(start, stop), 2)},
+                {"documents": documents.cut(slice(start, stop))},
             )
             for start, stop in ((0, 3), (2, 8), (4, 5), (0, 8))
             for keys in (((2, stop), (2, stop)), ((4, stop), (4, stop)))
@@ -301,7 +305,7 @@ def test_gradients_of_forms_for_cuda_are_those_of_autograd(name):
 
 
 def test_packed_attention_is_attention_of_each_document_alone():
-    documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
     packed = packed_attention_reference(q, k, v, documents=documents)
     for sample, start, end in ((0, 0, 3), (0, 3, 8), (1, 0, 1), (1, 1, 2), (1, 2, 8)):
@@ -311,7 +315,7 @@ def test_packed_attention_is_attention_of_each_document_alone():
 
 def test_packed_attention_never_holds_a_square():
     """One call per document: the largest tensor made is no larger than the scores of the longest document."""
-    documents = PackedDocuments.of(list(range(16, 2049, 16)), torch.device("cpu"))
+    documents = PackedDocuments.of(AttentionMask.of_documents(range(16, 2049, 16)), torch.device("cpu"))
     q = torch.randn(1, 2, 2048, 8)
     sizes = []
 
@@ -353,7 +357,7 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
 
     stand_in.__signature__ = signature
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
-    documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
     for value_dim in (16, 8, 24):
         shapes = ((4, 16), (2, 16), (2, value_dim))
         tensors = [draw(i, 2, n, 8, size, dtype=torch.float32) for i, (n, size) in enumerate(shapes)]
@@ -380,21 +384,21 @@ def lower_right(query, key, value, starts_q, starts_k, max_q, max_k, *, window_s
 @pytest.mark.parametrize("ends", [[8, 16], [3, 8, 9, 10, 16], [8, 11, 12, 16], [4, 5, 8, 12, 13, 16]])
 @pytest.mark.parametrize("place", [slice(0, 3), slice(3, 4), slice(4, 8), slice(0, 8)])
 def test_documents_of_a_slice_are_one_call_of_the_kernel(ends, place, monkeypatch):
-    documents = PackedDocuments.of(ends, torch.device("cpu"))
+    documents = PackedDocuments.of(AttentionMask.of_documents(ends, 2), torch.device("cpu"))
     monkeypatch.setattr(packed_attention, "varlen_attention", lower_right)
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64)[:, :, : place.stop] for i, n in enumerate((4, 2, 2)))
-    cut = documents.cut(place, 2)
-    assert cut is documents.cut(place, 2)  # one for all layers
+    cut = documents.cut(place)
+    assert cut is documents.cut(place)  # one for all layers
     got = by_kernel(q[:, :, place], k, v, (cut.starts_q, cut.starts_k), cut.longest)
     expected = packed_attention_slice_reference(q[:, :, place], k, v, documents=cut)
     assert float((got - expected).detach().abs().max()) < 1e-14
 
 
 def test_slices_inside_documents_are_the_whole_cut():
-    documents = PackedDocuments.of([3, 8, 9, 10, 16], torch.device("cpu"))
+    documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
     whole = packed_attention_reference(q, k, v, documents=documents)
     for place in (slice(0, 3), slice(3, 4), slice(4, 8)):
         seen = [x[:, :, : place.stop] for x in (k, v)]
-        got = packed_attention_slice_reference(q[:, :, place], *seen, documents=documents.cut(place, 2))
+        got = packed_attention_slice_reference(q[:, :, place], *seen, documents=documents.cut(place))
         assert float((got - whole[:, :, place]).detach().abs().max()) < 1e-14

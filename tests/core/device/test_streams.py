@@ -15,8 +15,8 @@ from megapar.core.comm.exchange import AllToAll, Unsent
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.cuda import CudaDevice
 from megapar.core.device.npu import NpuDevice
-from megapar.core.optimizer.adamw import AdamW
 from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.optimizer.update_rule import AdamW
 from megapar.core.recompute.saved_inputs import SavedInputs
 from megapar.core.sharding.master_shard import MasterShard
 from tests.support.lazy import LazyDevice

@@ -6,9 +6,10 @@ import torch
 from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.optimizer import gradient_norm
-from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite, global_norm
 from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.optimizer.optimizer import Optimizer
+from megapar.core.optimizer.update_rule import AdamW, Sgd
 from megapar.core.sharding.master_shard import MasterShard
 
 
@@ -76,12 +77,12 @@ def test_only_a_norm_that_is_not_finite_is_found(bad):
 
 @pytest.mark.parametrize("limit", [0.5, 1e6])
 @pytest.mark.parametrize("offload", [False, True])
-def test_an_optimizer_that_divides_gradients_itself_clips_them(limit, offload):
-    settings = AdamW((0.9, 0.95), 1e-8, 0.1)
+@pytest.mark.parametrize("rule", [AdamW((0.9, 0.95), 1e-8, 0.1), Sgd(0.9, 0.1)], ids=["adamw", "sgd"])
+def test_an_optimizer_that_divides_gradients_itself_clips_them(limit, offload, rule):
     before, inside = random_shards(), random_shards()
     norm = global_norm(before, Axis.single("world"))[0]
     for shards, grad_scale in ((before, None), (inside, clip_divisor(norm, limit))):
-        optimizer = OffloadedOptimizer(shards, Device(), settings) if offload else Optimizer(shards, settings)
+        optimizer = OffloadedOptimizer(shards, Device(), rule) if offload else Optimizer(shards, rule)
         if grad_scale is None:
             clip_gradients(shards, norm, limit)
         optimizer.step(1e-2, grad_scale=grad_scale)

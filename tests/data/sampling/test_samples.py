@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 
 from megapar.data import Corpus
+from megapar.data.sampling.data_phases import Phase, PhasedPieces, first_lanes
 from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.mixture import Blend
 from megapar.data.sampling.permutation import Permutation
-from megapar.data.sampling.samples import NO_LOSS, DecoderSamples, DocumentWindows, Order, Windows
+from megapar.data.sampling.samples import (
+    NO_LOSS,
+    Boundaries,
+    DecoderSamples,
+    DocumentWindows,
+    Order,
+    TokenPieces,
+    Windows,
+    weighted,
+)
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 
@@ -19,6 +30,10 @@ def _store(*lengths: int) -> TokenStore:
     """Documents of these lengths, their end tokens included; ids count up from 0."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     return TokenStore(np.arange(offsets[-1], dtype=np.uint16), offsets)
+
+
+def _windows(count: int) -> Windows:
+    return Windows(_store(4 * count + 1), 4)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
@@ -101,6 +116,55 @@ def test_a_short_heldout_sample_is_padded() -> None:
     assert short["tokens"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
     assert short["labels"].tolist() == [1, 2, 3, 4, *[NO_LOSS] * 4]
     assert short["valid"].tolist() == [True] * 4 + [False] * 4
+
+
+class OnePiece:
+    """A piece of the ids 1, 2, .. with these weights, which are those of the ids as targets."""
+
+    def __init__(self, *weights: float) -> None:
+        self._weights = np.array(weights, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return np.arange(1, len(self._weights) + 1)
+
+    def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        return self[number], self._weights
+
+
+def test_a_label_of_weight_0_is_no_label() -> None:
+    sample = DecoderSamples(OnePiece(9, 0.5, 0, 1, 2), 6, None)[0]
+    assert sample["tokens"].tolist() == [1, 2, 3, 4, 0, 0]
+    assert sample["labels"].tolist() == [2, NO_LOSS, 4, 5, NO_LOSS, NO_LOSS]
+    assert sample["weights"].dtype == np.float32
+    assert sample["weights"].tolist() == [0.5, 0, 1, 2, 0, 0]
+
+
+def test_weights_of_0_and_1_are_in_the_labels_alone() -> None:
+    sample = DecoderSamples(OnePiece(0.5, 1, 0, 1), 3, None)[0]
+    assert sorted(sample) == ["labels", "tokens"]
+    assert sample["labels"].tolist() == [2, NO_LOSS, 4]
+
+
+def test_a_masked_end_has_weight_0() -> None:
+    """Id 3 ends a document, so that its label, id 4, has no loss whatever its weight."""
+    sample = DecoderSamples(OnePiece(1, 0.5, 1, 0.25, 1), 4, None, Boundaries(3, mask_loss=True))[0]
+    assert sample["labels"].tolist() == [2, 3, NO_LOSS, 5]
+    assert sample["weights"].tolist() == [0.5, 1, 0, 1]
+    plain = DecoderSamples(OnePiece(1, 1, 1, 1, 1), 4, None, Boundaries(3, mask_loss=True))[0]
+    assert "weights" not in plain
+    assert plain["labels"].tolist() == [2, 3, NO_LOSS, 5]
+
+
+def test_weights_pass_through_blends_and_phases() -> None:
+    blend: Blend[TokenPieces] = Blend([_windows(1), OnePiece(0.5, 2)])
+    pieces = PhasedPieces(blend, (Phase(0, None, first_lanes(None)),))
+    ids, weights = weighted(pieces, 1)
+    assert weights is not None
+    assert (ids.tolist(), weights.tolist()) == ([1, 2], [0.5, 2])
+    assert weighted(pieces, 0)[1] is None
 
 
 def test_samples_are_functions_of_seed_and_number(decoder_corpus: Corpus) -> None:

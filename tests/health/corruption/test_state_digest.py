@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megapar.core.device.base import Device
-from megapar.core.optimizer.adamw import AdamW, Optimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
+from megapar.core.optimizer.optimizer import Optimizer
+from megapar.core.optimizer.update_rule import AdamW
 from megapar.core.sharding.master_shard import MasterShard
 from megapar.health.corruption.digested import RestingTensors, VisitingTensors
 from megapar.health.corruption.state_digest import BLOCK, digest_tensors, places, rotation
@@ -126,7 +127,7 @@ def make_shards(sizes: Sequence[int]) -> list[MasterShard]:
 def test_what_lies_in_host_memory_is_compared_as_it_comes(steps: int, name: str) -> None:
     shards = make_shards((7, 3 * BLOCK + 5, BLOCK, 9))
     optimizer = OffloadedOptimizer(shards, Device(), AdamW((0.9, 0.95), 1e-8, 0.1))
-    moments = map(optimizer.moments, ("exp_avg", "exp_avg_sq"))
+    moments = map(optimizer.state, ("exp_avg", "exp_avg_sq"))
     homes = list(zip([shard.master for shard in shards], *moments, strict=True))
     visiting = optimizer.seen_by = VisitingTensors(homes, steps, optimizer.visit)
     for _ in range(3):

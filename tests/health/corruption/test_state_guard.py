@@ -73,7 +73,7 @@ def flipping(kind: str, at: int) -> Any:
         done = step(self)
         if kind and self.world.rank == self.world.axis("world").size - 1 and self.progress.iteration == at:
             shards, optimizer = self.job.sharding.master_shards, self.job.optimizer
-            tensors = [shard.master for shard in shards] if kind == "master" else optimizer.moments(kind)
+            tensors = [shard.master for shard in shards] if kind == "master" else optimizer.state(kind)
             with torch.no_grad():
                 tensors[-1].view(-1).view(torch.int32)[0] ^= 1 << 3
         return done

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megapar.files.location import Place
 from megapar.model.hugging_face import whole_folder
 from megapar.model.hugging_face.whole_folder import written_aside
+from tests.support.stores import in_memory, put
 
 
-def write(folder: Path, **files: str) -> None:
+def write(folder: Place, **files: str) -> None:
     with written_aside(folder, lambda name: fnmatch(name, "model*"), "config.json") as aside:
         for name, content in files.items():
             (aside / name.replace("__", "/").replace("_", ".")).write_text(content)
@@ -58,6 +60,17 @@ def test_a_folder_that_is_new_or_behind_a_link(tmp_path: Path) -> None:
     write(tmp_path / "link", model="newer")
     assert (tmp_path / "link").is_symlink()
     assert content(tmp_path / "in" / "out") == {"model": "newer"}
+
+
+def test_a_folder_that_is_not_on_a_disk_changes_file_by_file() -> None:
+    folder = in_memory() / "out"
+    for name in ("model-1", "config.json", "notes"):
+        put(folder / name, b"old")
+    write(folder, model="new", config_json="new")
+    assert {name: (folder / name).content() for name in folder.list()} == {
+        **{"model": b"new", "config.json": b"new"},
+        "notes": b"old",
+    }
 
 
 def test_where_the_parent_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

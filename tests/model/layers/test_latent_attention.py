@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.method import ContextParallel
@@ -211,7 +212,7 @@ def sliced(attention, x, context, *, prepared, hides=False) -> Tensor:
 
 def contexts(angles, *, packed=False, slices=1, **more) -> Context:
     cut = Slicing(slices).cut(LENGTH) if slices > 1 else ()
-    documents = PackedDocuments.of(ENDS, torch.device("cpu")) if packed else None
+    documents = PackedDocuments.of(AttentionMask.of_documents(ENDS, BATCH), torch.device("cpu")) if packed else None
     places = {"slices": cut, "own_slices": cut, "whole_slices": cut}
     return Context(None, None, BATCH * LENGTH, angles, documents=documents, **places, **more)
 
@@ -396,16 +397,16 @@ def on_cp(rank, size, algorithm, slices, packed):
         tuple(part[:, own] for part in angles),
         upstream[:, own],
     )
-    ends = ENDS if packed else None
-    documents = PackedDocuments.of(ENDS, torch.device("cpu")) if packed else None
+    mask = AttentionMask.of(BATCH, LENGTH, causal=True, ends=ENDS if packed else None)
+    documents = PackedDocuments.of(AttentionMask.of_documents(ENDS, BATCH), torch.device("cpu")) if packed else None
     if slices > 1:
         cut, whole = Slicing(slices).cut(len(own)), Slicing(slices).cut(LENGTH)
-        plans = cp.slice_plans(BATCH, len(own), ends=ends)
+        plans = cp.slice_plans(mask)
         more = {"slices": cut, "own_slices": cut, "whole_slices": whole, "slice_plans": plans}
         context = Context(None, None, 32, angles, documents=documents, **more)
         y = sliced(attention, x, context, prepared=True)
     else:
-        plan = cp.plan(BATCH, len(own), causal=True, ends=ends)
+        plan = cp.plan(mask)
         context = Context(None, None, 32, angles, documents=documents, plan=plan)
         y = attention(x, context)
     found = {"y": y.detach(), **gradients(attention, y, x, upstream)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
@@ -29,7 +30,9 @@ LATENT = 11 + 6
 def alone(sizes, ends, dtype):
     """(output, gradients by name) of one process."""
     x, angles, upstream = inputs(sizes, dtype)
-    documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
+    documents = (
+        None if ends is None else PackedDocuments.of(AttentionMask.of_documents(ends, BATCH), torch.device("cpu"))
+    )
     attention = layer(sizes, dtype)
     y = attention(x, Context(None, None, BATCH * LENGTH, angles, documents=documents))
     named = {"x": x, **dict(attention.named_parameters())}
@@ -52,10 +55,13 @@ def axes(rank, size, cp_size, sent):
 
 def run_layer(attention, x, angles, layout, slices, ends, prepared):
     """y [B, S/cp(/mp), H] of this rank's positions."""
-    cp, own_length = attention.cp, angles[0].shape[1]
-    documents = None if ends is None else PackedDocuments.of(ends, torch.device("cpu"))
+    cp = attention.cp
+    documents = (
+        None if ends is None else PackedDocuments.of(AttentionMask.of_documents(ends, BATCH), torch.device("cpu"))
+    )
+    mask = AttentionMask.of(BATCH, LENGTH, causal=True, ends=ends)
     if slices == 1:
-        plan = cp.plan(BATCH, own_length, causal=True, ends=ends)
+        plan = cp.plan(mask)
         return attention(x, Context(None, None, BATCH * LENGTH, angles, documents=documents, plan=plan))
     runs = layout.runs(LENGTH, cp.axis.rank)
     cuts = [0]
@@ -72,7 +78,7 @@ def run_layer(attention, x, angles, layout, slices, ends, prepared):
         slices=own,
         own_slices=own,
         whole_slices=whole,
-        slice_plans=cp.slice_plans(BATCH, own_length, ends=ends),
+        slice_plans=cp.slice_plans(mask),
     )
     sliced, parts = CausalSlices(attention, context), []
     if prepared:

@@ -50,6 +50,23 @@ def test_equals_the_reference(rows, bias, logits_bytes):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("logits_bytes", [1, 1 << 20])
+def test_labels_count_by_their_weights(dtype, tolerance, logits_bytes):
+    hidden, weight, offset, labels = inputs(13, dtype=dtype)
+    weights = torch.rand(13, generator=torch.Generator().manual_seed(1)).mul_(2)  # also where there is no label
+    loss = vocab_parallel_linear_cross_entropy(
+        hidden, weight, offset, labels, weights, vocab_size=13, mp=SINGLE, logits_bytes=logits_bytes
+    )
+    exact = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, offset))
+    apart = F.cross_entropy(F.linear(*exact), labels, ignore_index=IGNORED, reduction="none")
+    expected = (weights.double() * apart).sum()
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for a, b in zip(gradients(loss, (hidden, weight, offset)), gradients(expected, exact), strict=True):
+        assert a.dtype == dtype
+        assert float((a - b).norm() / b.norm()) < tolerance
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_lower_precisions_are_near(dtype, tolerance):
     hidden, weight, offset, labels = inputs(40, dtype=dtype)

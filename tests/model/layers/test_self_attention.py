@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
@@ -115,7 +116,8 @@ def close(y, want, tensors) -> None:
 
 
 def packed_context(angles, **more):
-    return Context(None, None, 32, angles, documents=PackedDocuments.of(ENDS, torch.device("cpu")), **more)
+    documents = PackedDocuments.of(AttentionMask.of_documents(ENDS, 2), torch.device("cpu"))
+    return Context(None, None, 32, angles, documents=documents, **more)
 
 
 @pytest.mark.parametrize("selective", [False, True])

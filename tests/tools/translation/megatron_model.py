@@ -168,9 +168,41 @@ def rate(step: int, given: Arguments) -> float:
     return floor + (peak - floor) * left[given.get("lr-decay-style", "linear")]
 
 
+def clip(gradients: Mapping[str, Tensor], given: Arguments) -> tuple[float, dict[str, Tensor]]:
+    """The norm, and the clipped gradients."""
+    total = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+    factor = min(1.0, number(given, "clip-grad", 1.0) / (total + 1e-6))
+    return total, {name: gradient * factor for name, gradient in gradients.items()}
+
+
+def decay(name: str, given: Arguments) -> float:
+    """Weight decay, of all weights but biases and norms."""
+    return 0.0 if name.endswith("bias") or "norm." in name else number(given, "weight-decay", 0.01)
+
+
+@dataclass
+class Sgd:
+    """torch's SGD, as Megatron calls it: decay is added to the gradient; momenta by name."""
+
+    given: Arguments
+    momenta: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
+
+    def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> float:
+        """Clips, then changes the weights; the norm."""
+        total, clipped = clip(gradients, self.given)
+        momentum, lr = number(self.given, "sgd-momentum", 0.9), rate(self.steps, self.given)
+        self.steps += 1
+        for name, gradient in clipped.items():
+            decayed = gradient + decay(name, self.given) * weights[name]
+            self.momenta[name] = momentum * self.momenta.get(name, 0.0) + decayed
+            weights[name].sub_(lr * self.momenta[name])
+        return total
+
+
 @dataclass
 class Adam:
-    """Decoupled weight decay, on all weights but biases and norms; moments by name."""
+    """Decoupled weight decay; moments by name."""
 
     given: Arguments
     first: dict[str, Tensor] = field(default_factory=dict)
@@ -179,16 +211,14 @@ class Adam:
 
     def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> float:
         """Clips, then changes the weights; the norm."""
-        total = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
-        factor = min(1.0, number(self.given, "clip-grad", 1.0) / (total + 1e-6))
+        total, clipped = clip(gradients, self.given)
         beta1, beta2 = number(self.given, "adam-beta1", 0.9), number(self.given, "adam-beta2", 0.999)
         lr = rate(self.steps, self.given)
         self.steps += 1
-        for name, gradient in gradients.items():
-            clipped = gradient * factor
-            m = self.first[name] = beta1 * self.first.get(name, 0.0) + (1 - beta1) * clipped
-            v = self.second[name] = beta2 * self.second.get(name, 0.0) + (1 - beta2) * clipped.square()
+        for name, gradient in clipped.items():
+            m = self.first[name] = beta1 * self.first.get(name, 0.0) + (1 - beta1) * gradient
+            v = self.second[name] = beta2 * self.second.get(name, 0.0) + (1 - beta2) * gradient.square()
             spread = (v / (1 - beta2**self.steps)).sqrt() + number(self.given, "adam-eps", 1e-8)
-            decay = 0.0 if name.endswith("bias") or "norm." in name else number(self.given, "weight-decay", 0.01)
-            weights[name].sub_(lr * (m / (1 - beta1**self.steps) / spread + decay * weights[name]))
+            decayed = decay(name, self.given) * weights[name]
+            weights[name].sub_(lr * (m / (1 - beta1**self.steps) / spread + decayed))
         return total

@@ -29,7 +29,7 @@ from megapar.tools.translation.translated import equivalent, implicit_defaults, 
 from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
 from megapar.training.step.schedules import BatchSize, LearningRate
 from tests.support.ranks import run_ranks
-from tests.tools.translation.megatron_model import Adam, loss, norm
+from tests.tools.translation.megatron_model import Adam, Sgd, loss, norm
 from tests.tools.translation.tables import declared
 
 ROOT = Path(__file__).parents[3]
@@ -63,6 +63,9 @@ LINES = {
     " --train-iters 9 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
     " --num-experts 8 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.2"
     " --init-method-std 0.1 --moe-shared-expert-intermediate-size 24",
+    "sgd": f"{USUAL} {DRY} --num-layers 1 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --lr 0.5"
+    " --train-iters 9 --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope"
+    " --init-method-std 0.1 --optimizer sgd --sgd-momentum 0.8 --weight-decay 0.3 --clip-grad 0.7 --adam-beta1 0.5",
 }
 
 
@@ -192,9 +195,9 @@ def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str])
         steps.append(trainer.step())
         states.append(state())
     samples = [corpus.train[i] for i in range(8)]
-    kept = [tensor for shard in shards for tensor in (shard.master, shard.grad)] + trainer.job.optimizer.moments(
-        "exp_avg"
-    )
+    optimizer = trainer.job.optimizer
+    kept = [tensor for shard in shards for tensor in (shard.master, shard.grad)]
+    kept += [tensor for name in optimizer.states for tensor in optimizer.state(name)]
     trainer.loader.close()
     world.close()
     return {
@@ -213,7 +216,7 @@ def test_two_steps_are_megatron_s(name: str) -> None:
     run = run_ranks(1, two_steps, ours(LINES[name]), group=False)[0]
     weights = {key: torch.from_numpy(value.copy()) for key, value in run["states"][0].items()}
     trained = [key for key in weights if not key.endswith("correction_bias")]
-    adam = Adam(arguments)
+    optimizer = Sgd(arguments) if arguments.get("optimizer") == "sgd" else Adam(arguments)
     for step in range(2):
         for key in trained:
             weights[key].requires_grad_(True).grad = None
@@ -225,7 +228,7 @@ def test_two_steps_are_megatron_s(name: str) -> None:
             loads = {key: loads.get(key, 0) + load for key, load in balance.load.items()}
         gradients = {key: weights[key].grad for key in trained}
         weights = {key: tensor.detach() for key, tensor in weights.items()}
-        total = adam.step(weights, gradients)  # type: ignore[arg-type]
+        total = optimizer.step(weights, gradients)  # type: ignore[arg-type]
         if "moe-router-enable-expert-bias" in arguments:
             for key, load in loads.items():
                 speed = float(arguments["moe-router-bias-update-rate"])

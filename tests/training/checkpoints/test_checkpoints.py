@@ -16,17 +16,19 @@ import torch
 
 from megapar.arguments import parse
 from megapar.core.checkpoint import folder as folders
-from megapar.core.checkpoint import shard_file, storage
+from megapar.core.checkpoint import shard_file
 from megapar.core.checkpoint.owner import Owner
 from megapar.core.checkpoint.shard_file import HashedFile
 from megapar.core.device.base import Device
 from megapar.errors import CheckpointError, MegaparError
+from megapar.files.location import Place, at
 from megapar.health.stop.control import Control, Limits, StopSignal
 from megapar.trainer import train
 from megapar.training.checkpoints.checkpoints import Checkpoints
-from tests.support.damage import flip_bit
+from tests.support.damage import cut, flip_bit
 from tests.support.here import BASE, losses, run_here
 from tests.support.ranks import run_ranks
+from tests.support.stores import copied, names, put
 from tests.support.training import COMMON, SMALL, last_wins
 
 METRICS = ("metrics.experts.jsonl", "metrics.jsonl", "run.json")  # of every run of a model with experts that saves
@@ -44,56 +46,65 @@ def root(saved: tuple[Path, dict[int, float]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "c"))
 
 
+@pytest.fixture
+def kept(any_store: str, saved: tuple[Path, dict[int, float]], tmp_path: Path) -> Path:
+    """Return the same checkpoints on a disk, or in memory."""
+    (tmp_path / "c").mkdir()
+    copied(saved[0], at(tmp_path / "c"))
+    return tmp_path / "c"
+
+
 def shard_of(root: Path, iteration: int) -> Path:
-    return next(folders.iteration_folder(root, iteration).glob("shard-*.safetensors"))
+    folder = root / f"iter_{iteration:07d}"
+    return folder / next(name for name in names(at(folder)) if name.startswith("shard-"))
 
 
 def test_a_run_saves_in_the_background_and_at_the_end(saved: tuple[Path, dict[int, float]]) -> None:
     root, _ = saved
     assert list(folders.checkpoints(root)) == [2, 4, 6]
-    assert folders.latest(root) == root / "iter_0000006"
+    assert folders.latest(root) == at(root) / "iter_0000006"
 
 
 @pytest.mark.parametrize("damage", ["bit", "truncated", "layout", "no layout", "latest", "no folder"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
-    damage: str, root: Path, saved: tuple[Path, dict[int, float]], told: list[str]
+    damage: str, kept: Path, saved: tuple[Path, dict[int, float]], told: list[str]
 ) -> None:
-    newest = root / "iter_0000006"
-    shutil.rmtree(newest) if damage == "no folder" else None
+    newest = kept / "iter_0000006"
+    at(newest).remove() if damage == "no folder" else None
     if damage == "bit":
-        flip_bit(shard_of(root, 6))
+        flip_bit(shard_of(kept, 6))
     elif damage == "truncated":
-        os.truncate(shard_of(root, 6), 1000)
+        cut(shard_of(kept, 6), 1000)
     elif damage == "layout":
         flip_bit(newest / "layout.json")
     elif damage == "no layout":
-        (newest / "layout.json").unlink()
+        at(newest / "layout.json").remove()
     elif damage == "latest":
-        shutil.rmtree(newest)
-        (root / "latest").write_bytes(b"\0garbage")
-    outcome = run_here(root, "--load", str(root))
+        at(newest).remove()
+        put(at(kept / "latest"), b"\0garbage")
+    outcome = run_here(kept, "--load", str(kept))
     assert losses(outcome) == {step: saved[1][step] for step in (5, 6)}
     assert any(line.startswith("WARNING") for line in told)
     assert "taking iter_0000004 instead" in told
-    made = newest if damage in ("latest", "no folder") else root / "iter_0000006.e2"
-    assert folders.latest(root) == made  # anew, by the second owner; the damaged one stays as it is
-    assert newest.exists()
+    made = newest if damage in ("latest", "no folder") else kept / "iter_0000006.e2"
+    assert folders.latest(kept) == at(made)  # anew, by the second owner; the damaged one stays as it is
+    assert newest.name in at(kept).list()
 
 
-def test_a_damaged_checkpoint_stops_the_run_where_that_is_wanted(root: Path) -> None:
-    flip_bit(shard_of(root, 6))
+def test_a_damaged_checkpoint_stops_the_run_where_that_is_wanted(kept: Path) -> None:
+    flip_bit(shard_of(kept, 6))
     with pytest.raises(CheckpointError, match="iter_0000006 is damaged"):
-        run_here(root, "--load", str(root), "--on-bad-checkpoint", "stop")
-    (root / "latest").write_text("")
+        run_here(kept, "--load", str(kept), "--on-bad-checkpoint", "stop")
+    put(at(kept / "latest"), b"")
     with pytest.raises(CheckpointError, match="latest names ''"):
-        run_here(root, "--load", str(root), "--on-bad-checkpoint", "stop")
+        run_here(kept, "--load", str(kept), "--on-bad-checkpoint", "stop")
 
 
-def test_where_none_is_sound_all_are_named(root: Path) -> None:
+def test_where_none_is_sound_all_are_named(kept: Path) -> None:
     for iteration in (2, 4, 6):
-        flip_bit(shard_of(root, iteration))
+        flip_bit(shard_of(kept, iteration))
     with pytest.raises(CheckpointError, match=r"no sound checkpoint(.*damaged){3}"):
-        run_here(root, "--load", str(root))
+        run_here(kept, "--load", str(kept))
 
 
 def test_a_run_that_has_no_step_left_tells_what_its_model_is_worth(root: Path, told: list[str]) -> None:
@@ -111,26 +122,29 @@ def test_a_run_that_has_no_step_left_tells_what_its_model_is_worth(root: Path, t
     assert re.search(r"\), \d+ of 1,048,576 samples$", line)
 
 
-def test_verification_can_be_left_out(root: Path) -> None:
-    flip_bit(shard_of(root, 6))
-    line = ("--load", str(root), "--checkpoint-verify", "size", "--train-iters", "7", "--save-interval", "0")
-    assert run_here(root, *line, "--override-opt-param-scheduler").iteration == 7
+def test_verification_can_be_left_out(kept: Path) -> None:
+    flip_bit(shard_of(kept, 6))
+    line = ("--load", str(kept), "--checkpoint-verify", "size", "--train-iters", "7", "--save-interval", "0")
+    assert run_here(kept, *line, "--override-opt-param-scheduler").iteration == 7
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000099").mkdir()
-    (tmp_path / "iter_0000002.tmp-0123456789ab").mkdir()  # of a killed save
+def test_only_the_newest_are_kept(tmp_path: Path, any_store: str) -> None:
+    for name in ("iter_0000099", "iter_0000002.tmp-0123456789ab"):  # the second one is of a killed save
+        put(at(tmp_path / name / "scalars.json"), b"")
     run_here(tmp_path, "--keep", "2")
     assert list(folders.checkpoints(tmp_path)) == [4, 6]
     kept = ["iter_0000004", "iter_0000006", "iter_0000099", "latest", "owner"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *METRICS])
+    assert {*names(at(tmp_path))} - {*METRICS} == {*kept}
+    assert any(tmp_path.glob("iter_*")) == (any_store == "disk")
 
 
-def test_a_checkpoint_that_was_not_published_is_removed_in_its_turn(tmp_path: Path, told: list[str]) -> None:
+def test_a_checkpoint_that_was_not_published_is_removed_in_its_turn(
+    tmp_path: Path, any_store: str, told: list[str]
+) -> None:
     """It is complete, and takes the room of one that counts."""
     publish = folders.publish
 
-    def sometimes(root: Path, iteration: int, owner: Owner | None = None) -> None:
+    def sometimes(root: Place, iteration: int, owner: Owner | None = None) -> None:
         if iteration in (2, 4):
             raise CheckpointError("stale file handle")
         publish(root, iteration, owner)
@@ -207,7 +221,7 @@ def test_a_checkpoint_is_saved_although_an_older_one_cannot_be_removed(tmp_path:
 def test_a_failed_save_stops_the_run_where_that_is_wanted(tmp_path: Path) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with (
-        patch.object(storage.shutil, "disk_usage", lambda path: usage),
+        patch.object(shutil, "disk_usage", lambda path: usage),
         pytest.raises(CheckpointError, match=r"no room under .*: a checkpoint takes [0-9,]+ bytes and 1,000 are free"),
     ):
         run_here(tmp_path, "--on-save-error", "stop")
@@ -264,7 +278,7 @@ def test_a_restart_goes_on_with_its_moments_where_it_loads_from_where_it_saves(
 def test_a_run_with_nothing_left_to_do_still_saves(root: Path, tmp_path: Path) -> None:
     outcome = run_here(tmp_path / "b", "--load", str(root))
     assert outcome.records == ()
-    assert folders.latest(tmp_path / "b") == tmp_path / "b" / "iter_0000006"
+    assert folders.latest(tmp_path / "b") == at(tmp_path) / "b" / "iter_0000006"
     before = {path: path.stat().st_mtime_ns for path in root.rglob("iter_*/*")}
     run_here(root, "--load", str(root))  # there it is
     assert {path: path.stat().st_mtime_ns for path in root.rglob("iter_*/*")} == before
@@ -302,13 +316,14 @@ def test_a_save_that_failed_is_tried_again_at_the_end(tmp_path: Path, told: list
     ):
         outcome = run_here(tmp_path, "--exit-interval", "2")
     assert any("iter_0000002 was not saved" in line for line in told)
-    assert outcome.checkpoint == folders.latest(tmp_path) == tmp_path / "iter_0000002"
+    assert outcome.checkpoint == tmp_path / "iter_0000002"
+    assert folders.latest(tmp_path) == at(outcome.checkpoint)
 
 
-def test_planned_exits_save_and_go_on(tmp_path: Path, saved: tuple[Path, dict[int, float]]) -> None:
+def test_planned_exits_save_and_go_on(tmp_path: Path, any_store: str, saved: tuple[Path, dict[int, float]]) -> None:
     first = run_here(tmp_path, "--exit-interval", "3")
     assert first.iteration == 3
-    assert folders.latest(tmp_path) == tmp_path / "iter_0000003"
+    assert folders.latest(tmp_path) == at(tmp_path) / "iter_0000003"
     assert run_here(tmp_path, "--load", str(tmp_path), "--exit-duration-minutes", "1e-9").iteration == 4
     assert losses(run_here(tmp_path, "--load", str(tmp_path))) == {step: saved[1][step] for step in (5, 6)}
 
@@ -324,15 +339,15 @@ def test_weights_alone_are_saved_beside_the_checkpoint_that_they_are_from(root: 
     before = shard_of(root, 6).read_bytes()
     assert run_here(root, "--load", str(root), "--finetune").iteration == 6
     assert shard_of(root, 6).read_bytes() == before
-    assert folders.latest(root) == root / "iter_0000006.e2"
+    assert folders.latest(root) == at(root) / "iter_0000006.e2"
 
 
-def test_only_what_a_run_made_or_comes_from_makes_room(root: Path) -> None:
+def test_only_what_a_run_made_or_comes_from_makes_room(kept: Path) -> None:
     """Checkpoint 6 is of another way than the one that went on from 4."""
-    line = ("--load", str(root), "--ckpt-step", "4", "--keep", "1", "--save-interval", "1", "--state-digest-steps", "1")
-    run_here(root, *line, "--train-iters", "8", "--override-opt-param-scheduler")
-    names = sorted(path.name for path in root.glob("iter_*"))
-    assert names == ["iter_0000006", "iter_0000008"]
+    line = ("--load", str(kept), "--ckpt-step", "4", "--keep", "1", "--save-interval", "1", "--state-digest-steps", "1")
+    run_here(kept, *line, "--train-iters", "8", "--override-opt-param-scheduler")
+    left = [name for name in names(at(kept)) if name.startswith("iter_")]
+    assert left == ["iter_0000006", "iter_0000008"]
 
 
 def test_what_is_not_logged_yet_is_logged_before_a_save(tmp_path: Path) -> None:

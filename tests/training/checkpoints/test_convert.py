@@ -29,6 +29,7 @@ from megapar.core.device.pick import pick
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.errors import CheckpointError, ConfigError
+from megapar.files.location import Location, Place, at, read_locally
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.ernie.model import Ernie
@@ -44,7 +45,9 @@ from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
 from tests.model import small
+from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
+from tests.support.stores import names
 
 SIZES = {
     "vocab_size": 67,
@@ -154,14 +157,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in MODELS}
 
 
-def _tensors(folder: Path) -> dict[str, tuple[str, str]]:
+def _tensors(folder: Place) -> dict[str, tuple[str, str]]:
     found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(name)
-                raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                found[name] = str(tensor.dtype), hashlib.sha256(raw).hexdigest()
+    with read_locally(at(folder)) as place:
+        for path in sorted(place.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    tensor = file.get_tensor(name)
+                    raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+                    found[name] = str(tensor.dtype), hashlib.sha256(raw).hexdigest()
     return found
 
 
@@ -181,7 +185,9 @@ def test_the_way_there_and_back_gives_every_tensor(name: str, folders: dict[str,
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_dtypes_are_kept_and_unknown_tensors_carried_along(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_dtypes_are_kept_and_unknown_tensors_carried_along(
+    folders: dict[str, Path], tmp_path: Path, store_root: Location
+) -> None:
     source = tmp_path / "mixed"
     shutil.copytree(folders["Ernie4_5_Moe"], source)
     tensors: dict[str, Tensor] = {}
@@ -197,14 +203,14 @@ def test_dtypes_are_kept_and_unknown_tensors_carried_along(folders: dict[str, Pa
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     (source / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (source / "modeling.py").write_text("raise SystemExit")
-    done = hf_to_megapar(source, tmp_path / "made")
+    done = hf_to_megapar(source, store_root / "made")
     assert done.carried == ("model.mtp_block.0.weight",)
-    megapar_to_hf(tmp_path / "made", tmp_path / "back")
-    assert _tensors(tmp_path / "back") == _tensors(source)
-    assert (tmp_path / "back" / "tokenizer.json").exists()
-    assert not (tmp_path / "back" / "modeling.py").exists()
-    megapar_to_hf(tmp_path / "made", tmp_path / "half", dtype=torch.float16)
-    kinds = {kind for name, (kind, _) in _tensors(tmp_path / "half").items() if not name.endswith(exact)}
+    megapar_to_hf(store_root / "made", store_root / "back", shard_bytes=20_000)
+    assert _tensors(store_root / "back") == _tensors(source)
+    assert {"tokenizer.json", "model.safetensors.index.json"} <= {*(store_root / "back").list()}
+    assert "modeling.py" not in (store_root / "back").list()
+    megapar_to_hf(store_root / "made", store_root / "half", dtype=torch.float16)
+    kinds = {kind for name, (kind, _) in _tensors(store_root / "half").items() if not name.endswith(exact)}
     assert kinds == {"torch.float16", "torch.int32"}
 
 
@@ -248,7 +254,7 @@ def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[
             load_hf(Path(config.checkpoint.load_hf), job)
         else:
             options = state.LoadOptions(finetune=True)
-            state.load(store.find(Path(config.checkpoint.load or "")), job, Progress(), {}, options)
+            state.load(store.find(config.checkpoint.load or ""), job, Progress(), {}, options)
         job.sharding.wait()
         job.model.eval()
         with torch.no_grad():
@@ -477,16 +483,14 @@ def test_damage_is_named_and_leaves_nothing(folders: dict[str, Path], tmp_path: 
     assert left == {"misshaped", "missing", "cut", "gone"}
 
 
-def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], tmp_path: Path) -> None:
-    hf_to_megapar(folders["Mixtral"], tmp_path / "made")
-    with open(tmp_path / "made/iter_0000000/shard-00000.safetensors", "r+b") as file:
-        file.seek(5000)
-        file.write(b"\xff\xff\xff")
+def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], store_root: Location) -> None:
+    hf_to_megapar(folders["Mixtral"], store_root / "made")
+    flip_bit(store_root / "made" / "iter_0000000" / "shard-00000.safetensors", 5000)
     with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
-        megapar_to_hf(tmp_path / "made", tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+        megapar_to_hf(store_root / "made", store_root / "out")
+    assert names(store_root) == ["made"]
     with pytest.raises(CheckpointError, match="already exists"):
-        hf_to_megapar(folders["Mixtral"], tmp_path / "made")
+        hf_to_megapar(folders["Mixtral"], store_root / "made")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from megapar.arguments import parse
 from megapar.data.cache.cache import cache_folder
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
-from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
+from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer, store_tokenizer
 from megapar.errors import CheckpointError, ConfigError
+from megapar.files.location import Location
 from megapar.files.tokenizer_folder import FACTS, FOLDER
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints.identity import HELDOUT_ORDER, Identity, code_hash
 from megapar.training.loop.outline import outline
+from tests.support.stores import put
 from tests.support.training import SMALL, last_wins
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")
@@ -173,19 +176,21 @@ def test_a_checkpoint_that_does_not_say_which_triples_is_taken(knowing: Callable
     assert "has different content" in knowing(True, 6, "t1.tsv")
 
 
-def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(tmp_path: Path) -> None:
+def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(store_root: Location) -> None:
     facts = {0: None, 1: "{}", 2: '{"fingerprint": "/../../x"}', 3: '{"fingerprint": "../abcdef"}'}
     tokenizer = SentencePieceTokenizer(train_model(iter(["some words of a text"] * 40), 280))
     for number, text in facts.items():
-        (tmp_path / FOLDER).mkdir()
-        (tmp_path / FOLDER / f"file-{number}").touch()
+        put(store_root / FOLDER / f"file-{number}", b"")
         if text:
-            (tmp_path / FOLDER / FACTS).write_text(text)
-        (note,) = store_tokenizer(tokenizer, tmp_path)
+            put(store_root / FOLDER / FACTS, text.encode())
+        (note,) = store_tokenizer(tokenizer, store_root)
         assert "is now tokenizer-unknown" in note
-        (tmp_path / FOLDER).rename(tmp_path / f"stored-{number}")
+        stored = load_stored_tokenizer(store_root)
+        assert stored is not None
+        assert stored.fingerprint() == tokenizer.fingerprint()
+        (store_root / FOLDER).publish(store_root / f"stored-{number}")
     names = ["tokenizer-unknown", *(f"tokenizer-unknown-{number}" for number in (2, 3, 4))]
-    assert all((tmp_path / name / f"file-{number}").is_file() for number, name in enumerate(names))
+    assert all((store_root / name / f"file-{number}").is_file() for number, name in enumerate(names))
 
 
 def test_another_tokenizer_is_refused_and_the_kept_one_is_taken(runs: Runs, told: list[str]) -> None:
@@ -287,6 +292,48 @@ def test_a_run_that_goes_on_from_evaluations_of_other_samples_says_so_once(runs:
     (line,) = (line for line in told if "evaluations" in line)
     assert line == f"evaluations are of other held-out samples than before {path.parent}, unless they read all of them"
     assert runs.identity(4)["heldout_order"] == HELDOUT_ORDER  # so the next start says nothing
+
+
+ADAMW, SGD, PLAIN = ("--optimizer", "adamw"), ("--optimizer", "sgd"), ("--optimizer", "sgd", "--sgd-momentum", "0")
+
+
+@pytest.mark.parametrize(("there", "here"), [(ADAMW, SGD), (ADAMW, PLAIN), (SGD, ADAMW), (SGD, PLAIN), (PLAIN, SGD)])
+def test_another_optimizer_is_refused_by_name(runs: Runs, there: tuple[str, ...], here: tuple[str, ...]) -> None:
+    first = runs.run(2, ["mock"], *there)
+    words = f"of another optimizer: {' '.join(there)} there and {' '.join(here)} here. "
+    said = runs.asked(4, ["mock"], *here)
+    assert "[checkpoint-optimizer]" in said
+    assert f"{words}Pass {' '.join(there)}, --no-load-optim " in said.replace("\n", " ").replace("  ", " ")
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        runs.run(4, ["mock"], *here)
+    assert "another optimizer" not in runs.asked(4, ["mock"], *here, "--no-load-optim")
+    again = runs.run(4, ["mock"], *here, "--no-load-optim", "--save", str(runs.folder / "other"))
+    assert [record.iteration for record in (*first.records, *again.records)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("flags", [SGD, PLAIN])
+def test_sgd_goes_on_where_it_was(runs: Runs, flags: tuple[str, ...]) -> None:
+    """Without momentum a checkpoint has no optimizer state, and is a run's, not a converted model."""
+    elsewhere = str(runs.folder / "straight")
+    straight = runs.run(4, ["mock"], *flags, "--save", elsewhere, "--load", elsewhere)
+    first, again = runs.run(2, ["mock"], *flags), runs.run(4, ["mock"], *flags)
+    assert [record.loss for record in (*first.records, *again.records)] == [r.loss for r in straight.records]
+    scalars = json.loads((runs.root / "iter_0000004" / "scalars.json").read_text())
+    assert (scalars["identity"]["optimizer"], scalars["optimizer_steps"]) == ("sgd", 4)
+
+
+def test_a_checkpoint_that_does_not_name_its_optimizer_is_of_adamw(runs: Runs) -> None:
+    runs.run(2, ["mock"])
+    path = runs.root / "iter_0000002" / "scalars.json"
+    scalars = json.loads(path.read_text())
+    del scalars["identity"]["optimizer"], scalars["identity"]["flags"]["optimizer"]
+    path.write_text(json.dumps(scalars))
+    assert "of another optimizer: --optimizer adamw there" in runs.asked(4, ["mock"], *SGD)
+    del scalars["identity"]  # as in 0.1
+    path.write_text(json.dumps(scalars))
+    with pytest.raises(CheckpointError, match="of another optimizer: --optimizer adamw there"):
+        runs.run(4, ["mock"], *SGD, "--checkpoint-verify", "off")
+    assert runs.run(4, ["mock"], "--checkpoint-verify", "off").iteration == 4
 
 
 def test_a_checkpoint_of_an_older_version_is_taken_and_told(runs: Runs, told: list[str]) -> None:

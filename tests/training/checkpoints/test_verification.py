@@ -13,14 +13,15 @@ import pytest
 
 from megapar import trainer
 from megapar.arguments import Config, parse
-from megapar.core.checkpoint import folder as folders
 from megapar.errors import CorruptionError, TrainingError, UnverifiedError
+from megapar.files.location import at
 from megapar.files.suspects import NEVER, RECORD, read_fault
 from megapar.health.corruption.guards import Guards
 from megapar.health.corruption.witness import Witness
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints.verification import Start
 from megapar.training.step.job import Job
+from tests.support.stores import put
 from tests.support.training import COMMON, SMALL, last_wins
 
 # A save that is under way when a run fails in this process would end behind the assertions.
@@ -75,11 +76,11 @@ def losses(outcome: Outcome) -> dict[int, float]:
 
 
 def verified(folder: Path) -> dict[str, int]:
-    return dict(json.loads((folder / "scalars.json").read_text())["verified"])
+    return dict(at(folder / "scalars.json").json()["verified"])
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("iter_*"))
+    return sorted(name for name in at(root).list() if name.startswith("iter_"))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def want(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(run_here(tmp_path_factory.mktemp("whole")))
 
 
-def test_checkpoints_say_up_to_where_each_check_passed(tmp_path: Path, bad: set[int]) -> None:
+def test_checkpoints_say_up_to_where_each_check_passed(tmp_path: Path, any_store: str, bad: set[int]) -> None:
     run_here(tmp_path)
     assert verified(tmp_path / "iter_0000004") == {"often": 4, "recompute": 0}
     assert verified(tmp_path / "iter_0000012") == {"often": 12, "recompute": 10}
@@ -102,7 +103,7 @@ def test_a_resumed_run_knows_what_its_checkpoint_does() -> None:
 
 
 def test_an_interval_longer_than_all_that_is_kept_leaves_a_way_back(
-    tmp_path: Path, bad: set[int], told: list[str], want: dict[int, float]
+    tmp_path: Path, any_store: str, bad: set[int], told: list[str], want: dict[int, float]
 ) -> None:
     bad.add(10)
     keep = ("--save-interval", "1", "--keep", "2")
@@ -118,11 +119,11 @@ def test_an_interval_longer_than_all_that_is_kept_leaves_a_way_back(
     assert any("after iteration 10 the check 'recompute' found wrong numbers: rank 0" in line for line in told)
     assert any(line.endswith("iter_0000008.suspect, iter_0000009.suspect") for line in told)
     assert {"iter_0000008.suspect", "iter_0000009.suspect", "iter_0000012"} <= set(names(tmp_path))
-    assert not (tmp_path / RECORD).exists()
-    assert (tmp_path / "corruption-0000010.json").exists()
+    assert not at(tmp_path / RECORD).is_file()
+    assert at(tmp_path / "corruption-0000010.json").is_file()
 
 
-def test_nothing_verified_is_refused_until_a_checkpoint_is_named(tmp_path: Path, bad: set[int]) -> None:
+def test_nothing_verified_is_refused_until_a_checkpoint_is_named(tmp_path: Path, any_store: str, bad: set[int]) -> None:
     bad.add(5)
     with pytest.raises(CorruptionError):
         run_here(tmp_path)
@@ -135,7 +136,7 @@ def test_nothing_verified_is_refused_until_a_checkpoint_is_named(tmp_path: Path,
             run_here(tmp_path, **environ)
     assert UnverifiedError.exit_status == 2
     assert min(losses(run_here(tmp_path, "--ckpt-step", "4"))) == 5
-    assert not (tmp_path / RECORD).exists()
+    assert not at(tmp_path / RECORD).is_file()
 
 
 def test_a_run_that_had_saved_nothing_starts_again(tmp_path: Path, bad: set[int], want: dict[int, float]) -> None:
@@ -162,7 +163,7 @@ def test_a_run_from_elsewhere_goes_back_there_if_that_was_verified(
 def test_a_start_that_nothing_vouches_for_is_not_gone_back_to(tmp_path: Path, bad: set[int], old: bool) -> None:
     run_here(tmp_path, "--exit-interval", "4")
     if old:  # from before there was ``verified``
-        for folder in folders.checkpoints(tmp_path).values():
+        for folder in tmp_path.glob("iter_*"):
             _forget_verified(folder)
     bad.add(5)
     with pytest.raises(CorruptionError):
@@ -191,26 +192,30 @@ def _forget_verified(folder: Path) -> None:
     (folder / "layout.json").write_bytes(seal(text.encode()))
 
 
-def test_another_runs_folder_is_read_and_left_as_it_is(tmp_path: Path, bad: set[int], told: list[str]) -> None:
+def test_another_runs_folder_is_read_and_left_as_it_is(
+    tmp_path: Path, any_store: str, bad: set[int], told: list[str]
+) -> None:
     source = tmp_path / "a"
     bad.add(10)
     with pytest.raises(CorruptionError):
         run_here(source)
-    before = sorted(source.iterdir())
+    before = at(source).list()
     assert min(losses(run_here(tmp_path / "b", "--load", str(source)))) == 5
-    assert sorted(source.iterdir()) == before
+    assert at(source).list() == before
     assert any("Only older checkpoints are taken" in line for line in told)
 
 
-def test_a_record_that_cannot_be_read_is_refused_until_a_checkpoint_is_named(tmp_path: Path, bad: set[int]) -> None:
+def test_a_record_that_cannot_be_read_is_refused_until_a_checkpoint_is_named(
+    tmp_path: Path, any_store: str, bad: set[int]
+) -> None:
     run_here(tmp_path, "--exit-interval", "4")
-    (tmp_path / RECORD).write_text("{")
+    put(at(tmp_path / RECORD), b"{")
     with pytest.raises(UnverifiedError, match=r"corruption\.json records that a run found wrong numbers, and cannot"):
         run_here(tmp_path)
     assert min(losses(run_here(tmp_path, "--ckpt-step", "4"))) == 5
 
 
-def test_the_first_witness_is_heard(tmp_path: Path) -> None:
+def test_the_first_witness_is_heard(tmp_path: Path, any_store: str) -> None:
     class World:
         grid = type("grid", (), {"world_size": 2})
         launched = (0, 1)
@@ -229,7 +234,7 @@ def test_the_first_witness_is_heard(tmp_path: Path) -> None:
     fault = read_fault(tmp_path)
     assert fault is not None
     assert fault.message == "first"
-    assert [path.name for path in tmp_path.iterdir()] == [RECORD]
+    assert [*at(tmp_path).list()] == [RECORD]
 
 
 def test_a_record_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from megapar.arguments import parse
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.core.optimizer.adamw import MOMENTS
 from megapar.core.sharding.moved_rows import RowMoves, move_rows
 from megapar.data.batches import Loader
 from megapar.trainer import Trainer
@@ -78,7 +77,10 @@ def _train(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) ->
         records = trainer.train().records
         job, state = trainer.job, {}
         masters = [shard.master for shard in job.sharding.master_shards]
-        for kind, tensors in (("master", masters), *((name, job.optimizer.moments(name)) for name in MOMENTS)):
+        for kind, tensors in (
+            ("master", masters),
+            *((name, job.optimizer.state(name)) for name in job.optimizer.states),
+        ):
             for name, whole in collect_all(world, job.table, job.sharding, tensors):
                 state[f"{kind} {name}"] = whole.clone()
         world.close()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.core.checkpoint import durable
 from megapar.core.checkpoint.manifest import FILE_NAME, Manifest
+from megapar.files import disk
 
 
 def folder_of(path: Path, **files: str) -> Path:
@@ -22,28 +22,28 @@ def folder_of(path: Path, **files: str) -> Path:
 @pytest.mark.parametrize("exchanged", [True, False])
 def test_a_folder_takes_the_place_of_another(exchanged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchanged:
-        monkeypatch.setattr(durable, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
     new, old = folder_of(tmp_path / "new", a="new"), folder_of(tmp_path / "old", a="old", b="old")
-    durable.put(new, old)
+    disk.put(new, old)
     assert {path.name: path.read_text() for path in old.iterdir()} == {"a": "new"}
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_two_folders_change_names(tmp_path: Path) -> None:
     one, other = folder_of(tmp_path / "one", a="1"), folder_of(tmp_path / "other", a="2")
-    if not durable.exchange(one, other):
+    if not disk.exchange(one, other):
         pytest.skip("this file system exchanges no names")
     assert [(path / "a").read_text() for path in (one, other)] == ["2", "1"]
     with pytest.raises(OSError) as raised:
-        durable.exchange(one, tmp_path / "nothing")
+        disk.exchange(one, tmp_path / "nothing")
     assert raised.value.errno == errno.ENOENT
 
 
 def test_a_folder_that_cannot_be_renamed_is_back_at_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "exchange", lambda one, other: False)
+    monkeypatch.setattr(disk, "exchange", lambda one, other: False)
     old = folder_of(tmp_path / "old", a="old")
     with pytest.raises(FileNotFoundError):
-        durable.rename(tmp_path / "nothing", old)
+        disk.rename(tmp_path / "nothing", old)
     assert (old / "a").read_text() == "old"
 
 
@@ -57,27 +57,20 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
         done.append(f"rename {path.name}")
         os.rename(made, path)
 
-    monkeypatch.setattr(durable, "sync_file", sync)
-    monkeypatch.setattr(durable.os, "replace", replace)
+    monkeypatch.setattr(disk, "sync_file", sync)
+    monkeypatch.setattr(disk.os, "replace", replace)
     made = folder_of(tmp_path / "made", a="1", b="2")
     folder_of(made / "within", c="3")
-    durable.put(made, tmp_path / "name")
+    disk.put(made, tmp_path / "name")
     assert set(done[:5]) == {"sync a", "sync b", "sync c", "sync within", "sync made"}
     assert done[4:] == ["sync made", "rename name", f"sync {tmp_path.name}"]
 
 
 def test_a_file_is_written_whole(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
-    durable.write_file(tmp_path / "file", b"new")
+    disk.write_file(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_text() == "new"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_what_is_new_takes_nobody_s_place(tmp_path: Path) -> None:
-    new, old = folder_of(tmp_path / "new", a="new"), folder_of(tmp_path / "old", a="old")
-    with pytest.raises(OSError, match="not empty"):
-        durable.put_new(new, old)
-    assert (old / "a").read_text() == "old"
 
 
 def test_a_manifest_knows_what_is_not_as_it_was(tmp_path: Path) -> None:

@@ -1,0 +1,242 @@
+"""Stores: where checkpoints and exports lie. A disk is one; whatever has these verbs can be another.
+
+    read      a file, from any position              publish   what is complete, under its final name
+    write     a new file, block by block             remove    a file, or a folder with everything in it
+    list      the names in a folder, with sizes      lock      a record that one process holds and renews
+
+Checkpoints use nothing else of a store, so nothing in them follows from times of files, links or a working directory.
+A store without folders has those that the names of its files imply.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path, PurePath
+from typing import Any, Protocol, TypeAlias
+
+from megapar.files.disk import DiskStore, sync_tree
+from megapar.files.regular_file import SMALL, UnfitFileError, json_object, read_open
+
+_BLOCK = 1 << 20
+
+
+class Writing(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of these bytes."""
+
+    def finish(self, *, durable: bool = True) -> None:
+        """End the file. It survives a power failure from here on, unless it need not be ``durable``."""
+
+
+class Lock(Protocol):
+    """A record that this process holds."""
+
+    def renew(self, content: bytes) -> None:
+        """Write the heartbeat: the file with the name of the record and the suffix ``.beat``."""
+
+    def release(self) -> None:
+        """Let go of the record, which stays."""
+
+
+class Store(Protocol):
+    """A place for files. Every verb raises OSError if the store cannot be reached or refuses."""
+
+    def read(self, path: PurePath) -> io.RawIOBase:
+        """Open a file; ``seek`` and ``readinto`` read a range, and no other bytes. Raises FileNotFoundError."""
+
+    def write(self, path: PurePath) -> Writing:
+        """Begin a new file. Raises FileExistsError if there is one."""
+
+    def list(self, folder: PurePath) -> dict[str, int | None]:
+        """Return the name of each file in a folder with its size, and of all else with None; {} without a folder."""
+
+    def publish(self, made: PurePath, path: PurePath, *, replace: bool = False) -> None:
+        """Give a complete file or folder its final name in one step that survives a power failure.
+
+        Raises FileExistsError if the name is taken, other than by an empty folder; with ``replace``, a file or folder
+        of that name is removed. After a failure, a folder has its old name.
+        """
+
+    def remove(self, path: PurePath) -> None:
+        """Remove a file, or a folder with everything in it, if it exists."""
+
+    def lock(self, path: PurePath, record: Callable[[bool], bytes]) -> Lock | None:
+        """Create a file that only one process can create, and return None if another has.
+
+        ``record`` returns its content, given whether ``is_locked`` will tell whether the holder is alive.
+        """
+
+    def is_locked(self, path: PurePath) -> bool:
+        """Return False if the process that holds a record is known to have released it."""
+
+    def free_bytes(self, path: PurePath) -> int | None:
+        """Return the number of bytes that can still be written there, or None if there is no limit."""
+
+    def local_path(self, path: PurePath) -> Path | None:
+        """Return the path for libraries that read and write files themselves; None if the store is not a disk."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A name in a store, with the verbs of the store.
+
+    Attributes:
+        store: The store.
+        path: The name.
+    """
+
+    store: Store
+    path: PurePath
+
+    def __truediv__(self, name: str) -> Location:
+        return Location(self.store, self.path / name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        """The last part of the name."""
+        return self.path.name
+
+    @property
+    def parent(self) -> Location:
+        """The folder that contains it."""
+        return Location(self.store, self.path.parent)
+
+    def with_name(self, name: str) -> Location:
+        """Return another name in the same folder."""
+        return Location(self.store, self.path.with_name(name))
+
+    def read(self) -> io.RawIOBase:
+        """Open it, as ``Store.read``."""
+        return self.store.read(self.path)
+
+    def write(self) -> Writing:
+        """Begin it, as ``Store.write``."""
+        return self.store.write(self.path)
+
+    def list(self) -> dict[str, int | None]:
+        """Return what is in it, as ``Store.list``."""
+        return self.store.list(self.path)
+
+    def publish(self, final: Location, *, replace: bool = False) -> None:
+        """Give it the name ``final`` in the same store, as ``Store.publish``."""
+        self.store.publish(self.path, final.path, replace=replace)
+
+    def publish_beside(self, stem: str, suffix: str = "") -> Location:
+        """Give it a name in the same folder, with the first unused number if that is taken. Return where it is now."""
+        for number in count(1):
+            final = self.with_name(f"{stem}-{number}{suffix}" if number > 1 else f"{stem}{suffix}")
+            with suppress(FileExistsError):
+                self.publish(final)
+                break
+        return final
+
+    def remove(self) -> None:
+        """Remove it, as ``Store.remove``."""
+        self.store.remove(self.path)
+
+    def lock(self, record: Callable[[bool], bytes]) -> Lock | None:
+        """Create and hold it, as ``Store.lock``."""
+        return self.store.lock(self.path, record)
+
+    def is_locked(self) -> bool:
+        """Return what ``Store.is_locked`` does."""
+        return self.store.is_locked(self.path)
+
+    def local_path(self) -> Path | None:
+        """Return its path, as ``Store.local_path``."""
+        return self.store.local_path(self.path)
+
+    def is_file(self) -> bool:
+        """Return True if it is a file. Raises OSError if that cannot be found out."""
+        try:
+            self.read().close()
+        except (FileNotFoundError, NotADirectoryError, UnfitFileError):
+            return False
+        return True
+
+    def resolve(self) -> Location:
+        """Return the same location by a name without links."""
+        path = self.local_path()
+        return self if path is None else Location(self.store, path.resolve())
+
+    def head(self, most: int) -> bytes:
+        """Return the first bytes of a file, at most so many. Raises OSError."""
+        with io.BufferedReader(self.read()) as file:
+            return file.read(most)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of a file in hexadecimal. Raises OSError."""
+        state, block = hashlib.sha256(), bytearray(_BLOCK)
+        with self.read() as file:
+            while got := file.readinto(block):
+                state.update(memoryview(block)[:got])
+        return state.hexdigest()
+
+    def content(self, limit: int = SMALL) -> bytes:
+        """Return the content of a file of at most ``limit`` bytes. Raises OSError, also for a larger one."""
+        with io.BufferedReader(self.read()) as file:
+            return read_open(file, limit, self)
+
+    def json(self, limit: int = SMALL) -> dict[str, Any]:
+        """Return the JSON object in a file. Raises OSError, or ValueError for any other content."""
+        return json_object(self.content(limit))
+
+
+Place: TypeAlias = "str | os.PathLike[str] | Location"
+"""What a function accepts that needs a location; a path is one on disk."""
+
+
+def at(place: Place) -> Location:
+    """Return a location as it is, and a path as the location of that name on disk."""
+    return place if isinstance(place, Location) else Location(DiskStore(), Path(place))
+
+
+def copy(source: Place, target: Location) -> None:
+    """Write a file with the content of another one, in place of an existing one."""
+    target.remove()
+    with at(source).read() as file:
+        copied = target.write()
+        while block := file.read(_BLOCK):
+            copied.write(memoryview(block))
+        copied.finish()
+
+
+@contextmanager
+def written_locally(folder: Location) -> Iterator[Path]:
+    """Yield a folder for a library that writes files itself. They are in ``folder``, durable, at the end."""
+    path = folder.local_path()
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        sync_tree(path)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(place)
+        for file in Path(place).iterdir():
+            copy(file, folder / file.name)
+
+
+@contextmanager
+def read_locally(folder: Location) -> Iterator[Path]:
+    """Yield a folder with the files of ``folder`` for a library that reads them itself."""
+    path = folder.local_path()
+    if path is not None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as place:
+        for name, size in folder.list().items():
+            if size is not None:
+                copy(folder / name, at(place) / name)
+        yield Path(place)

@@ -1,0 +1,40 @@
+"""The attention mask as a value: made from a micro-batch's ends, equal where it means the same, grouped by sample."""
+
+from __future__ import annotations
+
+import pytest
+
+from megapar.core.attention_mask import AttentionMask
+from megapar.core.comm.axis import Axis
+from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.context_parallel.positions import GATHERED, RING
+
+
+def test_ends_of_a_micro_batch_are_those_of_its_samples_and_back() -> None:
+    mask = AttentionMask.of(2, 8, causal=True, ends=[3, 8, 9, 10, 16])
+    assert mask.ends == ((3, 8), (1, 2, 8))
+    assert mask.flat_ends == (3, 8, 9, 10, 16)
+    assert mask == AttentionMask.of_documents([3, 8, 9, 10, 16], 2)
+    assert hash(mask) == hash(AttentionMask(2, 8, True, ((3, 8), (1, 2, 8))))
+    assert AttentionMask.of(2, 8, causal=True).flat_ends == (8, 16)
+
+
+def test_samples_without_padding_are_documents_of_one_sequence() -> None:
+    mask = AttentionMask.of_documents([4, 9], causal=False)
+    assert (mask.samples, mask.length, mask.causal, mask.ends) == (1, 9, False, ((4, 9),))
+
+
+def test_samples_that_are_alike_are_one_group() -> None:
+    assert AttentionMask.of(2, 8, causal=True, ends=[5, 8, 13, 16]).groups() == [(None, (5, 8), 8)]
+    assert AttentionMask.of(2, 8, causal=True, ends=[5, 8, 16]).groups() == [(0, (5, 8), 8), (1, (8,), 8)]
+    assert AttentionMask.of(2, 8, causal=False, lengths=[8, 3]).groups() == [(0, (8,), 8), (1, (8,), 3)]
+
+
+@pytest.mark.parametrize("algorithm", [RING, GATHERED])
+def test_what_has_no_tiles_is_refused(algorithm: str) -> None:
+    """Without the refusal, text would attend to other documents, and to later slices."""
+    cp = ContextParallel(Axis("cp", 2, 0, None, (0, 1)), algorithm)
+    with pytest.raises(ValueError, match="tiles of documents must be causal"):
+        cp.plan(AttentionMask.of(1, 8, causal=False, ends=[3, 8]))
+    with pytest.raises(ValueError, match="pass a causal mask"):
+        cp.slice_plans(AttentionMask.of(1, 8, causal=False))
