@@ -1,68 +1,124 @@
-"""Translation table for arguments of MindSpeed and MindSpeed-LLM, with rows as in ``megatron``.
-
-``_UNLESS_*`` are rows of ``neutral``: names, values without effect, arguments that they require, reason.
-"""
+"""Translation table for arguments of MindSpeed and MindSpeed-LLM (form: ``verdict.table``)."""
 
 from __future__ import annotations
 
-from megapar.tools.translation.neutral import Function, unless
-from megapar.tools.translation.verdict import (
-    ANOTHER,
-    IMPLIED,
-    LEFT,
-    OTHER,
-    RENAMED,
-    UNNECESSARY,
-    UNSUPPORTED,
-    Foreign,
-    rows,
-)
+from megapar.tools.translation.verdict import Foreign, table
 
-_RENAMED = """
-adaptive-recompute-device-swap | @mindspeed_adaptive |
-adaptive-recompute-device-size= | \
-    @~above 0: same --adaptive-recompute-device-size {value} else no memory is set for it |
-ampipe-degree= | @mindspeed_slices |
-ampipe-tp-sp-comm-overlap | @mindspeed_slices_overlap |
-moe-model-type= | @mindspeed_kind |
-moe-train-capacity-factor= | @mindspeed_capacity | a capacity factor of deepspeed_moe
-moe-no-drop | @mindspeed_undropped |
+ROWS: dict[str, Foreign] = table("""
+[renamed]
+adaptive-recompute-device-swap | ~ |
+    adaptive-recompute-device-size above 0: implied | set by --adaptive-recompute-device-size
+    else: left to you \
+        | set --adaptive-recompute-device-size to the memory it may use, in MB; MindSpeed uses the whole device
+adaptive-recompute-device-size= | ~ |
+    above 0: same --adaptive-recompute-device-size {value}
+    else: unnecessary | no memory is set for it
+ampipe-degree= | ~ |
+    at most 1: unnecessary | one slice
+    else: same --ampipe-degree {value} \
+        | MindSpeed parses it but does nothing since core_r0.12.1; megapar supports it, with the same numbers
+ampipe-tp-sp-comm-overlap | ~ |
+    ampipe-degree at most 1: unnecessary | no effect without --ampipe-degree
+    else: same --ampipe-tp-sp-comm-overlap \
+        | MindSpeed parses it but does nothing since core_r0.12.1; megapar supports it, with the same numbers
+moe-model-type= |
+    with moe-no-drop: --moe-model-type megatron_moe | no tokens are dropped
+    else: same --moe-model-type {value}
+moe-train-capacity-factor= |
+    with moe-no-drop: unnecessary | no tokens are dropped (--moe-no-drop)
+    not moe-model-type is deepspeed_moe: unnecessary | the capacity of deepspeed_moe, which is not selected
+    else: --moe-capacity-factor {value} | a capacity factor of deepspeed_moe
+moe-no-drop |
+    with moe-model-type: implied | megatron_moe drops no tokens
+    else: --moe-model-type megatron_moe | drops no tokens
 shared-expert-gate | --moe-shared-expert-gate |
-context-parallel-algo= | @mindspeed_algorithm |
-moe-router-load-balancing-type= | @mindspeed_balancing |
-enable-expert-placement | @mindspeed_placement |
-expert-placement-freq= | @mindspeed_placement_steps |
-add-qkv-bias | @query_bias |
-add-dense-bias | @mindspeed_biases |
-optimizer-selection= | @mindspeed_optimizer |
-attention-mask-type= cp-attention-mask-type= | @mindspeed_mask |
+context-parallel-algo= | ~ |
+    context-parallel-size cp-degree or 1 at most 1: unnecessary | a single cp rank has the whole sequence
+    is megatron_cp_algo ulysses_cp_algo: same --context-parallel-algo {value}
+    is kvallgather_cp_algo: --context-parallel-algo allgather_cp_algo
+    else: --context-parallel-algo megatron_cp_algo | ring or Ulysses, not both: the numbers are the same
+moe-router-load-balancing-type= |
+    is softmax_topk and with norm-topk-prob: --moe-aux-loss-coeff 0 | no load balancing loss
+    is softmax_topk: --moe-aux-loss-coeff 0 --no-norm-topk-prob \
+        | no load balancing loss, and weights that keep their scores
+    is group_limited_greedy pai_megatron_aux_loss sparsemixer_topk sinkhorn: other numbers \
+        | the routing {value} is not supported
+    is aux_loss: implied | set by --moe-aux-loss-coeff
+    is seq_aux_loss and with moe-aux-loss-coeff: implied | set by --moe-seq-aux-loss-coeff
+    is seq_aux_loss: implied | no load balancing loss without its coefficient
+    is noaux_tc and with moe-router-bias-update-rate: implied | set by --moe-router-bias-update-rate
+    is noaux_tc: --moe-router-bias-update-rate 1e-3 | the expert bias is updated if its rate is not 0
+    is none: --moe-aux-loss-coeff 0
+    else: other numbers | experts are balanced by auxiliary losses or by the expert bias
+enable-expert-placement | ~ |
+    expert-model-parallel-size or 1 at most 1: unnecessary | a single ep rank has all experts
+    with expert-placement-freq: --moe-rebalance-interval {expert-placement-freq} \
+        | moves experts by the load since the last move
+    else: --moe-rebalance-interval 50 | moves experts by the load since the last move
+expert-placement-freq= | ~ |
+    with enable-expert-placement: implied | set by --moe-rebalance-interval
+    else: unnecessary | no effect without --enable-expert-placement
+add-dense-bias |
+    without disable-bias-linear no-add-bias-linear: implied | --add-bias-linear adds them to all linear layers
+    else: another model \
+        | biases are in all linear layers, in those of queries, keys and values (--add-qkv-bias), or in none
+optimizer-selection= | ~ |
+    is fused_ema_adamw: unsupported | AdamW is the same; an exponential moving average of the weights is not kept
+    else: implied | AdamW, fused if the device supports it
+attention-mask-type= cp-attention-mask-type= | ~ |
+    else: implied | attention is causal, within documents with --reset-attention-mask
 pre-tockens= | @mindspeed_past |
-num-layer-list= | @mindspeed_layers_of_stages |
-pipeline-num-transformer-layers= | @mindspeed_layers_of_chunks |
+num-layer-list= | @~mindspeed_layers_of_stages |
+pipeline-num-transformer-layers= | @~mindspeed_layers_of_chunks |
 npu-deterministic use-deter-comp | --deterministic |
-mla-fa-without-pad padded-base-length= mla-mm-split mla-zero-memory mla-fa-divide-qk | @latent_kernel |
-mla-up-proj-tp-overlap mla-swap-core-attn-out | @latent_overlap |
+mla-fa-without-pad padded-base-length= mla-mm-split mla-zero-memory mla-fa-divide-qk |
+    not latent: unnecessary | no effect without --multi-latent-attention
+    else: unnecessary | heads are padded where a kernel needs it, and keys and values are never kept
+mla-up-proj-tp-overlap mla-swap-core-attn-out |
+    not latent: unnecessary | no effect without --multi-latent-attention
+    else: unsupported | the up projections do not overlap a collective
 enable-zero3 layerzero | --sharding-stage 3 |
 virtual-optimizer= | --optimizer-offload |
 init-from-hf-path | --load-hf {value} |
-expert-model-parallel-size= | @mindspeed_expert_ranks |
+expert-model-parallel-size= | @~mindspeed_expert_ranks |
 scale-emb | --embedding-multiplier {value} |
 output-multiplier-scale= | @mindspeed_output_multiplier |
 scale-depth= | @mindspeed_depth |
 dim-model-base= | @mindspeed_base_width |
-rope-scaling-type= | @rope_scaling_type |
-rope-scaling-factor= yarn-scaling-factor= | @rope_factor |
-rope-scaling-beta-fast= beta-fast= | @rope_beta_fast |
-rope-scaling-beta-slow= beta-slow= | @rope_beta_slow |
+rope-scaling-type= |
+    is llama3 yarn: same --rope-scaling-type {value}
+    else: another model | RoPE is scaled by linear, llama3 or yarn, not by {value}
+rope-scaling-factor= yarn-scaling-factor= |
+    not scaled: unnecessary | no effect without RoPE scaling
+    latent and without rope-scaling-type: unnecessary | no effect without RoPE scaling
+    else: same --rope-scaling-factor {value}
+rope-scaling-beta-fast= beta-fast= |
+    not scaled by yarn: unnecessary | no effect without scaling by yarn
+    else: --beta-fast {value}
+rope-scaling-beta-slow= beta-slow= |
+    not scaled by yarn: unnecessary | no effect without scaling by yarn
+    else: --beta-slow {value}
 rope-scaling-mscale= | @rope_mscale |
-rope-scaling-mscale-all-dim= | @rope_mscale_all_dim |
-rope-scaling-original-max-position-embeddings= original-max-position-embeddings= | @rope_original |
-low-freq-factor= | @rope_low_freq |
-high-freq-factor= | @rope_high_freq |
-partial-rotary-factor= | @rotary_share |
-"""
-
-_IMPLIED = """
+rope-scaling-mscale-all-dim= |
+    not scaled by yarn: unnecessary | no effect without scaling by yarn
+    equals 0: unnecessary | off
+    with mscale rope-scaling-mscale: same --mscale-all-dim {value}
+    else: --mscale 1.0 --mscale-all-dim {value} | --mscale is 1 by default
+rope-scaling-original-max-position-embeddings= original-max-position-embeddings= |
+    not scaled: unnecessary | no effect without scaling by YaRN
+    with use-rope-scaling: unnecessary | no effect without scaling by YaRN
+    else: same --original-max-position-embeddings {value}
+low-freq-factor= |
+    not scaled by llama3: unnecessary | no effect without scaling by llama3
+    else: --low-freq-factor {value}
+high-freq-factor= |
+    not scaled by llama3: unnecessary | no effect without scaling by llama3
+    else: --high-freq-factor {value}
+partial-rotary-factor= |
+    or 1 equals 0 1: unnecessary | RoPE rotates all features of a head
+    latent: another model | in multi-latent attention all features of --qk-pos-emb-head-dim are rotated
+    else: same --rotary-percent {value}
+[implied]
 no-use-rts | | tokens are never selected at random, in MindSpeed with or without it
 no-use-gmm-fp8 | | expert GEMMs never use fp8
 input-layernorm-in-fp32 | | norms compute in fp32
@@ -70,9 +126,7 @@ loss-compute-mode= loss-chunk-size= output-layer-slice-num= | | logits are compu
 use-fused-mlp use-fusion-attn-v2 use-triton-swiglu-limit | | fused kernels are used if the device has them
 moe-hierarchical-alltoallv moe-zerc | | --moe-dispatch auto sends a token to each node once where that is faster
 use-mc2 | | --tp-comm-overlap hides the same communication
-"""
-
-_UNNECESSARY = """
+[unnecessary]
 longrope-freqs-type= long-factor= short-factor= long-mscale= short-mscale= | | an option of --rope-scaling-type longrope
 skip-bias-add shape-order= megatron-cp-in-bnsd attention-mask-on-cpu | | memory layout of MindSpeed's tensors
 use-multiparameter-pipeline-model-parallel variable-seq-lengths | | stages send one tensor of one shape
@@ -96,21 +150,19 @@ additional-config= | | an option of models other than language models
 kv-head-repeat-before-uly-alltoall | | key/value heads are repeated if there are more ranks than heads
 handler-name= streaming hf-datasets-params= datasets= | | an option of preprocessing; files are read as they are
 json-keys= split-sentences | | an option of preprocessing; files are read as they are
-keep-newlines interleave-probs= mix-strategy= dataset-dir= overwrite-cache max-samples= | | an option of preprocessing
-cache-dir= map-keys= pack script-data-dir= append-eod pad-vocab-size-to= output-prefix= | | an option of preprocessing
-dataset-impl= workers= n-subs= merge-group-keys= | | an option of preprocessing
 model-type-hf= load-dir= save-dir= mg-cache-dir= model-id= | | an option of checkpoint conversion: --load-hf, --save-hf
-task= top-p= top-k= temperature= max-length= max-new-tokens= hf-chat-template add-eos-token= | | an option of inference
-use-kv-cache history-turns= num-gpus-for-train= num-gpus-for-infer= | | an option of inference
-inference-tensor-model-parallel-size= | | an option of inference
-task-data-path= evaluation-batch-size= greedy instruction-template= | | an option of MindSpeed's evaluations
-no-chat-template eval-language= max-eval-samples= broadcast alternative-prompt | | an option of MindSpeed's evaluations
-origin-postprocess chain-of-thought | | an option of MindSpeed's evaluations
 prompt-type= prompt-type-path= enable-thinking= | | an option of chat templates; pre-training reads plain text
 md5-validate | | an option of chat templates; pre-training reads plain text
-"""
-
-_UNSUPPORTED = """
+[unnecessary | an option of preprocessing]
+keep-newlines interleave-probs= mix-strategy= dataset-dir= overwrite-cache max-samples= cache-dir= map-keys= pack
+script-data-dir= append-eod pad-vocab-size-to= output-prefix= dataset-impl= workers= n-subs= merge-group-keys=
+[unnecessary | an option of inference]
+task= top-p= top-k= temperature= max-length= max-new-tokens= hf-chat-template add-eos-token= use-kv-cache
+history-turns= num-gpus-for-train= num-gpus-for-infer= inference-tensor-model-parallel-size=
+[unnecessary | an option of MindSpeed's evaluations]
+task-data-path= evaluation-batch-size= greedy instruction-template= no-chat-template eval-language= max-eval-samples=
+broadcast alternative-prompt origin-postprocess chain-of-thought
+[unsupported]
 adaptive-recompute-profiling-step= | | layers are chosen before the run from sizes, not from profiled steps
 adaptive-memory-optimization smart-swap swap-delay= | | memory: --adaptive-recompute-device-size, --recompute-offload
 swap-modules= swap-layer-input | | memory: --recompute-offload offloads the inputs of recomputed units
@@ -124,9 +176,6 @@ moe-zero-memory= moe-zero-memory-num-layers= | | memory: a MoE layer is recomput
 moe-unperm2-mem-optim moe-unperm2-mem-optim-swap | | memory: router weights are applied after the combine
 use-nanopipe-swap | | memory: stored weight gradients stay on the device
 swap-optimizer-sizes= | | memory: optimizer state moves with the step of each parameter group
-automated-pipeline automated-pipeline-perf save-memory-ratio= | | megapar plan distributes layers over stages
-recompute-module-list= recompute-type= optimized-mbs-list= mbs-idx= | | megapar plan distributes layers over stages
-pp-schedule-list= optimized-mbs-mode | | megapar plan distributes layers over stages
 auto-settings auto-settings-work-dir= auto-settings-ranks= auto-settings-log-level= | | megapar plan searches layouts
 target-nnodes= auto-settings-type= prof-file= | | megapar plan searches layouts
 moe-alltoall-overlap-comm moe-allgather-overlap-comm | | speed: --ampipe-degree 2 hides all-to-alls
@@ -160,9 +209,6 @@ fp8-reuse-quantized-weight | | speed: weights are quantized at every use
 te-comparison-with-cpu te-comparison-with-bf16 | | diagnosis: fp8 is not compared with other precisions
 npu-datadump model-io-trace model-io-trace-config-path= | | diagnosis: tensors are not dumped
 model-io-trace-output-path= | | diagnosis: tensors are not dumped
-profile-level= profile-with-cpu profile-with-stack profile-with-memory | | diagnosis: --profile writes a torch trace
-profile-record-shapes profile-save-path= profile-export-type= | | diagnosis: --profile writes a torch trace
-profile-data-simplification | | diagnosis: --profile writes a torch trace
 enable-high-availability | | faults: --local-checkpoint-dir keeps a copy on the next node
 enable-optimizer-state-local-copy | | faults: --local-checkpoint-dir keeps a copy on the next node
 enable-hbmfault-repair enable-worker-reboot | | faults: megapar launch --max-restarts restarts ranks
@@ -171,13 +217,15 @@ use-ema | | an exponential moving average of the weights is not kept
 load-checkpoint-loosely | | --finetune selects what is re-initialized; the rest of a checkpoint must match
 use-wandb | | logging: --wandb-project names the project; --tensorboard-dir, --metrics-jsonl
 ai-framework= | | torch is the only framework
-"""
-
-_LEFT = """
+[unsupported | megapar plan distributes layers over stages]
+automated-pipeline automated-pipeline-perf save-memory-ratio= recompute-module-list= recompute-type=
+optimized-mbs-list= mbs-idx= pp-schedule-list= optimized-mbs-mode
+[unsupported | diagnosis: --profile writes a torch trace]
+profile-level= profile-with-cpu profile-with-stack profile-with-memory profile-record-shapes profile-save-path=
+profile-export-type= profile-data-simplification
+[left to you]
 enable-hf2mg-convert | | initial weights: --load-hf is their folder
-"""
-
-_UNLESS_OTHER = """
+[other numbers unless]
 noisy-gate-policy= | | | routers have no noise
 moe-use-sinkhorn | | | experts are balanced by auxiliary losses or by the expert bias
 fix-router | | | forced routing is not supported
@@ -212,9 +260,7 @@ critic-mini-batch-size= critic-update-epochs= ppo-mini-batch-size= | | stage | r
 clip-ratio= entropy-coeff= ppo-epochs= shuffle-minibatch do-sample | | stage | reinforcement learning is not supported
 missing-eos-penalty= n-samples-per-prompt= kl-coef= gamma= lam= | | stage | reinforcement learning is not supported
 advantage-whiten= dataset-category= extract-content-for-reward= | | stage | reinforcement learning is not supported
-"""
-
-_UNLESS_ANOTHER = """
+[another model unless]
 next-tockens= | 0 | | attention never covers later tokens
 sparse-mode= | 2 | | masks are causal
 expert-interval= | 1 | | all layers after --first-k-dense have experts
@@ -250,21 +296,6 @@ query-pre-attn-scalar= | | | logits are not capped; attention scores are divided
 fc-type= | | | MLPs are dense or consist of experts
 mtp-after-norm | | | the multi-token prediction block reads its input before the final norm
 dist-train | | | only text is supported
-"""
-
-_OTHER, _OTHER_FUNCTIONS = unless(_UNLESS_OTHER, OTHER)
-_ANOTHER, _ANOTHER_FUNCTIONS = unless(_UNLESS_ANOTHER, ANOTHER)
-
-ROWS: dict[str, Foreign] = {
-    **rows(_RENAMED, RENAMED),
-    **rows(_IMPLIED, IMPLIED),
-    **rows(_UNNECESSARY, UNNECESSARY),
-    **rows(_UNSUPPORTED, UNSUPPORTED),
-    **rows(_LEFT, LEFT),
-    **_OTHER,
-    **_ANOTHER,
-}
-FUNCTIONS: dict[str, Function] = {**_OTHER_FUNCTIONS, **_ANOTHER_FUNCTIONS}
-
+""")
 # Defaults that differ from Megatron-LM's, with the same keys as ``defaults``.
 DEFAULTS: dict[str, Foreign] = {}

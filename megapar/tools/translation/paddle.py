@@ -1,153 +1,244 @@
-"""Translation table for arguments of Paddle Fleet, PaddleNLP, PaddleFormers and ERNIE 4.5; rows as in ``megatron``.
+"""Translation table for arguments of Paddle Fleet, PaddleNLP, PaddleFormers and ERNIE 4.5 (form: ``verdict.table``).
 
 Keys of nested configurations are joined with dots. A row without a dot matches the last part of any key.
-``_UNLESS_*`` are rows of ``neutral``: names, values without effect, arguments that they require, reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megapar.tools.translation.neutral import Function, unless
-from megapar.tools.translation.verdict import (
-    ANOTHER,
-    IMPLIED,
-    LEFT,
-    OTHER,
-    RENAMED,
-    UNNECESSARY,
-    UNSUPPORTED,
-    Foreign,
-    defaults,
-    rows,
-)
+from megapar.tools.translation.verdict import Foreign, defaults, table
 
-_RENAMED = """
+ROWS: dict[str, Foreign] = table("""
+[renamed]
 tensor-parallel-degree= tensor-model-parallel-size= mp-degree= | @~above 1: --mp-degree {value} else a single mp rank |
-pipeline-parallel-degree= pipeline-model-parallel-size= pp-degree= | \
-    @~above 1: --pp-degree {value} else a single stage |
-virtual-pp-degree= virtual-pipeline-model-parallel-size= | @~above 1: --vpp-degree {value} --pp-schedule interleaved \
-    else one chunk per stage |
+pipeline-parallel-degree= pipeline-model-parallel-size= pp-degree= | ~ |
+    above 1: --pp-degree {value}
+    else: unnecessary | a single stage
+virtual-pp-degree= virtual-pipeline-model-parallel-size= | ~ |
+    above 1: --vpp-degree {value} --pp-schedule interleaved
+    else: unnecessary | one chunk per stage
 expert-parallel-degree= expert-model-parallel-size= ep-degree= | @~above 1: --ep-degree {value} else a single ep rank |
 expert-tensor-model-parallel-size= | @~above 1: --expert-mp-degree {value} else experts are not sharded |
-context-parallel-degree= context-parallel-size= | @~above 1: --cp-degree {value} else \
-    a single cp rank has the whole sequence |
-sep-parallel-degree= sep-parallel-size= sep-degree= | \
-    @~above 1: --cp-degree {value} --context-parallel-algo ulysses_cp_algo \
-    else a single rank has the whole sequence |
-data-parallel-degree= dp-degree= | @~above 1: --hybrid-dp \
-    else the number of replicas follows from the number of ranks | \
-    the number of replicas follows from the number of ranks
+context-parallel-degree= context-parallel-size= | ~ |
+    above 1: --cp-degree {value}
+    else: unnecessary | a single cp rank has the whole sequence
+sep-parallel-degree= sep-parallel-size= sep-degree= | ~ |
+    above 1: --cp-degree {value} --context-parallel-algo ulysses_cp_algo
+    else: unnecessary | a single rank has the whole sequence
+data-parallel-degree= dp-degree= | ~ |
+    above 1: --hybrid-dp | the number of replicas follows from the number of ranks
+    else: unnecessary | the number of replicas follows from the number of ranks
 hybrid-dp | @~on: --hybrid-dp else no replicas |
-sharding | @paddle_sharding |
-sharding-parallel-degree= sharding-parallel-size= sharding-degree= sharding-group-size= | @paddle_sharding_degree |
-segment-anchors= | @paddle_anchors |
-sequence-parallel | @paddle_cut |
+sharding | @~paddle_sharding |
+sharding-parallel-degree= sharding-parallel-size= sharding-degree= sharding-group-size= | ~ |
+    below 0: unnecessary | all data ranks, the same default
+    at most 1: unnecessary | a single rank shards nothing
+    else: --sharding-degree {value} | with more ranks, also set --hybrid-dp
+segment-anchors= | ~ |
+    is '' []: unnecessary | no anchors
+    else: left to you | anchors are names of modules, of program variables in Paddle: --segment-anchors
+sequence-parallel | ~ |
+    off: unnecessary | switched off
+    tensor-parallel-degree tensor-model-parallel-size mp-degree or 1 at most 1: unnecessary \
+        | a single mp rank has the whole sequence
+    else: --sequence-parallel
 per-device-train-batch-size= micro-batch-size= | @above 0: --micro-batch-size {value} else set elsewhere |
 gradient-accumulation-steps gradient-merge-configs.k-steps | --gradient-merge-acc-step {value} |
 num-acc-steps n-microbatches | --gradient-merge-acc-step {value} |
-global-batch-size= | @above 0: --global-batch-size {value} \
-    else micro-batch size x accumulation steps x data ranks, the same default |
-max-steps= | @paddle_steps |
-num-train-epochs= | @paddle_epochs |
-max-seq-length= max-seq-len= max-sequence-length= | @paddle_length |
+global-batch-size= |
+    above 0: --global-batch-size {value}
+    else: unnecessary | micro-batch size x accumulation steps x data ranks, the same default
+max-steps= |
+    above 0: --train-iters {value}
+    else: left to you | run lengths are given in steps: --train-iters
+num-train-epochs= |
+    max-steps above 0: unnecessary | --max_steps takes precedence
+    else: left to you | run lengths are given in steps: --train-iters
+max-seq-length= max-seq-len= max-sequence-length= |
+    else: --seq-length {value}
 base-seq-length= | @paddle_base_length |
 learning-rate | --lr {value} |
 min-lr= min-learning-rate= | @above 0: --min-lr {value} else the learning rate decays to 0 |
 lr-scheduler= lr-scheduler-type= | @paddle_style |
 decay-function= | @paddle_fall |
 decay-steps | --lr-decay-iters {value} |
-warmup-steps= | @paddle_warmup |
+warmup-steps= |
+    above 0: --lr-warmup-iters {value} \
+        | the warmup is one step ahead: its first step has a part of the rate, 0 in Paddle
+    else: unnecessary | warmup is off
 warmup-ratio= | @paddle_warmup_share |
 adam-epsilon | --adam-eps {value} |
 max-grad-norm | --clip-grad {value} |
 bf16 | @on: --dtype bf16 else switched off |
 fp16 amp use-pure-fp16 | @on: --dtype fp16 else switched off |
-fp16-opt-level= | @paddle_level |
-amp-master-grad | @paddle_master_gradients |
-scale-loss= init-loss-scaling= | @paddle_loss_scale |
+fp16-opt-level= |
+    not bf16 fp16 on: unnecessary | fp32 throughout
+    is O2: implied | 16-bit weights with fp32 master weights
+    else: other numbers | {value} keeps weights and norms in fp32; megapar keeps only master weights in fp32 (O2)
+amp-master-grad |
+    off and bf16 fp16 on: other numbers | gradients are accumulated in fp32, in 16 bits in Paddle
+    else: implied | gradients are accumulated in fp32
+scale-loss= init-loss-scaling= |
+    not fp16 amp use-pure-fp16 on: unnecessary | the loss is scaled only with fp16
+    else: --initial-loss-scale {value}
 incr-every-n-steps | --loss-scale-window {value} |
 decr-every-n-nan-or-inf | --hysteresis {value} |
 incr-ratio | --loss-scale-factor {value} |
 decr-ratio= | @paddle_shrink |
-recompute use-recompute | @paddle_recomputed |
-recompute-granularity= | @paddle_granularity |
+recompute use-recompute | ~ |
+    off: unnecessary | switched off
+    recompute-granularity is core_attn: \
+        --recompute-granularity selective --recompute-method uniform --recompute-num-layers 1
+    recompute-granularity or full is full: --recompute-interval 1
+    else: --recompute-interval 1 | whole layers instead of {recompute-granularity}: recomputes more
+recompute-granularity= | ~ |
+    is selective: --recompute-granularity {value}
+    with recompute-method: --recompute-granularity {value}
+    recompute use-recompute on: implied | set with recompute
+    else: unnecessary | nothing is recomputed
 enable-offload offload-recompute-inputs | --recompute-offload |
-use-flash-attention use-flash-attn | @paddle_flash |
+use-flash-attention use-flash-attn | ~ |
+    off: --no-use-flash-attn
+    else: implied | fused attention is the default
 offload-optim optimize-offload tensorwise-offload-optimizer | --optimizer-offload |
 deterministic-mode | --deterministic |
 logging-steps | --log-interval {value} |
 save-steps= | @~with output-dir: --save-interval {value} else nothing is saved without output_dir |
-eval-steps= | @paddle_evaluated |
-eval-iters= max-evaluate-steps= | @paddle_evaluations |
+eval-steps= | ~ |
+    evaluated in paddle: --eval-interval {value}
+    else: --eval-interval 0 | evaluation is off without do_eval
+eval-iters= max-evaluate-steps= | ~ |
+    evaluated in paddle: --eval-iters 10 | Paddle's trainers override it with 10
+    else: unnecessary | evaluation is off without do_eval
 output-dir | --save {value} |
 save-total-limit | --keep {value} |
-save-strategy= evaluation-strategy= logging-strategy= | @paddle_rhythm |
+save-strategy= evaluation-strategy= logging-strategy= | ~ |
+    is epoch: left to you | intervals are given in steps, not epochs
+    is no: unnecessary | switched off
+    else: implied | in steps
 use-async-save | --async-save |
-input-dir= train-dataset-path= | @paddle_data |
-eval-dataset-path= | @paddle_held_out |
+input-dir= train-dataset-path= | @~paddle_data |
+eval-dataset-path= | ~ |
+    evaluated in paddle: --eval-data-path {value}
+    else: unnecessary | evaluation is off without do_eval
 tokenizer-name-or-path tokenizer-name | --tokenizer-model {value} |
-model-name-or-path= model-type= | @paddle_model |
-continue-training | @paddle_continued |
-resume-from-checkpoint= | @paddle_resumed |
+model-name-or-path= model-type= |
+    with hidden-size: implied | the sizes are given
+    has gpt: left to you | its configuration contains the sizes: also translate that file, or set --load-hf to its \
+        folder; for GPT, also --hidden-dropout 0.1 --attention-dropout 0.1
+    else: left to you | its configuration contains the sizes: also translate that file, or set --load-hf to its folder
+continue-training |
+    off: unnecessary | weights are initialized randomly
+    else: left to you | initial weights: set --load-hf to their folder in Hugging Face format
+resume-from-checkpoint= |
+    is '' true false 0: unnecessary | set --load to the folder of checkpoints to resume from
+    else: left to you | Paddle checkpoints are not supported: export to Hugging Face format for --load-hf
 num-hidden-layers= | @paddle_layers |
-remove-tail-layer | @paddle_tail |
+remove-tail-layer |
+    else: implied | --num-layers counts the remaining layers
 intermediate-size | --ffn-hidden-size {value} |
 rms-norm-eps | --layernorm-epsilon {value} |
 initializer-range= | @paddle_std |
-tie-word-embeddings | @paddle_tied |
-use-rmsnorm | @paddle_norm |
-hidden-act= | @paddle_activation |
+tie-word-embeddings |
+    off: --untie-embeddings-and-output-weights
+    else: implied | the output projection and the embedding are tied
+use-rmsnorm |
+    off: --normalization layernorm
+    else: implied | RMSNorm is the default
+hidden-act= |
+    is silu swish: implied | SwiGLU is the default
+    is gelu: --activation gelu
+    else: another model | activation functions are SwiGLU and GELU
 use-bias | --add-bias-linear |
 use-qk-norm | --qk-norm |
 hidden-dropout-prob | --hidden-dropout {value} |
 attention-probs-dropout-prob | --attention-dropout {value} |
-moe-num-experts= n-routed-experts= num-experts= | @paddle_experts |
+moe-num-experts= n-routed-experts= num-experts= |
+    alike: --num-experts {word}
+    else: another model | all layers have the same experts, for one type of token
 moe-k | --moe-router-topk {value} |
-num-experts-per-tok= | @paddle_choices |
-moe-intermediate-size= | @paddle_expert_width |
+num-experts-per-tok= |
+    with moe-k: unnecessary | set by moe_k
+    else: --moe-router-topk {value}
+moe-intermediate-size= |
+    not alike and not is '': another model | all layers have the same experts, for one type of token
+    at most 0: unnecessary | experts are as wide as the dense layers
+    else: --moe-ffn-hidden-size {value}
 moe-num-shared-experts n-shared-experts | --moe-shared-experts {value} |
 moe-layer-start-index= first-k-dense-replace= | @paddle_first_dense |
 moe-capacity= | @paddle_capacity |
 moe-aux-loss-lambda= | @paddle_aux_of_all_choices |
-router-aux-loss-coef= | @paddle_aux |
+router-aux-loss-coef= |
+    moe-router-load-balancing-type aux-loss-type is seq_aux_loss: \
+        --moe-seq-aux-loss-coeff {value} --moe-aux-loss-coeff 0 | load balancing loss per sample
+    else: --moe-aux-loss-coeff {value}
 moe-orthogonal-loss-lambda | --moe-orthogonal-loss-coeff {value} |
 router-z-loss-coef | --moe-z-loss-coeff {value} |
-moe-use-aux-free | @paddle_bias |
-moe-use-aux-free-update-coef= moe-router-bias-update-rate= | @paddle_bias_rate |
-moe-gate-lr-ratio= | @paddle_gate_rate |
-moe-group= | @paddle_group |
-moe-gate= | @paddle_gate |
-moe-gate-act= scoring-func= | @paddle_score |
-moe-norm-gate-logits norm-topk-prob= | @paddle_weights |
-n-group= | @paddle_expert_groups |
-topk-group= | @paddle_chosen_groups |
+moe-use-aux-free |
+    off: unnecessary | the model has no expert bias
+    with moe-use-aux-free-update-coef moe-router-bias-update-rate: implied | set with its rate
+    else: --moe-router-bias-update-rate 0.001
+moe-use-aux-free-update-coef= moe-router-bias-update-rate= |
+    with moe-use-aux-free and not moe-use-aux-free on: unnecessary | the model has no expert bias
+    at most 0: unnecessary | the expert bias is constant
+    with moe-use-aux-free: --moe-router-bias-update-rate {value}
+    else: --moe-router-bias-update-rate {value} | applies if moe_use_aux_free of the model is on
+moe-gate-lr-ratio= |
+    moe-layer-start-index above 0: unnecessary | no effect: ERNIE's trainer applies it to layer 0 only, which is dense
+    else: other numbers --moe-router-lr-ratio {value} \
+        | applies to all routers; ERNIE's trainer applies it to layer 0 only
+moe-group= | ~ |
+    is ep expert: implied | expert ranks are --ep-degree
+    else: unsupported | layout: experts are distributed over expert ranks, --ep-degree
+moe-gate= |
+    has top2: implied | top-k of --moe-router-topk; the weights of the selected experts sum to one
+    else: other numbers | the router is a softmax or sigmoid with top-k
+moe-gate-act= scoring-func= |
+    is softmax sigmoid: --moe-router-score-function {value}
+    else: other numbers | router scores are softmax or sigmoid
+moe-norm-gate-logits norm-topk-prob= |
+    off: other numbers | the weights of the selected experts sum to one; in the script they keep their scores
+    else: implied | the weights of the selected experts sum to one
+n-group= |
+    at most 1: unnecessary | experts have no groups
+    else: --moe-router-num-groups {value}
+topk-group= |
+    n-group moe-router-num-groups at most 1: unnecessary | experts have no groups
+    else: --moe-router-group-topk {value}
 scaling-factor routed-scaling-factor | --moe-router-topk-scaling-factor {value} |
-multi-token-pred-depth= num-nextn-predict-layers= mtp-num-layers= | @paddle_ahead |
-multi-token-pred-lambda= mtp-loss-scaling-factor= | @paddle_ahead_weight |
-optim= | @paddle_optimizer |
-muon-exclude-patterns= muon-qkv-update-mode= muon-ffn-split muon-extra-scale-factor= | @paddle_muon | an option of Muon
-muon-momentum= muon-version= muon-ns-steps= muon-ns-coeff-type= muon-ns-coeffs= | @paddle_muon | an option of Muon
-normalize-logps label-smoothing= ignore-eos-token | @paddle_preferred | an option of preference training
-ref-model-update-steps= reference-free loss-type= | @paddle_preferred | an option of preference training
-pref-loss-ratio= sft-loss-ratio= beta= offset-alpha= simpo-gamma= | @paddle_preferred | an option of preference training
-dpop-lambda= | @paddle_preferred | an option of preference training
-report-to= | @paddle_logged |
-sharding-parallel-config= | @paddle_sharding_words |
-pipeline-parallel-config= | @paddle_pipeline_words |
-tensor-parallel-config= | @paddle_tensor_words |
-data-parallel-config= sequence-parallel-config= | @paddle_replica_words |
-"""
-
-_IMPLIED = """
+multi-token-pred-depth= num-nextn-predict-layers= mtp-num-layers= |
+    at most 0: unnecessary | multi-token prediction is off
+    above 1: another model | multi-token prediction has a single block
+    else: --mtp-depth {value}
+multi-token-pred-lambda= mtp-loss-scaling-factor= |
+    multi-token-pred-depth num-nextn-predict-layers mtp-num-layers at most 0: unnecessary \
+        | multi-token prediction is off
+    else: --mtp-loss-weight {value}
+optim= |
+    is adamw_mini: other numbers | AdamW with full moments
+    is adamw adamw_apex adamw_custom: implied | AdamW
+    else: other numbers | the optimizer is AdamW
+muon-exclude-patterns= muon-qkv-update-mode= muon-ffn-split muon-extra-scale-factor= muon-momentum= muon-version= \
+    muon-ns-steps= muon-ns-coeff-type= muon-ns-coeffs= |
+    optim has muon: other numbers | the optimizer is AdamW
+    else: unnecessary | an option of Muon, which is not selected
+normalize-logps label-smoothing= ignore-eos-token ref-model-update-steps= reference-free loss-type= pref-loss-ratio= \
+    sft-loss-ratio= beta= offset-alpha= simpo-gamma= dpop-lambda= |
+    stage is DPO KTO VL-DPO: other numbers | megapar only pre-trains, without preference pairs
+    else: unnecessary | an option of preference training, which is not selected
+report-to= | ~ |
+    is '' []: unnecessary | switched off
+    off: unnecessary | switched off
+    else: unsupported | --tensorboard-dir, --wandb-project or --swanlab-project log the numbers
+sharding-parallel-config= | @~paddle_sharding_words |
+pipeline-parallel-config= | @~paddle_pipeline_words |
+tensor-parallel-config= | @~paddle_tensor_words |
+data-parallel-config= sequence-parallel-config= | @~paddle_replica_words |
+[implied]
 do-train use-moe use-expert-parallel | | trainers always train; experts are --num-experts
 use-intermediate-api from-scratch= | | weights are initialized randomly
 use-ortho-loss-callback | | set by --moe-orthogonal-loss-coeff
-use-fused-rms-norm use-fused-rope use-fused-linear use-fused-dropout-add | | fused kernels are used if available
-use-fast-ln fuse-rms-norm fuse-ln fuse-swiglu fuse-linear fuse-rope | | fused kernels are used if available
-apply-rope-fusion use-fast-layer-norm fuse-attn-ffn fuse-attention-qkv= | | fused kernels are used if available
-fuse-attention-ffn= fuse-gate-detach-matmul fuse-softmax-mask use-mem-eff-attn | | fused kernels are used if available
-use-flash-attn-with-mask use-sparse-flash-attn fa-version= | | fused kernels are used if available
 use-fused-linear-cross-entropy use-fused-head-and-loss-fn use-fused-head-loss-fn | | logits are computed in chunks
 loss-subbatch-seqlen= loss-subbatch-sequence-length= use-sparse-head-and-loss-fn | | logits are computed in chunks
 moe-use-fusion-node moe-router-fusion moe-expert-fusion using-sonic-moe | | experts run as a grouped GEMM
@@ -160,9 +251,6 @@ pp-delay-scale-loss enable-delay-scale-loss | | losses are averaged over the glo
 custom-white-list= custom-black-list= custom-black-varnames= | | norms, softmax and losses are computed in fp32
 amp-custom-black-list= amp-custom-white-list= | | norms, softmax and losses are computed in fp32
 use-fp16-guard use-optimizer-fp16 optimize-cast | | 16-bit copies are made once per step
-unified-checkpoint unified-checkpoint-config= save-sharded-model | | one format, which loads on any layout
-load-sharded-model save-checkpoint-format= load-checkpoint-format= | | one format, which loads on any layout
-flex-ckpt-comm-method= save-rng-states | | one format, which loads on any layout
 load-sharded-model-remap-parameter-name force-reshard-pp | | one format, for any layout
 auto-parallel-resume-form-hybrid-parallel | | one format, for any layout
 log-global-grad-norm | | the gradient norm is always logged
@@ -179,9 +267,14 @@ distributed-dataloader split-inputs-sequence-dim pp-need-data | | every rank rea
 pp-need-data-degree= | | every rank reads the data it needs
 packing | | pre-training samples are always full
 use-global-causal-attn | | the default without --reset-attention-mask
-"""
-
-_UNNECESSARY = """
+[implied | fused kernels are used if available]
+use-fused-rms-norm use-fused-rope use-fused-linear use-fused-dropout-add use-fast-ln fuse-rms-norm fuse-ln fuse-swiglu
+fuse-linear fuse-rope apply-rope-fusion use-fast-layer-norm fuse-attn-ffn fuse-attention-qkv= fuse-attention-ffn=
+fuse-gate-detach-matmul fuse-softmax-mask use-mem-eff-attn use-flash-attn-with-mask use-sparse-flash-attn fa-version=
+[implied | one format, which loads on any layout]
+unified-checkpoint unified-checkpoint-config= save-sharded-model load-sharded-model save-checkpoint-format=
+load-checkpoint-format= flex-ckpt-comm-method= save-rng-states
+[unnecessary]
 do-eval do-predict do-export prediction-loss-only | | set by --eval-interval
 overwrite-output-dir disable-tqdm remove-unused-columns label-names= past-index= | | an option of Paddle's trainer
 run-name= | | an option of Paddle's trainer
@@ -215,46 +308,42 @@ sharding-parallel-mesh-dimension= sharding-comm-group-call-opt | | process group
 nccl-comm-group-config= | | process groups are created in one order
 nccl-comm-num= use-hierarchical-allreduce hierarchical-allreduce-inter-nranks= | | set by NCCL's environment variables
 heter-ccl-mode | | set by NCCL's environment variables
-fuse-all-reduce-ops fuse-grad-size-in-mb= fuse-grad-size-in-tflops= | | bucket sizes: --segment-broadcast-MB
-fuse-grad-size-in-num= last-comm-group-size-mb= sync-nccl-allreduce | | bucket sizes: --segment-broadcast-MB
-calc-comm-same-stream | | bucket sizes: --segment-broadcast-MB
 pp-allreduce-in-optimize -dp-as-optimizer-sharding | | gradients are reduced once per step
 cudnn-exhaustive-search conv-workspace-size-limit= | | the models have no convolutions
 cudnn-batchnorm-spatial-persistent | | the models have no convolutions
-sync-batch-norm without-graph-optimization find-unused-parameters | | megapar has no static program
-enable-sequential-execution fuse-elewise-add-act-ops fuse-bn-act-ops | | megapar has no static program
-fuse-relu-depthwise-conv fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace | | megapar has no static program
-enable-backward-optimizer-op-deps cache-runtime-context fuse-bn-add-act-ops | | megapar has no static program
-enable-auto-fusion enable-addto fix-op-run-order allow-cuda-graph-capture | | megapar has no static program
-reduce-strategy= num-threads= num-iteration-per-drop-scope= num-iteration-per-run= | | megapar has no static program
-use-thread-barrier | | megapar has no static program
 tensor-init-seed= | | set by --seed; weights are the same on every layout
-max-merge-var-num= send-queue-size= independent-recv-thread | | megapar has no parameter servers
-min-send-grad-num-before-recv= thread-pool-size= send-wait-times= | | megapar has no parameter servers
-runtime-split-send-recv launch-barrier heter-worker-device-guard= use-ps-gpu= | | megapar has no parameter servers
-a-sync-configs.k-steps= a-sync-configs.lr-decay-steps= a-sync | | megapar has no parameter servers
 p2p-cache-shape checkpoint-shape= | | stages send one tensor of one shape
 enable-auto-parallel to-static semi-auto auto auto-search enable-tuning | | megapar plan chooses layouts
 model-with-dpo-criterion sharding-configs.stage= | | an option of automatic layouts
-vocab-path= fine-tuning= dataset-type= train-dataset-type= eval-dataset-type= | | an option of fine-tuning
-eval-dataset-prob= train-dataset-prob= random-shuffle num-samples-each-epoch= | | an option of fine-tuning
-greedy-intokens template= template-backend= use-template encode-one-turn split-multi-turn | | an option of fine-tuning
-eval-with-do-generation max-prompt-len= truncation-strategy= truncate-packing binpacking | | an option of fine-tuning
-packing-interval= padding-free dataset-output-dir= make-offline-data | | an option of fine-tuning
-new-special-tokens-path= custom-register-path= processor-use-fast= mix-strategy= | | an option of fine-tuning
-max-estimate-samples= estimation-output-file= dataset-num-proc= dataset-batch-size= | | an option of fine-tuning
-dataset-kwargs= dataset-text-field= num-of-gpus= autotuner-benchmark | | an option of fine-tuning
 vision-config= ernie-model-config= compute-type= | | an option of Paddle's command line
-moe-multimodal-dispatch-use-allgather= moe-dense-experts-token-type-id= | | an option of image models
-balanced-image-preprocess factor= rope-3d freq-allocation= resampler-fuse-rms-norm | | an option of image models
-use-recompute-resampler use-recompute-dnd | | an option of image models
 moe-layer-feed-fake-token compression-ratio= moe-gate-detach= | | an option of older models
 moe-deepep-num-sms= moe-ep-barrier moe-deep-gemm | | experts use torch's kernels
 env.home= | | an option of Paddle's environment
 bf16-full-eval fp16-full-eval | | evaluations use the precision of training
-"""
-
-_UNSUPPORTED = """
+[unnecessary | bucket sizes: --segment-broadcast-MB]
+fuse-all-reduce-ops fuse-grad-size-in-mb= fuse-grad-size-in-tflops= fuse-grad-size-in-num= last-comm-group-size-mb=
+sync-nccl-allreduce calc-comm-same-stream
+[unnecessary | megapar has no static program]
+sync-batch-norm without-graph-optimization find-unused-parameters enable-sequential-execution fuse-elewise-add-act-ops
+fuse-bn-act-ops fuse-relu-depthwise-conv fuse-broadcast-ops fuse-all-optimizer-ops enable-inplace
+enable-backward-optimizer-op-deps cache-runtime-context fuse-bn-add-act-ops enable-auto-fusion enable-addto
+fix-op-run-order allow-cuda-graph-capture reduce-strategy= num-threads= num-iteration-per-drop-scope=
+num-iteration-per-run= use-thread-barrier
+[unnecessary | megapar has no parameter servers]
+max-merge-var-num= send-queue-size= independent-recv-thread min-send-grad-num-before-recv= thread-pool-size=
+send-wait-times= runtime-split-send-recv launch-barrier heter-worker-device-guard= use-ps-gpu= a-sync-configs.k-steps=
+a-sync-configs.lr-decay-steps= a-sync
+[unnecessary | an option of fine-tuning]
+vocab-path= fine-tuning= dataset-type= train-dataset-type= eval-dataset-type= eval-dataset-prob= train-dataset-prob=
+random-shuffle num-samples-each-epoch= greedy-intokens template= template-backend= use-template encode-one-turn
+split-multi-turn eval-with-do-generation max-prompt-len= truncation-strategy= truncate-packing binpacking
+packing-interval= padding-free dataset-output-dir= make-offline-data new-special-tokens-path= custom-register-path=
+processor-use-fast= mix-strategy= max-estimate-samples= estimation-output-file= dataset-num-proc= dataset-batch-size=
+dataset-kwargs= dataset-text-field= num-of-gpus= autotuner-benchmark
+[unnecessary | an option of image models]
+moe-multimodal-dispatch-use-allgather= moe-dense-experts-token-type-id= balanced-image-preprocess factor= rope-3d
+freq-allocation= resampler-fuse-rms-norm use-recompute-resampler use-recompute-dnd
+[unsupported]
 convert-from-hf save-to-hf load-from-hf save-hf-steps= save-hf-total-limit= | | files: --load-hf, --save-hf
 save-hf-memory-growth-threshold= aoa-config= load-via-cpu | | files: --load-hf, --save-hf
 resume-from-huggingface-ckpt= | | files: --load-hf
@@ -270,10 +359,6 @@ profile profile-step-start= profile-step-end= | | logging: --profile START:END
 zcc-save-ema-coef= zcc-ema-interval= zcc-ema-loss-threshold= online-merge-ema | | no moving average of weights is kept
 sharded-model-from-ema | | no moving average of weights is kept
 recompute-method= recompute-num-layers= | | memory: use --recompute-granularity
-recompute-modules= recompute-mtp-modules= recompute-mtp-granularity= | | memory: units are whole layers
-recompute-mtp-method= use-recompute-attn use-recompute-lm-head use-recompute-loss-fn | | memory: units are whole layers
-use-recompute-mtp use-recompute-moe refined-recompute= use-rms-qkv-recompute | | memory: units are whole layers
-use-linear-residual-norm-recompute recompute-allgather checkpoints= | | memory: units are whole layers
 selective-no-recompute-num= no-recompute-layers= pp-no-recompute-layer= | | memory: --recompute-interval
 pp-recompute-interval= | | memory: --recompute-interval
 decoderlayer-act-offload-settings= offload-pp-data-chunk-size= offload-queue | | memory: --recompute-offload
@@ -309,13 +394,13 @@ num-empty-layers-add-in-head= num-empty-layers-add-in-tail= insert-empty-layer= 
 cp-balance-mode= cp-comm-type= | | layout: --context-parallel-algo
 split-norm-comm ddp-find-unused-parameters= elastic | | an option of Paddle's process groups
 experimental-dataflow | | an option of Paddle's program
-"""
-
-_LEFT = """
+[unsupported | memory: units are whole layers]
+recompute-modules= recompute-mtp-modules= recompute-mtp-granularity= recompute-mtp-method= use-recompute-attn
+use-recompute-lm-head use-recompute-loss-fn use-recompute-mtp use-recompute-moe refined-recompute=
+use-rms-qkv-recompute use-linear-residual-norm-recompute recompute-allgather checkpoints=
+[left to you]
 skip-data-intervals= ignore-data-skip | | --skip-samples skips ranges of samples
-"""
-
-_UNLESS_OTHER = """
+[other numbers unless]
 lr-end= power= num-cycles= | 1e-7 1 0.5 | | --lr-decay-style defines the curve
 moe-dropout-prob= moe-all-to-all-dropout= | 0 | | experts and messages have no dropout
 use-fp8-mlp | | | expert GEMMs use fp8 in Paddle, 16 bits in megapar
@@ -353,9 +438,7 @@ init-method= output-layer-init-method= embedding-init-method= | | | weights are 
 embedding-init-method-std= | 0.02 | | all weights are initialized with --init-std
 high-precision-rope fp32-residual-connection | | | rotary angles and residuals use --dtype
 adam-d2sum | | | the optimizer is AdamW
-"""
-
-_UNLESS_ANOTHER = """
+[another model unless]
 dsa-indexer-loss-coeff= | 0.01 | | attention is dense
 moe-layer-interval= | 1 | | all layers after --first-k-dense have experts
 moe-layer-end-index= | -1 | | all layers after --first-k-dense have experts
@@ -368,50 +451,53 @@ gated-linear-unit | true | | the alternative is --activation gelu
 normalization= | rmsnorm layernorm | | norms are RMSNorm or LayerNorm
 softmax-type= | vanilla | | attention uses a plain softmax
 moe-group-orthogonal-loss | true | | the orthogonal loss covers all rows of a router together
-"""
-
-_OTHER, _OTHER_FUNCTIONS = unless(_UNLESS_OTHER, OTHER)
-_ANOTHER, _ANOTHER_FUNCTIONS = unless(_UNLESS_ANOTHER, ANOTHER)
-
-ROWS: dict[str, Foreign] = {
-    **rows(_RENAMED, RENAMED),
-    **rows(_IMPLIED, IMPLIED),
-    **rows(_UNNECESSARY, UNNECESSARY),
-    **rows(_UNSUPPORTED, UNSUPPORTED),
-    **rows(_LEFT, LEFT),
-    **_OTHER,
-    **_ANOTHER,
-}
-FUNCTIONS: dict[str, Function] = {**_OTHER_FUNCTIONS, **_ANOTHER_FUNCTIONS}
+""")
 
 # Defaults of Paddle that differ from megapar's.
 DEFAULTS: dict[str, Foreign] = defaults("""
 adam-beta2 | --adam-beta2 0.999 |
 weight-decay | --weight-decay 0.0 |
 learning-rate | --lr 5e-05 |
-lr-scheduler lr-scheduler-type | @paddle_usual_style |
-decay-function | @paddle_usual_fall |
-min-lr min-learning-rate | @paddle_usual_floor |
-bf16 fp16 amp | @paddle_usual_precision |
-fp16-opt-level use-pure-fp16 | @paddle_usual_level |
-scale-loss init-loss-scaling | @paddle_usual_loss_scale |
-incr-every-n-steps decr-every-n-nan-or-inf | @paddle_usual_window |
+lr-scheduler lr-scheduler-type |
+    ernie 4.5: --lr-decay-style cosine
+    else: --lr-decay-style linear
+decay-function | = half_life |
+min-lr min-learning-rate |
+    ernie 4.5: unnecessary | the learning rate decays to 0
+    lr-scheduler-type has constant: unnecessary | the learning rate decays to 0
+    else: --min-lr 1e-05 | the minimum in PaddleNLP's run_pretrain.py
+bf16 fp16 amp | --dtype fp32 | neither bf16 nor fp16
+fp16-opt-level use-pure-fp16 | = O1 |
+scale-loss init-loss-scaling | = 32768 |
+incr-every-n-steps decr-every-n-nan-or-inf |
+    not fp16 on: unnecessary | the loss is scaled only with fp16
+    else: --loss-scale-window 2000 --hysteresis 1 | the defaults of paddle.amp.GradScaler
 per-device-train-batch-size micro-batch-size global-batch-size | --micro-batch-size 8 |
 sharding | @paddle_unsharded |
-sharding-degree sharding-group-size sharding-parallel-degree sharding-parallel-size | @paddle_usual_degree |
+sharding-degree sharding-group-size sharding-parallel-degree sharding-parallel-size |
+    sharding is true 1: --sharding-degree 8 | Fleet's sharding optimizer
+    else: unnecessary | all data ranks, the same default
 seed | --seed 42 |
 max-steps num-train-epochs | | the run length is not set: --train-iters
 max-seq-length max-seq-len max-sequence-length | | the sample length is not set: --seq-length
 input-dir train-dataset-path | | no data are set: --data-path
 split | @with input-dir: --split 949,50,1 else no data are set |
-eval-steps evaluation-strategy | @paddle_usual_evaluated |
+eval-steps evaluation-strategy |
+    evaluated in paddle: left to you | the interval is not set: --eval-interval
+    else: --eval-interval 0 | evaluation is off without do_eval
 save-steps save-strategy | @~with output-dir: --save-interval 500 else nothing is saved without output_dir |
 logging-steps logging-strategy | --log-interval 500 |
-moe-num-experts n-routed-experts num-experts | @paddle_usual_experts |
+moe-num-experts n-routed-experts num-experts |
+    without hidden-size: unnecessary | no model sizes are given
+    else: --num-experts 0 | a dense model
 moe-aux-loss-lambda router-aux-loss-coef | @paddle_usual_aux |
-rms-norm-eps | @paddle_usual_eps |
+rms-norm-eps |
+    without hidden-size: unnecessary | no model sizes are given
+    else: --layernorm-epsilon 1e-06
 initializer-range | @paddle_usual_std |
-tie-word-embeddings | @paddle_usual_tie |
+tie-word-embeddings |
+    without hidden-size: unnecessary | no model sizes are given
+    else: --untie-embeddings-and-output-weights
 """)
 
 

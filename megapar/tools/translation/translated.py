@@ -11,10 +11,10 @@ from difflib import get_close_matches
 from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.read import Spelling, normal, spellings
 from megapar.config.values import FALSE, TRUE, BadValue, convert
-from megapar.tools.translation import decided, mindspeed, of_mindspeed, of_paddle, of_paddle_model, open_values, paddle
+from megapar.tools.translation import of_megatron, of_mindspeed, of_paddle, open_values
+from megapar.tools.translation.cases import Function, cases
 from megapar.tools.translation.launchers import LAUNCHERS
 from megapar.tools.translation.line import WRAPPERS, Line
-from megapar.tools.translation.neutral import Function, case
 from megapar.tools.translation.number import NotANumberError
 from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN, SIGNS
 from megapar.tools.translation.verdict import (
@@ -39,8 +39,8 @@ _FILE_OF_MEGATRON = ("language-model.", "model-parallel.")  # sections of Megatr
 _OF_PADDLE = re.compile("degree|sharding|parallel|moe|amp|segment|pipeline")
 _SWITCHED_OFF = tuple(word for word in FALSE if word != "0")  # 0 may also be a number
 _OF_THE_LAUNCHER = {
-    **{"@node_rank": "--node-rank", "@rendezvous": "--rdzv-endpoint", "@ranks_here": "--nproc-per-node"},
-    **{"@worker_num": "--nnodes", "@hosts": "--nnodes", "@num_processes": "--nproc-per-node"},
+    **{"@~node_rank": "--node-rank", "@~rendezvous": "--rdzv-endpoint", "@~ranks_here": "--nproc-per-node"},
+    **{"@~worker_num": "--nnodes", "@~hosts": "--nnodes", "@~num_processes": "--nproc-per-node"},
 }
 _WORDS = {("position_embedding_type", "learned_absolute"): "learned"}
 
@@ -188,7 +188,10 @@ def implicit_defaults(found: Sequence[Translated], framework: str) -> list[Trans
     items = []
     for names, row in DEFAULTS[framework].items():
         if in_script.isdisjoint(names.split()) or _off(found, names.split()):
-            verdict, ours, reason = _apply(row, "", given)
+            value = row.ours.removeprefix("= ")  # of an argument, translated by its row
+            if value != row.ours:
+                row = replace(FOREIGN[framework][names.split()[0]], reason=row.reason)
+            verdict, ours, reason = _apply(row, "" if value == row.ours else value, given)
             if ours and written.issuperset(_flags(ours)):
                 continue  # set by megapar's own spelling
             if ours or verdict in (*CHANGING, LEFT):
@@ -306,8 +309,8 @@ def _translate_argument(name: str, value: str, given: Mapping[str, str], table: 
         decides, here = _decides(key, foreign), _here(key, foreign)
         return Translated(written, value, LEFT, "", reason, decides=decides, here=here)
     if row is not None:
-        verdict, ours, why = _apply(table[row], value, given, key)
-        decides = verdict == LEFT and table[row].ours[1:] in DECIDING
+        verdict, ours, why = _apply(table[row], value, given, row)
+        decides = verdict == LEFT and table[row].ours.startswith("@") and _decides(key, table[row])
         here = _here(key, table[row]) if verdict == LEFT else ""
         return Translated(written, value, verdict, ours, why, decides=decides, here=here)
     found = spellings().get(key) or spellings().get(key.rpartition(".")[2])
@@ -327,14 +330,9 @@ def _missing_reason(value: str) -> str:
 
 def _decides(key: str, row: Foreign | None) -> bool:
     """Return True if an argument's value affects the training, unlike paths and the placement of ranks."""
-    if row is not None and row.ours[1:] in FUNCTIONS:
-        return row.ours[1:] in DECIDING
-    if row is not None and row.ours.startswith("@~"):
-        return False
     if row is not None and row.ours.startswith("@"):
-        name = _flags(row.ours)[0]
-    else:
-        name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
+        return not row.ours.startswith("@~")
+    name = row.ours.split()[0] if row is not None and row.ours else f"--{key}"
     spelling = spellings().get(normal(name.lstrip("-")))
     return spelling is not None and spelling.flag.group not in _HARMLESS
 
@@ -353,7 +351,7 @@ def _apply(row: Foreign, value: str, given: Mapping[str, str], key: str = "") ->
     """Return (verdict, ours, reason) of a row for this value."""
     if row.ours.startswith("@"):
         try:
-            verdict, ours, reason = function(row.ours[1:])(value, given)
+            verdict, ours, reason = function(row.ours)(value, given)
         except NotANumberError as error:
             return OTHER, "", str(error)
         return verdict, ours.replace("{name}", key), reason or row.reason
@@ -407,22 +405,10 @@ def _translate_switch(written: str, value: str, spelling: Spelling) -> Translate
     return Translated(written, value, SAME if same else RENAMED, ours, "" if same else f"means {flag.spelling}")
 
 
-FUNCTIONS: Mapping[str, Function] = {
-    **decided.DECIDED,
-    **mindspeed.FUNCTIONS,
-    **of_mindspeed.FUNCTIONS,
-    **paddle.FUNCTIONS,
-    **of_paddle.FUNCTIONS,
-    **of_paddle_model.FUNCTIONS,
-}
+FUNCTIONS: Mapping[str, Function] = {**of_megatron.FUNCTIONS, **of_mindspeed.FUNCTIONS, **of_paddle.FUNCTIONS}
 
 
-# Functions whose argument affects the training. If the script leaves its value open, the training is undecided.
-DECIDING = decided.DECIDING | (
-    frozenset(FUNCTIONS) - frozenset(decided.DECIDED) - of_mindspeed.HARMLESS - of_paddle.HARMLESS
-)
-
-
-def function(name: str) -> Function:
-    """Return the function of a cell ``@name``, or of a cell ``@CONDITION: ..`` (``case``)."""
-    return FUNCTIONS[name] if name in FUNCTIONS else case(name)
+def function(ours: str) -> Function:
+    """Return the function of a row: the one that it names, or that of its cases."""
+    name = ours.lstrip("@~")
+    return FUNCTIONS[name] if name in FUNCTIONS else cases(name)

@@ -1,8 +1,9 @@
-"""Verdicts on the arguments of other frameworks, and parsers for the tables of arguments."""
+"""Verdicts on the arguments of other frameworks, and the parser of the tables of arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 SAME, RENAMED, IMPLIED, UNNECESSARY = "same", "renamed", "implied", "unnecessary"
@@ -28,7 +29,8 @@ class Foreign:
 
     Attributes:
         verdict: One of ``VERDICTS``.
-        ours: megapar flags to write, with ``{value}``; or ``@`` and the name of a function in ``functions``.
+        ours: megapar flags to write, with ``{value}``; or ``@`` and the name of a function or the row's cases. ``@~``:
+            the numbers of the training do not depend on it.
         reason: Explanation for the user.
         takes_value: The argument takes the word after it: its name ends in ``=`` in the table, or ``ours`` has the
             value. Otherwise it is a switch, or it is not known.
@@ -40,29 +42,70 @@ class Foreign:
     takes_value: bool = False
 
 
-def rows(text: str, verdict: str) -> dict[str, Foreign]:
-    """Parse lines ``names | ours | reason``. Several names may share a line."""
+def table(text: str) -> dict[str, Foreign]:
+    """Parse a table of arguments. Raises ValueError if an argument has two rows.
+
+    Sections begin with a line ``[verdict]``. A row is ``names | ours | reason``: several names may share it, and one
+    ends in ``=`` if the argument takes a value and ``ours`` does not show it. ``ours`` may also be ``@NAME`` of a
+    function, ``@CONDITION: OURS else REASON`` (with nothing to write otherwise), or empty, with a case of ``cases`` in
+    each of the indented lines below. ``~`` in front: the numbers of the training do not depend on the argument.
+
+    A section ``[verdict | reason]`` lists names alone. In a section ``[verdict unless]`` a row is ``names | values |
+    requires | reason``: the verdict does not hold for these values, nor if it is off (every spelling counts), nor if
+    none of the arguments that it requires is on.
+    """
     found: dict[str, Foreign] = {}
-    for line in text.strip().splitlines():
-        names, ours, reason = (part.strip() for part in line.split("|"))
-        found |= named(names, verdict, ours, reason)
+    verdict = shared = ""
+    for head, cells, cases in _lines(text):
+        if head.startswith("["):
+            verdict, shared = head.strip("[]"), "".join(cells).rstrip("]")
+            continue
+        if shared:
+            ours, reason = "", shared
+        elif verdict.endswith(" unless"):
+            ours, reason = _unless(verdict.removesuffix(" unless"), *cells), cells[-1]
+        else:
+            ours, reason = _ours(cases, *cells)
+        takes = "{value}" in ours and not ours.startswith("@")
+        for name in head.split():
+            if name.rstrip("=") in found:
+                raise ValueError(f"{name} has two rows")
+            row = Foreign(verdict.removesuffix(" unless"), ours, reason, takes or name[-1] == "=")
+            found[name.rstrip("=")] = row
     return found
-
-
-def named(names: str, verdict: str, ours: str, reason: str) -> dict[str, Foreign]:
-    """Return one row for each of these names."""
-    takes = "{value}" in ours
-    return {name.rstrip("="): Foreign(verdict, ours, reason, takes or name[-1] == "=") for name in names.split()}
 
 
 def defaults(text: str) -> dict[str, Foreign]:
     """Parse lines ``names | ours | reason``: the framework's default if a script has none of these names.
 
-    The key of a row is all its names. ``ours`` contains flags to add, or ``@`` and the name of a function that is
-    called with an empty value. It is empty if the framework has no default either: the user must set a value.
+    The key of a row is all its names. ``ours`` contains flags to add, as in ``table``, or is ``= VALUE``: this value of
+    the first name, translated by its row. It is empty if the framework has no default either: the user must set one.
     """
     found = {}
-    for line in text.strip().splitlines():
-        names, ours, reason = (part.strip() for part in line.split("|"))
+    for names, cells, cases in _lines(text):
+        ours, reason = _ours(cases, *cells)
         found[" ".join(names.split())] = Foreign(RENAMED if ours else LEFT, ours, reason)
     return found
+
+
+def _lines(text: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield (first cell, other cells, indented lines) of each row."""
+    for row in re.split(r"\n(?! )", text.strip()):
+        line, *cases = (" ".join(line.split()) for line in row.splitlines())
+        head, *cells = map(str.strip, line.split("|"))
+        yield head, cells, cases
+
+
+def _ours(cases: Sequence[str], cell: str, reason: str = "") -> tuple[str, str]:
+    """Return (ours, reason) of a row, with its cases one per line after ``@`` or ``@~``."""
+    if cases:
+        return f"@{cell}" + "\n".join(cases), reason
+    if cell.startswith("@") and " else " in cell:
+        return cell.replace(" else ", f"\nelse: {UNNECESSARY} | "), reason
+    return cell, reason
+
+
+def _unless(verdict: str, values: str, requires: str, reason: str) -> str:
+    cases = [f"not {requires} on: {UNNECESSARY} | no effect without --{requires.split()[0]}"] if requires else []
+    cases += [f"{test}: {UNNECESSARY} | no effect with this value" for test in ("off", f"is {values}".strip())]
+    return "@" + "\n".join([*cases, f"else: {verdict} | {reason}"])

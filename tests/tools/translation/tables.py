@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import shlex
-from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from megapar.config.read import normal, spellings
@@ -42,23 +39,6 @@ def declared(name: str) -> list[Declared]:
 def values_of(row: Declared) -> list[str]:
     """Values to ask a row about: its own, and words and numbers that nobody thought of."""
     return list(dict.fromkeys((row.default, *row.choices, "1", "0.5", "some/path"))) if row.kind == "value" else [""]
-
-
-def named_twice(module: ModuleType) -> list[str]:
-    """Arguments that stand in several lines ``names | ...`` of a module: a later row would win in silence."""
-    source = Path(str(module.__file__)).read_text(encoding="utf-8")
-    texts = {
-        node.targets[0].id: node.value.value
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.targets[0], ast.Name)
-    }
-    names: Counter[str] = Counter()
-    for text in texts.values():
-        for line in str(text).strip().splitlines():
-            names.update(line.partition("|")[0].split() if "|" in line else [])
-    return [name for name, count in names.items() if count > 1]
 
 
 def differing(table: str, framework: str) -> dict[str, str]:

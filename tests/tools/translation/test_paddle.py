@@ -28,7 +28,7 @@ from megapar.tools.translation.verdict import (
     UNSUPPORTED,
     VERDICTS,
 )
-from tests.tools.translation.tables import FOLDER, declared, differing, named_twice, values_of
+from tests.tools.translation.tables import FOLDER, declared, differing, values_of
 
 ROOT = Path(__file__).parents[3]
 TABLES = {"paddlenlp": 130, "paddleformers": 450, "ernie_4_5": 215, "paddle_fleet": 150}
@@ -87,13 +87,10 @@ def test_every_row_is_of_an_argument_that_there_is() -> None:
     assert set(paddle.ROWS) - names - parts == OF_MODELS
 
 
-def test_reasons_are_sentences_and_no_argument_stands_twice() -> None:
+def test_reasons_are_sentences() -> None:
     reasons = {row.reason for row in paddle.ROWS.values() if row.reason}
     assert not [reason for reason in reasons if len(reason) < 8 or reason.endswith(".")]
     assert len(reasons) > 130
-    assert [
-        name for name in named_twice(paddle) if name not in {n for key in paddle.DEFAULTS for n in key.split()}
-    ] == []
 
 
 WSD = "--lr-decay-style wsd --lr-wsd-decay-iters 100"
