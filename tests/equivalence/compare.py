@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -17,19 +19,51 @@ def still(flags: tuple[str, ...]) -> tuple[str, ...]:
     return (*flags[:start], *flags[start + 2 :], *STILL)
 
 
-def differences(got: Trace, want: Trace, noise: float = 0.0) -> list[str]:
+NUDGED = 100  # times as far as a run whose first weights were a rounding away: layouts round in every operation
+
+
+class Growth(NamedTuple):
+    """How far two runs of one process get from each other that differ by a rounding, relative to the values.
+
+    logged, gradients: per step, at most up to it. parameters: after the last one.
+    """
+
+    logged: list[float]
+    gradients: list[float]
+    parameters: float
+
+
+def growth_between(nudged: Trace, want: Trace) -> Growth:
+    """How far a run is from another whose first weights were a rounding away."""
+    logged = [
+        max((abs(mine.get(name, b) - b) / max(abs(b), 1e-30) for name, b in theirs.items()), default=0.0)
+        for mine, theirs in zip(nudged.logged, want.logged, strict=True)
+    ]
+    gradients = [
+        max(float((mine[name] - b).abs().max()) / max(float(b.abs().max()), 1e-6 * norm) for name, b in theirs.items())
+        for mine, theirs, norm in zip(nudged.gradients, want.gradients, want.norms, strict=True)
+    ]
+    parameters = max(
+        float((nudged.parameters[name] - b).abs().max()) / max(float(b.abs().max()), 1e-30)
+        for name, b in want.parameters.items()
+    )
+    return Growth(list(accumulate(logged, max)), list(accumulate(gradients, max)), parameters)
+
+
+def differences(got: Trace, want: Trace, noise: float = 0.0, growth: Growth | None = None) -> list[str]:
     """Everything in fp64 that is further from one process than rounding explains; empty where nothing is.
 
     noise: a difference of parameters that is none. Where a gradient is zero but for rounding, Adam makes a step of it,
-    and all that a zero-initialised bias then holds is noise.
+    and all that a zero-initialised bias then holds is noise. growth: what rounding comes to in this run.
     """
     found = []
+    grown = growth or Growth([0.0] * len(want.logged), [0.0] * len(want.gradients), 0.0)
     for step, (logs, wanted) in enumerate(zip(got.logged, want.logged, strict=True)):
         if logs.keys() != wanted.keys():
             found.append(f"logged, step {step}: {sorted(logs.keys() ^ wanted.keys())} on one side only")
         for name, b in wanted.items():
             a = logs.get(name, b)
-            if not abs(a - b) <= 1e-10 * max(abs(b), 1e-30):
+            if not abs(a - b) <= max(1e-10, NUDGED * grown.logged[step]) * max(abs(b), 1e-30):
                 found.append(f"{name}, step {step}: {a!r} instead of {b!r}")
     for step, (mine, theirs) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         if mine.keys() != theirs.keys():
@@ -38,11 +72,11 @@ def differences(got: Trace, want: Trace, noise: float = 0.0) -> list[str]:
         floor = 1e-6 * want.norms[step]
         for name, b in theirs.items():
             error, scale = float((mine[name] - b).abs().max()), float(b.abs().max())
-            if not error <= 1e-9 * max(scale, floor):
+            if not error <= max(1e-9, NUDGED * grown.gradients[step]) * max(scale, floor):
                 found.append(f"gradient of {name}, step {step}: off by {error:.3g}, its largest is {scale:.3g}")
     for name, b in want.parameters.items():
         error, scale = float((got.parameters[name] - b).abs().max()), float(b.abs().max())
-        if not error <= max(1e-9 * scale, noise):
+        if not error <= max(max(1e-9, NUDGED * grown.parameters) * scale, noise):
             found.append(f"parameter {name}: off by {error:.3g}, its largest is {scale:.3g}")
     return found
 

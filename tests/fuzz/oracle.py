@@ -20,6 +20,7 @@ from megapar.moe.router import Routing
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
 from megapar.training.building.builder import Builder
+from megapar.training.loop.callbacks import TrainerCallback
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
 from tests.moe.oracle import keep
@@ -37,11 +38,12 @@ def trace_by_parts(
     steps: int,
     parts: Parts,
     replay: Choices | None = None,
+    callback: TrainerCallback | None = None,
 ) -> Trace | None:
     """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
     builder = Builder()
     builder.moe_parts = MoeParts(routing=_routing_by(parts))
-    return trace(rank, world_size, rendezvous, kind, flags, steps, replay, builder=builder)
+    return trace(rank, world_size, rendezvous, kind, flags, steps, replay, builder=builder, callback=callback)
 
 
 def _routing_by(parts: Parts) -> type[MicroBatchRouting]:
