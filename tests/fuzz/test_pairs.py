@@ -25,9 +25,9 @@ def some() -> Pairs:
 
 def test_directed_cases_cover_every_legal_pair() -> None:
     pairs = some()
-    *_, tally = PairFuzzer(pairs, seed=3, max_cases=4 * DRAWS, check=lambda case: Outcome(EQUAL)).run()
+    *_, tally = PairFuzzer(pairs, seed=5, max_cases=4 * DRAWS, check=lambda case: Outcome(EQUAL)).run()
     assert pairs.missing() == []
-    assert tally.tried <= 3 * DRAWS
+    assert tally.tried < 3 * DRAWS
 
 
 def test_pairs_of_failed_cases_are_not_covered() -> None:
