@@ -1,8 +1,8 @@
 """The attention mask of a micro-batch: which positions attend to which, as a value on the host.
 
 It is made once per micro-batch, and says what attention inside documents and the tiles of context parallelism compute.
-Tensors that kernels need stand beside it (``device.attention.documents``). A compiled function must not take it, because
-each new value would compile the function again.
+Tensors that kernels need stand beside it (``device.attention.documents``). A compiled function must not take it,
+because each new value would compile the function again.
 """
 
 from __future__ import annotations
