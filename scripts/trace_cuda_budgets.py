@@ -7,7 +7,7 @@ megapar/tools/tracing/kernels.py defines the kernels per operator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ UNEVEN = f"{MOE} --moe-model-type megatron_moe --ep-degree 2"
 EVEN = f"{MOE} --moe-model-type deepspeed_moe --ep-degree 2"
 BY_NODE = "--moe-dispatch node --ranks-per-node"
 SLICES = f"{EVEN} --ampipe-degree"
+PIECES = f"{EVEN} --use-pipe-experts --pipe-experts-multi-data 2"
+MP2 = "--mp-degree 2 --sequence-parallel"
 DROPLESS_SLICES = f"{UNEVEN} --ampipe-degree"
 ERNIE3 = f"{SMALL} --ernie-model ernie3 --task-num-layers 1 --task-hidden-size 64 --task-num-attention-heads 4"
 ERNIE3 += " --task-type-vocab-size 5"
@@ -90,21 +92,9 @@ RUNS = (
     Run("slices 4, dropless, cross-layer", "moe", 2, f"{DROPLESS_SLICES} 4 --ampipe-cross-layer", counts=8),
     Run("slices 2, documents", "moe", 2, f"{SLICES} 2 --reset-attention-mask", counts=4),
     Run("slices 2, cp 2", "moe", 2, f"{SLICES} 2 --cp-degree 2", counts=4),
-    Run(
-        "slices 2, mp 2",
-        "moe",
-        4,
-        f"{SLICES} 2 --mp-degree 2 --sequence-parallel --ampipe-tp-sp-comm-overlap",
-        counts=4,
-    ),
-    Run("pieces of experts", "moe", 2, f"{EVEN} --use-pipe-experts --pipe-experts-multi-data 2", counts=2),
-    Run(
-        "pieces of experts, mp 2",
-        "moe",
-        4,
-        f"{EVEN} --use-pipe-experts --pipe-experts-multi-data 2 --mp-degree 2 --sequence-parallel",
-        counts=2,
-    ),
+    Run("slices 2, mp 2", "moe", 4, f"{SLICES} 2 {MP2} --ampipe-tp-sp-comm-overlap", counts=4),
+    Run("pieces of experts", "moe", 2, PIECES, counts=2),
+    Run("pieces of experts, mp 2", "moe", 4, f"{PIECES} {MP2}", counts=2),
     Run("cp 2, ring", "moe", 2, f"{DENSE} --cp-degree 2"),
     Run("cp 2, heads", "moe", 2, f"{DENSE} --cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
     Run("cp 2, gathered", "moe", 2, f"{DENSE} --cp-degree 2 --context-parallel-algo allgather_cp_algo"),
@@ -184,271 +174,130 @@ class Row(NamedTuple):
     reason: str
 
 
-BUDGETS: tuple[Row, ...] = (
-    Row("dense", "*", "*", "kernels", 45, "44: 31 for the layer, 13 for its share of norm, update and cast"),
-    Row("dense", "*", "*", "products", 12, "four weights: one product forward, two backward"),
-    Row("dense", "*", "*", "rows", 8192, "all tokens of the micro-batch, unsharded"),
-    Row("dense", "*", "*", "megabytes", 9700, "9,440, including 5,670 for norm, update and cast"),
-    Row("dense", "_fused_adamw_", "*", "kernels", 10, "218 million elements; torch takes 20,971,520 in a launch"),
-    Row("dense", "*", "rotary_heads*", "kernels", 2, "one in each direction, which also splits the heads"),
-    Row("dense", "swiglu*", "*", "kernels", 2, "one in each direction"),
-    Row("dense", "swiglu*", "*", "megabytes", 1900, "1,880: one pass in each direction"),
-    Row("dense", "copy_", "*", "kernels", 1, "the cast of parameters: products are added to the bucket of gradients"),
-    Row(
-        "dense", "*", "_norms", "kernels", 2, "one reduction of the large range; a multi-tensor norm of all small ones"
-    ),
-    Row("dense, beside", "*", "*LinearCrossEntropy*", "rows", 1024, "a chunk of the logits that fills the device"),
-    Row("dense, beside", "*", "*", "products", 6, "three for each of two chunks of the logits"),
-    Row(
-        "dense, beside",
-        "*",
-        "*",
-        "megabytes",
-        31500,
-        "30,540: two passes over the logits in fp32; the product accumulates the gradient of the output layer",
-    ),
-    Row(
-        "dense, beside",
-        "*",
-        "*",
-        "kernels",
-        104,
-        "101: 22 for the update, 14 for the embedding, three per chunk of logits",
-    ),
-    Row("dense, beside", "*", "*_norms", "kernels", 4, "one large range, and the small ones of the whole model"),
-    Row(
-        "dense, compiled",
-        "*",
-        "*",
-        "kernels",
-        41,
-        "40: 27 for the layer, of which 6 generated, and 13 for its share of norm, update and cast",
-    ),
-    Row(
-        "dense, compiled",
-        "triton",
-        "*",
-        "kernels",
-        6,
-        "two sums with their norms forward, four backward: a norm sums its weight's gradient in two steps",
-    ),
-    Row("dense, compiled", "*", "*", "products", 12, "four weights: one product forward, two backward"),
-    Row(
-        "dense, compiled",
-        "*",
-        "*",
-        "megabytes",
-        9350,
-        "9,040, including 5,670 for norm, update and cast",
-    ),
-    Row("dense, compiled", "swiglu*", "*", "megabytes", 1900, "1,880: one pass in each direction, as uncompiled"),
-    Row("dense, compiled", "rotary_heads*", "*", "kernels", 2, "one in each direction, as uncompiled"),
-    Row("mp 8", "*", "*", "kernels", 49, "48"),
-    Row("mp 8, beside", "*", "*", "kernels", 108, "105: the statistics of the logits are reduced over mp"),
-    Row("mp 8", "*", "*", "products", 16, "split only as far as the saved link time justifies it"),
-    Row("mp 8", "*", "*", "rows", 4096, "two parts; a product with less than 1,024 rows does not fill 132 units"),
-    Row(
-        "mp 8, sequence parallel",
-        "*",
-        "*",
-        "kernels",
-        68,
-        "66: products of own and other ranks' rows, and their messages",
-    ),
-    Row(
-        "mp 8, sequence parallel",
-        "*",
-        "*",
-        "products",
-        20,
-        "own and other ranks' rows in one product; 26 on other ranks",
-    ),
-    Row("mp 8, sequence parallel", "*", "*", "rows", 1024, "a product with fewer rows does not fill 132 units"),
-    Row("mp 8, sequence parallel", "*", "*", "megabytes", 1400, "1,350"),
-    Row("experts, dropless", "*", "*", "kernels", 107, "105"),
-    Row("experts, dropless", "*", "pack_bucket_cuda", "kernels", 2, "a table of addresses, and one kernel per bucket"),
-    Row(
-        "experts, dropless", "*", "unpack_bucket_cuda", "kernels", 2, "a table of addresses, and one kernel per bucket"
-    ),
-    Row("experts, dropless", "copy_", "Bucket.*", "kernels", 5, "two gradients of experts, and three casts of masters"),
-    Row(
-        "experts, dropless",
-        "*",
-        "*",
-        "products",
-        21,
-        "seven weights of attention, shared experts, router and experts: one product forward, two backward",
-    ),
-    Row("experts, dropless", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
-    Row(
-        "experts, dropless",
-        "*",
-        "*",
-        "megabytes",
-        10200,
-        "9,920: weight gradients, dispatch and combine, activations in one pass",
-    ),
-    Row("experts, dropless", "*", "*", "waits", 1, "the counts, once per layer"),
-    Row("experts, dropless", "sort", "*", "kernels", 0, "pairs are sorted by counting"),
-    Row(
-        "experts, dropless",
-        "*",
-        "sort_pairs",
-        "kernels",
-        2,
-        "counts of blocks of pairs, then their rows",
-    ),
-    Row("experts, dropless", "*", "order_runs", "kernels", 1, "places of the received rows, counts and ends"),
-    Row(
-        "experts, dropless",
-        "*",
-        "*_rows",
-        "kernels",
-        7,
-        "messages packed and split in both directions, rows back in both, sums of a token's rows and their gradient",
-    ),
-    Row("experts, dropless", "*", "sum_message", "kernels", 1, "gradients of tokens and weights in one pass"),
-    Row("experts, dropless", "*", "_Start.forward", "kernels", 0, "tokens of messages are one zero, made once"),
-    Row(
-        "experts, dropless",
-        "alltoall_base_",
-        "*",
-        "kernels",
-        5,
-        "dispatch and combine, forward and backward, and the counts",
-    ),
-    Row("experts, dropless", "swiglu*", "*", "kernels", 4, "routed and shared experts, one in each direction"),
-    Row("experts, dropless", "swiglu*", "*", "megabytes", 1650, "1,610: one pass, times the gate weights"),
-    Row("experts, dropless", "*", "_ChosenShares*", "kernels", 4, "gate weights, sum of scores, one gradient buffer"),
-    Row("experts, dropless", "*", "*aux*", "kernels", 0, "losses are computed once for all layers"),
-    Row("experts, dropless", "add", "*", "kernels", 5, "sums around norms, and the gradient of the router's input"),
-    Row("experts, by node", "*", "*", "kernels", 189, "186: 81 more than plain, for orders, fields of rows and relays"),
-    Row("experts, by node", "*", "*", "waits", 1, "the counts, once per layer"),
-    Row(
-        "experts, by node",
-        "alltoall_base_",
-        "*",
-        "kernels",
-        8,
-        "two hops of dispatch and combine, in both directions",
-    ),
-    Row("experts, by node", "sort", "*", "kernels", 10, "the choices of each token; rows are sorted by counting"),
-    Row("experts, by node", "sort_pairs", "*", "kernels", 6, "rows to nodes, to ranks and to experts"),
-    Row(
-        "experts, by node",
-        "*",
-        "*",
-        "megabytes",
-        11000,
-        "10,700: 9,920 of plain dispatch, relayed rows, and sums on each rank and node",
-    ),
-    Row("experts, dropless, compiled", "*", "*", "kernels", 100, "98"),
-    Row(
-        "experts, dropless, compiled",
-        "*",
-        "*",
-        "products",
-        21,
-        "seven weights of attention, shared experts, router and experts: one product forward, two backward",
-    ),
-    Row(
-        "experts, dropless, compiled",
-        "*",
-        "*",
-        "megabytes",
-        9900,
-        "9,620: weight gradients, dispatch and combine, which are not compiled",
-    ),
-    Row("experts, dropless, compiled", "*", "*", "waits", 1, "the counts, once per layer"),
-    Row("experts, capacity", "*", "*", "kernels", 149, "146"),
-    Row(
-        "experts, capacity",
-        "*",
-        "*",
-        "products",
-        21,
-        "seven weights of attention, shared experts, router and experts: one product forward, two backward",
-    ),
-    Row("experts, capacity", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
-    Row(
-        "experts, capacity",
-        "*",
-        "*",
-        "megabytes",
-        10200,
-        "9,940: weight gradients, dispatch and combine, activations in one pass",
-    ),
-    Row("experts, capacity", "*", "*", "waits", 0, "even splits need no counts"),
-    Row(
-        "experts, capacity",
-        "sort",
-        "*",
-        "kernels",
-        10,
-        "one sort of 64-bit keys, for the kept tokens",
-    ),
-    Row("experts, capacity", "*", "order_runs", "kernels", 1, "places of rows, of which each expert has as many"),
-    Row("experts, capacity", "alltoall_base_", "*", "kernels", 4, "dispatch and combine, forward and backward"),
-    Row("experts, capacity", "swiglu*", "*", "kernels", 4, "routed and shared experts, one in each direction"),
-    Row("slices 2", "*", "*", "kernels", 242, "237"),
-    Row("slices 2", "*", "*", "products", 39, "products of two slices; keys and values of attention once"),
-    Row("slices 2", "*", "*", "rows", 4096, "all tokens of a slice"),
-    Row(
-        "slices 2",
-        "*",
-        "*",
-        "megabytes",
-        13300,
-        "12,890: weight gradients, dispatch and combine, activations in one pass",
-    ),
-    Row("slices 2", "*", "*", "waits", 2, "the counts, once per slice"),
-    Row("slices 2", "sort", "*", "kernels", 0, "pairs are sorted by counting"),
-    Row("slices 2", "*", "order_runs", "kernels", 2, "places of the received rows of each slice, counts and ends"),
-    Row("slices 2", "alltoall_base_", "*", "kernels", 10, "dispatch and combine, forward and backward, and the counts"),
-    Row("slices 2", "swiglu*", "*", "kernels", 8, "routed and shared experts of each slice, one in each direction"),
-    Row(
-        "experts, dropless, beside",
-        "*",
-        "*",
-        "rows",
-        1024,
-        "a chunk of the logits that fills the device",
-    ),
-    Row("experts, dropless, beside", "*", "*", "kernels", 106, "104"),
-    Row("experts, dropless, beside", "*", "*", "megabytes", 17900, "17,300: two passes over the logits in fp32"),
-    Row(
-        "encoder", "*", "*", "kernels", 47, "45: 38 for the layer, 7 for its share of gradients, norm, update and cast"
-    ),
-    Row(
-        "latent attention", "*", "*", "kernels", 111, "109: 78 for the layer, 31 for its share of norm, update and cast"
-    ),
-    Row(
-        "latent attention",
-        "*",
-        "*",
-        "products",
-        19,
-        "six weights: one product forward, two backward; keys and values again",
-    ),
-    Row("latent attention", "mm", "*.remaker.*", "kernels", 1, "one product makes keys and values again"),
-    Row("latent attention", "*", "*", "rows", 8192, "all tokens of the micro-batch"),
-    Row("latent attention", "*", "*", "megabytes", 29400, "28,580, including 15,170 for norm, update and cast"),
-    Row(
-        "latent attention",
-        "*",
-        "*JoinHeads.forward",
-        "megabytes",
-        2830,
-        "2,750: keys and values are written twice, once for the backward",
-    ),
-    Row("latent attention", "*", "*JoinHeads.backward", "megabytes", 1250, "1,210: one pass, and the rotary key's sum"),
-    Row("latent attention", "*", "*turn*", "megabytes", 3100, "2,980: one pass of the rotated features in fp32"),
-    Row("encoder", "*", "*", "products", 12, "four weights: one product forward, two backward"),
-    Row("encoder", "*", "*", "rows", 6226, "all tokens of the micro-batch; 1,966 of its 8,192 positions are padding"),
-    Row("encoder", "*", "*", "megabytes", 3120, "3,020: none for padding"),
-    Row("encoder", "*efficient*", "*", "kernels", 0, "no mask, so no kernel that needs one"),
-    Row("encoder", "_flash_attention*", "*", "kernels", 5, "one call for samples of all lengths, four kernels back"),
-    Row("encoder, beside", "*", "*", "kernels", 150, "149: 42 for embeddings"),
+def _rows(text: str) -> Iterator[Row]:
+    """Yield the rows below each line that names a layer; their columns are the other attributes of ``Row``."""
+    layer = ""
+    for line in text.strip().splitlines():
+        if line.endswith(":"):
+            layer = line[:-1]
+        else:
+            operator, label, figure, bound, reason = (cell.strip() for cell in line.split(" | "))
+            yield Row(layer, operator, label, figure, float(bound), reason)
+
+
+BUDGETS = tuple(
+    _rows("""
+dense:
+  * | * | kernels | 45 | 44: 31 for the layer, 13 for its share of norm, update and cast
+  * | * | products | 12 | four weights: one product forward, two backward
+  * | * | rows | 8192 | all tokens of the micro-batch, unsharded
+  * | * | megabytes | 9700 | 9,440, including 5,670 for norm, update and cast
+  _fused_adamw_ | * | kernels | 10 | 218 million elements; torch takes 20,971,520 in a launch
+  * | rotary_heads* | kernels | 2 | one in each direction, which also splits the heads
+  swiglu* | * | kernels | 2 | one in each direction
+  swiglu* | * | megabytes | 1900 | 1,880: one pass in each direction
+  copy_ | * | kernels | 1 | the cast of parameters: products are added to the bucket of gradients
+  * | _norms | kernels | 2 | one reduction of the large range; a multi-tensor norm of all small ones
+dense, beside:
+  * | *LinearCrossEntropy* | rows | 1024 | a chunk of the logits that fills the device
+  * | * | products | 6 | three for each of two chunks of the logits
+  * | * | megabytes | 31500 | 30,540: two passes over the logits in fp32; products add to the output layer's gradient
+  * | * | kernels | 104 | 101: 22 for the update, 14 for the embedding, three per chunk of logits
+  * | *_norms | kernels | 4 | one large range, and the small ones of the whole model
+dense, compiled:
+  * | * | kernels | 41 | 40: 27 for the layer, of which 6 generated, and 13 for its share of norm, update and cast
+  triton | * | kernels | 6 | two sums with their norms forward, four backward: a weight's gradient takes two
+  * | * | products | 12 | four weights: one product forward, two backward
+  * | * | megabytes | 9350 | 9,040, including 5,670 for norm, update and cast
+  swiglu* | * | megabytes | 1900 | 1,880: one pass in each direction, as uncompiled
+  rotary_heads* | * | kernels | 2 | one in each direction, as uncompiled
+mp 8:
+  * | * | kernels | 49 | 48
+  * | * | products | 16 | split only as far as the saved link time justifies it
+  * | * | rows | 4096 | two parts; a product with less than 1,024 rows does not fill 132 units
+mp 8, beside:
+  * | * | kernels | 108 | 105: the statistics of the logits are reduced over mp
+mp 8, sequence parallel:
+  * | * | kernels | 68 | 66: products of own and other ranks' rows, and their messages
+  * | * | products | 20 | own and other ranks' rows in one product; 26 on other ranks
+  * | * | rows | 1024 | a product with fewer rows does not fill 132 units
+  * | * | megabytes | 1400 | 1,350
+experts, dropless:
+  * | * | kernels | 107 | 105
+  * | pack_bucket_cuda | kernels | 2 | a table of addresses, and one kernel per bucket
+  * | unpack_bucket_cuda | kernels | 2 | a table of addresses, and one kernel per bucket
+  copy_ | Bucket.* | kernels | 5 | two gradients of experts, and three casts of masters
+  * | * | products | 21 | seven weights: one product forward, two backward
+  * | * | rows | 8192 | all tokens of the micro-batch
+  * | * | megabytes | 10200 | 9,920: weight gradients, dispatch and combine, activations in one pass
+  * | * | waits | 1 | the counts, once per layer
+  sort | * | kernels | 0 | pairs are sorted by counting
+  * | sort_pairs | kernels | 2 | counts of blocks of pairs, then their rows
+  * | order_runs | kernels | 1 | places of the received rows, counts and ends
+  * | *_rows | kernels | 7 | messages packed and split both ways, rows back both ways, a token's sum and its gradient
+  * | sum_message | kernels | 1 | gradients of tokens and weights in one pass
+  * | _Start.forward | kernels | 0 | tokens of messages are one zero, made once
+  alltoall_base_ | * | kernels | 5 | dispatch and combine, forward and backward, and the counts
+  swiglu* | * | kernels | 4 | routed and shared experts, one in each direction
+  swiglu* | * | megabytes | 1650 | 1,610: one pass, times the gate weights
+  * | _ChosenShares* | kernels | 4 | gate weights, sum of scores, one gradient buffer
+  * | *aux* | kernels | 0 | losses are computed once for all layers
+  add | * | kernels | 5 | sums around norms, and the gradient of the router's input
+experts, by node:
+  * | * | kernels | 189 | 186: 81 more than plain, for orders, fields of rows and relays
+  * | * | waits | 1 | the counts, once per layer
+  alltoall_base_ | * | kernels | 8 | two hops of dispatch and combine, in both directions
+  sort | * | kernels | 10 | the choices of each token; rows are sorted by counting
+  sort_pairs | * | kernels | 6 | rows to nodes, to ranks and to experts
+  * | * | megabytes | 11000 | 10,700: 9,920 of plain dispatch, relayed rows, and sums on each rank and node
+experts, dropless, compiled:
+  * | * | kernels | 100 | 98
+  * | * | products | 21 | seven weights: one product forward, two backward
+  * | * | megabytes | 9900 | 9,620: weight gradients, dispatch and combine, which are not compiled
+  * | * | waits | 1 | the counts, once per layer
+experts, capacity:
+  * | * | kernels | 149 | 146
+  * | * | products | 21 | seven weights: one product forward, two backward
+  * | * | rows | 8192 | all tokens of the micro-batch
+  * | * | megabytes | 10200 | 9,940: weight gradients, dispatch and combine, activations in one pass
+  * | * | waits | 0 | even splits need no counts
+  sort | * | kernels | 10 | one sort of 64-bit keys, for the kept tokens
+  * | order_runs | kernels | 1 | places of rows, of which each expert has as many
+  alltoall_base_ | * | kernels | 4 | dispatch and combine, forward and backward
+  swiglu* | * | kernels | 4 | routed and shared experts, one in each direction
+slices 2:
+  * | * | kernels | 242 | 237
+  * | * | products | 39 | products of two slices; keys and values of attention once
+  * | * | rows | 4096 | all tokens of a slice
+  * | * | megabytes | 13300 | 12,890: weight gradients, dispatch and combine, activations in one pass
+  * | * | waits | 2 | the counts, once per slice
+  sort | * | kernels | 0 | pairs are sorted by counting
+  * | order_runs | kernels | 2 | places of the received rows of each slice, counts and ends
+  alltoall_base_ | * | kernels | 10 | dispatch and combine, forward and backward, and the counts
+  swiglu* | * | kernels | 8 | routed and shared experts of each slice, one in each direction
+experts, dropless, beside:
+  * | * | rows | 1024 | a chunk of the logits that fills the device
+  * | * | kernels | 106 | 104
+  * | * | megabytes | 17900 | 17,300: two passes over the logits in fp32
+encoder:
+  * | * | kernels | 47 | 45: 38 for the layer, 7 for its share of gradients, norm, update and cast
+  * | * | products | 12 | four weights: one product forward, two backward
+  * | * | rows | 6226 | all tokens of the micro-batch; 1,966 of its 8,192 positions are padding
+  * | * | megabytes | 3120 | 3,020: none for padding
+  *efficient* | * | kernels | 0 | no mask, so no kernel that needs one
+  _flash_attention* | * | kernels | 5 | one call for samples of all lengths, four kernels back
+latent attention:
+  * | * | kernels | 111 | 109: 78 for the layer, 31 for its share of norm, update and cast
+  * | * | products | 19 | six weights: one product forward, two backward; keys and values again
+  mm | *.remaker.* | kernels | 1 | one product makes keys and values again
+  * | * | rows | 8192 | all tokens of the micro-batch
+  * | * | megabytes | 29400 | 28,580, including 15,170 for norm, update and cast
+  * | *JoinHeads.forward | megabytes | 2830 | 2,750: keys and values are written twice, once for the backward
+  * | *JoinHeads.backward | megabytes | 1250 | 1,210: one pass, and the rotary key's sum
+  * | *turn* | megabytes | 3100 | 2,980: one pass of the rotated features in fp32
+encoder, beside:
+  * | * | kernels | 150 | 149: 42 for embeddings
+""")
 )
 
 # Function that may wait for the device -> (waits per step, reason). For rows per expert see ``Run.counts``.

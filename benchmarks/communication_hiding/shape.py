@@ -15,7 +15,6 @@ WAYS = {
     "pipe-experts": Slicing(expert_pieces=2),
     "ampipe 2, pipe-experts": Slicing(2, expert_pieces=2),
 }
-AUTO = "auto"
 
 
 def make_sizes(device: str) -> DecoderSizes:

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.long_run.shape import EXPERTS, SHAPE, TENSORS
-from benchmarks.support.picture import Curve, draw_panels
 from benchmarks.support.table import machine, print_json, print_table
 
 ROOT = Path(__file__).parents[2]
@@ -210,11 +209,6 @@ def _part(values: list[tuple[int, float]], start: int, end: int, part: tuple[flo
     return statistics.median(value for i, value in values if part[0] * length < i - start <= part[1] * length)
 
 
-def _smooth(values: list[float], window: int = 25) -> tuple[float, ...]:
-    """Return medians of windows that do not overlap, for a picture of many steps."""
-    return tuple(statistics.median(values[i : i + window]) for i in range(0, len(values), window))
-
-
 def _differences(plain: Run, killed: Run) -> int:
     """Return the number of steps whose loss or gradient norm differs in a bit."""
     names = ("loss", "lm_loss", "grad_norm")
@@ -227,21 +221,8 @@ def _differences(plain: Run, killed: Run) -> int:
     )
 
 
-def draw(runs: dict[str, Run], steps: int, path: Path) -> None:
-    """Draw losses, resident memory of rank 0 and seconds of a step, over the steps."""
-    panels: dict[str, list[Curve]] = {"loss": [], "seconds of a step": [], "GB held by rank 0": []}
-    for name, done in runs.items():
-        ordered = [done.records[i] for i in sorted(done.records)]
-        panels["loss"].append(Curve(name, _smooth([r["lm_loss"] for r in ordered]), last=steps))
-        times = _smooth([r["iteration_seconds"] for r in ordered])
-        panels["seconds of a step"].append(Curve(name, times, last=steps))
-        resident = [held.resident_bytes / 1e9 for held in done.held if held.rank == 0 and held.iteration]
-        panels["GB held by rank 0"].append(Curve(name, tuple(resident), last=steps))
-    draw_panels(panels, path)
-
-
 def main() -> int:
-    """Run, print a table and one line of JSON, draw."""
+    """Run, print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--restarts", type=int, default=3)
@@ -281,7 +262,6 @@ def main() -> int:
         bad = bad or number > 0
     result["differ"] = differ
     options.results.mkdir(parents=True, exist_ok=True)
-    draw(runs, options.steps, options.results / "long_run.png")
     (options.results / "long_run.json").write_text(json.dumps(result, indent=1) + "\n")
     print_json(result)
     return 1 if bad else 0

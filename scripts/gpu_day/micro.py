@@ -1,36 +1,30 @@
-"""Timings of operations on which the package's choices depend: messages, loss chunks, attention, products, copies.
+"""Timings of operations on which the package's choices depend: launches, messages, loss chunks, products, copies.
 
 ``products`` calibrates the table of products by rows: a product takes the time of its launch or of its tiles.
 
-Shape letters: T tokens, H hidden, k choices, E experts, V vocabulary, S sequence, R rows.
+Shape letters: T tokens, H hidden, k choices, E experts, V vocabulary, R rows.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
-from megapar.core.device.attention.documents import PackedDocuments
-from megapar.core.device.ops import OPS
 from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
-from megapar.moe.expert_order import sort_by_expert, unpermute
+from megapar.moe.expert_order import sort_by_expert
 from megapar.moe.message import fill
 from scripts.gpu_day.day import Answer, Day
 
 GB, T_FLOPS = 1e9, 1e12
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDTHS = ((4096, 768), (4096, 4096), (4096, 14336), (1536, 2560))
-KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 class Sizes:
@@ -38,7 +32,6 @@ class Sizes:
 
     def __init__(self, small: bool) -> None:
         self.T, self.H, self.k, self.E, self.V = (64, 64, 2, 8, 512) if small else (8192, 4096, 8, 64, 103424)
-        self.lengths = (64, 128) if small else (2048, 4096, 8192, 16384, 32768)
         self.rows = (8, 64) if small else ROWS
         self.widths = ((64, 96),) if small else WIDTHS
 
@@ -50,13 +43,8 @@ def run(day: Day) -> None:
     for name, work in (
         ("launches", _launches),
         ("products", _products),
-        ("small products of tensor overlap", _overlapped),
         ("message rows", _messages),
-        ("embedding_bag", _back),
         ("loss chunks", _loss),
-        ("attention", _attention),
-        ("documents", _documents),
-        ("rotary", _rotary),
         ("copies", _copies),
         ("all-reduce of one rank", _all_reduce),
     ):
@@ -71,12 +59,6 @@ def _only_figures(work: Callable[[Day, Sizes], dict[str, Any]], day: Day, sizes:
 
 def _draw(day: Day, *shape: int, differentiate: bool = False) -> Tensor:
     return torch.randn(*shape, device=day.place, dtype=torch.bfloat16).requires_grad_(differentiate)
-
-
-def _there_and_back(work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:
-    """Return a function that runs forward and backward."""
-    grad = torch.randn_like(work())
-    return lambda: torch.autograd.grad(work(), inputs, grad)
 
 
 def _launches(day: Day, sizes: Sizes) -> dict[str, Any]:
@@ -113,25 +95,6 @@ def _products(day: Day, sizes: Sizes) -> dict[str, Any]:
     return {"products": found, "large_tflops": 2 * large.shape[0] ** 3 / seconds / T_FLOPS}
 
 
-def _overlapped(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Measure a product in parts of few rows, as one strided batch, and whole."""
-    pieces, rows = 32, max(2, sizes.T // 32)
-    x, weight = _draw(day, pieces * rows, sizes.H), _draw(day, sizes.H, 96 if day.small else 768)
-    y = torch.empty(x.shape[0], weight.shape[1], device=day.place, dtype=x.dtype)
-
-    def cut() -> None:
-        for part, out in zip(x.split(rows), y.split(rows), strict=True):
-            torch.mm(part, weight, out=out)
-
-    batch, expanded = x.view(pieces, rows, -1), weight.expand(pieces, -1, -1)
-    return {
-        "rows": rows,
-        "one_by_one": day.seconds(cut),
-        "batched": day.seconds(lambda: torch.bmm(batch, expanded)),
-        "whole": day.seconds(lambda: torch.mm(x, weight, out=y)),
-    }
-
-
 def _routed(day: Day, sizes: Sizes) -> tuple[Tensor, Any]:
     experts = torch.rand(sizes.T, sizes.E, device=day.place).topk(sizes.k).indices
     permutation = sort_by_expert(experts, None, sizes.E, experts.numel()).order
@@ -157,16 +120,6 @@ def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
     return {**found, "bytes_of_h_0": 2 * pairs.shape[0] * sizes.H * x.element_size()}
 
 
-def _back(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Measure the combine: rows back to their tokens."""
-    _, permutation = _routed(day, sizes)
-    rows = _draw(day, sizes.T * sizes.k, sizes.H, differentiate=True)
-    forward = day.seconds(lambda: unpermute(rows, permutation))
-    both = day.seconds(_there_and_back(lambda: unpermute(rows, permutation), [rows]))
-    moved = (rows.numel() + sizes.T * sizes.H) * rows.element_size()
-    return {"forward": forward, "both_ways": both, "gigabytes_per_second": moved / forward / GB}
-
-
 def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
     """Measure output layer and loss by rows per chunk."""
     hidden = _draw(day, sizes.T, sizes.H, differentiate=True)
@@ -186,59 +139,6 @@ def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
             found[f"rows_{rows}"] = "out of memory"
     flops = 3 * 2 * sizes.T * sizes.H * sizes.V
     return {**found, "flops": flops}
-
-
-def _attention(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Measure causal attention forward and backward: 32 heads of 128, 8 groups, one sample; counts half the scores."""
-    heads, groups, width = (4, 2, 16) if day.small else (32, 8, 128)
-    found: dict[str, Any] = {}
-    for length in sizes.lengths:
-        q = _draw(day, 1, heads, length, width, differentiate=True)
-        k, v = (_draw(day, 1, groups, length, width, differentiate=True) for _ in range(2))
-
-        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        flops = 3.5 * 2 * 2 * length * length * heads * width / 2
-        found[f"torch_chooses_{length}"] = _rate(day, attend, [q, k, v], flops)
-        for kernel in KERNELS:
-            try:
-                with sdpa_kernel(kernel):
-                    found[f"{kernel.name.lower()}_{length}"] = _rate(day, attend, [q, k, v], flops)
-            except RuntimeError as error:
-                found[f"{kernel.name.lower()}_{length}"] = str(error)[:100]
-    return found
-
-
-def _rate(day: Day, work: Callable[[], Tensor], inputs: Sequence[Tensor], flops: float) -> dict[str, float]:
-    seconds = day.seconds(_there_and_back(work, inputs), 5)
-    return {"seconds": seconds, "tflops": flops / seconds / T_FLOPS}
-
-
-def _documents(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Measure attention within documents of equal length, by number of documents."""
-    heads, groups, width, length = (4, 2, 16, 128) if day.small else (32, 8, 128, 16384)
-    form = OPS["packed_attention"].get(day.device, OPS["packed_attention"]["reference"])
-    q = _draw(day, 1, heads, length, width, differentiate=True)
-    k, v = (_draw(day, 1, groups, length, width, differentiate=True) for _ in range(2))
-    found = {}
-    for number in (1, 4) if day.small else (1, 4, 16, 64):
-        step = length // number
-        mask = AttentionMask.of_documents(range(step, length + 1, step))
-        documents = PackedDocuments.of(mask, day.place)
-        work = _there_and_back(partial(form, q, k, v, documents=documents), [q, k, v])
-        found[f"documents_{number}"] = day.seconds(work, 5)
-    return found
-
-
-def _rotary(day: Day, sizes: Sizes) -> dict[str, Any]:
-    """Measure every available implementation of the rotary embedding."""
-    x = _draw(day, 1, sizes.T, 4 if day.small else 32, 128, differentiate=True)
-    angles = torch.rand(1, sizes.T, 64, device=day.place)
-    cos, sin = angles.cos(), angles.sin()
-    forms = {name: form for name, form in OPS["rotary"].items() if name != "npu"}
-    both = {name: day.seconds(_there_and_back(partial(form, x, cos, sin), [x])) for name, form in forms.items()}
-    return {**both, "bytes": 4 * x.numel() * x.element_size()}
 
 
 def _copies(day: Day, sizes: Sizes) -> dict[str, Any]:

@@ -32,7 +32,6 @@ PARTS = {
     "ranks": 190,
     "hazards": 14,
     "theft": 30,
-    "documents": 36,
     "copies": 16,
     "fp8": 42,
     "host": 60,

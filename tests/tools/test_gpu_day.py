@@ -88,7 +88,7 @@ def test_a_small_day_finds_nothing_wrong(parts, tmp_path):
 
 
 def test_the_order_is_the_days_and_unknown_parts_and_models_are_refused():
-    assert list(run.PARTS)[:4] == ["ranks", "hazards", "theft", "documents"]
+    assert list(run.PARTS)[:4] == ["ranks", "hazards", "theft", "copies"]
     for option, word in (("--parts", "ops"), ("--models", "gpt")):
         line = [str(ROOT / "scripts/gpu_day.sh"), option, word]
         done = subprocess.run(line, capture_output=True, text=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megapar.core.device.ops import OPS
-from scripts.gpu_day import clock, documents, fp8, hazards, host, spinning, theft, timed
+from scripts.gpu_day import clock, fp8, hazards, host, spinning, theft, timed
 from scripts.gpu_day.day import Day
 from scripts.gpu_day.findings import Findings
 from tests.support.interpreted import run_interpreted
@@ -31,7 +31,6 @@ def lines_of(day):
 PARTS = {
     "clock": (1, ()),
     "copies": (5, ()),
-    "documents": (7, ()),
     "fp8": (4, ()),
     "hazards": (3, ("attention with padding", "flight recorder")),
     "host": (4, ()),
@@ -200,30 +199,6 @@ def test_a_package_that_misses_the_collectives_is_wrong(record, ok, tmp_path, mo
 
 
 # The others
-
-
-def test_documents_have_all_positions(tmp_path):
-    day = day_of(tmp_path, small=False)
-    for splits in (documents._equal(day), documents._unequal(day)):
-        assert {sum(lengths) for lengths in splits.values()} == {documents.LENGTH}
-    assert all(len(set(lengths)) == len(lengths) for lengths in documents._unequal(day).values())
-
-
-def test_a_form_that_refuses_says_why(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setitem(documents.FORMS, "varlen", (refuse, None))
-    found = documents.compared(day_of(tmp_path), documents.Heads(2, 1, 16, True), {"2 equal": [8, 8]}).figures
-    assert found["2 equal"]["varlen"] == "no kernel"
-    assert found["2 equal"]["by document, cuDNN"] > 0
-
-
-def test_splits_for_which_no_time_is_left_are_named(tmp_path):
-    day = day_of(tmp_path)
-    day.ends = time.monotonic()
-    found = documents.compared(day, documents.HEADS[0], {"2 equal": [8, 8]}).figures
-    assert found["left_out"] == ["2 equal"]
 
 
 def test_seconds_are_measured_of_each_call(tmp_path):
