@@ -25,10 +25,7 @@ class Grid:
 
     Attributes:
         dp: Data parallel replicas; outside ``sharding`` this is hybrid sharding (HSDP).
-        pp: Pipeline stages.
         sharding: Data parallel ranks that shard parameters or optimizer state.
-        cp: Context parallel ranks.
-        mp: Tensor parallel ranks.
         ep: Expert parallel ranks, a factor of the ranks of one pipeline stage.
         emp: Tensor parallel ranks of experts, another factor; ``edp`` is the remaining one.
         order: Dense axes, outermost first.
@@ -180,9 +177,6 @@ class Grid:
 
         The ranks of a node are consecutive in the group, and at the same places on each node. Returns ``ep`` if every
         group is on one node, and None if groups are not whole nodes of equal size.
-
-        Args:
-            ranks_per_node: Ranks of a node, which are consecutive in ``order``.
         """
         digits = self._ep_digits()
         if digits is None or self.world_size % ranks_per_node:
@@ -190,7 +184,7 @@ class Grid:
         end = max((stride * count for count, stride, in_ep in digits if in_ep), default=1)
         if ranks_per_node % end == 0:
             return self.ep
-        here, complete = 1, True
+        ranks, complete = 1, True
         for count, stride, in_ep in digits:  # innermost first in the expert view
             inside = max(1, min(count, ranks_per_node // stride))
             if count % inside or (stride < ranks_per_node and ranks_per_node % (stride * inside)):
@@ -198,8 +192,8 @@ class Grid:
             if in_ep:
                 if inside > 1 and not complete:
                     return None  # an axis further out is inside the node, one further in is not
-                here, complete = here * inside, complete and inside == count
-        return here
+                ranks, complete = ranks * inside, complete and inside == count
+        return ranks
 
     def _ep_digits(self) -> list[tuple[int, int, bool]] | None:
         """Return the axes as (size, stride in ranks, belongs to ep), in the expert view innermost first, then pp.

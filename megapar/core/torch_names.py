@@ -35,8 +35,8 @@ def flight_record() -> bytes:
 def hooks_of_saved_tensors() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """Return the functions of the innermost ``saved_tensors_hooks``; outside of any, two that change nothing."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    found: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = top and top(False)
-    return found or (_unchanged, _unchanged)
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = top and top(False)
+    return hooks or (_unchanged, _unchanged)
 
 
 def _unchanged(kept: Any) -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.compiled import counted, plain
 from megapar.core.device.grouped import row_ends
+from megapar.core.device.layer_ops import in_one_kernel
 from megapar.core.device.ops import op
-from megapar.core.device.swiglu import in_one_kernel
 from megapar.core.recompute.replay import Replay, once
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution

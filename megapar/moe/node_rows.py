@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.core.device.rows.expert_rows import token_of
+from megapar.core.device.expert_rows import token_of
 from megapar.moe.dispatch_bytes import NO_EXPERT, node_row_bytes
 from megapar.moe.expert_order import ExpertOrder, gather_sum
 

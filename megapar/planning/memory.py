@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapar.core.comm.rounds import axis_rounds, queue_rounds
-from megapar.core.device.communicators import COMMUNICATORS
+from megapar.core.device.kinds import COMMUNICATORS
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.activations import Activations, activations, stages_held
 from megapar.planning.gathered_groups import Unsharded, unsharded

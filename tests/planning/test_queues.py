@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
-from megapar.core.device.communicators import COMMUNICATORS
+from megapar.core.device.kinds import COMMUNICATORS
 from megapar.core.pipeline.schedule import make_schedule
 from megapar.core.pipeline.simulate import RUNNERS, Costs, simulate
 from megapar.planning.devices import device_kind

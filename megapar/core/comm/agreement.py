@@ -33,13 +33,13 @@ def reduce_numbers(
     return work
 
 
-def gather_numbers(own: Tensor, axis: Axis, purpose: str) -> list[Tensor]:
+def gather_numbers(x: Tensor, axis: Axis, purpose: str) -> list[Tensor]:
     """All-gather a tensor of one shape from every rank of the axis, in rank order."""
     if axis.group is None:
-        return [own]
+        return [x]
     axis.note(purpose)
-    gathered = [torch.empty_like(own) for _ in range(axis.size)]
-    dist.all_gather(gathered, own, group=axis.group)
+    gathered = [torch.empty_like(x) for _ in range(axis.size)]
+    dist.all_gather(gathered, x, group=axis.group)
     return gathered
 
 
@@ -47,13 +47,13 @@ def numbers_of_all(numbers: Sequence[int], axis: Axis, device: torch.device) -> 
     """All-gather int64 numbers, the same count from every rank. Returns one list per rank of the axis."""
     if axis.group is None:
         return [list(numbers)]
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows: list[list[int]] = torch.stack(gather_numbers(own, axis, "numbers")).tolist()
+    x = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows: list[list[int]] = torch.stack(gather_numbers(x, axis, "numbers")).tolist()
     return rows
 
 
 def texts_of_all(text: str, axis: Axis, device: torch.device) -> list[str]:
     """All-gather a text from every rank, truncated to ``TEXT_BYTES`` of UTF-8. Returns one per rank of the axis."""
-    own = list(text.encode()[:TEXT_BYTES])
-    rows = numbers_of_all([len(own), *own, *[0] * (TEXT_BYTES - len(own))], axis, device)
+    encoded = list(text.encode()[:TEXT_BYTES])
+    rows = numbers_of_all([len(encoded), *encoded, *[0] * (TEXT_BYTES - len(encoded))], axis, device)
     return [bytes(row[1 : 1 + row[0]]).decode(errors="ignore") for row in rows]

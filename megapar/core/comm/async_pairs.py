@@ -1,14 +1,14 @@
 """Asynchronous collectives with autograd: in flight while the program does other work, forward and backward.
 
-    token, ticket = start(exchange, x, comm)        launches
+    handle, ticket = start(exchange, x, comm)       launches
     ...                                             other work
-    y = wait(token, ticket)                         waits
+    y = wait(handle, ticket)                        waits
 
     forward    start: launch                 wait: wait for it
     backward   wait: launch the conjugate    start: wait for it
 
 The ticket represents the collective between the two calls. A buffer in flight must not be touched, so the ticket owns
-it and is opaque on purpose: pytrees, hooks and casts cannot reach inside. The token, one element that requires a
+it and is opaque on purpose: pytrees, hooks and casts cannot reach inside. The handle, one element that requires a
 gradient, passes through autograd in the meantime and connects both halves in the graph. Autograd runs the newest ready
 node first, so the backward order mirrors the program order. Inputs are kept alive until their collective has been
 waited for.
@@ -20,10 +20,10 @@ If the sizes of a message are computed on the device, building it at its place i
 ``defer`` inserts its autograd node there, and ``Deferred.launch`` sends the message later. The graph then has the order
 of the program, regardless of the order of the launches.
 
-    tokens, deferred = defer(inputs, count, comm)         inserts the node; ``count`` messages will be sent
+    handles, deferred = defer(inputs, count, comm)        inserts the node; ``count`` messages will be sent
     ...                                                   the sizes arrive
     deferred.launch(builder, exchanges, rows, after)      builds the message and launches its parts
-    y = wait(tokens[i], deferred.tickets[i])
+    y = wait(handles[i], deferred.tickets[i])
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ class Ticket:
     """A collective between ``start`` and ``wait``, forward and backward.
 
     Attributes:
-        comm: Launches the exchange and its conjugate.
         forward_flight: The exchange while it is in flight, else None.
         backward_flight: Its conjugate while that is in flight, else None.
-        waited: True once ``wait`` was called.
-        passes: True on an axis of one rank, where nothing is launched and the token is the input itself.
+        passes: True on an axis of one rank, where nothing is launched and the handle is the input itself.
     """
 
     def __init__(self, exchange: Exchange | None, comm: CommContext) -> None:
@@ -57,7 +55,7 @@ class Ticket:
         self.forward_flight: InFlight | None = None
         self.backward_flight: InFlight | None = None
         self.waited = False
-        # A deferred message never passes, even on one rank: its rows do not exist yet when the token is made.
+        # A deferred message never passes, even on one rank: its rows do not exist yet when the handle is made.
         self.passes = exchange is not None and exchange.axis.size == 1
 
     @property
@@ -85,18 +83,18 @@ class Ticket:
 
 
 def start(exchange: Exchange, x: Tensor, comm: CommContext) -> tuple[Tensor, Ticket]:
-    """Launch ``exchange`` on ``x`` and return (token, ticket) for ``wait``; ``x`` must not be written until then."""
+    """Launch ``exchange`` on ``x`` and return (handle, ticket) for ``wait``; ``x`` must not be written until then."""
     ticket = Ticket(exchange, comm)
     return (x if ticket.passes else _Start.apply(x, ticket)), ticket
 
 
-def wait(token: Tensor, ticket: Ticket) -> Tensor:
+def wait(handle: Tensor, ticket: Ticket) -> Tensor:
     """Wait for the exchange that ``start`` launched, and return its result.
 
     Raises DistributedError the second time for the same ticket.
     """
     ticket.claim()
-    return token if ticket.passes else _Wait.apply(token, ticket)
+    return handle if ticket.passes else _Wait.apply(handle, ticket)
 
 
 def copy_gradient(y: Tensor) -> Tensor:
@@ -139,8 +137,8 @@ class _Start(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, ticket: Ticket) -> Tensor:
-        ctx.ticket, ctx.zero = ticket, token.detach()
+    def forward(ctx: Any, handle: Tensor, ticket: Ticket) -> Tensor:
+        ctx.ticket, ctx.zero = ticket, handle.detach()
         return ticket.arrive()
 
     @staticmethod
@@ -155,19 +153,13 @@ class MessageBuilder(Protocol):
 
     def build(self, *inputs: Tensor) -> Tensor:
         """Build the rows [R, ..] of the message from the inputs of the node."""
-        ...
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the inputs from the gradient [R, ..] of the rows."""
-        ...
 
 
 class Deferred:
-    """A message that is launched later than its place in the program.
-
-    Attributes:
-        tickets: One ticket for each part of the message.
-    """
+    """A message that is launched later than its place in the program."""
 
     def __init__(self, count: int, comm: CommContext) -> None:
         self.tickets = tuple(Ticket(None, comm) for _ in range(count))
@@ -188,9 +180,6 @@ class Deferred:
         """Build the message and send its parts in order, one exchange each. Raises DistributedError the second time.
 
         Args:
-            builder: Builds the message.
-            exchanges: The exchange of each part.
-            rows: Number of rows of each part.
             after: Event after which the inputs are ready. The launch then waits for this event only, on the side
                 stream of the axis.
             first_only: Send only the first part; ``send_next`` sends the others.
@@ -239,7 +228,7 @@ def defer(inputs: Sequence[Tensor], count: int, comm: CommContext) -> tuple[tupl
     The inputs must not be written until all parts have been waited for.
 
     Returns:
-        (one token for each part, the deferred message).
+        (one handle for each part, the deferred message).
     """
     deferred = Deferred(count, comm)
     return _Defer.apply(deferred, *inputs), deferred

@@ -19,7 +19,6 @@ class Axis:
     """This rank's place on a mesh axis, or on several axes flattened into one.
 
     Attributes:
-        name: Name of the axis, also in error messages.
         size: Number of ranks along the axis.
         rank: This rank's coordinate, 0 <= rank < size.
         group: The process group; None if and only if ``size`` is 1, where nothing is communicated.

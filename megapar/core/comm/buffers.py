@@ -17,17 +17,12 @@ from megapar.core.device.base import Event, Stream
 
 
 class BufferPool:
-    """Pool of tensors with undefined content.
-
-    Attributes:
-        bytes: Bytes allocated so far.
-    """
+    """Pool of tensors with undefined content."""
 
     def __init__(self, new: Callable[[int, torch.dtype], Tensor], *, keep: bool = True, most: int = 4) -> None:
-        """Create an empty pool.
+        """Create an empty pool; ``new`` allocates a flat tensor of (elements, dtype).
 
         Args:
-            new: Allocates a flat tensor of (elements, dtype).
             keep: Keep returned buffers for the next ``take``; else they are freed.
             most: Reuse a buffer of at most this many times the bytes needed.
         """
@@ -50,8 +45,6 @@ class BufferPool:
         """Return the smallest free buffer that fits, or a new one.
 
         Args:
-            shape: Shape of the tensor.
-            dtype: Dtype of the tensor.
             stream: The stream that will write the tensor. It waits until the previous content has been read.
         """
         numel = prod(shape)

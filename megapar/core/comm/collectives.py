@@ -14,8 +14,9 @@ link take turns (torch 2.13: twice the time of one direction).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,8 @@ def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = Fal
     """Gather the pieces [n, ..] of all ranks into ``whole`` [size * n, ..], in rank order."""
     axis.count("all_gather", whole.nbytes * (axis.size - 1) / axis.size)
     if _by_pieces(axis):
-        return _exchange(
-            whole.chunk(axis.size),
-            [piece.view(whole.shape[0] // axis.size, *whole.shape[1:])] * axis.size,
-            axis,
-            async_op,
-        )
+        sent = piece.view(whole.shape[0] // axis.size, *whole.shape[1:])
+        return _exchange(whole.chunk(axis.size), [sent] * axis.size, axis, async_op)
     work: dist.Work | None = all_gather_single(whole, piece, group=axis.group, async_op=async_op)
     return work
 
@@ -84,7 +81,7 @@ def all_to_all(
     return work
 
 
-def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> JointWork | None:
+def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> dist.Work | None:
     """Send to rank ``to`` of the axis and receive from rank ``source``, asynchronously; None skips either."""
     calls = []
     if source is not None:  # The receive is posted first, for the reason given above.
@@ -92,7 +89,7 @@ def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, sou
     if to is not None:
         axis.count("send", sent.nbytes)
         calls.append(dist.P2POp(dist.isend, sent, axis.ranks[to], group=axis.group))
-    return JointWork(dist.batch_isend_irecv(calls)) if calls else None
+    return HostWork(partial(_wait_for_all, dist.batch_isend_irecv(calls))) if calls else None
 
 
 def reduce_scatter(
@@ -104,10 +101,6 @@ def reduce_scatter(
     therefore exchange the pieces, and each rank sums its own in rank order.
 
     Args:
-        piece: Output [n, ..].
-        whole: Input [size * n, ..].
-        axis: The axis to sum over.
-        async_op: Return the work handle without waiting.
         scratch: Buffer of the size of ``whole`` for the received pieces on a CPU; allocated if None.
     """
     axis.count("reduce_scatter", whole.nbytes * (axis.size - 1) / axis.size)
@@ -117,12 +110,18 @@ def reduce_scatter(
         return work
     received = (torch.empty_like(whole) if scratch is None else scratch).view(axis.size, *piece.shape)
     if _by_pieces(axis):
-        work = _exchange(received, whole.view_as(received), axis, async_op)
+        exchange = _exchange(received, whole.view_as(received), axis, async_op)
     else:
-        work = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
-    if work is not None:
-        return _SumWork(work, received, piece)
-    torch.sum(received, 0, out=piece)
+        exchange = dist.all_to_all_single(received.view(whole.shape), whole, group=axis.group, async_op=async_op)
+
+    def finish() -> None:
+        """Wait for the pieces [size, n, ..], and sum them."""
+        _wait_for_all([exchange])
+        torch.sum(received, 0, out=piece)
+
+    if exchange is not None:
+        return HostWork(finish)
+    finish()
     return None
 
 
@@ -155,49 +154,35 @@ def _exchange(
     works = [dist.irecv(received[r], group=group, group_src=r) for r in reversed(others) if received[r].numel()]
     works += [dist.isend(sent[r], group=group, group_dst=r) for r in others if sent[r].numel()]
     received[axis.rank].copy_(sent[axis.rank])
-    exchange = JointWork([work for work in works if work is not None])
     if async_op:
-        return exchange
-    exchange.wait()
+        return HostWork(partial(_wait_for_all, works))
+    _wait_for_all(works)
     return None
 
 
-class JointWork(dist.Work):
-    """Several works that are waited for together, such as messages to and from every other rank."""
+class HostWork(dist.Work):
+    """Work that the host completes in its first ``wait``, by ``finish``, which waits with the timeouts of its groups.
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    Later waits do nothing: gloo would wait forever for a completed message.
+    """
+
+    def __init__(self, finish: Callable[[], object]) -> None:
         super().__init__()
-        self._works = works
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for each work. The second call does nothing: gloo would wait forever for a completed message."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait() if timeout == timedelta(0) else work.wait(timeout)
+        """Complete the work, unless it is complete."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         return True
 
     def is_completed(self) -> bool:
-        """Return True once ``wait`` has returned, or if there was nothing to wait for."""
-        return not self._works
+        """Return True once ``wait`` was called."""
+        return self._finish is None
 
 
-class _SumWork(dist.Work):
-    """An exchange of pieces [size, n, ..]; the first ``wait`` writes their sum to ``piece``."""
-
-    def __init__(self, exchange: dist.Work, received: Tensor, piece: Tensor) -> None:
-        super().__init__()
-        self._exchange = exchange
-        self._received: Tensor | None = received
-        self._piece = piece
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the exchange, then sum. The second call does nothing."""
-        if self._received is not None:
-            self._exchange.wait(timeout)
-            received, self._received = self._received, None
-            torch.sum(received, 0, out=self._piece)
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True once ``wait`` has computed the sum."""
-        return self._received is None
+def _wait_for_all(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -36,23 +36,19 @@ class Exchange(Protocol):
     @property
     def axis(self) -> Axis:
         """The axis whose ranks participate."""
-        ...
 
     @property
     def kind(self) -> str:
         """Name in counts and error messages."""
-        ...
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
         """Launch on contiguous ``x``. Returns (output, work); the output is valid after the wait for the work.
 
         The work is None if nothing is sent.
         """
-        ...
 
     def conjugate(self) -> Exchange:
         """Return the exchange of the gradient."""
-        ...
 
 
 class Conjugate(Exchange, Protocol):
@@ -60,11 +56,9 @@ class Conjugate(Exchange, Protocol):
 
     def run(self, x: Tensor, dim: int) -> Tensor:
         """Run the exchange along ``dim`` and return the finished output. ``x`` may have any strides."""
-        ...
 
     def conjugate(self) -> Conjugate:
         """Return the exchange of the gradient."""
-        ...
 
 
 class RowExchange(Exchange, Protocol):
@@ -73,27 +67,22 @@ class RowExchange(Exchange, Protocol):
     @property
     def send(self) -> tuple[int, ...] | None:
         """Number of rows to each rank that it sends to; None for even pieces."""
-        ...
 
     @property
     def receive(self) -> tuple[int, ...] | None:
         """Number of rows from each rank that it receives from; None for even pieces."""
-        ...
 
     def conjugate(self) -> RowExchange:
         """Return the exchange that sends every row back."""
-        ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Rows to every rank and rows from every rank. Conjugate: the splits swapped.
+    """Rows to every rank and from every rank: [sum(send), ..] to [sum(receive), ..], in rank order.
 
     Attributes:
-        axis: The axis of the exchange.
         send: Number of rows for each rank of the axis; None for even pieces.
         receive: Number of rows from each rank of the axis; None for even pieces.
-        kind: Name under which it is counted.
     """
 
     axis: Axis
@@ -102,26 +91,22 @@ class AllToAll:
     kind: str = "all_to_all"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Exchange [sum(send), ..] to [sum(receive), ..], in rank order."""
         rows = x.shape[0] if self.receive is None else sum(self.receive)
         y = x.new_empty((rows, *x.shape[1:]))
         return y, collectives.all_to_all(y, x, self.axis, self.receive, self.send, async_op=True)
 
     def conjugate(self) -> AllToAll:
-        """Return the exchange that sends every row back."""
         return AllToAll(self.axis, self.receive, self.send, self.kind)
 
 
 @dataclass(frozen=True)
 class AllGather:
-    """The rows of all ranks, the same number from each. Conjugate: ReduceScatter.
+    """The rows of all ranks, the same number from each: [n, ..] to [size * n, ..], in rank order.
 
     Attributes:
-        axis: The axis of the exchange.
         into: Output tensor, of which ``x`` may be this rank's rows; allocated if None.
         alike: All ranks compute the same from the result, so that each has the whole gradient. The conjugate is then
             OwnPiece.
-        kind: Name under which it is counted.
     """
 
     axis: Axis
@@ -130,12 +115,10 @@ class AllGather:
     kind: str = "all_gather"
 
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-        """Gather [n, ..] to [size * n, ..]."""
         y = x.new_empty((self.axis.size * x.shape[0], *x.shape[1:])) if self.into is None else self.into
         return y, collectives.all_gather(y, x, self.axis, async_op=async_op)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """Gather [.., n, ..] to [.., size * n, ..], in rank order."""
         return _run(self, x, dim)
 
     def conjugate(self) -> ReduceScatter | OwnPiece:
@@ -145,19 +128,13 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """This rank's even piece of the sum over all ranks. Conjugate: AllGather.
-
-    Attributes:
-        axis: The axis of the exchange.
-        into: Output tensor; allocated if None.
-    """
+    """This rank's even piece of the sum over all ranks: [size * n, ..] to [n, ..]."""
 
     axis: Axis
     into: Tensor | None = field(default=None, compare=False)
     kind: ClassVar[str] = "reduce_scatter"
 
     def launch(self, x: Tensor, *, async_op: bool = True) -> tuple[Tensor, dist.Work | None]:
-        """Sum [size * n, ..] and scatter it to [n, ..]."""
         y = x.new_empty((x.shape[0] // self.axis.size, *x.shape[1:])) if self.into is None else self.into
         return y, collectives.reduce_scatter(y, x, self.axis, async_op=async_op)
 
@@ -173,13 +150,12 @@ class ReduceScatter:
 
 @dataclass(frozen=True)
 class OwnPiece:
-    """This rank's even piece of a tensor that is the same on all ranks. Sends nothing. Conjugate: AllGather(alike)."""
+    """This rank's even piece of a tensor that is the same on all ranks: [size * n, ..] to [n, ..]. Sends nothing."""
 
     axis: Axis
     kind: ClassVar[str] = "own_piece"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Cut [size * n, ..] to [n, ..]."""
         return self.run(x, 0), None
 
     def run(self, x: Tensor, dim: int) -> Tensor:
@@ -193,10 +169,9 @@ class OwnPiece:
 
 @dataclass(frozen=True)
 class Reduce:
-    """The sum over all ranks, on each of them. Conjugate: Copy.
+    """The sum over all ranks, on each of them.
 
     Attributes:
-        axis: The axis of the exchange.
         in_place: Write the sum to the input, which is otherwise unchanged.
     """
 
@@ -205,12 +180,10 @@ class Reduce:
     kind: ClassVar[str] = "all_reduce"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Sum [n, ..] to [n, ..]."""
         y = x if self.in_place else x.clone()
         return y, collectives.all_reduce(y, self.axis, async_op=True)
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """Sum [..] to [..]; ``dim`` has no effect."""
         y = x if self.in_place else x.clone(memory_format=torch.contiguous_format)
         with self.axis.waiting(self.kind):
             collectives.all_reduce(y, self.axis)
@@ -223,30 +196,26 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Copy:
-    """The input of computations that differ per rank. Sends nothing. Conjugate: Reduce."""
+    """The input of computations that differ per rank, unchanged. Sends nothing."""
 
     axis: Axis
     kind: ClassVar[str] = "copy"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Return [n, ..] unchanged."""
         return x.detach(), None  # A separate tensor object: autograd attaches the graph to the result of ``wait``.
 
     def run(self, x: Tensor, dim: int) -> Tensor:
-        """Return [..] unchanged; ``dim`` has no effect."""
         return x.view_as(x)
 
     def conjugate(self) -> Reduce:
-        """Return Reduce, which sums the gradients of the computations."""
         return Reduce(self.axis)
 
 
 @dataclass(frozen=True)
 class SendReceive:
-    """A message to one rank of the axis and one of the same shape from another. Conjugate: the two ranks swapped.
+    """A message to one rank of the axis and one of the same shape from another.
 
     Attributes:
-        axis: The axis of the exchange.
         to: Rank of the axis to send to; None to send nothing.
         source: Rank of the axis to receive from; None to receive nothing and return zeros.
     """
@@ -257,42 +226,32 @@ class SendReceive:
     kind: ClassVar[str] = "send"
 
     def launch(self, x: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Send [n, ..] and receive [n, ..]."""
         y = torch.zeros_like(x) if self.source is None else torch.empty_like(x)
         return y, collectives.send_receive(y, x, self.axis, self.to, self.source)
 
     def conjugate(self) -> SendReceive:
-        """Return the exchange that sends the gradient to the source of the message."""
         return SendReceive(self.axis, self.source, self.to)
 
 
 @dataclass(frozen=True)
 class Unsent:
-    """An exchange that is skipped because its result is not needed: output and gradient are zeros.
-
-    Attributes:
-        exchange: The skipped exchange.
-    """
+    """An exchange that is skipped because its result is not needed: output and gradient are zeros."""
 
     exchange: RowExchange
 
     @property
     def axis(self) -> Axis:
-        """Axis of the skipped exchange."""
         return self.exchange.axis
 
     @property
     def kind(self) -> str:
-        """Kind of the skipped exchange."""
         return self.exchange.kind
 
     def launch(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return zeros [sum(receive), ..] for [sum(send), ..]."""
         rows = x.shape[0] if self.exchange.receive is None else sum(self.exchange.receive)
         return x.new_zeros((rows, *x.shape[1:])), None
 
     def conjugate(self) -> Unsent:
-        """Return the conjugate, which is also skipped."""
         return Unsent(self.exchange.conjugate())
 
 

@@ -13,7 +13,6 @@ class LaunchRecord(NamedTuple):
     Attributes:
         axis: Name of the axis, or of its queue.
         number: Number of the launch on this axis, starting at 1.
-        kind: Kind of collective.
         at: ``time.monotonic()`` of the launch, in seconds.
     """
 

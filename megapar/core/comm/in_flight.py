@@ -22,8 +22,6 @@ class CommContext:
     """Launcher of the exchanges of one model, which tracks them while they are in flight and waits for them.
 
     Attributes:
-        meter: Measures the time of waits for collectives.
-        device: Launches the collectives.
         chained: Names of axes whose collectives must never use the link at the same time. Each is launched after
             those in flight on the other chained axes.
         launched: Kind -> number of exchanges launched, forward and backward.
@@ -37,14 +35,7 @@ class CommContext:
         chained: frozenset[str] = frozenset(),
         on_host_wait: Callable[[str], None] | None = None,
     ) -> None:
-        """Create a context with nothing in flight.
-
-        Args:
-            meter: See the attributes; a new one if None.
-            device: See the attributes; the CPU if None.
-            chained: See the attributes.
-            on_host_wait: Called after each host wait with the name of the function that waited.
-        """
+        """Create a context; ``on_host_wait`` is called after each host wait with the function's name."""
         self.chained = chained
         self.launched: Counter[str] = Counter()
         self.host_waits = 0
@@ -75,7 +66,7 @@ class CommContext:
     def zero(self, like: Tensor) -> Tensor:
         """Return one zero of the device and dtype of ``like``, made once: all results share its memory.
 
-        For autograd tokens, whose value is never read or written.
+        For autograd handles, whose value is never read or written.
         """
         key = like.device, like.dtype
         if key not in self._zeros:
@@ -96,7 +87,6 @@ class CommContext:
         """Launch one exchange. The returned object keeps its input alive.
 
         Args:
-            x: Its input.
             side_stream: The output will be used on a different stream than the current one.
             owned: Only the caller waits for it; ``wait_since`` does not.
         """
@@ -125,7 +115,6 @@ class CommContext:
         """Wait for one exchange and return its output.
 
         Args:
-            flight: The exchange.
             metered: Measure the wait; False if it blocks only a side stream.
         """
         if flight.work is not None and not metered:
@@ -167,9 +156,6 @@ class InFlight:
     """An exchange in flight, with the buffers that must not be touched until it has been waited for.
 
     Attributes:
-        exchange: The exchange.
-        input: Its input, kept alive.
-        output: Its output, valid after the wait.
         work: Handle to wait for; None if nothing is sent.
         side_stream: Launched on a different stream than the one that uses the output.
         owned: Only its caller waits for it.

@@ -18,10 +18,10 @@ from megapar.errors import DistributedError
 
 def all_gather(value: Json, group: dist.ProcessGroup) -> list[Json]:
     """Return the values of all ranks, on every rank, in rank order. Raises DistributedError if one is not JSON."""
-    own = _encoded(value, group)
-    sizes = _sizes(own, group)
-    parts = [own.new_empty(max(sizes)) for _ in sizes]
-    dist.all_gather(parts, _padded(own, max(sizes)), group=group)
+    data = _encoded(value, group)
+    sizes = _sizes(data, group)
+    parts = [data.new_empty(max(sizes)) for _ in sizes]
+    dist.all_gather(parts, _padded(data, max(sizes)), group=group)
     return [_decoded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -30,10 +30,10 @@ def gather(value: Json, group: dist.ProcessGroup) -> list[Json] | None:
 
     Raises DistributedError if one is not JSON.
     """
-    own = _encoded(value, group)
-    sizes = _sizes(own, group)
-    parts = [own.new_empty(max(sizes)) for _ in sizes] if dist.get_rank(group) == 0 else None
-    dist.gather(_padded(own, max(sizes)), parts, group=group, group_dst=0)
+    data = _encoded(value, group)
+    sizes = _sizes(data, group)
+    parts = [data.new_empty(max(sizes)) for _ in sizes] if dist.get_rank(group) == 0 else None
+    dist.gather(_padded(data, max(sizes)), parts, group=group, group_dst=0)
     return None if parts is None else [_decoded(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -51,21 +51,17 @@ def broadcast(value: Json, group: dist.ProcessGroup) -> Json:
 
 
 def scatter(values: Sequence[Json] | None, group: dist.ProcessGroup) -> Json:
-    """Return this rank's value of those on the group's first rank. Raises DistributedError if it is not JSON.
-
-    Args:
-        values: One value per rank of the group, on its first rank; None on the others.
-    """
+    """Return this rank's value of those on the group's first rank. Raises DistributedError if it is not JSON."""
     parts = None if values is None else [_encoded(value, group) for value in values]
     device, rank = _device(group), dist.get_rank(group)
     count = dist.get_world_size(group)
     sizes = torch.tensor([part.numel() for part in parts] if parts else [0] * count, device=device)
     dist.broadcast(sizes, group=group, group_src=0)
     longest = int(sizes.max().item())
-    own = torch.empty(longest, dtype=torch.uint8, device=device)
+    data = torch.empty(longest, dtype=torch.uint8, device=device)
     padded = None if parts is None else [_padded(part, longest) for part in parts]
-    dist.scatter(own, padded, group=group, group_src=0)
-    return _decoded(own[: int(sizes[rank].item())])
+    dist.scatter(data, padded, group=group, group_src=0)
+    return _decoded(data[: int(sizes[rank].item())])
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
@@ -85,9 +81,9 @@ def _decoded(data: Tensor) -> Json:
         raise DistributedError(f"a rank's message of {data.numel()} bytes is not JSON: {str(error)[:200]}") from error
 
 
-def _sizes(own: Tensor, group: dist.ProcessGroup) -> list[int]:
+def _sizes(data: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Return the message size of every rank, in bytes."""
-    size = torch.tensor([own.numel()], device=own.device)
+    size = torch.tensor([data.numel()], device=data.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
     return [int(size.item()) for size in sizes]

@@ -42,48 +42,38 @@ class Waits:
 class WaitMeter:
     """Sum of the time spent in ``wait``: the communication that was not overlapped.
 
-    Attributes:
-        on: True while waits are timed.
+    ``mark`` records a timed event on the current stream; None if waits block the host. Waits are timed while ``on``.
     """
 
     def __init__(self, mark: Callable[[], Any] | None = None) -> None:
-        """Start from zero.
-
-        Args:
-            mark: Records a timed event on the current stream; None if waits block the host.
-        """
         self.on = True
         self._mark = mark
         self._waits = Waits()
 
     def wait(self, work: Work, kind: str) -> None:
         """Wait for a launched collective. ``kind`` is ``axis/collective``, as for the byte counts."""
-        if not self.on:
-            work.wait()
-            return
-        if self._mark is not None:
-            before = self._mark()
-            work.wait()
-            self._waits.stalls.append((kind, before, self._mark()))
-            return
-        start = time.perf_counter()
+        start = self._start()
         work.wait()
-        self._waits.host[kind] += time.perf_counter() - start
+        self._end(kind, start)
 
     @contextmanager
     def around(self, kind: str) -> Iterator[None]:
         """Measure the wait for a blocking collective inside. ``kind`` is as for ``wait``."""
-        if not self.on:
-            yield
-            return
-        if self._mark is not None:
-            before = self._mark()
-            yield
-            self._waits.stalls.append((kind, before, self._mark()))
-            return
-        start = time.perf_counter()
+        start = self._start()
         yield
-        self._waits.host[kind] += time.perf_counter() - start
+        self._end(kind, start)
+
+    def _start(self) -> Any:
+        """Return the time, an event, or None if waits are not timed."""
+        return None if not self.on else time.perf_counter() if self._mark is None else self._mark()
+
+    def _end(self, kind: str, start: Any) -> None:
+        if start is None:
+            return
+        if self._mark is None:
+            self._waits.host[kind] += time.perf_counter() - start
+        else:
+            self._waits.stalls.append((kind, start, self._mark()))
 
     def add(self, kind: str, seconds: float) -> None:
         """Add a wait of the host that was timed elsewhere."""

@@ -75,7 +75,6 @@ def queue_rounds(stages: int, *, closed: bool) -> tuple[tuple[tuple[int, ...], .
     """Return the queues between neighbouring stages: rounds of groups, each (sender, receiver) or one stage alone.
 
     Args:
-        stages: Number of pipeline stages.
         closed: The last and the first stage exchange messages too, as interleaved schedules need it.
     """
     edges = [(stage, stage + 1) for stage in range(stages - 1)]
@@ -85,7 +84,7 @@ def queue_rounds(stages: int, *, closed: bool) -> tuple[tuple[tuple[int, ...], .
     kinds = [2 if edge[1] == 0 and stages % 2 else edge[0] % 2 for edge in edges]
     rounds = []
     for kind in sorted(set(kinds)):
-        forward = [edge for edge, own in zip(edges, kinds, strict=True) if own == kind]
+        forward = [edge for edge, its_kind in zip(edges, kinds, strict=True) if its_kind == kind]
         paired = {stage for edge in forward for stage in edge}
         alone = [(stage,) for stage in range(stages) if stage not in paired]
         rounds.append((*forward, *alone))

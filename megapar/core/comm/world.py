@@ -24,7 +24,7 @@ from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.core.device.base import Device
-from megapar.core.device.communicators import COMMUNICATORS
+from megapar.core.device.kinds import COMMUNICATORS
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
@@ -41,9 +41,7 @@ class World:
     and in the expert view. Rank 0 is the same in both orders.
 
     Attributes:
-        grid: Sizes of all axes, in the order of ``rank``.
         rank: This rank's number in that order.
-        device: This rank's device.
         launched: For each rank, the number that it was launched with.
         sent_bytes: Bytes that this rank has sent. Every axis shares this and the next two.
         meter: Time that this rank waited for blocking collectives.
@@ -94,9 +92,6 @@ class World:
         """Join the other ranks and create all groups.
 
         Args:
-            grid: Sizes of all axes.
-            device: This rank's device.
-            timeout: Limit for roll calls and collectives.
             rendezvous_url: Where the ranks meet (``file://PATH``), with RANK and WORLD_SIZE from the environment. By
                 default as ``megapar launch`` or torchrun sets it. A single process needs neither.
             agree: Called on all ranks after the roll call and before any group, with a store, the rank and the number
@@ -116,8 +111,7 @@ class World:
         roll_call(dist.PrefixStore("start", store), "world", tuple(range(world_size)), rank, timeout)
         if agree is not None:
             agree(dist.PrefixStore("agree", store), rank, world_size, timeout)
-        ordered = replace(grid, order=DENSE_AXES)
-        launched = [grid.rank(**ordered.dense(number)) for number in range(world_size)]
+        ordered, launched = _renumbered(grid)
         rank = launched.index(rank)
         try:
             dist.init_process_group(
@@ -147,8 +141,7 @@ class World:
 
         if grid.world_size == 1:
             return cls(grid, 0, device, None, GRACE)
-        ordered = replace(grid, order=DENSE_AXES)
-        launched = [grid.rank(**ordered.dense(number)) for number in range(grid.world_size)]
+        ordered, launched = _renumbered(grid)
         rank = launched.index(rank)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
         return cls(ordered, rank, device, None, GRACE, launched)
@@ -183,11 +176,8 @@ class World:
     def make_queues(self, *, closed: bool) -> dict[tuple[int, int], Axis]:
         """Create a queue for each ordered pair of neighbouring stages. Every rank calls this once, at the same place.
 
-        Args:
-            closed: The last stage and the first are neighbours too.
-
-        Returns:
-            (sender, receiver) -> an axis of these two ranks, sender first, for the queues that end at this rank.
+        The last stage and the first are neighbours if ``closed``. Returns (sender, receiver) -> an axis of these two
+        ranks, sender first, for the queues that end at this rank.
         """
         assert not self._queues, "queues are made once"
         for groups in queue_rounds(self.grid.pp, closed=closed):
@@ -274,9 +264,6 @@ class World:
 
         Every rank calls this once, at the same place, before it builds a model.
 
-        Args:
-            ranks: Ranks of ep on each node, consecutive on the axis (``Grid.ep_node_ranks``).
-
         Raises DistributedError if ep is not several whole nodes of this size.
         """
         ep = self.axis("ep")
@@ -285,9 +272,9 @@ class World:
         start = ep.rank - ep.rank % ranks
         members = {"ep_between": ep.ranks[ep.rank % ranks :: ranks], "ep_within": ep.ranks[start : start + ranks]}
         axes = []
-        for name, own in members.items():
-            group = self._make_group((name,), own) if len(own) > 1 else None
-            axes.append(self._axis(name, own, group))
+        for name, group_ranks in members.items():
+            group = self._make_group((name,), group_ranks) if len(group_ranks) > 1 else None
+            axes.append(self._axis(name, group_ranks, group))
             self._rounds_of_axes += ((name,),) if group is not None else ()
         self._axes |= {axis.name: axis for axis in axes} | {"ep": replace(ep, nodes=AxisNodes(*axes))}
 
@@ -297,10 +284,8 @@ class World:
         """Create this rank's group of the next round.
 
         Args:
-            names: Names of the axes that share the group.
             ranks: Ranks of the group; for a queue, the sender first, or this rank alone.
             backend: Backend of the group; the device's by default.
-            queue: The group is a queue of the pipeline.
         """
         self._rounds += 1
         name = names[0]
@@ -349,14 +334,14 @@ class World:
         self.device.synchronize()
 
 
-def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int) -> list[int]:
-    """Return the ranks that do not report within ``GRACE`` a failure that all of ``ranks`` should see.
+def _renumbered(grid: Grid) -> tuple[Grid, list[int]]:
+    """Return the grid with the axes in this module's order, and the number that each of its ranks was launched with."""
+    ordered = replace(grid, order=DENSE_AXES)
+    return ordered, [grid.rank(**ordered.dense(number)) for number in range(grid.world_size)]
 
-    Args:
-        store: The store of the ranks.
-        ranks: All ranks that take part.
-        rank: This rank, whose failure is reported first.
-    """
+
+def silent_ranks(store: dist.Store, ranks: Sequence[int], rank: int) -> list[int]:
+    """Report a failure of ``rank``, and return those of ``ranks`` that do not report it, too, within ``GRACE``."""
     store.set(f"failed/{rank}", "1")
     keys = {other: f"failed/{other}" for other in ranks}
     try:

@@ -28,8 +28,7 @@ from torch import Tensor
 from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.tiles import Tile, spans
-from megapar.core.device.accumulate import WeightProduct
-from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.dtypes import WeightProduct, at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.sharding.gradient_sink import GradientSink
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megapar.core.comm.autograd import gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.positions import HeldRun, SequenceLayout
-from megapar.core.device.index import Indices
+from megapar.core.device.base import Indices
 
 
 class Runs(NamedTuple):

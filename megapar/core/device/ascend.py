@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.device.attention.blocks import AttentionBlock, BlockGradients
 from megapar.core.device.attention.documents import DocumentSlice, PackedDocuments
 from megapar.core.device.attention.head_dims import cut_features, pad_features
-from megapar.core.device.rows.expert_rows import permute_reference, rows_of_pairs
+from megapar.core.device.expert_rows import permute_reference, rows_of_pairs
 
 # Mask modes of npu_fusion_attention. LOWER_RIGHT requires the compressed causal mask.
 WHOLE_MASK, LOWER_RIGHT = 0, 3
@@ -171,19 +171,12 @@ def _at_least(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Attended(NamedTuple):
-    """Outputs of one call of the kernel.
+    """Outputs of one call of the kernel."""
 
-    Attributes:
-        out: [B, N, S, V].
-        peak: Largest score of each row, [B, N, S, 8].
-        total: Sum of the exponentials of the scores minus ``peak``, [B, N, S, 8].
-        drawn: Random state of the kernel.
-    """
-
-    out: Tensor
-    peak: Tensor
-    total: Tensor
-    drawn: tuple[int, ...]
+    out: Tensor  # [B, N, S, V]
+    peak: Tensor  # largest score of each row, [B, N, S, 8]
+    total: Tensor  # sum of the exponentials of the scores minus ``peak``, [B, N, S, 8]
+    drawn: tuple[int, ...]  # random state
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout: float, **mask: Any) -> _Attended:

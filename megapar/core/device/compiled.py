@@ -27,7 +27,6 @@ class FunctionRunner(Protocol):
 
     def __call__(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call the function and return its result."""
-        ...
 
 
 def plain(function: Callable[..., T], *arguments: Any) -> T:
@@ -56,7 +55,8 @@ class Compiled:
 
     A form of a function is code for any counts and for given features, with or without gradients. Each form is compiled
     separately. A run's evaluations, rows and growing lengths therefore do not reach torch's limit of recompilations,
-    which applies to each code object. Calls with fewer than two rows run uncompiled.
+    which applies to each code object. Beyond ``most_forms`` of a function compilation does not pay off. Calls with
+    fewer than two rows run uncompiled.
 
     Attributes:
         functions: Plain function -> its compiled forms.
@@ -65,12 +65,6 @@ class Compiled:
     """
 
     def __init__(self, backend: str = "inductor", most_forms: int = 64) -> None:
-        """Start without forms.
-
-        Args:
-            backend: Backend of torch.compile.
-            most_forms: Maximum forms of one function. Beyond it compilation does not pay off.
-        """
         self.functions: dict[Callable[..., Any], dict[Hashable, Callable[..., Any]]] = {}
         self.given_up: set[str] = set()
         self.unshared: set[str] = set()
@@ -92,10 +86,8 @@ class Compiled:
                 result: T = self._first_call(function, forms[form], arguments)
             else:
                 result = forms[form](*arguments)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            if not new and not isinstance(error, _OF_COMPILER):
+            if isinstance(error, torch.OutOfMemoryError) or not (new or isinstance(error, _OF_COMPILER)):
                 raise
             self._give_up(function, error)
             return function(*arguments)

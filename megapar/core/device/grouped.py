@@ -33,9 +33,6 @@ def grouped_linear_reference(
     """Multiply each row by the transposed weight of its expert, to [R, O], expert by expert. Waits for the counts.
 
     Args:
-        rows_RI: Rows sorted by expert.
-        weight_EOI: The weights of all experts.
-        counts_E: int64, rows of each expert.
         ends: Returns ``row_ends`` of the counts, which several products share; None: a form that needs it computes it.
     """
     pieces = rows_RI.split(counts_E.tolist())

@@ -1,4 +1,4 @@
-"""Kinds of devices: memory, compute, bandwidths, and the sizes at which their kernels are efficient.
+"""Kinds of devices: memory, compute, bandwidths, the sizes at which their kernels are efficient, communicators.
 
 The run and the planner read the same rows, with their sources, from ``kinds.yaml``. Imports no torch.
 """
@@ -6,7 +6,7 @@ The run and the planner read the same rows, with their sources, from ``kinds.yam
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,14 @@ LINK_SHARE = 0.80  # Fraction of the data sheet's bandwidth that links reach; pr
 _TILE_SHARE, _START_SECONDS = 0.80, 2e-6
 # The row that is used for an unknown device of each class.
 _UNNAMED = MappingProxyType({"cuda": "h100-80g", "npu": "ascend-910b", "cpu": "cpu"})
+# Blocks of a kernel that waits for or moves a message between two stages: enough for a network card or half of a
+# node's link, and few enough to leave room for the products that run at the same time. Not measured yet.
+QUEUE_CHANNELS = 4
+# HCCL's buffers of groups with small messages: its own default for messages between two ranks (P2P_HCCL_BUFFSIZE).
+SMALL_HCCL_MIB = 20
+HCCL_MIB = 200
+# Axes that sum only a few numbers, or one embedding, per step.
+LIGHT = frozenset({"pp", "data"})
 
 
 @dataclass(frozen=True)
@@ -65,18 +73,12 @@ class DeviceKind:
     """One row of the device table.
 
     Attributes:
-        name: Name of the row.
-        memory_bytes: Memory of one device.
-        memory_bandwidth: Bytes per second.
         flops: FLOP/s of matrix products, by dtype.
-        units: Multiprocessors that share a product.
-        node: Devices per node.
         inside: Bytes per second that one device can send inside its node.
         between: Bytes per second that one device can send to other nodes.
         host: Bytes per second that one device can copy to or from its host's memory, in each direction.
         kernels: Class of the device, whose forms of operators it runs: cuda, npu or cpu.
         capability: Compute capability of an NVIDIA GPU, (major, minor); None for other devices.
-        source: Source of the figures.
         driver_names: Regular expressions that match a part of the names that drivers report.
         replaced: Figures that are not the row's, for people.
     """
@@ -114,7 +116,6 @@ class DeviceKind:
 
         Args:
             dtype: Dtype of the products that ``tflops`` is for. Nothing is known of those in other dtypes then.
-            tflops: TFLOP/s of matrix products.
             link_gb: GB/s to other devices of the node, in one direction.
             network_gb: GB/s to other nodes, in one direction.
         """
@@ -206,38 +207,86 @@ def _tables() -> tuple[Mapping[str, DeviceKind], Mapping[str, DeviceClass]]:
     )
 
 
-def _kind(name: str, row: Mapping[str, Any]) -> DeviceKind:
+def _kind(name: str, row: dict[str, Any]) -> DeviceKind:
+    major, minor = row.pop("capability", (0, 0))
     return DeviceKind(
         name=name,
-        memory_bytes=round(row["memory_gib"] * GIBIBYTE),
-        memory_bandwidth=row["memory_bandwidth"] * GIGA,
-        flops=MappingProxyType({dtype: rate * TERA for dtype, rate in row["flops"].items()}),
-        units=row["units"],
-        node=row["node"],
-        inside=row["inside"] * GIGA,
-        between=row["between"] * GIGA,
-        host=row["host"] * GIGA,
-        kernels=row["kernels"],
-        capability=tuple(row["capability"]) if "capability" in row else None,
-        source=row["source"],
-        driver_names=tuple(row["driver_names"]),
+        memory_bytes=round(row.pop("memory_gib") * GIBIBYTE),
+        flops=MappingProxyType({dtype: rate * TERA for dtype, rate in row.pop("flops").items()}),
+        capability=(major, minor) if major else None,
+        driver_names=tuple(row.pop("driver_names")),
+        **{speed: row.pop(speed) * GIGA for speed in ("memory_bandwidth", "inside", "between", "host")},
+        **row,
     )
 
 
-def _class(row: Mapping[str, Any]) -> DeviceClass:
-    rows, columns = row["tile"]
+def _class(row: dict[str, Any]) -> DeviceClass:
+    del row["source"]
+    rows, columns = row.pop("tile")
     return DeviceClass(
         tile=(rows, columns),
-        launch_seconds=row["launch"] * MICRO,
-        latency_seconds=row["latency"] * MICRO,
-        pieces=row["pieces"],
-        piece_bytes=row["piece_mib"] * MEGABYTE,
-        least_rows=row["least_rows"],
-        batched=row["batched"],
-        hides=row["hides"],
-        compiler=row["compiler"],
-        logits_bytes=row["logits_mib"] * MEGABYTE,
-        one_hot_rows=row["one_hot_rows"],
-        least_product_elements=row["least_product_elements"],
-        packs_rows=row["packs_rows"],
+        launch_seconds=row.pop("launch") * MICRO,
+        latency_seconds=row.pop("latency") * MICRO,
+        piece_bytes=row.pop("piece_mib") * MEGABYTE,
+        logits_bytes=row.pop("logits_mib") * MEGABYTE,
+        **row,
     )
+
+
+@dataclass(frozen=True)
+class CommunicatorBytes:
+    """Device memory of one communicator on one rank, in addition to the tensors that it moves: estimates, not measured.
+
+    Attributes:
+        axis: Bytes of a communicator of collectives.
+        light: Bytes of one with small messages only.
+        queue: Bytes of a one-way queue between two ranks.
+        peer: Bytes for each rank of the same node to which rows of experts are sent.
+    """
+
+    axis: int
+    light: int
+    queue: int
+    peer: int
+    source: str
+
+    def of(self, rounds: Collection[Collection[str]], queues: int, peers: int) -> int:
+        """Return the bytes of all communicators of a rank.
+
+        Args:
+            rounds: For each communicator, including the world's, the names of the axes that share it.
+            peers: Number of other ranks of the ``ep`` axis on this node.
+        """
+        light = sum(is_light(names) for names in rounds)
+        axes = (len(rounds) - light) * self.axis + light * self.light
+        return axes + queues * self.queue + peers * self.peer
+
+
+def is_light(names: Collection[str]) -> bool:
+    """Return True if a communicator that these axes share has small messages only."""
+    return LIGHT.issuperset(names)
+
+
+_CHANNEL = 12 * MEGABYTE
+
+COMMUNICATORS: Mapping[str, CommunicatorBytes] = MappingProxyType(
+    {
+        "cpu": CommunicatorBytes(0, 0, 0, 0, "gloo keeps only sockets"),
+        "cuda": CommunicatorBytes(
+            24 * _CHANNEL,
+            24 * _CHANNEL,
+            QUEUE_CHANNELS * _CHANNEL,
+            32 * _CHANNEL,
+            "NCCL: 10 MiB to receive and 2 MiB to send for each channel of a connection; 24 channels of a ring, as "
+            "many of a queue as it has blocks, and 32 to each GPU of the node of an all-to-all, where 3.28 GB were "
+            "measured for 7 of them (H100, nccl issue 1685)",
+        ),
+        "npu": CommunicatorBytes(
+            2 * HCCL_MIB * MEGABYTE,
+            2 * SMALL_HCCL_MIB * MEGABYTE,
+            2 * SMALL_HCCL_MIB * MEGABYTE,
+            0,
+            "HCCL: twice its buffer, HCCL_BUFFSIZE (200 MB unless set) or the size that the group requests",
+        ),
+    }
+)

@@ -68,8 +68,6 @@ def join_heads_reference(product: Tensor, rotary: Tensor, plain: int, widths: He
     Args:
         product: Plain features of the keys and the values, [B, S, N, Dn + V].
         rotary: The rotary key of all heads, rotated, [B, S, Dr], in a dtype at least as wide as the product's.
-        plain: Dn.
-        widths: Features of the results.
     """
     value_dim = product.shape[-1] - plain
     key, value = product.split((plain, value_dim), dim=-1)

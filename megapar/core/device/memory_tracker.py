@@ -22,10 +22,6 @@ class MemoryTracker(TorchDispatchMode):
     """Tracker of all storages that operators allocate inside the context, until they are freed.
 
     Resized storages count with their current size (FSDP2 frees gathered parameters by resizing).
-
-    Attributes:
-        bytes: Bytes of live storages.
-        peak_bytes: Peak of ``bytes``.
     """
 
     def __init__(self) -> None:

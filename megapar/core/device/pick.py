@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megapar.core.device.accelerators import CudaDevice, NpuDevice
 from megapar.core.device.base import Device
-from megapar.core.device.cuda import CudaDevice
-from megapar.core.device.npu import NpuDevice
 from megapar.errors import Complaint, ConfigError
 from megapar.machine import no_device
 

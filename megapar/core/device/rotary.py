@@ -62,7 +62,6 @@ def rotary_heads_by(rotary: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Calla
     """Return a function that splits heads as ``split_heads`` does, and rotates q and k by ``rotary``."""
 
     def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-        """Split qkv [B, S, G, Q + 2, D] into q [B, S, N, D], k and v [B, S, G, D], and rotate q and k."""
         q, k, v = split_heads(qkv)
         return rotary(q, cos, sin), rotary(k, cos, sin), v
 

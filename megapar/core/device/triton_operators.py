@@ -1,65 +1,36 @@
 """Operators that Triton kernels compute, registered with torch, so that a trace and a compiler see one operator each.
 
 torch's builds for CUDA include Triton. GPUs use the kernels after each has computed an example (``triton_trial.py``);
-otherwise they use the forms without Triton.
+otherwise they use the forms without Triton. No result depends on the order of threads, so all of them repeat.
+
+An operator consists of a function for its callers, without autograd, and one that allocates its results (``_new_..``),
+which is all that a trace runs. The function of its name in ``triton_kernels`` fills them.
+
+Shape letters: B batch, S sequence, G key-value heads, Q query heads of a group, D head size, N rows of logits and V
+vocabulary, F features, T tokens, k choices per token, H hidden, E experts, R rows, w columns of a weight.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapar.core.device.attention.table import LARGEST_GROUP
 
+MOST_EXPERTS = 1024  # bins of a program of the sort
+MOST_RUNS = 4096  # counts that every program reads
+MOST_CHOICES = 32  # loads of a program of the sum
+
 _USED: set[torch.device] = set()  # decided once per process
 _LIBRARY = torch.library.Library("megapar", "DEF")
-_LIBRARY.define("rotary_heads(Tensor qkv, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define("rotary_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor")
-_LIBRARY.define("log_probabilities(Tensor logits, Tensor labels) -> (Tensor, Tensor)")
-_LIBRARY.define("gradient_of_logits(Tensor logits, Tensor labels, Tensor lse, ScalarType dtype) -> Tensor")
-_LIBRARY.define("swiglu(Tensor rows, Tensor? weights) -> Tensor")
-_LIBRARY.define("swiglu_backward(Tensor gradient, Tensor rows, Tensor? weights) -> (Tensor, Tensor)")
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""Operator -> the function that allocates its results and launches its kernel."""
 
-
-def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [B, S, G, Q + 2, D] into q [B, S, G Q, D], k and v [B, S, G, D], and rotate q and k. No autograd.
-
-    cos and sin are [B, S, D / 2] in fp32.
-    """
-    q, k, v = torch.ops.megapar.rotary_heads(qkv.contiguous(), *_by_sample(cos, sin))
-    return q, k, v
-
-
-def rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of qkv for the gradients of ``rotary_heads``."""
-    heads = (x.contiguous() for x in (dq, dk, dv))
-    dqkv: Tensor = torch.ops.megapar.rotary_heads_backward(*heads, *_by_sample(cos, sin))
-    return dqkv
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities of labels [N] and the gradient of the sum of cross-entropies, [N, V] in ``dtype``.
-
-    Args:
-        logits: [N, V].
-        labels: [N] int64.
-        dtype: Dtype of the gradient.
-    """
-    lse, log_p = torch.ops.megapar.log_probabilities(logits, labels)
-    return log_p, torch.ops.megapar.gradient_of_logits(logits, labels, lse, dtype)
-
-
-def swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
-    """Return silu(gate) * up of gate_up [.., 2, F], times weights [.., 1] if given: [.., F]. No autograd."""
-    y: Tensor = torch.ops.megapar.swiglu(_rows(gate_up, 2), None if weights is None else weights.flatten())
-    return y.view(*gate_up.shape[:-2], -1)
-
-
-def swiglu_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of gate_up and of the weights for the gradient of ``swiglu``."""
-    flat = None if weights is None else weights.flatten()
-    d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat)
-    return d_rows.view(gate_up.shape), None if weights is None else d_weights.view(weights.shape)
+Order = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # as ``expert_rows.RowOrder``
 
 
 def use(device: torch.device) -> None:
@@ -77,6 +48,130 @@ def takes_heads(qkv: Tensor) -> bool:
     return usable(qkv.device) and qkv.shape[-2] * qkv.shape[-1] <= LARGEST_GROUP
 
 
+def takes_rows(rows: Tensor, choices: int = 1) -> bool:
+    """Return True if the kernels copy and sum these rows, ``choices`` for each token."""
+    whole = rows.dim() == 2 and rows.stride(1) == 1 and rows.dtype.itemsize in (2, 4)
+    return usable(rows.device) and whole and choices <= MOST_CHOICES
+
+
+def takes_experts(experts: Tensor, num_experts: int) -> bool:
+    """Return True if the kernels sort pairs of so many experts."""
+    return usable(experts.device) and num_experts <= MOST_EXPERTS
+
+
+def takes_runs(like: Tensor, runs: int) -> bool:
+    """Return True if the kernel orders so many runs of rows."""
+    return usable(like.device) and 0 < runs <= MOST_RUNS
+
+
+def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Split qkv [B, S, G, Q + 2, D] into q [B, S, G Q, D], k and v [B, S, G, D], and rotate q and k.
+
+    cos and sin are [B, S, D / 2] in fp32.
+    """
+    q, k, v = torch.ops.megapar.rotary_heads(qkv.contiguous(), *_by_sample(cos, sin))
+    return q, k, v
+
+
+def rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the gradient of qkv for the gradients of ``rotary_heads``."""
+    heads = (x.contiguous() for x in (dq, dk, dv))
+    dqkv: Tensor = torch.ops.megapar.rotary_heads_backward(*heads, *_by_sample(cos, sin))
+    return dqkv
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities [N] of labels [N] int64 for logits [N, V], and the gradient of the sum of losses.
+
+    The gradient is [N, V] of ``dtype``.
+    """
+    lse, log_p = torch.ops.megapar.log_probabilities(logits, labels)
+    return log_p, torch.ops.megapar.gradient_of_logits(logits, labels, lse, dtype)
+
+
+def swiglu(gate_up: Tensor, weights: Tensor | None) -> Tensor:
+    """Return silu(gate) * up of gate_up [.., 2, F], times weights [.., 1] if given: [.., F]."""
+    y: Tensor = torch.ops.megapar.swiglu(_rows(gate_up, 2), None if weights is None else weights.flatten())
+    return y.view(*gate_up.shape[:-2], -1)
+
+
+def swiglu_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of gate_up and of the weights for the gradient of ``swiglu``."""
+    flat = None if weights is None else weights.flatten()
+    d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat)
+    return d_rows.view(gate_up.shape), None if weights is None else d_weights.view(weights.shape)
+
+
+def sort_pairs(
+    experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int, capacity: int | None, *, fill: bool
+) -> Order:
+    """Sort pairs by expert, as ``expert_rows.sort_pairs_reference``; with a capacity as ``spread_pairs_reference``."""
+    order: Order = torch.ops.megapar.sort_pairs(experts_Tk.contiguous(), kept_Tk, num_experts, rows, capacity, fill)
+    return order
+
+
+def order_runs(like: Tensor, shape: Sequence[int], room: int, rows: int, length: int) -> Order:
+    """Order runs of rows by expert, as ``expert_rows.order_runs_reference``.
+
+    Args:
+        like: [N, S, L] lengths of the runs; only a tensor of the device if ``length`` is not 0.
+        shape: (N, S, L).
+        length: Length of every run; 0: they are in ``like``.
+    """
+    order: Order = torch.ops.megapar.order_runs(like.contiguous(), list(shape), room, rows, length)
+    return order
+
+
+def copy_rows(rows: Tensor, index_R: Tensor, kept_R: Tensor | None, choices: int) -> Tensor:
+    """Copy row ``index // choices``, or zeros where not kept: [R, H]."""
+    copied: Tensor = torch.ops.megapar.copy_rows(rows, index_R, kept_R, choices)
+    return copied
+
+
+def pack_rows(
+    rows: Tensor,
+    weights: Tensor,
+    columns: int,
+    index_R: Tensor | None,
+    kept_R: Tensor | None,
+    choices: int,
+    *,
+    sort_weights: bool,
+) -> Tensor:
+    """Build a message, as ``expert_rows.pack_reference``. weights: [.., w], as columns of the rows' dtype."""
+    by_index = sort_weights and index_R is not None
+    message: Tensor = torch.ops.megapar.pack_rows(rows, weights, columns, index_R, kept_R, choices, by_index)
+    return message
+
+
+def unpack_rows(
+    message: Tensor, hidden: int, dtype: torch.dtype, index_R: Tensor | None, room: int, *, sort_weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Split a message, as ``expert_rows.unpack_reference``."""
+    by_index = sort_weights and index_R is not None
+    w = dtype.itemsize // message.dtype.itemsize
+    tokens, bits = torch.ops.megapar.unpack_rows(message, hidden, w, index_R, room, by_index)
+    return tokens, bits.view(dtype).flatten()
+
+
+def sum_rows(rows: Tensor, hidden: int, row_Tk: Tensor, kept_Tk: Tensor | None) -> Tensor:
+    """Sum the rows of each token, [T, H], in fp32."""
+    if row_Tk.shape[1] == 1:
+        kept = None if kept_Tk is None else kept_Tk.flatten()
+        return copy_rows(rows[:, :hidden], row_Tk.flatten(), kept, 1)
+    summed: Tensor = torch.ops.megapar.sum_rows(rows, hidden, row_Tk.contiguous(), kept_Tk)
+    return summed
+
+
+def sum_message(
+    message: Tensor, hidden: int, dtype: torch.dtype, row_Tk: Tensor, kept_Tk: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sum a message's rows and read its weights, as ``expert_rows.sum_message_reference``."""
+    w = dtype.itemsize // message.dtype.itemsize
+    y_TH, bits = torch.ops.megapar.sum_message(message, hidden, w, row_Tk.contiguous(), kept_Tk)
+    return y_TH, bits.view(dtype).view(row_Tk.shape)
+
+
 def _rows(x: Tensor, dims: int) -> Tensor:
     """Return x as contiguous rows, [R, ..], of its last ``dims`` dims."""
     return x.contiguous().view(x.shape[:-dims].numel(), x.shape[-dims:].numel())
@@ -89,78 +184,142 @@ def _by_sample(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos.contiguous(), sin.contiguous()
 
 
-def _rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from megapar.core.device.triton_kernels.rotary_heads import split_rotated
-
-    heads = split_rotated(qkv, cos, sin)
-    return heads.q, heads.k, heads.v
-
-
-def _rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from megapar.core.device.triton_kernels.rotary_heads import Heads, merge_rotated
-
-    return merge_rotated(Heads(dq, dk, dv), cos, sin)
-
-
-def _log_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    from megapar.core.device.triton_kernels.cross_entropy import log_probabilities
-
-    return log_probabilities(logits, labels)
-
-
-def _gradient_of_logits(logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    from megapar.core.device.triton_kernels.cross_entropy import gradient_of
-
-    return gradient_of(logits, labels, lse, dtype)
-
-
-def _swiglu(rows: Tensor, weights: Tensor | None) -> Tensor:
-    from megapar.core.device.triton_kernels import swiglu as kernels
-
-    return kernels.swiglu(rows, weights)
-
-
-def _swiglu_backward(gradient: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    from megapar.core.device.triton_kernels import swiglu as kernels
-
-    return kernels.swiglu_backward(gradient, rows, weights)
-
-
-def _fake_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _new_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     B, S, G, together, D = qkv.shape
     return qkv.new_empty(B, S, G * (together - 2), D), qkv.new_empty(B, S, G, D), qkv.new_empty(B, S, G, D)
 
 
-def _fake_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _new_fused_heads(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     B, S, G, D = dk.shape
     return dq.new_empty(B, S, G, dq.shape[2] // G + 2, D)
 
 
-def _fake_log_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _new_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.float32)
 
 
-def _fake_gradient(logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+def _new_gradient(logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     return logits.new_empty(logits.shape, dtype=dtype)
 
 
-def _fake_swiglu(rows: Tensor, weights: Tensor | None) -> Tensor:
+def _new_activations(rows: Tensor, weights: Tensor | None) -> Tensor:
     return rows.new_empty(rows.shape[0], rows.shape[1] // 2)
 
 
-def _fake_swiglu_backward(gradient: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def _new_swiglu_gradients(gradient: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     d_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     return rows.new_empty(rows.shape), d_weights
 
 
-for _name, _kernel, _fake in (
-    ("rotary_heads", _rotary_heads, _fake_heads),
-    ("rotary_heads_backward", _rotary_heads_backward, _fake_heads_backward),
-    ("log_probabilities", _log_probabilities, _fake_log_probabilities),
-    ("gradient_of_logits", _gradient_of_logits, _fake_gradient),
-    ("swiglu", _swiglu, _fake_swiglu),
-    ("swiglu_backward", _swiglu_backward, _fake_swiglu_backward),
-):
-    _LIBRARY.impl(_name, _kernel, "CUDA")
-    torch.library.register_fake(f"megapar::{_name}", _fake, lib=_LIBRARY)
+def _new_order(
+    experts: Tensor, kept: Tensor | None, num_experts: int, rows: int, capacity: int | None, fill: bool
+) -> Order:
+    marked = rows if fill or capacity is not None else 0
+    return (
+        experts.new_empty(rows),
+        torch.empty_like(experts),
+        experts.new_empty(marked, dtype=torch.bool),
+        experts.new_empty(num_experts),
+        experts.new_empty(num_experts, dtype=torch.int32),
+    )
+
+
+def _new_order_of_runs(like: Tensor, shape: Sequence[int], room: int, rows: int, length: int) -> Order:
+    places = room * shape[0]
+    return (
+        like.new_empty(rows, dtype=torch.int64),
+        like.new_empty(places, 1, dtype=torch.int64),
+        like.new_empty(0 if rows == places else places, dtype=torch.bool),
+        like.new_empty(shape[2], dtype=torch.int64),
+        like.new_empty(shape[2], dtype=torch.int32),
+    )
+
+
+def _new_copies(rows: Tensor, index: Tensor, kept: Tensor | None, choices: int) -> Tensor:
+    return rows.new_empty(index.shape[0], rows.shape[1])
+
+
+def _new_message(rows: Tensor, weights: Tensor, columns: int, index: Tensor | None, *_: Any) -> Tensor:
+    return rows.new_empty((rows if index is None else index).shape[0], columns)
+
+
+def _new_parts(
+    message: Tensor, hidden: int, w: int, index: Tensor | None, room: int, by_index: bool
+) -> tuple[Tensor, Tensor]:
+    count = room if index is None else index.shape[0]
+    return message.new_empty(count, hidden), message.new_empty(count if by_index else message.shape[0], w)
+
+
+def _new_sums(rows: Tensor, hidden: int, row: Tensor, kept: Tensor | None) -> Tensor:
+    return rows.new_empty(row.shape[0], hidden)
+
+
+def _new_sums_and_weights(
+    message: Tensor, hidden: int, w: int, row: Tensor, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return message.new_empty(row.shape[0], hidden), message.new_empty(row.numel(), w)
+
+
+def _register(module: str, signature: str, results: Callable[..., Any]) -> None:
+    """Register an operator of this schema, whose results are allocated, and filled by the kernel of its name."""
+    name = signature.partition("(")[0]
+
+    def compute(*arguments: Any) -> Any:
+        made = results(*arguments)
+        getattr(import_module(f"megapar.core.device.triton_kernels.{module}"), name)(*arguments, made)
+        return made
+
+    _LIBRARY.define(signature)
+    _LIBRARY.impl(name, compute, "CUDA")
+    torch.library.register_fake(f"megapar::{name}", results, lib=_LIBRARY)
+    KERNELS[name] = compute
+
+
+_ORDER = "(Tensor pair, Tensor row, Tensor kept, Tensor counts, Tensor ends)"
+_register("rotary_heads", "rotary_heads(Tensor qkv, Tensor cos, Tensor sin) -> (Tensor, Tensor, Tensor)", _new_heads)
+_register(
+    "rotary_heads",
+    "rotary_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin) -> Tensor",
+    _new_fused_heads,
+)
+_register("cross_entropy", "log_probabilities(Tensor logits, Tensor labels) -> (Tensor, Tensor)", _new_statistics)
+_register(
+    "cross_entropy",
+    "gradient_of_logits(Tensor logits, Tensor labels, Tensor lse, ScalarType dtype) -> Tensor",
+    _new_gradient,
+)
+_register("swiglu", "swiglu(Tensor rows, Tensor? weights) -> Tensor", _new_activations)
+_register(
+    "swiglu",
+    "swiglu_backward(Tensor gradient, Tensor rows, Tensor? weights) -> (Tensor, Tensor)",
+    _new_swiglu_gradients,
+)
+_register(
+    "expert_rows",
+    f"sort_pairs(Tensor experts, Tensor? kept, int num_experts, int rows, int? capacity, bool fill) -> {_ORDER}",
+    _new_order,
+)
+_register(
+    "expert_rows",
+    f"order_runs(Tensor like, int[] shape, int room, int rows, int length) -> {_ORDER}",
+    _new_order_of_runs,
+)
+_register("expert_rows", "copy_rows(Tensor rows, Tensor index, Tensor? kept, int choices) -> Tensor", _new_copies)
+_register(
+    "expert_rows",
+    "pack_rows(Tensor rows, Tensor weights, int columns, Tensor? index, Tensor? kept, int choices, bool by_index)"
+    " -> Tensor",
+    _new_message,
+)
+_register(
+    "expert_rows",
+    "unpack_rows(Tensor message, int hidden, int w, Tensor? index, int room, bool by_index) -> (Tensor, Tensor)",
+    _new_parts,
+)
+_register("expert_rows", "sum_rows(Tensor rows, int hidden, Tensor row, Tensor? kept) -> Tensor", _new_sums)
+_register(
+    "expert_rows",
+    "sum_message(Tensor message, int hidden, int w, Tensor row, Tensor? kept) -> (Tensor, Tensor)",
+    _new_sums_and_weights,
+)

@@ -9,23 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.core.device.cross_entropy import cross_entropy_reference
+from megapar.core.device import expert_rows
+from megapar.core.device import triton_operators as kernels
+from megapar.core.device.layer_ops import cross_entropy_reference, swiglu_reference
 from megapar.core.device.rotary import rotary_heads_reference
-from megapar.core.device.rows import row_operators
-from megapar.core.device.rows.expert_rows import (
-    pack_reference,
-    sum_message_reference,
-    unpack_reference,
-)
-from megapar.core.device.rows.row_order import order_runs_reference, sort_pairs_reference, spread_pairs_reference
-from megapar.core.device.swiglu import swiglu_reference
-from megapar.core.device.triton_operators import (
-    cross_entropy,
-    rotary_heads,
-    rotary_heads_backward,
-    swiglu,
-    swiglu_backward,
-)
 
 TOLERANCE = 2e-2  # of a bf16 example, relative to the norm
 
@@ -45,27 +32,33 @@ def _of_expert_rows(device: torch.device, random: torch.Generator) -> dict[str, 
     """Return operator -> its results and those of the reference, for rows of three experts and a message of them."""
     experts = torch.tensor([[2, 0], [0, 1], [2, 1], [1, 0], [2, 0]]).to(device)
     kept = torch.tensor([[1, 1], [0, 1], [1, 1], [1, 0], [1, 1]]).bool().to(device)
-    order, spread = sort_pairs_reference(experts, kept, 3, 9, fill=True), spread_pairs_reference(experts, kept, 3, 4)
+    order = expert_rows.sort_pairs_reference(experts, kept, 3, 9, fill=True)
     runs, weights = torch.tensor([[[1, 2], [2, 0]]]).to(device), torch.arange(10.0).to(device)
     x, bits = torch.randn(5, 96, generator=random).to(device).bfloat16(), weights.view(torch.bfloat16).view(10, 2)
-    message, fp32 = pack_reference(x, weights, 104, order.pair, order.kept, 2), torch.float32
-    packed = row_operators.pack_rows(x, bits, 104, order.pair, order.kept, 2, sort_weights=True)
+    message, fp32 = expert_rows.pack_reference(x, weights, 104, order.pair, order.kept, 2), torch.float32
+    packed = kernels.pack_rows(x, bits, 104, order.pair, order.kept, 2, sort_weights=True)
     split, back = (message, 96, fp32, torch.arange(8, -1, -1).to(device), 9), (message, 96, fp32, order.row, kept)
-    sums, copied = sum_message_reference(*back), row_operators.copy_rows(x, order.pair, order.kept, 2)
+    sums, copied = expert_rows.sum_message_reference(*back), kernels.copy_rows(x, order.pair, order.kept, 2)
     results: dict[str, tuple[Sequence[Tensor], Sequence[Any]]] = {
-        "sort_pairs": (row_operators.sort_pairs(experts, kept, 3, 9, None, fill=True)[:4], order[:4]),
-        "spread_pairs": (row_operators.sort_pairs(experts, kept, 3, 12, 4, fill=False)[:3], spread),
-        "order_runs": (row_operators.order_runs(runs, (1, 2, 2), 5, 5, 0)[:2], order_runs_reference(runs, 5, 5)[:2]),
+        "sort_pairs": (kernels.sort_pairs(experts, kept, 3, 9, None, fill=True)[:4], order[:4]),
+        "spread_pairs": (
+            kernels.sort_pairs(experts, kept, 3, 12, 4, fill=False)[:3],
+            expert_rows.spread_pairs_reference(experts, kept, 3, 4),
+        ),
+        "order_runs": (
+            kernels.order_runs(runs, (1, 2, 2), 5, 5, 0)[:2],
+            expert_rows.order_runs_reference(runs, 5, 5)[:2],
+        ),
         "copy_rows": ([copied], [message[:, :96]]),
         "pack_rows": ([packed[:, :98]], [message[:, :98]]),
         "unpack_rows": (
-            row_operators.unpack_rows(*split, sort_weights=True),
-            unpack_reference(*split, sort_weights=True),
+            kernels.unpack_rows(*split, sort_weights=True),
+            expert_rows.unpack_reference(*split, sort_weights=True),
         ),
-        "sum_rows": ([row_operators.sum_rows(message, 96, order.row, kept)], sums[:1]),
-        "sum_message": (row_operators.sum_message(*back), sums),
+        "sum_rows": ([kernels.sum_rows(message, 96, order.row, kept)], sums[:1]),
+        "sum_message": (kernels.sum_message(*back), sums),
     }
-    return {name: [*zip(found, wanted, strict=True)] for name, (found, wanted) in results.items()}
+    return {name: [*zip(got, wanted, strict=True)] for name, (got, wanted) in results.items()}
 
 
 @torch.no_grad()
@@ -75,22 +68,22 @@ def errors(device: torch.device) -> dict[str, float]:
     qkv = torch.randn(2, 3, 2, 6, 64, generator=random).to(device, torch.bfloat16)
     angles = torch.randn(2, 3, 32, generator=random).to(device)
     cos, sin = angles.cos(), angles.sin()
-    heads, wanted = rotary_heads(qkv, cos, sin), rotary_heads_reference(qkv.float(), cos, sin)
+    heads, wanted = kernels.rotary_heads(qkv, cos, sin), rotary_heads_reference(qkv.float(), cos, sin)
     # The backward rotates back: of the heads it makes qkv again.
     pairs = {"rotary_heads": list(zip(heads, wanted, strict=True))}
-    pairs["rotary_heads_backward"] = [(rotary_heads_backward(*heads, cos, sin), qkv)]
+    pairs["rotary_heads_backward"] = [(kernels.rotary_heads_backward(*heads, cos, sin), qkv)]
     logits, labels = torch.randn(3, 5000, generator=random).to(device), torch.tensor([7, 0, 4999], device=device)
-    forms = (cross_entropy, cross_entropy_reference)
-    found, expected = (form(logits.clone(), labels, torch.bfloat16) for form in forms)
-    pairs["cross_entropy"] = list(zip(found, expected, strict=True))
+    forms = (kernels.cross_entropy, cross_entropy_reference)
+    got, expected = (form(logits.clone(), labels, torch.bfloat16) for form in forms)
+    pairs["cross_entropy"] = list(zip(got, expected, strict=True))
     gate_up = torch.randn(3, 2, 1500, generator=random).to(device, torch.bfloat16)
     weights, gradient = torch.rand(3, 1, generator=random).to(device), gate_up[:, 0]
     inputs = [x.float().requires_grad_() for x in (gate_up, weights)]
     with torch.enable_grad():
         y = swiglu_reference(*inputs)
         wanted_gradients = torch.autograd.grad(y, inputs, gradient.float())
-    pairs["swiglu"] = [(swiglu(gate_up, weights), y)]
-    d_gate_up, d_weights = swiglu_backward(gradient, gate_up, weights)
+    pairs["swiglu"] = [(kernels.swiglu(gate_up, weights), y)]
+    d_gate_up, d_weights = kernels.swiglu_backward(gradient, gate_up, weights)
     assert d_weights is not None
     pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
     pairs.update(_of_expert_rows(device, random))

@@ -33,8 +33,6 @@ def global_norm(
     dtype, so that the order of ranks does not affect the result.
 
     Args:
-        shards: This rank's master shards, with gradients.
-        world: The axis of all ranks.
         besides: Small numbers of this rank to be summed over all ranks, on the host or scalars on the device.
         valid: False makes the norm NaN on all ranks, so that none applies the gradients.
         exact: The norm has the same bits wherever the ``parts`` of shards are, if the device has fp64.

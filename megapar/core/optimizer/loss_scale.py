@@ -14,8 +14,6 @@ class LossScale:
     """The factor that keeps small fp16 gradients from underflowing.
 
     Attributes:
-        value: The current scale.
-        minimum: Lower bound of ``value``.
         factor: By which the scale grows and shrinks.
         window: Consecutive steps without overflow before the scale grows.
         hysteresis: Overflows before the scale shrinks.

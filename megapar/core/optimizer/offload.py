@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.device.base import Device, Stream
-from megapar.core.optimizer.update_rule import UpdateRule
+from megapar.core.optimizer.update_rule import Update, UpdateRule
 from megapar.core.sharding.master_shard import MasterShard
 
 
@@ -40,7 +40,6 @@ class OffloadedOptimizer:
 
     Attributes:
         slots: Device memory for the master and the states of two shards, [2, 1 + states, largest shard's elements].
-        states: Names of the states.
         seen_by: Reader of the tensors while they are on the device; None: no reader.
     """
 
@@ -62,21 +61,21 @@ class OffloadedOptimizer:
         self.seen_by: SlotReader | None = None
 
     def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
-        """Update all masters from their gradients; on return the current stream waits for the copies to the host.
-
-        For the arguments see ``Optimizer.step``.
-        """
+        """Update all masters, as ``Optimizer.step``; then the current stream waits for the copies to the host."""
         current = self._device.current_stream()
         self._in.wait_stream(current)
         self._load(0)
-        steps = self._step.clone()  # each update increments its own copy
+        steps = self._step.clone()  # each update increments a copy
         for number, shard in enumerate(self._shards):
             current.wait_stream(self._in)
             if number + 1 < len(self._shards):
                 self._load(number + 1)
             if self.seen_by is not None:
                 self.seen_by.arrived(number, self._views(number)[1])
-            self._update(number, shard, lr, steps.clone(), found_inf, grad_scale)
+            assert shard.grad is not None
+            master, *states = ([tensor] for tensor in self._views(number)[1])
+            rates, step = self._rule.rates(shard, lr), steps.clone()
+            self._rule.apply(Update(master, [shard.grad], states, [step], *rates, found_inf, grad_scale))
             if self.seen_by is not None:
                 self.seen_by.leaves(number, self._views(number)[1])
             self._store(number, current)
@@ -112,36 +111,11 @@ class OffloadedOptimizer:
             for target, source in zip(*self._views(number), strict=True):
                 target.copy_(source, non_blocking=True)
 
-    def _update(
-        self,
-        number: int,
-        shard: MasterShard,
-        lr: float,
-        step: Tensor,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
-        assert shard.grad is not None
-        rule = self._rule
-        master, *states = self._views(number)[1]
-        rule.update(
-            [master],
-            [shard.grad],
-            [[state] for state in states],
-            [step],
-            lr=lr * rule.router_lr_ratio if shard.router else lr,
-            weight_decay=rule.weight_decay if shard.decay else 0.0,
-            found_inf=found_inf,
-            grad_scale=grad_scale,
-        )
-
     def state(self, name: str) -> list[Tensor]:
-        """Return a state of every shard, in host memory."""
         return self._states[name]
 
     @property
     def num_steps(self) -> int:
-        """Number of updates so far."""
         return int(self._step.item())
 
     @num_steps.setter

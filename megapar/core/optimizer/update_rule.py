@@ -6,8 +6,8 @@ of initialization and momentum in deep learning", in torch's form (the learning 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,63 +15,69 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megapar.core.optimizer.states import states_of
+from megapar.core.sharding.master_shard import MasterShard
 
 _FUSED_SGD = ("cpu", "cuda")  # torch_npu has a fused kernel of AdamW, and none of SGD
 
 
-class UpdateRule(Protocol):
+@dataclass(frozen=True)
+class Update:
+    """One update of master weights with the same learning rate and weight decay.
+
+    Attributes:
+        masters: Flat pieces of parameters, changed in place.
+        grads: Their gradients.
+        states: For each name of ``UpdateRule.states``, that state of every master, changed in place.
+        steps: Updates of each master so far, scalars in fp32, which the rule increments.
+        found_inf: A scalar on the device; if it is 1, nothing changes. Only for devices that ``skips_updates``.
+        grad_scale: A scalar in fp32 on the device, by which the kernel divides the gradients first. Only for devices
+            that ``scales_gradients``, and masters in fp32.
+    """
+
+    masters: list[Tensor]
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    steps: list[Tensor]
+    lr: float
+    weight_decay: float
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+
+class UpdateRule(ABC):
     """The update that an optimizer makes of master weights, and the states that it keeps of them.
 
     A rule works element by element on flat pieces of parameters, so that it needs no matrix whole.
 
     Attributes:
-        states: Names of its states. Each has the shape and dtype of the master, and is zero before the first update.
         weight_decay: Of the weights that decay.
         router_lr_ratio: Learning rate of router weights relative to all other weights.
     """
 
-    @property
-    def states(self) -> tuple[str, ...]: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def router_lr_ratio(self) -> float: ...
+    weight_decay: float
+    router_lr_ratio: float
 
-    def update(
-        self,
-        masters: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Update masters and their states in place.
+    @property
+    @abstractmethod
+    def states(self) -> tuple[str, ...]:
+        """Names of its states. Each has the shape and dtype of the master, and is zero before the first update."""
 
-        Args:
-            masters: Master weights with the same learning rate and weight decay.
-            grads: Their gradients.
-            states: For each name of ``states``, that state of every master.
-            steps: Updates of each master so far, scalars in fp32, which this increments.
-            lr: Learning rate.
-            weight_decay: Weight decay.
-            found_inf: See ``Optimizer.step``.
-            grad_scale: See ``Optimizer.step``.
-        """
+    @abstractmethod
+    def apply(self, update: Update) -> None:
+        """Change masters, states and steps in place."""
+
+    def rates(self, shard: MasterShard, lr: float) -> tuple[float, float]:
+        """Return the learning rate and the weight decay of a shard in a step of learning rate ``lr``."""
+        return lr * self.router_lr_ratio if shard.router else lr, self.weight_decay if shard.decay else 0.0
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """AdamW: decoupled weight decay.
+class AdamW(UpdateRule):
+    """AdamW: decoupled weight decay. Its states are the first and the second moment.
 
     Attributes:
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
-        weight_decay: See ``UpdateRule``.
-        router_lr_ratio: See ``UpdateRule``.
     """
 
     betas: tuple[float, float]
@@ -81,50 +87,36 @@ class AdamW:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The first and the second moment."""
         return states_of("adamw")
 
-    def update(
-        self,
-        masters: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
+    def apply(self, update: Update) -> None:
         """See ``UpdateRule``. Fused: the other forms read every step count and wait for the device."""
         adamw(
-            params=masters,
-            grads=grads,
-            exp_avgs=states[0],
-            exp_avg_sqs=states[1],
+            params=update.masters,
+            grads=update.grads,
+            exp_avgs=update.states[0],
+            exp_avg_sqs=update.states[1],
             max_exp_avg_sqs=[],
-            state_steps=steps,
+            state_steps=update.steps,
             fused=True,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=update.lr,
+            weight_decay=update.weight_decay,
             eps=self.eps,
             maximize=False,
-            found_inf=found_inf,
-            grad_scale=grad_scale,
+            found_inf=update.found_inf,
+            grad_scale=update.grad_scale,
         )
 
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(UpdateRule):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient.
 
     Attributes:
-        momentum: Decay rate of the sum of gradients. 0: no momentum, and no state.
-        weight_decay: See ``UpdateRule``.
-        router_lr_ratio: See ``UpdateRule``.
+        momentum: Decay rate of the sum of gradients, the only state. 0: no momentum, and no state.
     """
 
     momentum: float
@@ -133,35 +125,24 @@ class Sgd:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The sum of gradients, unless there is no momentum."""
         return states_of("sgd", self.momentum)
 
-    def update(
-        self,
-        masters: list[Tensor],
-        grads: list[Tensor],
-        states: list[list[Tensor]],
-        steps: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-        found_inf: Tensor | None,
-        grad_scale: Tensor | None,
-    ) -> None:
+    def apply(self, update: Update) -> None:
         """See ``UpdateRule``. Without a fused kernel, master by master: foreach would copy all gradients to decay."""
+        masters = update.masters
         sgd(
             params=masters,
-            d_p_list=grads,
-            momentum_buffer_list=[*states[0]] if states else [None] * len(masters),
+            d_p_list=update.grads,
+            momentum_buffer_list=[*update.states[0]] if update.states else [None] * len(masters),
             fused=masters[0].device.type in _FUSED_SGD,
             foreach=False,
             momentum=self.momentum,
             dampening=0.0,
             nesterov=False,
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=update.lr,
+            weight_decay=update.weight_decay,
             maximize=False,
-            found_inf=found_inf,
-            grad_scale=grad_scale,
+            found_inf=update.found_inf,
+            grad_scale=update.grad_scale,
         )
-        torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - found_inf)
+        torch._foreach_add_(update.steps, 1.0 if update.found_inf is None else 1.0 - update.found_inf)

@@ -31,9 +31,7 @@ class Queues:
     """This rank's ends of the queues to and from its neighbours.
 
     Args:
-        rank: Pipeline rank.
         axes: (sender, receiver) -> the axis of the two, the sender first.
-        device: Launches receives on a separate stream.
     """
 
     def __init__(self, rank: int, axes: Mapping[tuple[int, int], Axis], device: Device) -> None:

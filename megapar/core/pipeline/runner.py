@@ -36,24 +36,18 @@ class StageComputation(Protocol):
 
     def empty(self, micro_batch: int, chunk: int) -> Tensor:
         """Allocate a buffer for the activations that enter ``chunk``."""
-        ...
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return (activations for the next chunk, None for the last; this chunk's own loss, or None)."""
-        ...
 
     def before_backward(self, chunk: int, micro_batch: int) -> None:
         """Prepare for a micro-batch's gradients of a chunk; called just before its backward."""
-        ...
 
 
 class Runner:
     """One run through a schedule; it keeps nothing afterwards.
 
     Args:
-        schedule: The programs of all ranks.
-        queues: Messages to and from the neighbours.
-        work: The computation of the stages.
         weight_gradients: Passes work from I to W; None for schedules without a split backward.
         meter: Measures the time spent waiting for other stages: the bubble plus exposed communication.
     """

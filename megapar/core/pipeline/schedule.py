@@ -32,13 +32,7 @@ SENDS_PER_CHUNK = 4
 
 
 class Action(NamedTuple):
-    """One step of a rank's program: a computation, a send or a receive.
-
-    Attributes:
-        chunk: Index in forward order.
-        kind: F, B, I, W, or a send or receive.
-        micro_batch: Number within the step.
-    """
+    """One step of a rank's program: a computation, a send or a receive."""
 
     chunk: int
     kind: str
@@ -55,8 +49,6 @@ class Schedule:
     Attributes:
         name: A value of --pp-schedule.
         programs: The actions of each pp rank in order, computations and communication.
-        num_chunks: pp x vpp.
-        num_micro_batches: Micro-batches per step.
         style: Placement of chunks on ranks, "loop" or "v" (``rank_of_chunk``).
     """
 
@@ -146,8 +138,8 @@ def _one_chunk(rank: int, num_ranks: int, num_micro_batches: int, early: int) ->
     """
     from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
-    ahead = min(num_micro_batches, early or num_ranks - 1 - rank)
-    kinds = ["F"] * ahead + ["F", "B"] * (num_micro_batches - ahead) + ["B"] * ahead
+    warmup = min(num_micro_batches, early or num_ranks - 1 - rank)
+    kinds = ["F"] * warmup + ["F", "B"] * (num_micro_batches - warmup) + ["B"] * warmup
     counts = {"F": 0, "B": 0}
     actions = []
     for kind in kinds:

@@ -32,8 +32,6 @@ class Chunk:
 
     Attributes:
         index: Position in forward order, 0 <= index < pp x vpp.
-        rank: Coordinate on pp.
-        layers: Global layer numbers.
         first: Also contains the embedding.
         last: Also contains the head and the losses.
     """
@@ -47,13 +45,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class RankLayers:
-    """The part of a model that one rank builds.
-
-    Attributes:
-        layers: Global layer numbers.
-        first: Contains the embedding.
-        last: Contains the head.
-    """
+    """The part of a model that one rank builds."""
 
     layers: tuple[int, ...]
     first: bool
@@ -88,7 +80,6 @@ class PipelineLayers:
         Raises CutError, naming what is wrong and what is legal, if the cut is not possible.
 
         Args:
-            parts: Number of chunks.
             method: ``uniform``: equal numbers of layers, longer chunks last. ``balanced``: minimize the cost of the
                 most expensive chunk. ``layer:REGEX``: distribute the entries whose name matches (ignoring case)
                 evenly; entries before the first match belong to the first chunk. ``0,5,10``: explicit starts.
@@ -139,12 +130,7 @@ class PipelineLayers:
 
 @dataclass(frozen=True)
 class Stages:
-    """The chunks of a pipeline and their ranks.
-
-    Attributes:
-        chunks: All chunks, in forward order.
-        num_ranks: The size of pp.
-    """
+    """The chunks of a pipeline and their ranks."""
 
     chunks: tuple[Chunk, ...]
     num_ranks: int
@@ -170,7 +156,7 @@ class Stages:
     @property
     def last_sends_to_first(self) -> bool:
         """True if a chunk of the last rank sends its output to a chunk of the first."""
-        ends = {(one.rank, other.rank) for one, other in pairwise(self.chunks)}
+        ends = {(chunk.rank, following.rank) for chunk, following in pairwise(self.chunks)}
         return self.num_ranks > 1 and (self.num_ranks - 1, 0) in ends
 
     def on(self, rank: int) -> tuple[Chunk, ...]:
@@ -179,9 +165,9 @@ class Stages:
 
     def rank_layers(self, rank: int) -> RankLayers:
         """Return the part of the model that a pp coordinate builds."""
-        mine = self.on(rank)
-        layers = tuple(layer for chunk in mine for layer in chunk.layers)
-        return RankLayers(layers, any(chunk.first for chunk in mine), any(chunk.last for chunk in mine))
+        chunks = self.on(rank)
+        layers = tuple(layer for chunk in chunks for layer in chunk.layers)
+        return RankLayers(layers, any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks))
 
     def rank_of_unit(self, unit: str) -> int:
         """Return the pp coordinate that owns a unit of the parameter table: embedding, layers.N or head."""

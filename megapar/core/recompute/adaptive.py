@@ -30,7 +30,6 @@ class Chosen(NamedTuple):
 
     Attributes:
         layers: The recomputed layers, numbered on this rank.
-        num_layers: Layers of this rank.
         needed_bytes: Upper bound of the peak.
     """
 
@@ -47,20 +46,12 @@ class Chosen(NamedTuple):
 
 
 class Adaptive:
-    """The choice made by ``--adaptive-recompute-device-size``.
-
-    Args:
-        budget_bytes: Memory that a rank may use.
-        num_layers: Layers of the whole model.
-
-    Attributes:
-        chosen: The result; None while measuring.
-    """
+    """The choice made by ``--adaptive-recompute-device-size``."""
 
     def __init__(self, budget_bytes: int, num_layers: int) -> None:
         self._budget = budget_bytes
         self._kept = [0] * num_layers
-        self._own = 0  # layers of this rank
+        self._num_layers = 0  # layers of this rank
         self._steps = 0
         self.chosen: Chosen | None = None
 
@@ -70,8 +61,7 @@ class Adaptive:
         return self._steps == 0
 
     def spans(self, num_layers: int) -> list[LayerSpan]:
-        """See ``RecomputeChoice``."""
-        self._own = num_layers
+        self._num_layers = num_layers
         layers = range(num_layers)
         return [LayerSpan(n, n + 1, self.chosen is None or n in self.chosen.layers) for n in layers]
 
@@ -85,17 +75,14 @@ class Adaptive:
         Raises TrainingError if recomputing every layer still exceeds the budget.
 
         Args:
-            peak_bytes: Peak memory of the run so far.
             in_flight: Micro-batches whose activations are kept at once.
-            world: The axis of all ranks.
-            device: The device of the collective's tensor.
         """
         self._steps += 1
         if self.chosen is not None or self._steps < MEASURED_STEPS:
             return None
         numbers = torch.tensor([peak_bytes, *self._kept], dtype=torch.int64, device=device)
         peak, *kept = all_reduce_(numbers, world, dist.ReduceOp.MAX).tolist()
-        self.chosen = choose(self._budget, peak, [bytes * in_flight for bytes in kept[: self._own]])
+        self.chosen = choose(self._budget, peak, [bytes * in_flight for bytes in kept[: self._num_layers]])
         return self.chosen
 
 
@@ -103,7 +90,6 @@ def choose(budget_bytes: int, peak_bytes: int, kept_bytes: Sequence[int]) -> Cho
     """Choose as few layers as possible to recompute. Raises TrainingError if the peak exceeds the budget.
 
     Args:
-        budget_bytes: Memory that a rank may use.
         peak_bytes: Peak with every layer recomputed.
         kept_bytes: For each layer, the bytes that it keeps if it is not recomputed.
     """

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.memory_tracker import MemoryTracker
+from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.recompute.choice import RecomputeChoice
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.saved_inputs import SavedInputs, SavedUnit
@@ -30,28 +32,12 @@ from megapar.core.recompute.saved_inputs import SavedInputs, SavedUnit
 T = TypeVar("T")
 
 
-class Measure(Protocol):
-    """A consumer of measurements: of the bytes that each unit would keep without recompute."""
-
-    @property
-    def measuring(self) -> bool:
-        """True while recomputations must be measured."""
-        ...
-
-    def note(self, layer: int, kept_bytes: int) -> None:
-        """Record the bytes that unit ``layer`` of a forward holds for its backward after it has run again."""
-        ...
-
-
 class Recompute:
     """Activation checkpointing of this rank's layers.
 
     Args:
-        choice: The layers to recompute, and their units.
-        comm: Tracks the collectives that the layers launch.
         sent_bytes: The world's byte counts; bytes sent by a recomputation are not counted.
         saved_inputs: Shards or offloads the inputs that units keep; None: keep them unchanged.
-        measure: While measuring, receives the bytes that each unit would keep without recompute.
         around: Called in the forward of every unit; returns the context in which the unit will run again.
     """
 
@@ -61,12 +47,10 @@ class Recompute:
         comm: CommContext,
         sent_bytes: CommBytes,
         saved_inputs: SavedInputs | None = None,
-        measure: Measure | None = None,
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.choice = choice
         self.saved_inputs = saved_inputs
-        self.measure = measure
         self._comm, self._sent_bytes, self._around = comm, sent_bytes, around
 
     def begin(self) -> Forward:
@@ -109,9 +93,11 @@ class Forward:
 
     def _note(self) -> Callable[[int], None] | None:
         """Return the callback that receives the bytes of the next unit, or None if nothing is measured."""
-        measure, number = self._recompute.measure, self._number
+        choice, number = self._recompute.choice, self._number
         self._number += 1
-        return None if measure is None or not measure.measuring else lambda kept: measure.note(number, kept)
+        if not isinstance(choice, Adaptive) or not choice.measuring:
+            return None
+        return partial(choice.note, number)
 
     def _keeping(self, replay: Replay) -> AbstractContextManager[object]:
         """Return the context in which a unit's inputs are saved; the checkpoint handles its other tensors."""

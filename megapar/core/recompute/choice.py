@@ -13,8 +13,6 @@ class LayerSpan(NamedTuple):
     """Consecutive layers of this rank that run together.
 
     Attributes:
-        start: First layer, numbered on this rank.
-        stop: One past the last layer.
         recomputed: The layers form one recomputed unit.
     """
 
@@ -28,7 +26,6 @@ class RecomputeChoice(Protocol):
 
     def spans(self, num_layers: int) -> Sequence[LayerSpan]:
         """Return spans that cover all of this rank's layers, numbered from 0, in order."""
-        ...
 
 
 class Interval(NamedTuple):
@@ -37,7 +34,6 @@ class Interval(NamedTuple):
     layers: int
 
     def spans(self, num_layers: int) -> list[LayerSpan]:
-        """See ``RecomputeChoice``."""
         starts = range(0, num_layers, self.layers)
         return [LayerSpan(start, min(start + self.layers, num_layers), True) for start in starts]
 
@@ -48,18 +44,11 @@ class FirstLayers(NamedTuple):
     layers: int
 
     def spans(self, num_layers: int) -> list[LayerSpan]:
-        """See ``RecomputeChoice``."""
         return [LayerSpan(number, number + 1, number < self.layers) for number in range(num_layers)]
 
 
 def recompute_choice(interval: int, method: str | None, layers: int | None) -> RecomputeChoice | None:
-    """Return the choice that the recompute flags make; None: recompute nothing.
-
-    Args:
-        interval: ``--recompute-interval``.
-        method: ``--recompute-method``.
-        layers: ``--recompute-num-layers``.
-    """
+    """Return the choice that the recompute flags make; None: recompute nothing."""
     if method == "block":
         return FirstLayers(layers or 0)
     if method == "uniform" or interval:

@@ -34,10 +34,7 @@ class SavedInputs:
     """Storage for the inputs of a model's recomputed units.
 
     Args:
-        device: Makes streams, events and pinned host memory.
         mp: Each rank keeps a shard; inputs must be the same on all its ranks. An axis of one rank keeps whole tensors.
-        comm: Launches the all-gathers.
-        offload: Keep inputs in pinned host memory.
         newest: Number of units that stay whole, at least 1.
     """
 
@@ -135,7 +132,7 @@ class SavedTensor:
             # Its memory may be reused only after the copy.
             self._saved.device.current_stream().wait_event(self._sent)
         else:
-            self._piece = self._own(self._flat).clone()
+            self._piece = self._shard(self._flat).clone()
         self._flat = None
 
     def fetch(self) -> None:
@@ -145,20 +142,20 @@ class SavedTensor:
         saved, size = self._saved, self._saved.mp.size
         # Allocated on the current stream, which will use and free it.
         buffer = torch.empty(size * self._length, dtype=self._dtype, device=self._device)
-        own = buffer.narrow(0, saved.mp.rank * self._length, self._length)
+        shard = buffer.narrow(0, saved.mp.rank * self._length, self._length)
         self._flat = buffer.narrow(0, 0, self._numel)
         if self._host is None:
             assert self._piece is not None
-            own[: self._piece.numel()].copy_(self._piece)
-            self._flight = saved.comm.launch(AllGather(saved.mp, buffer), own, owned=True)
+            shard[: self._piece.numel()].copy_(self._piece)
+            self._flight = saved.comm.launch(AllGather(saved.mp, buffer), shard, owned=True)
             return
         saved.to_device.wait_stream(saved.device.current_stream())
         with saved.to_device:
             saved.to_device.wait_event(self._sent)
-            own[: self._host.numel()].copy_(self._host, non_blocking=True)
+            shard[: self._host.numel()].copy_(self._host, non_blocking=True)
             self._back = saved.to_device.record_event()
             if size > 1:
-                self._flight = saved.comm.launch(AllGather(saved.mp, buffer), own, owned=True)
+                self._flight = saved.comm.launch(AllGather(saved.mp, buffer), shard, owned=True)
 
     def whole(self) -> Tensor:
         """Return the original tensor, after making the current stream wait for it."""
@@ -171,17 +168,17 @@ class SavedTensor:
         assert self._flat is not None
         return self._flat.as_strided(self._shape, self._stride, self._flat.storage_offset())
 
-    def _own(self, flat: Tensor) -> Tensor:
+    def _shard(self, flat: Tensor) -> Tensor:
         """Return this rank's shard; those of the last ranks may be shorter, or empty."""
         start = min(self._saved.mp.rank * self._length, self._numel)
         return flat[start : start + self._length]
 
     def _send(self, pool: BufferPool, flat: Tensor) -> None:
-        to_host, own = self._saved.to_host, self._own(flat)
-        self._host = pool.take((own.numel(),), self._dtype, to_host)
+        to_host, shard = self._saved.to_host, self._shard(flat)
+        self._host = pool.take((shard.numel(),), self._dtype, to_host)
         to_host.wait_stream(self._saved.device.current_stream())
         with to_host:
-            self._host.copy_(own, non_blocking=True)
+            self._host.copy_(shard, non_blocking=True)
             self._sent = to_host.record_event()
 
     def __del__(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.buffers import BufferPool
-from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.dtypes import WeightProduct
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.sharding.bucket_row import BucketParameter, Entry, make_members, make_ranges, row_length
@@ -39,19 +39,13 @@ class Bucket:
     are views: of the master if they have its dtype, else of a row in the compute dtype, into which the master is cast.
 
     Args:
-        parameters: The bucket's entries.
-        shard: The axis over which rows are sharded.
-        replica: The axis over which rows are replicated.
         master_dtype: dtype of the master and of the main gradient.
         reduce_dtype: dtype of gradients in messages.
-        whole_gradients: Keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
-        pool: Provides buffers.
+        accumulates_unsharded: Keep unsharded gradients over the micro-batches, and reduce once per step (stage 1).
         new_master: Allocates the master (elements, dtype), for example in pinned memory; None: on the device.
 
     Attributes:
-        units: The layers that have parameters in this bucket.
         members: The parameters, in row order.
-        dtype: Compute dtype of the parameters.
         row: P, elements of a row including padding.
         ranges: The row, cut where the optimizer or the norm treats elements differently.
         master: [P], this rank's master weights.
@@ -68,7 +62,7 @@ class Bucket:
         master_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         *,
-        whole_gradients: bool,
+        accumulates_unsharded: bool,
         pool: BufferPool,
         new_master: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
@@ -88,15 +82,14 @@ class Bucket:
             self.master = new_master(self.row, master_dtype)
         self._reduce_dtype = reduce_dtype
         self.gradient: Tensor | None = None
-        # Unsharded main gradients are kept over the micro-batches if the reduction runs once per step (stage 1).
-        self.whole_gradients = whole_gradients or shard.size == 1
+        self.accumulates_unsharded = accumulates_unsharded or shard.size == 1
         self._flat: Tensor | None = None
-        self._seen: set[int] = set()
-        self._products: set[int] = set()  # members with products that ``add`` has not taken
-        self._missing = len(self.members)
+        self._accumulated: set[int] = set()  # members with a gradient in the buffer
+        self._added_products: set[int] = set()  # members with products that ``add`` has not counted
+        self._pending_count = len(self.members)  # gradients to come before the reduction
         self._reduced: Tensor | None = None
-        self._summed: Tensor | None = None  # over the replicas
-        self._lent: list[Tensor] = []  # buffers that the collective in flight reads and writes
+        self._replica_sum: Tensor | None = None
+        self._borrowed: list[Tensor] = []  # buffers that the collective in flight reads and writes
         self._works: list[tuple[dist.Work, str]] = []  # the reductions in flight, each with the kind of its bytes
         self._gather: tuple[Tensor, Tensor, dist.Work | None] | None = None
         self.aliased = shard.size == 1 and self.dtype == master_dtype and new_master is None
@@ -105,8 +98,8 @@ class Bucket:
         self._dims = [member.dim for member in self.members]
         self.ranges = make_ranges(self.members)
         self._packs = self._is_even and shard.size > 1 and device_class(first.device.type).packs_rows
-        self._may_wait = False
-        self._waiting: list[int] = []  # members whose gradients are copied together, once the bucket is complete
+        self._defers_copies = False
+        self._copy_later: list[int] = []  # members whose gradients are copied together, once the bucket is complete
         if shard.size == 1:
             self._view_parameters()
 
@@ -142,29 +135,29 @@ class Bucket:
         if self.gradient is not None:
             self._pool.give(self.gradient)  # on an axis of one rank it is a view of the whole flat buffer
         self.gradient = self._flat = None
-        self._seen.clear()
+        self._accumulated.clear()
 
     def begin_micro_batch(self, gradients: int = 1) -> None:
         """Expect ``gradients`` gradients from each member before the reduction."""
         self._accumulate_all()
-        self._missing = len(self.members) * gradients
+        self._pending_count = len(self.members) * gradients
         # Gradients of a second micro-batch are added one by one: autograd would add them in the compute dtype.
-        self._may_wait = self.whole_gradients and gradients == 1 and not self._seen
+        self._defers_copies = self.accumulates_unsharded and gradients == 1 and not self._accumulated
 
     def add(self, index: int) -> bool:
-        """Take a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
+        """Accumulate a gradient of member ``index``; return True if it was the last one that the bucket waited for."""
         small = self.shard.size == 1 and self.members[index].numel <= SMALL_ELEMENTS
-        if self._may_wait and (self._packs or small):
-            self._waiting.append(index)
-        elif self.whole_gradients:
+        if self._defers_copies and (self._packs or small):
+            self._copy_later.append(index)
+        elif self.accumulates_unsharded:
             self._accumulate(index)
-        self._missing -= 1
-        if self._missing == 0:
+        self._pending_count -= 1
+        if self._pending_count == 0:
             self._accumulate_all()
-        return self._missing == 0
+        return self._pending_count == 0
 
     def add_product(self, index: int, product: WeightProduct) -> None:
-        """Add a product to the gradient of member ``index`` in the master's dtype; ``add`` then takes it.
+        """Add a product to the gradient of member ``index`` in the master's dtype; ``add`` then counts it.
 
         Only for an axis of one rank, where a gradient is contiguous in the buffer.
         """
@@ -172,13 +165,13 @@ class Bucket:
         left, right = product.left, product.right
         target = self._main(self.master.dtype)[0, member.offset : member.offset + member.numel]
         add = op("add_product", left)
-        add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._seen)
-        self._seen.add(index)
-        self._products.add(index)
+        add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._accumulated)
+        self._accumulated.add(index)
+        self._added_products.add(index)
 
     def has_gradient(self, index: int) -> bool:
         """Return whether member ``index`` has a gradient to ``add``, or autograd made none."""
-        return index in self._products or self.members[index].parameter.grad is not None
+        return index in self._added_products or self.members[index].parameter.grad is not None
 
     def _main(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer of gradients [n, P]; it has ``dtype`` if it is new."""
@@ -189,25 +182,25 @@ class Bucket:
     def _accumulate(self, index: int) -> None:
         member = self.members[index]
         grad = member.parameter.grad
-        self._products.discard(index)
+        self._added_products.discard(index)
         if grad is None:
             return
         target = self._columns(self._main(self.master.dtype), member)
-        if index in self._seen:
+        if index in self._accumulated:
             target.add_(member.rows(grad))
         else:
             target.copy_(member.rows(grad))
-            self._seen.add(index)
+            self._accumulated.add(index)
         member.parameter.grad = None
 
     def _accumulate_all(self) -> None:
-        """Take the gradients that waited for the bucket to be complete."""
-        waiting, self._waiting = self._waiting, []
-        if len(waiting) == len(self.members) and self._pack_at_once(self.master.dtype):
-            self._seen.update(waiting)
-        elif self.shard.size == 1 and len(first := [index for index in waiting if index not in self._seen]) > 1:
+        """Accumulate the gradients whose copies were deferred until the bucket is complete."""
+        deferred, self._copy_later = self._copy_later, []
+        if len(deferred) == len(self.members) and self._pack_at_once(self.master.dtype):
+            self._accumulated.update(deferred)
+        elif self.shard.size == 1 and len(first := [i for i in deferred if i not in self._accumulated]) > 1:
             self._copy_together(first)
-        for index in waiting:
+        for index in deferred:
             self._accumulate(index)
 
     def _copy_together(self, indices: Sequence[int]) -> None:
@@ -220,12 +213,12 @@ class Bucket:
         torch._foreach_copy_(targets, grads)
         for member in members:
             member.parameter.grad = None
-        self._seen.update(indices)
+        self._accumulated.update(indices)
 
     def _pack_at_once(self, dtype: torch.dtype) -> bool:
         """Copy all members' gradients to a new buffer in one call; return False if that cannot be."""
         grads = [member.parameter.grad for member in self.members]
-        if not self._packs or self._seen or any(grad is None for grad in grads):
+        if not self._packs or self._accumulated or any(grad is None for grad in grads):
             return False
         flat = self._main(dtype)
         op("pack_bucket", flat)(flat, grads, self._dims)
@@ -237,14 +230,14 @@ class Bucket:
         """Return all members' gradients as [n, P]; zero for a member without a gradient."""
         self._accumulate_all()
         # If each micro-batch is reduced, nothing accumulates here, so the buffer can have the reduce dtype.
-        flat = self._main(self.master.dtype if self.whole_gradients else self._reduce_dtype)
-        if not self.whole_gradients and self._pack_at_once(flat.dtype):
+        flat = self._main(self.master.dtype if self.accumulates_unsharded else self._reduce_dtype)
+        if not self.accumulates_unsharded and self._pack_at_once(flat.dtype):
             return flat
         for index, member in enumerate(self.members):
-            if not self.whole_gradients and member.parameter.grad is not None:
+            if not self.accumulates_unsharded and member.parameter.grad is not None:
                 self._columns(flat, member).copy_(member.rows(member.parameter.grad))
                 member.parameter.grad = None
-            elif index not in self._seen:
+            elif index not in self._accumulated:
                 self._columns(flat, member).zero_()
         return flat
 
@@ -254,9 +247,9 @@ class Bucket:
         if self.shard.group is None:
             self._reduced = flat[0]
             return
-        message = flat if flat.dtype == self._reduce_dtype else self._lend(flat.shape).copy_(flat)
+        message = flat if flat.dtype == self._reduce_dtype else self._take_buffer(flat.shape).copy_(flat)
         # On a CPU the reduce-scatter is an exchange of pieces, which needs a buffer for those that arrive.
-        scratch = self._lend(flat.shape) if flat.device.type == "cpu" else None
+        scratch = self._take_buffer(flat.shape) if flat.device.type == "cpu" else None
         self._reduced = self._pool.take((self.row,), self._reduce_dtype)
         work = collectives.reduce_scatter(
             self._reduced, message.view(-1), self.shard, async_op=overlap, scratch=scratch
@@ -269,7 +262,7 @@ class Bucket:
         if self._reduced is None:
             return
         self._wait()
-        self._give_back()
+        self._release_buffers()
         if self.shard.group is not None and self._flat is not None:
             self._pool.give(self._flat)
             self._flat = None
@@ -278,8 +271,8 @@ class Bucket:
         if last and self.replica.group is not None:
             assert self.gradient is not None
             same = self.gradient.dtype == self._reduce_dtype
-            self._summed = self.gradient if same else self._lend((self.row,)).copy_(self.gradient)
-            work = collectives.all_reduce(self._summed, self.replica, async_op=overlap)
+            self._replica_sum = self.gradient if same else self._take_buffer((self.row,)).copy_(self.gradient)
+            work = collectives.all_reduce(self._replica_sum, self.replica, async_op=overlap)
             if work is not None:
                 self._works.append((work, f"{self.replica.name}/all_reduce"))
 
@@ -298,27 +291,27 @@ class Bucket:
     def finish(self) -> None:
         """Wait for the replica sum; the main gradient is then complete."""
         self._wait()
-        if self._summed is not None and self._summed is not self.gradient:
+        if self._replica_sum is not None and self._replica_sum is not self.gradient:
             assert self.gradient is not None
-            self.gradient.copy_(self._summed)
-        self._summed = None
-        self._give_back()
+            self.gradient.copy_(self._replica_sum)
+        self._replica_sum = None
+        self._release_buffers()
 
     def _wait(self) -> None:
         for work, kind in self._works:
             self.shard.meter.wait(work, kind)
         self._works.clear()
 
-    def _lend(self, shape: Sequence[int]) -> Tensor:
-        """Return a buffer in the reduce dtype, valid until ``_give_back``."""
+    def _take_buffer(self, shape: Sequence[int]) -> Tensor:
+        """Return a buffer in the reduce dtype, valid until ``_release_buffers``."""
         buffer = self._pool.take(shape, self._reduce_dtype)
-        self._lent.append(buffer)
+        self._borrowed.append(buffer)
         return buffer
 
-    def _give_back(self) -> None:
-        for buffer in self._lent:
+    def _release_buffers(self) -> None:
+        for buffer in self._borrowed:
             self._pool.give(buffer)
-        self._lent.clear()
+        self._borrowed.clear()
 
     # Parameters: start_param_gather (after the optimizer) -> finish_param_gather (before the forward)
 

@@ -77,9 +77,9 @@ def by_anchors(
     seen: set[str] = set()
 
     def cut(before: ParameterInfo, row: ParameterInfo, size: int) -> bool:
-        here = [module for module in _modules(row) if module in starts and module not in seen]
-        seen.update(here)
-        return bool(here)
+        starting = [module for module in _modules(row) if module in starts and module not in seen]
+        seen.update(starting)
+        return bool(starting)
 
     seen.update(module for module in _modules(rows[0]) if module in starts)
     return _cut(rows, cost, cut)

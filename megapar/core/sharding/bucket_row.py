@@ -33,11 +33,8 @@ class BucketParameter:
     """One parameter of a bucket.
 
     Attributes:
-        spec: Its row of the parameter table.
         parameter: The local parameter (cut by mp, ep and emp).
         counted: True if this rank counts it in the global norm.
-        num_pieces: Number of pieces into which sharding cuts it.
-        dim: The dim along which sharding cuts it.
         split: Number of its dims that other axes cut.
         piece: Shape of one rank's piece, including padding.
         offset: First element of the piece in a row.
@@ -99,22 +96,9 @@ def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketPa
         dim = shard_dim(sizes, num_pieces)
         piece = (*sizes[:dim], -(-sizes[dim] // num_pieces), *sizes[dim + 1 :])
         padded = piece[dim] * num_pieces != sizes[dim]
-        split = sum(mine != whole for mine, whole in zip(sizes, spec.shape, strict=True))
-        members.append(
-            BucketParameter(
-                spec=spec,
-                parameter=parameter,
-                counted=counted,
-                num_pieces=num_pieces,
-                dim=dim,
-                split=split,
-                piece=piece,
-                offset=offset,
-                room=room,
-                box=box,
-                padded=padded,
-            )
-        )
+        split = sum(size != whole for size, whole in zip(sizes, spec.shape, strict=True))
+        fields = (spec, parameter, counted, num_pieces, dim, split, piece, offset, room, box, padded)
+        members.append(BucketParameter(*fields))
         offset += room
     return tuple(members)
 
@@ -132,11 +116,7 @@ class OptimizerRange:
     """Elements [start, end) of a row that the optimizer treats alike.
 
     Attributes:
-        start: First element.
-        end: One past the last element.
-        decay: True if weight decay applies.
         counted: True if this rank counts the range in the global norm.
-        router: True if it belongs to a router.
     """
 
     start: int

@@ -18,43 +18,38 @@ ALIGNED_BYTES = 16
 
 
 class ParameterInfo(Protocol):
-    """The facts about a parameter that sharding needs; a row of a model's parameter table."""
+    """The facts about a parameter that sharding needs; a row of a model's parameter table.
+
+    Attributes:
+        name: Unique in the model.
+        shape: Global shape.
+        axes: Pairs (mesh axis, dim that it splits).
+        unit: The layer that contains it.
+        decay: True if weight decay applies.
+        router: True for the weight of a router.
+        fp32: True if computations use it in fp32, whatever the compute dtype.
+        expert: True if it is sharded over the expert view's shard axis instead of (sharding, cp).
+        stage: The pp coordinate that owns it; a tied embedding is on the last stage too.
+    """
 
     @property
-    def name(self) -> str:
-        """Name, unique in the model."""
-
+    def name(self) -> str: ...
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-
+    def shape(self) -> tuple[int, ...]: ...
     @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """Pairs (mesh axis, dim that it splits)."""
-
+    def axes(self) -> tuple[tuple[str, int], ...]: ...
     @property
-    def unit(self) -> str:
-        """The layer that contains it."""
-
+    def unit(self) -> str: ...
     @property
-    def decay(self) -> bool:
-        """True if weight decay applies."""
-
+    def decay(self) -> bool: ...
     @property
-    def router(self) -> bool:
-        """True for the weight of a router."""
-
+    def router(self) -> bool: ...
     @property
-    def fp32(self) -> bool:
-        """True if computations use it in fp32, whatever the compute dtype."""
-
+    def fp32(self) -> bool: ...
     @property
-    def expert(self) -> bool:
-        """True if it is sharded over the expert view's shard axis instead of (sharding, cp)."""
-
+    def expert(self) -> bool: ...
     @property
-    def stage(self) -> int:
-        """The pp coordinate that owns it; a tied embedding is on the last stage too."""
+    def stage(self) -> int: ...
 
 
 def shard_dim(sizes: Sequence[int], num_pieces: int, *, full: bool = False) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,11 +31,8 @@ class FullSharding:
     another ``Sharding``.
 
     Args:
-        world: Groups and meshes.
         model: Built on the meta device in the master dtype; its parameters become DTensors whose memory is allocated
             here, uninitialized.
-        units: The modules of each unit, in forward order.
-        specs: The parameter table.
         compute_dtype: dtype of unsharded parameters.
         master_dtype: dtype of sharded parameters.
         reduce_dtype: dtype of gradients in messages.
@@ -91,16 +87,18 @@ class FullSharding:
         names = {spec.name for spec in unsharded}
         _allocate(model, names, compute_dtype, world.device.torch_device)
         named = dict(model.named_parameters())
-        mine = [spec for spec in specs if spec.name not in names]
-        self._entries = [(spec, named[spec.name], master_box(spec, world.grid, world.rank, full=True)) for spec in mine]
+        grid, rank = world.grid, world.rank
+        sharded = [spec for spec in specs if spec.name not in names]
+        self._entries = [(spec, named[spec.name], master_box(spec, grid, rank, full=True)) for spec in sharded]
         self.master_shards = [
-            MasterShard(_local(parameter), None, spec.decay, is_primary(spec, world.grid, world.rank), spec.router)
+            MasterShard(_local(parameter), None, spec.decay, is_primary(spec, grid, rank), spec.router)
             for spec, parameter, _ in self._entries
         ]
 
     def _wrap_apart(self, world: World, model: nn.Module, specs: Sequence[ParameterInfo]) -> None:
         """Wrap modules that need a group apart from their unit: experts over edp, fp32 parameters in fp32."""
-        if world.axis("expert_shard").size > 1 and _apart(world):
+        expert = world.axis("expert_shard")
+        if expert.size > 1 and expert.ranks != world.axis("shard").ranks:
             for name in _modules(spec for spec in specs if spec.expert):
                 self._wrap(model.get_submodule(name), world, expert=True)
         if self._dtypes[0] != self._dtypes[1]:
@@ -134,15 +132,15 @@ class FullSharding:
 
         self._shard(
             module,
-            mesh=_mesh(world, *names),
+            mesh=world.mesh(*reversed(names)) if replica.size > 1 else world.mesh(names[0]),
             mp_policy=policy,
             shard_placement_fn=place,
             ignored_params=self._ignored,
             reshard_after_forward=not keep_unsharded,
         )
         first = module[0] if isinstance(module, list) else module
-        names_here = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        member = next((names_here[id(p)] for p in first.parameters() if id(p) in names_here), "")
+        name_of = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        member = next((name_of[id(p)] for p in first.parameters() if id(p) in name_of), "")
         self._reductions.append(GroupReduction(shard, self._waits, self._unit_of.get(member, ""), member))
         assert isinstance(first, FSDPModule)
         gather = GroupGather(shard, self._waits)
@@ -153,7 +151,6 @@ class FullSharding:
         self._waits.watch(first, gather)
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
         for shard, (_, parameter, _) in zip(self.master_shards, self._entries, strict=True):
             shard.grad = None
             parameter.grad = None
@@ -277,14 +274,6 @@ def _prefetch(groups: Sequence[Sequence[nn.Module]], depth: int) -> None:
 def whole_experts(world: World, specs: Sequence[ParameterInfo]) -> list[ParameterInfo]:
     """Return the expert parameters if each expert is whole on one rank, so that sharding does not cut them."""
     return [spec for spec in specs if spec.expert] if world.axis("expert_shard").size == 1 else []
-
-
-def _apart(world: World) -> bool:
-    return world.axis("expert_shard").ranks != world.axis("shard").ranks
-
-
-def _mesh(world: World, shard: str, replica: str) -> DeviceMesh:
-    return world.mesh(replica, shard) if world.axis(replica).size > 1 else world.mesh(shard)
 
 
 def _modules(specs: Iterable[ParameterInfo]) -> list[str]:

@@ -17,7 +17,6 @@ class MasterShard:
     Attributes:
         master: The values, in max(fp32, compute dtype).
         grad: Of the same shape and dtype, summed over all data; valid between ``finish`` and the next ``begin_step``.
-        decay: True if weight decay applies.
         counted: True if this rank counts it in the global norm; exactly one rank does.
         router: True if it belongs to a router, which may have a different learning rate.
         parts: Lengths of parts that may change their places, which the norm then adds in a way that does not depend on
@@ -37,7 +36,6 @@ class ParameterView:
     """A parameter's piece within the tensors of master shards.
 
     Attributes:
-        spec: Its row of the parameter table.
         box: The piece, in coordinates of the global tensor.
         tensor: The values, a view of this rank's storage.
     """

@@ -1,7 +1,7 @@
 """Rows of parameters that move between the ranks of an axis which splits them, with all that belongs to them.
 
-    slots, two on each rank    a b | c d      what is in a slot moves as a whole: of a tensor split along dim 0 a row,
-    afterwards                 c b | a d      of each tensor in ``tensors`` the same one, in one all-to-all
+    slots, two on each rank    a b | c d      an expert moves as a whole: a row of each tensor in ``tensors``, which is
+    afterwards                 c b | a d      split along dim 0, in one all-to-all
 
 Sharding may cut a rank's piece further. If it cuts dim 0, a row must go to the same shard's piece on another rank.
 """
@@ -38,16 +38,15 @@ class RowMoves:
 
     @classmethod
     def between(cls, before: Sequence[int], after: Sequence[int], piece: range, ranks: int) -> RowMoves:
-        """Return the moves of one rank.
+        """Return the moves of one rank on an axis of ``ranks`` ranks.
 
         Args:
-            before: What is in each slot now.
-            after: What is in each slot afterwards, the same things.
+            before: The expert (or other owner of rows) in each slot.
+            after: The same experts, in the order of their slots afterwards.
             piece: Slots of this rank's piece.
-            ranks: Size of the axis.
         """
         local = len(before) // ranks
-        source, target = ({thing: slot for slot, thing in enumerate(things)} for things in (before, after))
+        source, target = ({expert: slot for slot, expert in enumerate(experts)} for experts in (before, after))
         changed = [slot for slot in piece if before[slot] != after[slot]]
         leaving = sorted((target[before[slot]], slot) for slot in changed)
         arriving = sorted((source[after[slot]] // local, slot) for slot in changed)
@@ -67,13 +66,9 @@ class RowMoves:
 
 @torch.no_grad()
 def move_rows(tensors: Sequence[Tensor], moves: RowMoves, axis: Axis, device: Device) -> None:
-    """Move rows [slots of the piece, ..] of all tensors over the axis, in place. Collective over the axis.
+    """Move rows [slots of the piece, ..] of all tensors over an axis of several ranks, in place.
 
-    Args:
-        tensors: This rank's pieces, of one dtype.
-        moves: Their moves; ranks with none take part.
-        axis: The axis, of more than one rank.
-        device: The device of the tensors.
+    The tensors are this rank's pieces, of one dtype. Collective: ranks without moves take part.
     """
     leaving, arriving = device.integers((moves.leaving, moves.arriving)).unbind(0)  # as many of each
     sent = torch.cat([tensor.index_select(0, leaving).flatten(1) for tensor in tensors], dim=1)

@@ -46,14 +46,14 @@ def sum_tied(sharding: Sharding, name: str, pp: Axis) -> None:
         return
     grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     pieces = [view.tensor for view in sharding.views(grads) if view.spec.name == name]
-    own = torch.cat([piece.flatten() for piece in pieces])
-    other = torch.empty_like(own)
+    gradient = torch.cat([piece.flatten() for piece in pieces])
+    other = torch.empty_like(gradient)
     peer = pp.size - 1 - pp.rank
     # One call for both: if each rank's queue had a send before its receive, an accelerator would deadlock.
-    work = collectives.send_receive(other, own, pp, peer, peer)
+    work = collectives.send_receive(other, gradient, pp, peer, peer)
     assert work is not None
     pp.meter.wait(work, f"{pp.name}/send")
-    _scatter(own + other, pieces)
+    _scatter(gradient + other, pieces)
 
 
 def _scatter(message: Tensor, pieces: Sequence[Tensor]) -> None:

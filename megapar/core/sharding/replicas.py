@@ -31,13 +31,7 @@ Row: TypeAlias = tuple[str, str, list[int], bool]
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor of this rank that must have the same bits on every rank of an axis.
-
-    Attributes:
-        name: Name in error messages.
-        tensor: The values.
-        axis: The ranks to compare.
-    """
+    """A tensor of this rank that must have the same bits on every rank of an axis."""
 
     name: str
     tensor: Tensor

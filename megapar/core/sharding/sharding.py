@@ -1,4 +1,4 @@
-"""The interface of all sharding stages: who owns parameters, gradients and optimizer state."""
+"""The interface of all sharding stages, which own parameters, gradients and optimizer state; several side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Sharding(Protocol):
     """Storage of parameters, gradients and optimizer state; the common interface of all stages.
 
     Attributes:
-        master_shards: This rank's master shards.
         full: Masters are cut as by ``master_box(full=True)``.
     """
 
@@ -46,3 +45,48 @@ class Sharding(Protocol):
 
     def watch(self, trail: DigestTrail | None) -> None:
         """Record each gradient of this rank in ``trail`` before ranks sum it; None: stop."""
+
+
+class CombinedSharding:
+    """A sharding composed of members, each with separate parameters; ``master_shards`` concatenates theirs.
+
+    For the chunks of a pipeline, and for stage 3 with experts that are whole on one rank.
+    """
+
+    def __init__(self, members: Sequence[Sharding]) -> None:
+        self._members = members
+        self.full = any(member.full for member in members)  # whole experts are the same piece either way
+        self.master_shards: list[MasterShard] = [shard for member in members for shard in member.master_shards]
+
+    def begin_step(self) -> None:
+        for member in self._members:
+            member.begin_step()
+
+    def begin_micro_batch(self, *, last: bool) -> None:
+        for member in self._members:
+            member.begin_micro_batch(last=last)
+
+    def finish(self) -> None:
+        for member in self._members:
+            member.finish()
+
+    def start_param_gather(self) -> None:
+        for member in self._members:
+            member.start_param_gather()
+
+    def wait(self) -> None:
+        for member in self._members:
+            member.wait()
+
+    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+        remaining = iter(tensors)
+        for member in self._members:
+            yield from member.views([next(remaining) for _ in member.master_shards])
+
+    def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
+        for member in self._members:
+            member.cut_rows(moves)
+
+    def watch(self, trail: DigestTrail | None) -> None:
+        for member in self._members:
+            member.watch(trail)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megapar.core.comm.buffers import BufferPool
 from megapar.core.comm.world import World
-from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.dtypes import WeightProduct
 from megapar.core.device.kinds import device_class
 from megapar.core.sharding.bucket import Bucket
 from megapar.core.sharding.bucket_plan import PlannedBucket
@@ -46,9 +46,7 @@ class ZeroSharding:
     Stage 2 reduces gradients in every micro-batch, stage 1 once per step.
 
     Args:
-        world: The axes, the device and this rank.
         units: The model's units in forward order, each with the modules whose forward needs its parameters.
-        parameters: (description, local parameter) of every trainable parameter.
         master_dtype: dtype of master weights and main gradients.
         reduce_dtype: dtype of gradients in messages.
         plan: The buckets, in forward order; names that are not in ``parameters`` are ignored.
@@ -56,7 +54,6 @@ class ZeroSharding:
         overlap_reduce: Run reduce-scatters inside the backward.
         overlap_gather: Run gathers inside the next forward.
         prefetch: Buckets gathered ahead of the one in use.
-        offload: Keep masters in pinned host memory.
 
     Attributes:
         buckets: In forward order.
@@ -103,9 +100,9 @@ class ZeroSharding:
                     set_gradient_sink(member.parameter, self._sink(number, index))
         gathers = not all(bucket.aliased for bucket in self.buckets)
         for name, modules in units.items() if gathers else ():
-            mine = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
+            numbers = [number for number, bucket in enumerate(self.buckets) if name in bucket.units]
             for module in modules:
-                module.register_forward_pre_hook(self._before_forward(mine))
+                module.register_forward_pre_hook(self._before_forward(numbers))
         self.master_shards: list[MasterShard] = []
         for bucket in self.buckets:
             for span in bucket.ranges:
@@ -113,7 +110,6 @@ class ZeroSharding:
                 self.master_shards.append(MasterShard(master, None, span.decay, span.counted, span.router))
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
         for bucket in self.buckets:
             bucket.begin_step()
         for shard in self.master_shards:
@@ -171,7 +167,6 @@ class ZeroSharding:
             bucket.finish_param_gather()
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Yield each parameter's piece of ``tensors``, which correspond to ``master_shards`` one to one."""
         remaining = iter(tensors)
         for bucket in self.buckets:
             ranges = [(span, next(remaining)) for span in bucket.ranges]
@@ -182,7 +177,6 @@ class ZeroSharding:
                 yield ParameterView(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))
 
     def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
-        """Cut the master shards into ``parts``: of a parameter that ``moves`` each row of dim 0 is one."""
         shards = iter(self.master_shards)
         for bucket in self.buckets:
             for span in bucket.ranges:
@@ -267,7 +261,7 @@ def _make_buckets(
     plan: Sequence[PlannedBucket],
     parameters: Sequence[tuple[ParameterInfo, nn.Parameter]],
     dtypes: tuple[torch.dtype, torch.dtype],
-    whole_gradients: bool,
+    accumulates_unsharded: bool,
     offload: bool,
 ) -> list[Bucket]:
     """Make one bucket per planned bucket, dtype and pair of axes, in forward order."""
@@ -294,7 +288,7 @@ def _make_buckets(
                 replica=repeat,
                 master_dtype=dtypes[0],
                 reduce_dtype=dtypes[1],
-                whole_gradients=whole_gradients,
+                accumulates_unsharded=accumulates_unsharded,
                 pool=pool,
                 new_master=world.device.pinned_zeros if offload else None,
             )

@@ -49,11 +49,7 @@ class LayerOptions(TypedDict):
     """Arguments of every layer that is sharded over mp.
 
     Attributes:
-        mp: The axis.
         sequence_parallel: Activations outside the layers are cut over ``mp`` too.
-        dtype: Dtype of the parameters.
-        device: Device of the parameters.
-        execution: Execution options of the layer.
     """
 
     mp: Axis
@@ -144,16 +140,29 @@ class Started(NamedTuple):
 
     Attributes:
         x: The input of a column parallel layer; the products of a row parallel one.
-        token: Token of the collective in flight, or None.
-        ticket: Its ticket, or None.
     """
 
     x: Tensor
-    token: Tensor | None = None
+    handle: Tensor | None = None
     ticket: Ticket | None = None
 
 
-class ColumnLinear(nn.Module):
+class _SplitLinear(nn.Module):
+    """Parameters of a linear layer that is cut over mp, and the options of its execution."""
+
+    def __init__(
+        self, weight_shape: Sequence[int], bias_shape: Sequence[int], *, bias: bool, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__()
+        dtype, device, execution = options["dtype"], options["device"], options.get("execution", DEFAULT)
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.weight = parameter(weight_shape, dtype, device)
+        self.bias = parameter(bias_shape, dtype, device) if bias else None
+        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
+        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+
+
+class ColumnLinear(_SplitLinear):
     """A column parallel linear layer: its out features are cut over mp, along the out dim ``split``.
 
     Forward: x [B, S, I] (sequence parallel: [B, S/mp, I] -> all-gather) @ w [O/mp, I]^T -> y [B, S, O/mp]
@@ -163,26 +172,12 @@ class ColumnLinear(nn.Module):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_dims: Sequence[int],
-        *,
-        split: int,
-        bias: bool,
-        mp: Axis,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-        execution: Execution = DEFAULT,
+        self, in_features: int, out_dims: Sequence[int], *, split: int, bias: bool, **options: Unpack[LayerOptions]
     ) -> None:
-        super().__init__()
-        self.mp, self.sequence_parallel = mp, sequence_parallel
-        self.out_dims = piece_shape(out_dims, split, mp)
-        self.weight = parameter((*self.out_dims, in_features), dtype, device)
-        self.bias = parameter(self.out_dims, dtype, device) if bias else None
-        self.product = GatheredColumn if sequence_parallel else CopiedColumn
-        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
-        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+        out = piece_shape(out_dims, split, options["mp"])
+        super().__init__((*out, in_features), out, bias=bias, **options)
+        self.out_dims = out
+        self.product = GatheredColumn if self.sequence_parallel else CopiedColumn
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
@@ -205,11 +200,11 @@ class ColumnLinear(nn.Module):
 
     def finish(self, started: Started) -> Tensor:
         """Wait for the all-gather and return the output of ``forward``."""
-        if started.token is None or started.ticket is None:
+        if started.handle is None or started.ticket is None:
             y: Tensor = self(started.x)
             return y
         weight, bias, linear_comm = self._operands()
-        gathered = wait(started.token, started.ticket)
+        gathered = wait(started.handle, started.ticket)
         y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, linear_comm)
         out: Tensor = y.unflatten(-1, self.out_dims)
         return out
@@ -221,7 +216,7 @@ class ColumnLinear(nn.Module):
         return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, defer_wgrad)
 
 
-class RowLinear(nn.Module):
+class RowLinear(_SplitLinear):
     """A row parallel linear layer: its in features are cut over mp.
 
     Forward: x [B, S, I/mp] @ w [O, I/mp]^T -> partial sums [B, S, O] -> all-reduce (sequence parallel: reduce-scatter)
@@ -232,31 +227,15 @@ class RowLinear(nn.Module):
     The collectives are in flight under the products as drawn in ``core.tensor_parallel.overlapped_linear``.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        mp: Axis,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-        execution: Execution = DEFAULT,
-    ) -> None:
-        super().__init__()
-        self.mp, self.sequence_parallel = mp, sequence_parallel
-        self.weight = parameter(piece_shape((out_features, in_features), 1, mp), dtype, device)
-        self.bias = parameter((out_features,), dtype, device) if bias else None
-        self.product = ScatteredRow if sequence_parallel else ReducedRow
-        self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
-        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, **options: Unpack[LayerOptions]) -> None:
+        shape = piece_shape((out_features, in_features), 1, options["mp"])
+        super().__init__(shape, (out_features,), bias=bias, **options)
+        self.product = ScatteredRow if self.sequence_parallel else ReducedRow
 
     def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
         """Multiply [B, S, I/mp] to [B, S(/mp), O].
 
         Args:
-            x: Input.
             ends_unit: The recomputed unit whose output this is.
             onto: A sum [B S(/mp), O] to add the output to, which is returned in its place. No backward may read it: on
                 one rank and without a bias the product adds to it in place, unless it is a view, as FSDP makes of the
@@ -293,8 +272,8 @@ class RowLinear(nn.Module):
     def finish(self, started: Started) -> Tensor:
         """Wait for the sum and return the output of ``forward``."""
         y = started.x
-        if started.token is not None and started.ticket is not None:
-            y = copy_gradient(wait(started.token, started.ticket))
+        if started.handle is not None and started.ticket is not None:
+            y = copy_gradient(wait(started.handle, started.ticket))
         return y if self.bias is None else y + local(self.bias)
 
 
@@ -322,10 +301,10 @@ def look_up(tokens: Tensor, word: Tensor, first_token: int, mp: Axis, *, sequenc
     weight = local(word)
     if mp.size == 1:
         return F.embedding(tokens, weight)
-    own = (tokens >= first_token) & (tokens < first_token + weight.shape[0])
-    rows = F.embedding(torch.where(own, tokens - first_token, 0), weight)
+    is_local = (tokens >= first_token) & (tokens < first_token + weight.shape[0])
+    rows = F.embedding(torch.where(is_local, tokens - first_token, 0), weight)
     sum_rows: Callable[[Tensor, Axis], Tensor] = _scatter_sequence if sequence_parallel else reduce
-    return sum_rows(rows * own.unsqueeze(-1).to(rows.dtype), mp)
+    return sum_rows(rows * is_local.unsqueeze(-1).to(rows.dtype), mp)
 
 
 class Embedding(nn.Module):
@@ -361,8 +340,6 @@ def vocab_parallel_cross_entropy_(
     Args:
         logits: [N, V/mp] in max(fp32, dtype), this rank's part of the vocabulary.
         labels: [N] int64 over the whole vocabulary.
-        first_token: First token on this rank.
-        mp: The axis over which the vocabulary is cut.
         dtype: Dtype of the gradient.
 
     Returns:
@@ -370,17 +347,17 @@ def vocab_parallel_cross_entropy_(
     """
     if mp.size == 1:
         form: Callable[..., Any] = op("cross_entropy", logits)
-        found: tuple[Tensor, Tensor] = form(logits, labels, dtype)
-        return found
+        log_probs, gradient = form(logits, labels, dtype)
+        return log_probs, gradient
     peak = all_reduce_(logits.amax(-1), mp, dist.ReduceOp.MAX)
     logits.sub_(peak.unsqueeze(-1))
     place = labels - first_token
     column = place.clamp(0, logits.shape[-1] - 1)
-    own = column == place
-    target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) * own
+    is_local = column == place
+    target = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1) * is_local
     total = logits.exp_().sum(-1)
     total, target = all_reduce_(torch.stack((total, target)), mp).unbind()
-    logits.scatter_add_(-1, column.unsqueeze(-1), (own * -total).unsqueeze(-1))
+    logits.scatter_add_(-1, column.unsqueeze(-1), (is_local * -total).unsqueeze(-1))
     scale = total.reciprocal().unsqueeze(-1)
     same = dtype == logits.dtype
     gradient = logits.mul_(scale) if same else torch.mul(logits, scale, out=torch.empty_like(logits, dtype=dtype))

@@ -20,8 +20,6 @@ class CutLinear(NamedTuple):
 
     Attributes:
         column: Column parallel (out features cut); else row parallel (in features cut).
-        inner: In features on this rank.
-        outer: Out features on this rank.
     """
 
     column: bool
@@ -34,10 +32,7 @@ class Price:
     """Predicted seconds of the forward and backward of layers on the ranks of one node.
 
     Attributes:
-        kind: Kind of device.
-        dtype: Dtype of the products.
         item: Bytes of an element in ``dtype``.
-        ranks: Number of ranks of mp.
         rows: Rows of all ranks and all samples together.
         gathered: Sequence parallel: activations are gathered and scattered.
     """
@@ -79,9 +74,9 @@ class Price:
         if layer.column:
             backward = max(dgrad, message) + max(wgrad, message)
             return self._arriving(self._cut(layer), message, self._share(layer)) + backward
-        own = 2 * self._share(layer)
+        local = 2 * self._share(layer)
         later = sum(self._share(layer, (self.ranks - 1) / 2) for _ in range(2))
-        gathers = self._arriving(self._cut(layer), message, own) + later
+        gathers = self._arriving(self._cut(layer), message, local) + later
         return self._leaving(self._cut(layer, whole=True), message) + gathers
 
     def _fused(self, layer: CutLinear) -> float:
@@ -136,9 +131,9 @@ class Price:
         count = 1 if not self.gathered else 3 if layer.column else 2
         return [self._message(layer)] * count
 
-    def _arriving(self, products: Sequence[float], message: float, own: float) -> float:
-        """Return the end of the last product, each of which waits for its piece and starts after ``own``."""
-        now, latency = own, self.kind.device_class.latency_seconds
+    def _arriving(self, products: Sequence[float], message: float, local: float) -> float:
+        """Return the end of the last product, each of which waits for its piece and starts after ``local``."""
+        now, latency = local, self.kind.device_class.latency_seconds
         for number, product in enumerate(products, 1):
             arrival = (message - latency) * number / len(products) + number * latency
             now = max(now, arrival) + product

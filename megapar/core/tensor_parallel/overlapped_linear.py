@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext, InFlight
-from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.dtypes import WeightProduct
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import fused_gather_product, fused_product_scatter
 
@@ -51,7 +51,6 @@ class Overlap:
     """Cut of a collective into pieces, so that one piece is sent while another is computed. Depends on the device.
 
     Attributes:
-        pieces: Maximum number of pieces.
         piece_bytes: Minimum bytes of a piece to each rank, below which latency costs more than is hidden.
         least_rows: Minimum rows of a product, all its batches together.
         batched: Products of several batches are one kernel.
@@ -75,8 +74,6 @@ class Overlap:
         """Return slices of ``rows`` rows, the same on every rank with the same arguments.
 
         Args:
-            rows: Number of rows.
-            row_bytes: Bytes that each row sends.
             products: Rows that are multiplied for each row sent.
         """
         worth = min(rows * row_bytes // max(1, self.piece_bytes), rows * products // self.least_rows)
@@ -110,9 +107,6 @@ class LinearComm(NamedTuple):
     """Communication of a linear layer.
 
     Attributes:
-        mp: The axis.
-        overlap: How finely collectives are cut.
-        comm: Launches and tracks them.
         defer_wgrad: Called with the product of a weight gradient; returns it, or None if it is deferred or added to a
             bucket. None: compute it at once.
         ends_unit: The recomputed unit whose output is the output of this layer.
@@ -168,7 +162,6 @@ class GatheredColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        """Return y [B, S, O]."""
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         if layer.overlap.whole:
@@ -187,7 +180,6 @@ class GatheredColumn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        """Return dx [B, s, I], dw [O, I], db [O]."""
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0].contiguous()
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx, back = None, None
@@ -214,7 +206,6 @@ class ArrivedColumn(torch.autograd.Function):
     def forward(
         ctx: Any, gathered: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm
     ) -> Tensor:
-        """Return y [B, S, O]."""
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         size = layer.mp.size
@@ -243,7 +234,6 @@ class ScatteredRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        """Return y [B, s, O]."""
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         size, batch = layer.mp.size, x.shape[0]
@@ -270,7 +260,6 @@ class ScatteredRow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        """Return dx [B, S, I], dw [O, I], db [O]."""
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0].contiguous()
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         mp, dx, dw = layer.mp, None, None
@@ -283,7 +272,7 @@ class ScatteredRow(torch.autograd.Function):
             dx_MBsI = dx.unflatten(1, (mp.size, -1)).transpose(0, 1)
             layer.overlap.multiply(dy, weight, None, dx_MBsI[mp.rank])
         if needs_dw and layer.defer_wgrad is None:  # under the gathers
-            dw = _own_product(dy, x_BMsI, mp)
+            dw = _local_product(dy, x_BMsI, mp)
         pieces = []
         for rows, dy_MBpO in _landings(flights, layer):
             pieces.append(dy_MBpO)
@@ -291,7 +280,7 @@ class ScatteredRow(torch.autograd.Function):
                 for others in _others(mp):
                     layer.overlap.multiply(dy_MBpO[others], weight, None, dx_MBsI[others, :, rows])
         if needs_dw:
-            dw = layer.weight_gradient(lambda own=dw: _whole_product(own, dy, pieces, x_BMsI, mp))
+            dw = layer.weight_gradient(lambda local=dw: _whole_product(local, dy, pieces, x_BMsI, mp))
         return dx, dw, _bias_gradient(dy, ctx), None
 
 
@@ -303,7 +292,6 @@ class CopiedColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        """Return y [.., O]."""
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
@@ -311,7 +299,6 @@ class CopiedColumn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        """Return dx [.., I], dw [O, I], db [O]."""
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0].flatten(0, -2)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx, flights = _multiply_and_sum(dy, weight, layer) if needs_dx else (None, [])
@@ -330,7 +317,6 @@ class ReducedRow(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
-        """Return y [.., O]."""
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         if layer.output_unused:
@@ -345,7 +331,6 @@ class ReducedRow(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
-        """Return dx [.., I], dw [O, I], db [O]."""
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0]
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         dx = dy @ weight if needs_dx else None
@@ -397,14 +382,14 @@ def _gathered_wgrad(dy: Tensor, gathered: list[tuple[slice, InFlight]], layer: L
     return layer.weight_gradient(WeightProduct(dy.flatten(0, 1).t(), x_MBsI.transpose(0, 1).flatten(0, 2)))
 
 
-def _own_product(dy: Tensor, x_BMsI: Tensor, mp: Axis) -> Tensor:
+def _local_product(dy: Tensor, x_BMsI: Tensor, mp: Axis) -> Tensor:
     """Return dw [O, I] of this rank's rows."""
     return dy.flatten(0, 1).t() @ x_BMsI[:, mp.rank].flatten(0, 1)
 
 
-def _whole_product(own: Tensor | None, dy: Tensor, pieces: list[Tensor], x_BMsI: Tensor, mp: Axis) -> Tensor:
-    """Return dw [O, I] of all rows, from gathered pieces of dy [M, B, p, O] and ``own``, dw of this rank's rows."""
-    dw = _own_product(dy, x_BMsI, mp) if own is None else own
+def _whole_product(local: Tensor | None, dy: Tensor, pieces: list[Tensor], x_BMsI: Tensor, mp: Axis) -> Tensor:
+    """Return dw [O, I] of all rows, from gathered pieces of dy [M, B, p, O] and ``local``, dw of this rank's rows."""
+    dw = _local_product(dy, x_BMsI, mp) if local is None else local
     dy_BMsO = (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)).transpose(0, 1)
     for others in _others(mp):
         dw.addmm_(dy_BMsO[:, others].flatten(0, 2).t(), x_BMsI[:, others].flatten(0, 2))

@@ -27,8 +27,7 @@ from megapar.core.comm.async_pairs import Ticket
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, Exchange, Reduce, ReduceScatter
 from megapar.core.comm.in_flight import CommContext, InFlight
-from megapar.core.device.accumulate import WeightProduct
-from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.dtypes import WeightProduct, at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad
 
@@ -39,9 +38,8 @@ class SharedComm(NamedTuple):
     Attributes:
         mp: The axis, at least two ranks.
         sequence_parallel: Each rank has a part of the positions of x.
-        comm: Launches the collectives.
         defer_wgrads: Of each weight; see ``weight_gradients.linear``.
-        ticket: All-gather of x that ``async_pairs.start`` launched; x is then its token.
+        ticket: All-gather of x that ``async_pairs.start`` launched; x is then its handle.
     """
 
     mp: Axis

@@ -23,13 +23,7 @@ from megapar.core.device.dtypes import at_least_fp32
 
 @dataclass(frozen=True)
 class SplitNorm:
-    """RMS norms over heads that are split over an axis: x / sqrt(mean over all heads(x^2) + epsilon) * weight.
-
-    Attributes:
-        epsilon: Added to the mean of squares.
-        mp: The axis.
-        run: Caller of pure functions, which may compile them.
-    """
+    """RMS norms over heads that are split over an axis: x / sqrt(mean over all heads(x^2) + epsilon) * weight."""
 
     epsilon: float
     mp: Axis
@@ -102,8 +96,6 @@ def scaled_gradients(
         x: Input, [B, S, N, D].
         square: Mean of the squares over all heads, [B, S, 1, 1].
         product: Mean of x dy weight over all heads, [B, S, 1, 1].
-        weight: [N, D].
-        epsilon: Added to ``square``.
     """
     scale = torch.rsqrt(square + epsilon)
     x_wide, dy_wide = x.to(square.dtype), dy.to(square.dtype)

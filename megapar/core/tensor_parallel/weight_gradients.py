@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapar.core.device.accumulate import WeightProduct
-from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.dtypes import WeightProduct, at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.sharding.gradient_sink import gradient_sink
@@ -44,7 +43,6 @@ class WeightGradients:
         It returns the gradient, or None if the product is deferred.
 
         Args:
-            parameter: The weight.
             piece: Index along dim 0 of the part that the product belongs to; None for the whole parameter.
         """
 
@@ -114,8 +112,6 @@ def linear(
     """Compute x [.., I] @ w [O, I]^T + b [O] -> [.., O].
 
     Args:
-        x: Input.
-        bias: Bias, or None.
         defer_wgrad: Called in the backward with the product of the weight gradient, which it returns, defers, or adds
             to a bucket; None to leave it to autograd.
         ends_unit: The recomputed unit whose output is this product. Its recomputation skips it.
@@ -133,9 +129,6 @@ def linear_onto(
 
     Args:
         total: A sum that no backward reads. R is the number of rows of ``x``.
-        x: Input.
-        defer_wgrad: See ``linear``.
-        ends_unit: See ``linear``.
     """
     y: Tensor = _LinearOnto.apply(total, x, weight, defer_wgrad or _now, ends_unit)
     return y

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.comm.axis import Axis
-from megapar.core.device.index import Indices
+from megapar.core.device.base import Indices
 from megapar.moe.slicing import Slicing
 
 

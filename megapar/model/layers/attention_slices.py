@@ -18,8 +18,8 @@ from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention.slices import attention_slice_reference, packed_attention_slice_reference
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
-from megapar.core.recompute.remade import Remade, consume
 from megapar.core.recompute.replay import once
+from megapar.core.recompute.selective import Rematerialized, consume
 from megapar.core.tensor_parallel.layers import Started
 from megapar.model.layers.context import Context
 
@@ -52,7 +52,7 @@ class CausalSlices:
         self._entered = 0
         self._keys, self._values = PrefixBuffer(), PrefixBuffer()
         self._latents: list[Sequence[Tensor]] = []
-        self._remade: Remade | None = None
+        self._remade: Rematerialized | None = None
         self._shared: SharedSlices | None = None
         if context.slice_plans is not None:
             cp, plans = attention.cp, context.slice_plans

@@ -107,9 +107,9 @@ class LatentAttention(SelfAttention):
 
     def finish_project(self, started: Started, angles: Angles | None) -> tuple[Tensor, ...]:
         """See ``SelfAttention.finish_project``."""
-        if started.token is None or started.ticket is None:
+        if started.handle is None or started.ticket is None:
             return self.project(started.x, angles)
-        return self._shared_heads(started.x, started._replace(x=started.token), angles)
+        return self._shared_heads(started.x, started._replace(x=started.handle), angles)
 
     def expansion(self) -> Expansion | None:
         """See ``SelfAttention.expansion``."""

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.device.compiled import counted, plain
+from megapar.core.device.layer_ops import in_one_kernel
 from megapar.core.device.ops import op
-from megapar.core.device.swiglu import in_one_kernel
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT

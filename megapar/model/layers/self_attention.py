@@ -35,7 +35,7 @@ from megapar.core.device.attention.documents import packed_attention_reference
 from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
-from megapar.core.recompute.remade import Remade, consume
+from megapar.core.recompute.selective import Rematerialized, consume
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Started
 from megapar.model.attention.kinds import kind_of
@@ -130,7 +130,7 @@ class SelfAttention(nn.Module, ABC):
         """
         return None
 
-    def remade(self, context: Context, more: Callable[[], Sequence[Tensor]]) -> Remade | None:
+    def remade(self, context: Context, more: Callable[[], Sequence[Tensor]]) -> Rematerialized | None:
         """Return what makes k and v again in the core's backward; None to keep them.
 
         They are kept if they come from other ranks, and in a recomputed unit, which drops all that it saves.
@@ -141,7 +141,7 @@ class SelfAttention(nn.Module, ABC):
         foreign = self.cp.deals_heads and not self.cp.latents
         kept = context.replay is not None or foreign or not torch.is_grad_enabled()
         make = None if kept else self.remaker()
-        return None if make is None else Remade(lambda: make(*more()))
+        return None if make is None else Rematerialized(lambda: make(*more()))
 
     def expansion(self) -> Expansion | None:
         """Return the weight that makes keys and values of the k and v of ``project``, which cp ranks send.

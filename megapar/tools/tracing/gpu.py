@@ -20,10 +20,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import bias, varlen
 
 from megapar.core.device import ops, triton_operators
+from megapar.core.device.accelerators import Accelerator, CudaDevice
 from megapar.core.device.attention import table
 from megapar.core.device.attention import whole as attention_forms
-from megapar.core.device.base import Accelerator, Device, MemoryPressure, NoEvent, NoStream
-from megapar.core.device.cuda import CudaDevice
+from megapar.core.device.base import Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.kinds import device_class
 from megapar.core.sharding import bucket
 from megapar.tools.tracing.replaced import replaced

@@ -184,7 +184,7 @@ def make_recompute(
     recompute = config.recompute
     if recompute.adaptive_recompute_device_size:
         adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
-        return Recompute(adaptive, comm, world.sent_bytes, measure=adaptive, around=around)
+        return Recompute(adaptive, comm, world.sent_bytes, around=around)
     choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
     if choice is None:
         return None

@@ -18,9 +18,8 @@ from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.stages import Stages
-from megapar.core.sharding.combined import CombinedSharding
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
-from megapar.core.sharding.sharding import Sharding
+from megapar.core.sharding.sharding import CombinedSharding, Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.fp8 import torchao_lacks
 from megapar.core.tensor_parallel.overlap_price import FUSED

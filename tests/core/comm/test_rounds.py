@@ -102,23 +102,3 @@ def test_every_small_grid_makes_its_groups_in_common_rounds() -> None:
     grids = list(small_grids())
     assert len(grids) > 300
     assert {str(grid): found for grid in grids if (found := list(breaches(creations(grid))))} == {}
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        ([[("mp", (0, 1))], [("mp", (0, 1))], []], "ranks make [0, 1] groups"),
-        ([[("mp", (0, 1)), ("dp", (0,))], [("dp", (1,)), ("mp", (0, 1))]], "round 0: rank 0 makes mp"),
-        ([[("mp", (0, 1))], [("dp", (0, 1))]], "round 0: rank 1 makes dp of (0, 1), ranks [0]"),
-        ([[("mp", (1,))], [("mp", (1,))]], "round 0: rank 0 makes mp"),
-    ],
-)
-def test_a_breach_is_found(made: list[list[Made]], words: str) -> None:
-    assert any(found.startswith(words) for found in breaches(made))
-
-
-def test_groups_of_one_color_are_found() -> None:
-    made: list[list[Made]] = [[("dp", (0,))], [("dp", (1,))]]
-    assert list(breaches(made)) == []
-    with patch.object(dist.distributed_c10d, "_process_group_color", lambda ranks: 7):
-        assert list(breaches(made)) == ["round 0: two groups have one color, and would become one"]

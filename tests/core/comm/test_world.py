@@ -32,22 +32,6 @@ def start(rank: int, world_size: int, rendezvous: str, grid: Grid, timeout: time
         return World.start(grid, Device(), timeout, f"file://{rendezvous}")
 
 
-def sum_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Grid) -> dict[str, float]:
-    world = start(rank, world_size, rendezvous, grid)
-    sums = {}
-    for name in (*DENSE_AXES, *EXPERT_AXES, "data", "shard", "replica", "expert_shard", "expert_replica", "world"):
-        axis = world.axis(name)
-        value = torch.tensor([float(rank)])
-        if axis.group is not None:
-            dist.all_reduce(value, group=axis.group)
-        assert value.item() == sum(axis.ranks)
-        assert axis.ranks[axis.rank] == rank
-        sums[name] = value.item()
-    sums["groups"] = world.num_groups
-    world.close()
-    return sums
-
-
 class Asked(Device):
     """A device that remembers the groups for which it was asked for options."""
 
@@ -73,17 +57,7 @@ def test_the_device_chooses_the_options_of_the_world_and_of_every_round() -> Non
         assert asked == [("world",), *rounds]
 
 
-def test_every_axis_reduces_over_its_own_ranks() -> None:
-    grid = Grid(dp=2, sharding=2)
-    results = run_ranks(4, sum_over_every_axis, grid, group=False)
-    assert [r["sharding"] for r in results] == [1.0, 1.0, 5.0, 5.0]
-    assert [r["dp"] for r in results] == [2.0, 4.0, 2.0, 4.0]
-    assert all(r["data"] == 6.0 for r in results)
-    # dp and replica, sharding and shard, data and edp have the same ranks: 3 groups and the world's
-    assert all(r["groups"] == 4 for r in results)
-
-
-def gather_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Grid) -> int:
+def gather_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Grid) -> tuple[int, int]:
     world = start(rank, world_size, rendezvous, grid)
     assert world.grid.coordinates(world.rank) == grid.coordinates(rank)
     for name in (*DENSE_AXES, *EXPERT_AXES, "data", "shard", "replica", "expert_shard", "expert_replica", "world"):
@@ -93,19 +67,30 @@ def gather_over_every_axis(rank: int, world_size: int, rendezvous: str, grid: Gr
             dist.all_gather(found, torch.tensor([world.rank]), group=axis.group)
             assert [int(value) for value in found] == list(axis.ranks)
             assert axis.ranks[axis.rank] == world.rank
-    number = world.rank
     world.close()
-    return number
+    return world.rank, world.num_groups
 
 
-@pytest.mark.parametrize("order", [("sharding", "dp", "pp", "cp", "mp"), ("mp", "cp", "sharding", "pp", "dp")])
+@pytest.mark.parametrize(
+    "order", [DENSE_AXES, ("sharding", "dp", "pp", "cp", "mp"), ("mp", "cp", "sharding", "pp", "dp")]
+)
 def test_every_axis_communicates_in_the_order_of_its_coordinates(order: tuple[str, ...]) -> None:
     """torch sorts the ranks of a group by number, whatever order they are given in."""
     grids = [Grid(dp=2, sharding=2, ep=4, order=order), Grid(sharding=2, mp=2, ep=4, order=order)]
     for grid in grids:
-        numbers = run_ranks(4, gather_over_every_axis, grid, group=False)
+        numbers, groups = zip(*run_ranks(4, gather_over_every_axis, grid, group=False), strict=True)
         assert sorted(numbers) == [0, 1, 2, 3]
         assert numbers[0] == 0
+        assert set(groups) == {len(axis_rounds(grid)) + 1}  # and the world's
+
+
+def test_axes_of_the_same_ranks_share_a_group() -> None:
+    """dp and replica, sharding and shard, data and edp."""
+    shared = axis_rounds(Grid(dp=2, sharding=2))
+    assert [set(names) >= {*pair} for names, pair in zip(shared, PAIRS, strict=True)] == [True] * 3
+
+
+PAIRS = ("dp", "replica"), ("sharding", "shard"), ("data", "edp")
 
 
 def test_one_process_needs_no_group() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megapar.core.device.accelerators import CudaDevice, NpuDevice
 from megapar.core.device.base import Device
-from megapar.core.device.cuda import CudaDevice
+from megapar.core.device.expert_rows import unpermute_cuda, unpermute_reference
 from megapar.core.device.grouped import (
     grouped_input_gradient_reference,
     grouped_linear_reference,
@@ -15,8 +16,6 @@ from megapar.core.device.grouped import (
     linear_by_size,
     weight_gradient_by_size,
 )
-from megapar.core.device.npu import NpuDevice
-from megapar.core.device.rows.expert_rows import unpermute_cuda, unpermute_reference
 
 SIZES = [(3, 0, 5), (0, 0, 4), (4, 4, 4), (0, 0, 0), (7,)]
 

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from megapar.core.device.kinds import DeviceKind, kind_called, kind_of, kinds
+from megapar.core.device.kinds import COMMUNICATORS, QUEUE_CHANNELS, DeviceKind, kind_called, kind_of, kinds
+from megapar.core.units import MEGABYTE
 
 DRIVERS = {
     "NVIDIA H200": "h200-141g",
@@ -87,3 +88,10 @@ def test_a_wave_of_tiles_that_is_not_full_takes_as_long_as_a_full_one() -> None:
 def test_without_torch() -> None:
     code = "import sys; from megapar.core.device.kinds import kinds; assert kinds(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_bytes_of_communicators_are_those_of_axes_and_queues() -> None:
+    rounds = [("world",), ("pp",), ("sharding", "data", "shard"), ("ep",)]
+    assert COMMUNICATORS["cpu"].of(rounds, 4, 7) == 0
+    assert COMMUNICATORS["cuda"].of(rounds, 4, 7) == (4 * 24 + 4 * QUEUE_CHANNELS + 7 * 32) * 12 * MEGABYTE
+    assert COMMUNICATORS["npu"].of(rounds, 4, 7) == (3 * 400 + 40 + 4 * 40) * MEGABYTE

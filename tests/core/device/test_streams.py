@@ -13,8 +13,7 @@ from megapar.core.checkpoint.shard import Shard
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllToAll, Unsent
 from megapar.core.comm.in_flight import CommContext
-from megapar.core.device.cuda import CudaDevice
-from megapar.core.device.npu import NpuDevice
+from megapar.core.device.accelerators import CudaDevice, NpuDevice
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.update_rule import AdamW
 from megapar.core.recompute.saved_inputs import SavedInputs

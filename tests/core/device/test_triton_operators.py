@@ -1,4 +1,4 @@
-"""Operators of Triton kernels: what a trace sees of them, and the trial before a device uses them."""
+"""Operators of Triton kernels: their results, and the trial before a device uses them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar.core.comm.axis import Axis
 from megapar.core.device import ops, triton_operators, triton_trial
-from megapar.core.device.cross_entropy import cross_entropy_reference
+from megapar.core.device.layer_ops import cross_entropy_reference, in_one_kernel, swiglu_reference
 from megapar.core.device.ops import OPS
 from megapar.core.device.rotary import rotary_heads_in_one_kernel, rotary_heads_reference, rotary_reference
-from megapar.core.device.rows import row_operators
-from megapar.core.device.swiglu import in_one_kernel, swiglu_reference
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.expert_order import order_by_expert, permute, sort_by_expert, unpermute
@@ -28,27 +25,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def unused(monkeypatch):
     monkeypatch.setattr(triton_operators, "_USED", set())
-
-
-def test_a_trace_sees_the_shapes_of_the_results():
-    with FakeTensorMode():
-        qkv, angle = torch.empty(2, 3, 4, 5, 8, dtype=torch.bfloat16), torch.empty(2, 3, 4)
-        heads = triton_operators.rotary_heads(qkv, angle, angle)
-        assert [tuple(x.shape) for x in heads] == [(2, 3, 12, 8), (2, 3, 4, 8), (2, 3, 4, 8)]
-        assert triton_operators.rotary_heads_backward(*heads, angle, angle).shape == qkv.shape
-        logits = torch.empty(6, 50)
-        log_p, gradient = triton_operators.cross_entropy(logits, torch.empty(6, dtype=torch.int64), torch.bfloat16)
-        assert (log_p.shape, log_p.dtype) == ((6,), torch.float32)
-        assert (gradient.shape, gradient.dtype) == ((6, 50), torch.bfloat16)
-        gate_up, weights = torch.empty(2, 3, 2, 8, dtype=torch.bfloat16), torch.empty(2, 3, 1)
-        for given in (weights, None):
-            y = triton_operators.swiglu(gate_up, given)
-            assert (y.shape, y.dtype) == ((2, 3, 8), torch.bfloat16)
-            d_gate_up, d_weights = triton_operators.swiglu_backward(y, gate_up, given)
-            assert d_gate_up.shape == gate_up.shape
-            assert (
-                d_weights is None if given is None else (d_weights.shape, d_weights.dtype) == ((2, 3, 1), torch.float32)
-            )
 
 
 def test_without_triton_nothing_is_tried(monkeypatch):
@@ -142,10 +118,10 @@ def test_activations_by_a_kernel_are_not_compiled_and_give_the_same_gradients(se
         torch.testing.assert_close(got, wanted)
 
 
-def rows_by_kernels():
-    """Let the CPU use the kernels of experts' rows, in the interpreter."""
-    for name, (kernel, _) in row_operators.KERNELS.items():
-        row_operators._LIBRARY.impl(name, kernel, "CPU")
+def by_kernels():
+    """Let the CPU use the kernels, in the interpreter."""
+    for name, kernel in triton_operators.KERNELS.items():
+        triton_operators._LIBRARY.impl(name, kernel, "CPU")
     triton_operators.use(CPU)
 
 
@@ -157,7 +133,7 @@ def check_rows():
     """Every entry for cuda is its reference, through operators whose fakes promise the shapes that kernels return."""
     from scripts.gpu_day import expert_rows
 
-    rows_by_kernels()
+    by_kernels()
     torch.manual_seed(0)
     for name, small in (("T", 20), ("CAPACITY", 20), ("RUN", 9)):
         setattr(expert_rows, name, small)
@@ -195,26 +171,10 @@ def trip():
 
 
 def check():
-    rows_by_kernels()
-    for name, kernel in (
-        ("rotary_heads", triton_operators._rotary_heads),
-        ("rotary_heads_backward", triton_operators._rotary_heads_backward),
-        ("log_probabilities", triton_operators._log_probabilities),
-        ("gradient_of_logits", triton_operators._gradient_of_logits),
-        ("swiglu", triton_operators._swiglu),
-        ("swiglu_backward", triton_operators._swiglu_backward),
-    ):
-        triton_operators._LIBRARY.impl(name, kernel, "CPU")
+    by_kernels()
     found = triton_trial.errors(CPU)
-    assert set(found) == {
-        "rotary_heads",
-        "rotary_heads_backward",
-        "cross_entropy",
-        "swiglu",
-        "swiglu_backward",
-        "spread_pairs",
-        *row_operators.KERNELS,
-    }
+    made_of = {"log_probabilities", "gradient_of_logits"}
+    assert set(found) == {*triton_operators.KERNELS, "spread_pairs", "cross_entropy"} - made_of
     assert max(found.values()) < triton_trial.TOLERANCE
 
 

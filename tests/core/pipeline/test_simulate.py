@@ -10,7 +10,6 @@ from megapar.core.pipeline.draw import as_svg, as_text
 from megapar.core.pipeline.schedule import Schedule, make_schedule, min_micro_batches
 from megapar.core.pipeline.simulate import (
     FREE,
-    PER_DIRECTION,
     RUNNERS,
     Costs,
     DeadlockError,
@@ -102,17 +101,17 @@ def test_what_the_runner_has_costs_nothing_over_free_messages(name: str, chunks:
 
 def test_receipts_have_to_be_launched_aside() -> None:
     """A queue per direction alone leaves GPipe where two neighbours' common queue leaves it."""
-    behind = replace(PER_DIRECTION, separate_receives=False)
+    behind = replace(RUNNERS, separate_receives=False)
     schedule = make_schedule("gpipe", 8, 1, 32)
     assert slower(schedule, 0.1, behind) == pytest.approx(5.2, abs=0.05)
-    assert slower(schedule, 0.1, PER_DIRECTION) == pytest.approx(0.0, abs=1e-9)
+    assert slower(schedule, 0.1, RUNNERS) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_queue_whose_ends_have_another_order_never_ends() -> None:
     schedule = changed(make_schedule("1f1b", 2, 1, 4), 1, "1RECV_F0", "1RECV_F1")
     simulate(schedule)  # free messages find their way
     with pytest.raises(DeadlockError, match=r"never ends: rank 0 before .* rank 1 before"):
-        simulate(schedule, wiring=PER_DIRECTION)
+        simulate(schedule, wiring=RUNNERS)
 
 
 @pytest.mark.parametrize(

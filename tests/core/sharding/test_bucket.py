@@ -63,7 +63,7 @@ def lone_bucket(*shapes: tuple[int, ...]) -> Bucket:
         entries.append((spec, parameter, Box.whole(shape), True, parameter.numel()))
     pool = BufferPool.for_messages(torch.device("cpu"))
     axes = (Axis.single("shard"), Axis.single("replica"))
-    return Bucket(entries, *axes, torch.float32, torch.float32, whole_gradients=True, pool=pool)
+    return Bucket(entries, *axes, torch.float32, torch.float32, accumulates_unsharded=True, pool=pool)
 
 
 @pytest.mark.parametrize("odd", [(), (3,)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megapar.core.device import kinds
-from megapar.core.device.accumulate import WeightProduct
+from megapar.core.device.dtypes import WeightProduct
 from megapar.core.device.ops import OPS
 from megapar.core.sharding import bucket as bucket_module
 from megapar.core.sharding import zero

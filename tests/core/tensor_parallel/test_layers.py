@@ -216,20 +216,15 @@ def order_on_ranks(rank, world_size, sequence_parallel):
     return drawn
 
 
-def test_collectives_fly_under_products_with_sequence_parallelism():
-    for column, row, row_backward, column_backward in run_ranks(2, order_on_ranks, True):
-        assert column == "ag^ ag^ x agv x agv x"
-        assert row == "x x r^ x x r^ rv rv"
-        assert row_backward == "ag^ ag^ x x agv x agv x x"
-        assert column_backward == "ag^ x r^ agv x rv"
+ORDERS = {  # of the column, the row, the row's backward and the column's, by sequence parallelism
+    True: ["ag^ ag^ x agv x agv x", "x x r^ x x r^ rv rv", "ag^ ag^ x x agv x agv x x", "ag^ x r^ agv x rv"],
+    False: ["x", "x ar^ x ar^ arv arv", "x x", "x ar^ x ar^ x arv arv"],
+}
 
 
-def test_collectives_fly_under_products_without_sequence_parallelism():
-    for column, row, row_backward, column_backward in run_ranks(2, order_on_ranks, False):
-        assert column == "x"
-        assert row == "x ar^ x ar^ arv arv"
-        assert row_backward == "x x"
-        assert column_backward == "x ar^ x ar^ x arv arv"
+@pytest.mark.parametrize("sequence_parallel", ORDERS)
+def test_collectives_fly_under_products(sequence_parallel):
+    assert run_ranks(2, order_on_ranks, sequence_parallel) == [ORDERS[sequence_parallel]] * 2
 
 
 def needs_on_ranks(rank, world_size, sequence_parallel):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.core.device.compiled import Compiled
-from megapar.core.device.ops import rms_norm_reference
+from megapar.core.device.layer_ops import rms_norm_reference
 from megapar.core.tensor_parallel.split_norm import SplitNorm
 from tests.support.ranks import run_ranks
 

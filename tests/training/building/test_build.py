@@ -10,7 +10,8 @@ import torch
 
 from megapar.arguments import parse
 from megapar.core.comm.world import World
-from megapar.core.device.base import Accelerator, Device
+from megapar.core.device.accelerators import Accelerator
+from megapar.core.device.base import Device
 from megapar.data.batches import Loader
 from megapar.errors import ConfigError
 from megapar.trainer import Trainer

@@ -5,7 +5,6 @@ Shape letters: N rows (tokens), V vocabulary.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -41,25 +40,21 @@ def _gradient(logits, labels, lse, gradient, stride, V: tl.constexpr, BLOCK: tl.
     tl.store(gradient + row * V + offsets, share.to(gradient.dtype.element_ty), mask=inside)
 
 
-def log_probabilities(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of the sum of exponentials of each row, and the log-probability of its label; [N] fp32.
+def log_probabilities(logits: Tensor, labels: Tensor, results: tuple[Tensor, Tensor]) -> None:
+    """Compute the logarithm of the sum of exponentials of each row, and the log-probability of its label; [N] fp32.
 
     Args:
         logits: [N, V], with contiguous rows.
         labels: [N] int64, 0..V - 1.
     """
-    lse, log_p = (logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(2))
     if logits.shape[0]:
         grid, sizes = (logits.shape[0],), {"V": logits.shape[1], "BLOCK": BLOCK}
-        _log_probability[grid](logits, labels, lse, log_p, logits.stride(0), **sizes, num_warps=WARPS)
-    return lse, log_p
+        _log_probability[grid](logits, labels, *results, logits.stride(0), **sizes, num_warps=WARPS)
 
 
-def gradient_of(logits: Tensor, labels: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return softmax(logits) - [column is the label], [N, V] in ``dtype``. ``lse`` is of ``log_probabilities``."""
-    gradient = logits.new_empty(logits.shape, dtype=dtype)
+def gradient_of_logits(logits: Tensor, labels: Tensor, lse: Tensor, dtype: object, gradient: Tensor) -> None:
+    """Compute softmax(logits) - [column is the label], [N, V]. ``lse`` is of ``log_probabilities``."""
     if logits.shape[0]:
         grid = (logits.shape[0], triton.cdiv(logits.shape[1], BLOCK))
         sizes = {"V": logits.shape[1], "BLOCK": BLOCK}
         _gradient[grid](logits, labels, lse, gradient, logits.stride(0), **sizes, num_warps=WARPS)
-    return gradient

@@ -9,7 +9,7 @@ Shape letters: T tokens, k choices per token, H hidden, E experts, R rows, w col
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -24,24 +24,6 @@ ROWS_AT_ONCE = 256
 WIDEST = 2048  # columns that a program copies at once
 WARPS = 4
 BITS = {2: torch.int16, 4: torch.int32}
-
-
-class Sorted(NamedTuple):
-    """Order of pairs by expert.
-
-    Attributes:
-        pair: [R] int64, the pair of each row.
-        row: [T, k] int64, the row of each pair.
-        row_kept: [R] bool, False for rows without a kept pair; without elements if not asked for.
-        counts: [E] int64, rows of each expert.
-        ends: [E] int32, the row after the last one of each expert.
-    """
-
-    pair: Tensor
-    row: Tensor
-    row_kept: Tensor
-    counts: Tensor
-    ends: Tensor
 
 
 @triton.jit
@@ -75,8 +57,8 @@ def _mark_rows(  # type: ignore[no-untyped-def]
         real = row < num_kept
         if SPREAD:
             owner = row // capacity
-            own = tl.sum(tl.where(owner[:, None] == bins[None, :], total[None, :], 0), 1)
-            real = row - owner * capacity < own
+            count = tl.sum(tl.where(owner[:, None] == bins[None, :], total[None, :], 0), 1)
+            real = row - owner * capacity < count
             tl.store(pair_of + row, 0 * row, mask=(row < R) & (real == 0))
         tl.store(row_kept + row, real, mask=row < R)
 
@@ -160,24 +142,24 @@ def _order_runs(  # type: ignore[no-untyped-def]
         count = tl.where(others < BLOCKS * shelf, length, 0)
     else:
         count = tl.load(counts + others, mask=others < BLOCKS * shelf, other=0).to(tl.int32)
-    own = tl.sum(tl.where(others == run, count, 0), 0)
+    run_length = tl.sum(tl.where(others == run, count, 0), 0)
     comes = block * room + tl.sum(tl.where((others // shelf == block) & (others < run), count, 0), 0)
     behind = (others % EXPERTS > expert) | ((others % EXPERTS == expert) & (others >= run))
     goes = tl.sum(tl.where(behind, 0, count), 0)
     offset = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    for start in range(0, own, stride):
-        inside = start + offset < own
+    for start in range(0, run_length, stride):
+        inside = start + offset < run_length
         tl.store(row_of + comes + start + offset, goes + start + offset, mask=inside)
         tl.store(pair_of + goes + start + offset, comes + start + offset, mask=inside)
         if real is not None:
             tl.store(real + comes + start + offset, tl.full((SIZE,), 1, tl.int8), mask=inside)
     if real is not None:
-        padding = (block + 1) * room - comes - own
+        padding = (block + 1) * room - comes - run_length
         if run % shelf == shelf - 1:
             for start in range(0, padding, stride):
                 inside = start + offset < padding
-                tl.store(row_of + comes + own + start + offset, 0 * offset, mask=inside)
-                tl.store(real + comes + own + start + offset, tl.zeros((SIZE,), tl.int8), mask=inside)
+                tl.store(row_of + comes + run_length + start + offset, 0 * offset, mask=inside)
+                tl.store(real + comes + run_length + start + offset, tl.zeros((SIZE,), tl.int8), mask=inside)
     if (run < EXPERTS) & (tl.program_id(1) == 0):
         tl.store(totals + expert, tl.sum(tl.where(others % EXPERTS == expert, count, 0), 0))
         tl.store(ends + expert, tl.sum(tl.where(others % EXPERTS <= expert, count, 0), 0))
@@ -261,85 +243,115 @@ def _sum(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 def sort_pairs(
-    experts: Tensor, kept: Tensor | None, num_experts: int, rows: int, capacity: int | None, fill: bool
-) -> Sorted:
+    experts: Tensor,
+    kept: Tensor | None,
+    num_experts: int,
+    rows: int,
+    capacity: int | None,
+    fill: bool,
+    order: tuple[Tensor, ...],
+) -> None:
     """Sort the kept pairs by expert into ``rows`` rows, those of an expert in their own order.
 
     Args:
         experts: [T, k] int64, contiguous.
         kept: [T, k] bool; None: every pair is kept.
-        num_experts: E.
         rows: R. Without a capacity the pairs that are not kept come last, as far as there are rows.
         capacity: Rows of every expert, R / E; rows without a pair have pair 0. None: rows of experts are not padded.
         fill: Count the rows beyond the kept pairs for the last expert.
+        order: As ``device.expert_rows.RowOrder``: pair, row, kept (empty if neither ``fill`` nor ``capacity`` is
+            given), counts, ends.
     """
     pairs, bins = experts.numel(), max(16, triton.next_power_of_2(num_experts))
     size = max(8, min(MOST_PAIRS, ELEMENTS // bins))
     blocks = max(1, min(BLOCKS, triton.cdiv(pairs, size)))
     steps, row_steps = triton.cdiv(pairs, size * blocks), triton.cdiv(rows, size * blocks)
     by_block = experts.new_empty(blocks * bins, dtype=torch.int32)
-    spread = capacity is not None
-    made = Sorted(
-        experts.new_empty(rows),
-        torch.empty_like(experts),
-        experts.new_empty(rows if spread or fill else 0, dtype=torch.bool),
-        experts.new_empty(num_experts),
-        experts.new_empty(num_experts, dtype=torch.int32),
-    )
     mask, strides = _mask(kept)
     shape = {"PAIRS": size, "BINS": bins}
     _count[(blocks,)](experts, mask, by_block, pairs, steps, experts.shape[1], *strides, **shape, num_warps=WARPS)
-    filled = made._replace(row_kept=made.row_kept.view(torch.uint8))
+    pair, row, row_kept, counts, ends = order
+    filled = (pair, row, row_kept.view(torch.uint8), counts, ends)
     numbers = (pairs, rows, steps, row_steps, capacity or 1, experts.shape[1], *strides)
-    flags = {"E": num_experts, "SPREAD": spread, "FILL": fill}
+    flags = {"E": num_experts, "SPREAD": capacity is not None, "FILL": fill}
     _place[(blocks,)](experts, mask, by_block, *filled, *numbers, **flags, **shape, num_warps=WARPS)
-    return made
 
 
 def order_runs(
-    like: Tensor, counts: Tensor | None, shape: tuple[int, int, int], room: int, rows: int, length: int
-) -> Sorted:
-    """Order received rows by expert: ``Sorted`` whose pairs are places [blocks · room, 1] in the order of arrival.
-
-    ``row_kept`` is of places: False for padding; without elements if there is none.
+    like: Tensor, shape: Sequence[int], room: int, rows: int, length: int, order: tuple[Tensor, ...]
+) -> None:
+    """Order received rows by expert. Pairs are places [blocks · room, 1] in the order of arrival.
 
     Args:
-        like: A tensor of the device.
-        counts: [blocks, sources, L] int64, contiguous: lengths of the runs in their order of arrival; None: all are
-            ``length``.
-        shape: (blocks, sources, L).
-        room: Places of each block.
-        rows: Sum of the counts.
-        length: Length of each run, if ``counts`` is None.
+        like: [blocks, sources, L] int64, contiguous: lengths of the runs in their order of arrival; not read if all
+            are ``length``.
+        order: As ``device.expert_rows.RowOrder``. ``kept`` is of places: False for padding; empty if there is none.
     """
     blocks, sources, experts = shape
-    places = blocks * room
-    made = Sorted(
-        like.new_empty(rows, dtype=torch.int64),
-        like.new_empty(places, 1, dtype=torch.int64),
-        like.new_empty(0 if rows == places else places, dtype=torch.bool),
-        like.new_empty(experts, dtype=torch.int64),
-        like.new_empty(experts, dtype=torch.int32),
-    )
-    real = None if rows == places else made.row_kept.view(torch.uint8)
+    pair, row, kept, counts, ends = order
+    real = None if rows == blocks * room else kept.view(torch.uint8)
     runs = blocks * sources * experts
     sizes = {"BLOCKS": blocks, "SOURCES": sources, "EXPERTS": experts}
     grid = (runs, triton.cdiv(PROGRAMS, runs))
     tiles = {"RUNS": max(16, triton.next_power_of_2(runs)), "SIZE": ROWS_AT_ONCE}
-    _order_runs[grid](
-        counts, made.pair, made.row, real, made.counts, made.ends, room, length, **sizes, **tiles, num_warps=WARPS
-    )
-    return made
+    lengths = None if length else like
+    _order_runs[grid](lengths, pair, row, real, counts, ends, room, length, **sizes, **tiles, num_warps=WARPS)
 
 
-def copy_rows(
+def copy_rows(rows: Tensor, index: Tensor, kept: Tensor | None, choices: int, out: Tensor) -> None:
+    """Copy row ``index // choices``, or zeros where not kept."""
+    _launch_copy(rows, out, rows.shape[1], index, kept, choices)
+
+
+def pack_rows(
+    rows: Tensor,
+    weights: Tensor,
+    columns: int,
+    index: Tensor | None,
+    kept: Tensor | None,
+    choices: int,
+    by_index: bool,
+    message: Tensor,
+) -> None:
+    """Copy rows, as ``copy_rows``, each followed by the bits of a weight [.., w]: that of ``index``, or of the row."""
+    hidden = rows.shape[1]
+    columns_of_weights = message[:, hidden : hidden + weights.shape[1]]
+    _launch_copy(rows, message, hidden, index, kept, choices, None, weights, columns_of_weights, by_index)
+
+
+def unpack_rows(
+    message: Tensor,
+    hidden: int,
+    w: int,
+    index: Tensor | None,
+    room: int,
+    by_index: bool,
+    parts: tuple[Tensor, Tensor],
+) -> None:
+    """Copy the rows and the weights of a message; without an index all of them, then rows of zeros up to ``room``."""
+    given = message.shape[0] if index is None else None
+    _launch_copy(message, parts[0], hidden, index, None, 1, given, message[:, hidden : hidden + w], parts[1], by_index)
+
+
+def sum_rows(rows: Tensor, hidden: int, row: Tensor, kept: Tensor | None, out: Tensor) -> None:
+    """Sum each token's rows [T, k] in fp32 to [T, H] in the dtype of ``rows``; False in ``kept``: not added."""
+    _launch_sum(rows, hidden, row, kept, out)
+
+
+def sum_message(
+    message: Tensor, hidden: int, w: int, row: Tensor, kept: Tensor | None, results: tuple[Tensor, Tensor]
+) -> None:
+    """Compute ``sum_rows``, and copy the weights of its rows to [T · k, w], zeros for pairs that are not kept."""
+    _launch_sum(message, hidden, row, kept, results[0], message[:, hidden : hidden + w], results[1])
+
+
+def _launch_copy(
     rows: Tensor,
     out: Tensor,
     hidden: int,
-    *,
-    index: Tensor | None = None,
-    kept: Tensor | None = None,
-    choices: int = 1,
+    index: Tensor | None,
+    kept: Tensor | None,
+    choices: int,
     given: int | None = None,
     weights: Tensor | None = None,
     out_weights: Tensor | None = None,
@@ -347,17 +359,7 @@ def copy_rows(
 ) -> None:
     """Copy row ``index[r] // choices`` to row r of ``out``, and a weight to row r of ``out_weights``.
 
-    Args:
-        rows: Contiguous features; rows may be apart.
-        out: Like ``rows``, of the same dtype.
-        hidden: H, features to copy.
-        index: [R] int64; None: row r.
-        kept: [R] bool, False for rows and weights of zeros; None: none are.
-        choices: k.
-        given: Rows of ``out`` beyond these are zeros, and get no weight; None: all are given.
-        weights: [.., w], columns of the dtype of ``rows``.
-        out_weights: [.., w].
-        by_index: The weight is that of ``index[r]``, otherwise that of r.
+    Rows have contiguous features, and may be apart. Those of ``out`` from ``given`` on are zeros, and get no weight.
     """
     count = out.shape[0]
     if count == 0:
@@ -373,39 +375,27 @@ def copy_rows(
     _copy[(count,)](*arguments, **sizes, BY_INDEX=by_index, WIDTH=width, num_warps=WARPS)
 
 
-def sum_rows(
+def _launch_sum(
     rows: Tensor,
+    hidden: int,
     row: Tensor,
     kept: Tensor | None,
-    hidden: int,
+    out: Tensor,
     weights: Tensor | None = None,
     out_weights: Tensor | None = None,
-) -> Tensor:
-    """Sum each token's rows in fp32, [T, H] in the dtype of ``rows``, and copy the weights of its rows.
-
-    Args:
-        rows: Contiguous features; rows may be apart.
-        row: [T, k] int64, contiguous.
-        kept: [T, k] bool, False for rows that are not added and weights of zero; None: all are kept.
-        hidden: H, features to sum.
-        weights: [R, w], columns of the dtype of ``rows``; None: none are copied.
-        out_weights: [T · k, w], contiguous.
-    """
+) -> None:
     tokens, choices = row.shape
-    out = rows.new_empty(tokens, hidden)
     if tokens == 0:
-        return out
+        return
     mask, strides = _mask(kept)
     width = min(WIDEST // 2, triton.next_power_of_2(hidden))
     bits = BITS[rows.element_size()]
-    parts = (None if x is None else x.view(bits) for x in (weights, out_weights))
+    of_row, to_row = (None if x is None else x.view(bits) for x in (weights, out_weights))
     w = 1 if weights is None else weights.shape[1]
     sizes = {"H": hidden, "K": choices, "STRIDE": _stride(rows), "W": w, "W_STRIDE": _stride(weights)}
     tiles = {"WIDTH": width, "CHOICES": triton.next_power_of_2(choices)}
-    of_row, to_row = parts
     grid = (tokens, triton.cdiv(hidden, width))
     _sum[grid](rows, row, mask, of_row, out, to_row, *strides, **sizes, **tiles, num_warps=WARPS)
-    return out
 
 
 def _mask(kept: Tensor | None) -> tuple[Tensor | None, tuple[int, int]]:

@@ -5,27 +5,11 @@ Shape letters: T tokens, G key-value heads, Q query heads of a group, D head siz
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 ELEMENTS_OF_A_WARP = 512  # 16 of a thread
-
-
-class Heads(NamedTuple):
-    """Split heads.
-
-    Attributes:
-        q: [B, S, G Q, D].
-        k: [B, S, G, D].
-        v: [B, S, G, D].
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
 
 
 @triton.jit
@@ -77,29 +61,20 @@ def _heads(  # type: ignore[no-untyped-def]
         tl.store(place, y, mask=(row < Q + 2) & inside)
 
 
-def split_rotated(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
-    """Split qkv [B, S, G, Q + 2, D] into heads, with queries and keys rotated.
+def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Split qkv [B, S, G, Q + 2, D] into q [B, S, G Q, D], k and v [B, S, G, D], and rotate q and k.
 
-    Args:
-        qkv: Contiguous.
-        cos: [B, S, D / 2] fp32. All samples may be one in memory; positions are contiguous.
-        sin: Like ``cos``.
+    All are contiguous, but for cos and sin, [B, S, D / 2] fp32: all samples may be one in memory.
     """
-    B, S, G, together, D = qkv.shape
-    heads = Heads(*(qkv.new_empty((B, S, count, D)) for count in (G * (together - 2), G, G)))
     _launch(qkv, heads, cos, sin, split=True)
-    return heads
 
 
-def merge_rotated(heads: Heads, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of qkv [B, S, G, Q + 2, D] for the gradients of ``split_rotated``."""
-    B, S, G, D = heads.k.shape
-    qkv = heads.q.new_empty((B, S, G, heads.q.shape[2] // G + 2, D))
-    _launch(qkv, Heads(*(x.contiguous() for x in heads)), cos, sin, split=False)
-    return qkv
+def rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, dqkv: Tensor) -> None:
+    """Compute the gradient of qkv for the gradients of ``rotary_heads``."""
+    _launch(dqkv, (dq, dk, dv), cos, sin, split=False)
 
 
-def _launch(qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, *, split: bool) -> None:
+def _launch(qkv: Tensor, heads: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, *, split: bool) -> None:
     B, S, G, together, D = qkv.shape
     if B * S == 0:
         return

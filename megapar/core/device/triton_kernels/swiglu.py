@@ -73,32 +73,27 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(d_weights + row, tl.sum(total, 0).to(d_weights.dtype.element_ty))
 
 
-def swiglu(rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, times the weights, [R, F].
+def swiglu(rows: Tensor, weights: Tensor | None, result: Tensor) -> None:
+    """Compute silu(gate) * up, times the weights, [R, F].
 
     Args:
         rows: Gate, then up, [R, 2 F], contiguous, at most fp32.
         weights: [R], contiguous; None: no weights.
     """
     R, F = rows.shape[0], rows.shape[1] // 2
-    result = rows.new_empty(R, F)
     if R:
         _forward[(R,)](rows, rows if weights is None else weights, result, **_sizes(F), WEIGHED=weights is not None)
-    return result
 
 
-def swiglu_backward(gradient: Tensor, rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows, [R, 2 F], and of the weights, [R], which is empty without weights.
+def swiglu_backward(gradient: Tensor, rows: Tensor, weights: Tensor | None, results: tuple[Tensor, Tensor]) -> None:
+    """Compute the gradients of the rows, [R, 2 F], and of the weights, [R], which is empty without weights.
 
     gradient: [R, F], contiguous, in the dtype of the rows.
     """
     R, F = gradient.shape
-    given = rows if weights is None else weights
-    d_rows, d_weights = rows.new_empty(R, 2 * F), given.new_empty(0 if weights is None else R)
     if R:
-        sizes = {**_sizes(F), "WEIGHED": weights is not None}
-        _backward[(R,)](gradient, rows, given, d_rows, d_weights, **sizes)
-    return d_rows, d_weights
+        given = rows if weights is None else weights
+        _backward[(R,)](gradient, rows, given, *results, **_sizes(F), WEIGHED=weights is not None)
 
 
 def _sizes(F: int) -> dict[str, int]:

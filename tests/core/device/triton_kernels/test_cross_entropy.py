@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapar.core.device.triton_operators import KERNELS
 from tests.support.interpreted import run_interpreted
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # the interpreter rounds towards zero
@@ -19,19 +20,17 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # the interpreter roun
 )
 @settings(max_examples=6, deadline=None)
 def check(rows, width, dtype, seed):
-    from megapar.core.device.triton_kernels import cross_entropy as kernels
-
     random = torch.Generator().manual_seed(seed)
     whole = torch.randn(rows, width + 3, generator=random).mul(4).to(dtype)
     logits = whole[:, :width]  # rows need not lie next to each other
     labels = torch.randint(0, width, (rows,), generator=random)
     exact = logits.double().log_softmax(-1)
-    lse, log_p = kernels.log_probabilities(logits, labels)
+    lse, log_p = KERNELS["log_probabilities"](logits, labels)
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(log_p.double(), exact.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     expected = exact.exp().scatter_add_(1, labels[:, None], -torch.ones(rows, 1, dtype=torch.float64))
     for wanted, tolerance in TOLERANCE.items():
-        got = kernels.gradient_of(logits, labels, lse, wanted)
+        got = KERNELS["gradient_of_logits"](logits, labels, lse, wanted)
         assert got.dtype == wanted
         torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=1e-5)
 

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar.core.device.rows import expert_rows, row_order
+from megapar.core.device import expert_rows
+from megapar.core.device.expert_rows import RowOrder
+from megapar.core.device.triton_operators import KERNELS
 from tests.support.interpreted import run_interpreted
 
 
@@ -35,27 +37,25 @@ ROUTED = {
 @settings(max_examples=8, deadline=None)
 def check_orders(shape, masked, seed):
     """Every number is equal, but for rows of pairs that have none."""
-    from megapar.core.device.triton_kernels import expert_rows as kernels
-
     random = torch.Generator().manual_seed(seed)
     tokens, choices, num_experts = shape
     experts, kept = routed(tokens, min(choices, num_experts), num_experts, masked, random)
     num_kept = experts.numel() if kept is None else int(kept.sum())
     rows = int(torch.randint(num_kept, experts.numel() + 1, (), generator=random))
     for fill in (False, True):
-        wanted = row_order.sort_pairs_reference(experts, kept, num_experts, rows, fill=fill)
-        got = kernels.sort_pairs(experts, kept, num_experts, rows, None, fill)
+        wanted = expert_rows.sort_pairs_reference(experts, kept, num_experts, rows, fill=fill)
+        got = RowOrder(*KERNELS["sort_pairs"](experts, kept, num_experts, rows, None, fill))
         for name in ("pair", "row", "counts"):
             assert torch.equal(getattr(got, name), getattr(wanted, name)), name
         assert torch.equal(got.ends, wanted.counts.cumsum(0).int())
-        assert torch.equal(got.row_kept, wanted.kept if fill else torch.empty(0, dtype=torch.bool))
-    counts = row_order.sort_pairs_reference(experts, kept, num_experts, rows).counts
+        assert torch.equal(got.kept, wanted.kept if fill else torch.empty(0, dtype=torch.bool))
+    counts = expert_rows.sort_pairs_reference(experts, kept, num_experts, rows).counts
     capacity = int(counts.max()) + seed % 2
-    pair, row, row_kept = row_order.spread_pairs_reference(experts, kept, num_experts, capacity)
-    got = kernels.sort_pairs(experts, kept, num_experts, num_experts * capacity, capacity, False)
+    pair, row, row_kept = expert_rows.spread_pairs_reference(experts, kept, num_experts, capacity)
+    got = RowOrder(*KERNELS["sort_pairs"](experts, kept, num_experts, num_experts * capacity, capacity, False))
     assert torch.equal(got.pair, pair)
     assert torch.equal(got.row, row)
-    assert torch.equal(got.row_kept, row_kept)
+    assert torch.equal(got.kept, row_kept)
 
 
 @given(
@@ -72,17 +72,17 @@ def check_runs(shape, longest, spare, seed):
     kernels.PROGRAMS = 1 + 20 * (seed % 2)  # one for each run, or several
     counts = torch.randint(0, longest + 1, shape, generator=torch.Generator().manual_seed(seed))
     room, rows = int(counts.sum((1, 2)).max()) + spare, int(counts.sum())
-    wanted = row_order.order_runs_reference(counts, room, rows)
-    got = kernels.order_runs(counts, counts, shape, room, rows, 0)
+    wanted = expert_rows.order_runs_reference(counts, room, rows)
+    got = RowOrder(*KERNELS["order_runs"](counts, shape, room, rows, 0))
     for name in ("pair", "row", "counts"):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
     assert torch.equal(got.ends, wanted.counts.cumsum(0).int())
     if wanted.kept is not None:
-        assert torch.equal(got.row_kept[:, None], wanted.kept)
+        assert torch.equal(got.kept[:, None], wanted.kept)
     _, sources, experts = shape
-    wanted = row_order.order_equal_runs_reference(counts, sources, experts, longest)
+    wanted = expert_rows.order_equal_runs_reference(counts, sources, experts, longest)
     places = sources * experts * longest
-    got = kernels.order_runs(counts, None, (1, sources, experts), places, places, longest)
+    got = RowOrder(*KERNELS["order_runs"](counts, (1, sources, experts), places, places, longest))
     for name in ("pair", "row", "counts"):
         assert torch.equal(getattr(got, name), getattr(wanted, name)), name
 
@@ -91,42 +91,35 @@ def check_runs(shape, longest, spare, seed):
 @settings(max_examples=8, deadline=None)
 def check_copies_and_sums(hidden, dtype, shape, masked, seed):
     """Copies to the last bit, of messages there and back; sums within the rounding of the row's dtype."""
-    from megapar.core.device.triton_kernels import expert_rows as kernels
-
     random = torch.Generator().manual_seed(seed)
     tokens, choices, num_experts = shape
     choices = min(choices, num_experts)
     experts, kept = routed(tokens, choices, num_experts, masked, random)
     num_kept = experts.numel() if kept is None else int(kept.sum())
     rows = int(torch.randint(num_kept, experts.numel() + 1, (), generator=random))
-    order = row_order.sort_pairs_reference(experts, kept, num_experts, rows, fill=True)
+    order = expert_rows.sort_pairs_reference(experts, kept, num_experts, rows, fill=True)
     x = torch.randn(tokens, hidden + 3, generator=random).to(dtype)[:, :hidden]  # rows lie apart
     weights = torch.rand(experts.shape, generator=random)
     w = 4 // dtype.itemsize
     columns = hidden + w + 2
-    message = x.new_zeros(rows, columns)
-    bits, place = weights.flatten().view(dtype).view(-1, w), message[:, hidden : hidden + w]
-    more = {"weights": bits, "out_weights": place, "by_index": True}
-    kernels.copy_rows(x, message, hidden, index=order.pair, kept=order.kept, choices=choices, **more)
+    bits = weights.flatten().view(dtype).view(-1, w)
+    message = KERNELS["pack_rows"](x, bits, columns, order.pair, order.kept, choices, True)
     wanted = expert_rows.pack_reference(x, weights.flatten(), columns, order.pair, order.kept, choices)
     assert same_bits(message[:, : hidden + w], wanted[:, : hidden + w])
 
     index = torch.randperm(rows, generator=random)
     for sort_weights in (False, True):
-        got, got_weights = x.new_empty(rows, hidden), x.new_empty(rows, w)
-        more = {"weights": place, "out_weights": got_weights, "by_index": sort_weights}
-        kernels.copy_rows(message, got, hidden, index=index, **more)
+        got, got_weights = KERNELS["unpack_rows"](message, hidden, w, index, rows, sort_weights)
         split = expert_rows.unpack_reference(message, hidden, torch.float32, index, rows, sort_weights=sort_weights)
         assert torch.equal(got, split[0])
         assert torch.equal(got_weights.flatten().view(torch.float32), split[1])
-    room, (padded, own) = rows + seed % 3, (x.new_empty(rows + seed % 3, hidden), x.new_empty(rows, w))
-    kernels.copy_rows(message, padded, hidden, given=rows, weights=place, out_weights=own)
+    room = rows + seed % 3
+    padded, unsorted = KERNELS["unpack_rows"](message, hidden, w, None, room, False)
     wanted, _ = expert_rows.unpack_reference(message, hidden, torch.float32, None, room, sort_weights=False)
     assert torch.equal(padded, wanted)
-    assert same_bits(own, place)
+    assert same_bits(unsorted, message[:, hidden : hidden + w])
 
-    back = x.new_empty(experts.numel(), w)
-    summed = kernels.sum_rows(message, order.row, kept, hidden, place, back)
+    summed, back = KERNELS["sum_message"](message, hidden, w, order.row, kept)
     arguments = (message.double()[:, :hidden], order.row, kept)
     exact = expert_rows.unpermute_reference(*arguments) if rows and tokens else torch.zeros(tokens, hidden).double()
     tolerance = 2 * choices * torch.finfo(dtype).eps

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar.core.device.ops import rotary_reference
+from megapar.core.device.rotary import rotary_reference
+from megapar.core.device.triton_operators import KERNELS
 from megapar.model.layers.grouped_query_attention import split_heads
 from tests.support.interpreted import run_interpreted
 
@@ -21,8 +22,6 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # the interpreter roun
 )
 @settings(max_examples=6, deadline=None)
 def check(shape, half, dtype, seed):
-    from megapar.core.device.triton_kernels import rotary_heads as kernels
-
     samples, length, groups, queries = shape
     random = torch.Generator().manual_seed(seed)
     qkv = torch.randn(samples, length, groups, queries + 2, 2 * half, generator=random).to(dtype)
@@ -31,12 +30,12 @@ def check(shape, half, dtype, seed):
     exact = qkv.double().requires_grad_()
     q, k, v = split_heads(exact)
     expected = [rotary_reference(x, cos.double(), sin.double()) for x in (q, k)] + [v]
-    heads = kernels.split_rotated(qkv, cos, sin)
+    heads = KERNELS["rotary_heads"](qkv, cos, sin)
     for got, wanted in zip(heads, expected, strict=True):
         torch.testing.assert_close(got.double(), wanted.detach(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     grads = [torch.randn(x.shape, generator=random).to(dtype) for x in expected]
     (wanted,) = torch.autograd.grad(expected, exact, [grad.double() for grad in grads])
-    got = kernels.merge_rotated(kernels.Heads(*grads), cos, sin)
+    got = KERNELS["rotary_heads_backward"](*grads, cos, sin)
     torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapar.core.device.swiglu import swiglu_reference
+from megapar.core.device.layer_ops import swiglu_reference
+from megapar.core.device.triton_operators import KERNELS
 from tests.support.interpreted import run_interpreted
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-5}  # four roundings; the interpreter rounds towards zero
@@ -21,8 +22,6 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-5}  # four roundings; the 
 )
 @settings(max_examples=10, deadline=None)
 def check(rows, features, weighed, dtype, seed):
-    from megapar.core.device.triton_kernels import swiglu as kernels
-
     random = torch.Generator().manual_seed(seed)
     given_rows = torch.randn(rows, 2 * features, generator=random).mul(4).to(dtype)
     weights = torch.rand(rows, generator=random).to(dtype).float() if weighed else None
@@ -30,13 +29,13 @@ def check(rows, features, weighed, dtype, seed):
     exact_weights = None if weights is None else weights.double()[:, None].requires_grad_()
     expected = swiglu_reference(exact.unflatten(1, (2, features)), exact_weights)
     tolerance = TOLERANCE[dtype]
-    result = kernels.swiglu(given_rows, weights)
+    result = KERNELS["swiglu"](given_rows, weights)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected.detach(), rtol=tolerance, atol=1e-6)
     gradient = torch.randn(rows, features, generator=random).to(dtype)
     leaves = [exact] if exact_weights is None else [exact, exact_weights]
     wanted = torch.autograd.grad(expected, leaves, gradient.double())
-    d_rows, d_weights = kernels.swiglu_backward(gradient, given_rows, weights)
+    d_rows, d_weights = KERNELS["swiglu_backward"](gradient, given_rows, weights)
     assert d_rows.dtype == dtype
     torch.testing.assert_close(d_rows.double(), wanted[0], rtol=tolerance, atol=1e-5)
     if weights is None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.device.cross_entropy import cross_entropy_fused, cross_entropy_reference
+from megapar.core.device.layer_ops import cross_entropy_fused, cross_entropy_reference
 from megapar.core.device.ops import OPS, op
 
 LABELS = torch.tensor([0, 12, 5, 5, 3, 7])

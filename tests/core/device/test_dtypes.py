@@ -9,9 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.core.device.accumulate import (
+from megapar.core.device.dtypes import (
     add_product_reference,
     add_product_wide,
+    at_least_fp32,
     wide_product,
     wide_product_reference,
     wide_product_rounded,
@@ -82,3 +83,10 @@ def test_a_gpu_makes_a_wide_product_by_one_kernel(dtype: torch.dtype) -> None:
         called.names.clear()
         assert wide_product(a, b).dtype == torch.float32
     assert called.names == ["aten.mm.dtype"]
+
+
+def test_wide_is_at_least_fp32() -> None:
+    assert (
+        at_least_fp32(torch.bfloat16) == at_least_fp32(torch.float16) == at_least_fp32(torch.float32) == torch.float32
+    )
+    assert at_least_fp32(torch.float64) == torch.float64

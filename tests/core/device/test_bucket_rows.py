@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megapar.core.device.rows import bucket_rows as module
-from megapar.core.device.rows.bucket_rows import (
+from megapar.core.device import bucket_rows as module
+from megapar.core.device.bucket_rows import (
     MOST_SLICES,
     pack_bucket_cuda,
     pack_bucket_reference,

@@ -1,0 +1,166 @@
+"""Operators of layers: RMS norm, swiglu, embeddings of few rows, and cross-entropy, each with a plain reference.
+
+Shape letters: N rows (tokens) or indices, V vocabulary, C rows of an embedding, H hidden, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar.core.device import triton_operators
+from megapar.core.device.dtypes import add_product_reference, add_product_wide, at_least_fp32
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Compute x / sqrt(mean(x^2) + epsilon) * weight over the last dim, in max(fp32, dtype)."""
+    x_wide = x.to(at_least_fp32(x.dtype))
+    scale = torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * (x_wide * scale).to(x.dtype)
+
+
+def rms_norm_fused(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Compute ``rms_norm_reference`` by one kernel, which rounds once, after the weight."""
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def swiglu_reference(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute silu(gate) * up, then multiply by the weights. Returns [.., F].
+
+    Args:
+        gate_up: [.., 2, F].
+        weights: [.., 1], in any dtype, rounded to that of ``gate_up``; None: no weights.
+    """
+    gate, up = gate_up.unbind(-2)
+    activated = F.silu(gate) * up
+    return activated if weights is None else activated * weights.to(activated.dtype)
+
+
+def swiglu_cuda(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute ``swiglu_reference`` in one kernel in each direction, in Triton.
+
+    Without Triton, compute it by the reference's kernels, with the gradients of gate and up in one buffer. A compiler
+    fuses the reference.
+    """
+    if torch.compiler.is_compiling():
+        return swiglu_reference(gate_up, weights)
+    y: Tensor
+    if in_one_kernel(gate_up):
+        y = _RowSwiglu.apply(gate_up, weights)
+        return y
+    y = _Swiglu.apply(gate_up)
+    return y if weights is None else y * weights.to(y.dtype)
+
+
+def in_one_kernel(gate_up: Tensor) -> bool:
+    """Return True if ``swiglu`` of this tensor is a single kernel, which a compiler would not improve."""
+    return triton_operators.usable(gate_up.device) and gate_up.dtype != torch.float64
+
+
+class _RowSwiglu(torch.autograd.Function):
+    """Swiglu by a kernel in each direction. Keeps the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        return triton_operators.swiglu(gate_up, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        return triton_operators.swiglu_backward(grads[0], *ctx.saved_tensors)
+
+
+class _Swiglu(torch.autograd.Function):
+    """silu(gate) * up. Keeps what autograd keeps: gate and up, which lie in one tensor, and silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.unbind(-2)
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        gate_up, activated = ctx.saved_tensors
+        gate, up = gate_up.unbind(-2)
+        gradient = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        d_gate, d_up = gradient.unbind(-2)
+        torch.mul(grads[0], activated, out=d_up)
+        torch.mul(grads[0], up, out=d_gate)
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return gradient
+
+
+def small_embedding_reference(weight: Tensor, *, indices: Tensor) -> Tensor:
+    """Look up indices [..] int64 in weight [C, H]. Returns [.., H]."""
+    return F.embedding(indices, weight)
+
+
+def small_embedding_by_product(weight: Tensor, *, indices: Tensor) -> Tensor:
+    """Compute ``small_embedding_reference`` with a product for the gradient of the weight.
+
+    On a GPU, torch sorts the indices in 14 kernels; this takes four. The product adds in fp32 and rounds once, too.
+    """
+    y: Tensor = _ByProduct.apply(weight, indices)
+    return y
+
+
+class _ByProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.rows = weight.shape[0]
+        return F.embedding(indices, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (indices,), grad = ctx.saved_tensors, grads[0]
+        rows = torch.arange(ctx.rows, device=indices.device)
+        one_hot = grad.new_empty(indices.numel(), ctx.rows)
+        torch.eq(indices.flatten().unsqueeze(-1), rows, out=one_hot)
+        total = grad.new_empty(ctx.rows, grad.shape[-1], dtype=at_least_fp32(grad.dtype))
+        add_product = add_product_wide if grad.is_cuda else add_product_reference
+        add_product(total, one_hot.t(), grad.flatten(0, -2), begins=True)
+        return total.to(grad.dtype), None
+
+
+def cross_entropy_reference(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the log-probabilities of labels and the gradient of the sum of cross-entropies. Overwrites ``logits``.
+
+    Args:
+        logits: [N, V] in max(fp32, dtype).
+        labels: [N] int64.
+
+    Returns:
+        The log-probabilities [N], and the gradient [N, V], softmax - 1 at the label.
+    """
+    column = labels.unsqueeze(-1)
+    logits.sub_(logits.amax(-1, keepdim=True))
+    target = logits.gather(-1, column)
+    total = logits.exp_().sum(-1, keepdim=True)
+    logits.mul_(total.reciprocal())
+    logits.scatter_add_(-1, column, -torch.ones_like(total))
+    return (target - total.log()).squeeze(-1), logits.to(dtype)
+
+
+def cross_entropy_fused(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute ``cross_entropy_reference`` by Triton's kernels, or else by the log-softmax and its exponential.
+
+    Each thread of the log-softmax reads an element before it writes it, so the output replaces the input.
+    """
+    if dtype != logits.dtype and triton_operators.usable(logits.device):  # of the same dtype, one buffer is enough
+        return triton_operators.cross_entropy(logits, labels, dtype)
+    column = labels.unsqueeze(-1)
+    torch.log_softmax(logits, -1, out=logits)
+    target = logits.gather(-1, column)
+    gradient = logits.exp_() if dtype == logits.dtype else torch.exp(logits, out=torch.empty_like(logits, dtype=dtype))
+    gradient.scatter_(-1, column, torch.expm1(target).to(dtype))
+    return target.squeeze(-1), gradient

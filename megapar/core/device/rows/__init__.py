@@ -1,1 +1,0 @@
-"""Kernels that move rows: of buckets, of experts, of tokens in an order."""
