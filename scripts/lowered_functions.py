@@ -33,9 +33,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megapar.core.device.kinds import kind_of
+from megapar.tools.tracing.fake import replaced
 from megapar.tools.tracing.gpu import FakeGpu
 from megapar.tools.tracing.kernels import kernels_of
-from megapar.tools.tracing.replaced import replaced
 from megapar.tools.tracing.tally import PRODUCTS, MatrixProduct, Sums, Tally, product_of
 
 T = TypeVar("T")

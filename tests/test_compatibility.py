@@ -13,8 +13,7 @@ from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import DOWNGRADE, LIFTED, NOT_BUILT, RULES, SETTLED, Rule, check
 from megapar.errors import ConfigError
 from megapar.schema.rule import FACTS, Facts, either, near_divisors, near_multiples
-from megapar.tools.docs import stale
-from megapar.tools.rules import markdown
+from megapar.tools.docs import compatibility_page, stale
 
 MATRIX = [pytest.param(rule, id=rule.id) for rule in RULES]
 
@@ -128,7 +127,7 @@ def test_advice_changes_nothing_and_has_a_section_of_its_own() -> None:
     assert config.ampipe.ampipe_degree == 4
     assert config.origins["ampipe_degree"] == "flag"
     assert "ampipe-fine" in "".join(config.warnings)
-    page = markdown()
+    page = compatibility_page()
     assert page.index("`ampipe-fine`") > page.index("## advice") > page.index("`ampipe-pipe-experts`")
 
 

@@ -37,8 +37,7 @@ from megapar.files.tokenizer_folder import stored_fingerprint
 from megapar.files.vocabulary import BadTokenizer, vocabulary_of
 from megapar.model.architectures import ARCHITECTURES
 from megapar.planning.expert_load import recorded_imbalance
-from megapar.tools.launcher.deaths import describe
-from megapar.tools.launcher.failures import first_failure
+from megapar.tools.launcher.failures import failed_ranks, first_failure
 from megapar.tools.translation.source import UnreadableError, read_source
 from megapar.training.reports.json_lines import JsonLinesLogger
 from megapar.training.reports.run_facts import _earlier_starts
@@ -158,7 +157,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "a.model": lambda path: vocabulary_of(path.parent),
     "key": lambda path: claims(path.parent, "a"),
     "datasets--a--b/refs/main": lambda path: fingerprint_of_dataset("a/b"),
-    "note.json": lambda path: (first_failure([str(path)]), describe({0: 1}, {0: str(path)}, "")),
+    "note.json": lambda path: (first_failure([str(path)]), failed_ranks({0: 1}, {0: str(path)}, "")),
     "c.hashes": lambda path: read_hashes(str(path.with_suffix("")), 1),
     "manifest.json": Manifest.read,
     "megapar.json": lambda path: stored_fingerprint(path.parent),

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megapar.schema.flag import KINDS, SCRIPTS
@@ -23,23 +22,6 @@ VARIABLE = "_ARGCOMPLETE"
 """Variable that argcomplete sets when it wants completions: number of the word of the line that is ``megapar``."""
 
 SHELLS = ("bash", "zsh", "fish")
-PARSERS: Mapping[str, str] = MappingProxyType(
-    {
-        "launch": "megapar.tools.launcher.launch_options:make_parser",
-        "plan": "megapar.tools.plan:make_parser",
-        "configs": "megapar.tools.configs:make_parser",
-        "evaluate": "megapar.tools.evaluate:make_parser",
-        "generate": "megapar.tools.generate:make_parser",
-        "report": "megapar.tools.report:make_parser",
-        "translate": "megapar.tools.translate:make_parser",
-        "data": "megapar.tools.data:make_parser",
-        "convert": "megapar.tools.convert:make_parser",
-        "rules": "megapar.tools.rules:make_parser",
-        "completion": "megapar.tools.completion:make_parser",
-        "docs": "megapar.tools.docs:make_parser",
-    }
-)
-"""Functions that return the parser of a command; ``pretrain`` has the flags of a trainer instead."""
 TAKES_FLAGS = ("plan", "evaluate")
 """Commands that also take the flags of the trainers."""
 MISSING = "completion needs the package argcomplete: pip install argcomplete, or megapar[completion]"
@@ -49,7 +31,6 @@ class Completed(NamedTuple):
     """The parser that completes a line.
 
     Attributes:
-        parser: The parser.
         at: Number of the word that stands for the program; the words after it are the parser's arguments.
     """
 
@@ -81,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def complete(commands: Mapping[str, str]) -> None:
-    """Answer the shell, and exit. ``commands``: every command with its description."""
+def complete(commands: Mapping[str, tuple[str, str]]) -> None:
+    """Answer the shell, and exit. ``commands``: every command with its module and its description."""
     try:
         import argcomplete
         from argcomplete.lexers import split_line
@@ -95,7 +76,7 @@ def complete(commands: Mapping[str, str]) -> None:
     argcomplete.autocomplete(found.parser, always_complete_options="long")
 
 
-def parser_of(words: Sequence[str], commands: Mapping[str, str]) -> Completed:
+def parser_of(words: Sequence[str], commands: Mapping[str, tuple[str, str]]) -> Completed:
     """Return the parser of the word that follows ``words``, the first of which is ``megapar``."""
     command = words[1] if len(words) > 1 else ""
     if command == "pretrain":
@@ -108,12 +89,12 @@ def parser_of(words: Sequence[str], commands: Mapping[str, str]) -> Completed:
             if word in scripts:
                 return Completed(flag_parser([scripts[word]]), at)
             if word == "evaluate":
-                return Completed(_with_flags(word), at)
-    if command in PARSERS:
-        return Completed(_with_flags(command), 1)
+                return Completed(_parser(word, word), at)
+    if command in commands:
+        return Completed(_parser(command, commands[command][0]), 1)
     parser = argparse.ArgumentParser(prog="megapar")
     names = parser.add_subparsers()
-    for name, text in commands.items():
+    for name, (_, text) in commands.items():
         names.add_parser(name, help=text)
     return Completed(parser, 0)
 
@@ -127,8 +108,10 @@ def _pretrain(words: Sequence[str], at: int) -> Completed:
     return Completed(parser, at)
 
 
-def _with_flags(command: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = resolve_name(PARSERS[command])()
+def _parser(command: str, module: str) -> argparse.ArgumentParser:
+    """Return the parser of a command, by ``make_parser`` of its module, without importing more than that needs."""
+    module = "launcher.launch_options" if command == "launch" else module
+    parser: argparse.ArgumentParser = resolve_name(f"megapar.tools.{module}:make_parser")()
     return flag_parser(KINDS, parser) if command in TAKES_FLAGS else parser
 
 
@@ -136,7 +119,6 @@ def flag_parser(kinds: Iterable[str], parser: argparse.ArgumentParser | None = N
     """Return a parser of the flags of these trainers, for completion only: it converts and checks no value.
 
     Args:
-        kinds: Kinds of trainer.
         parser: Parser to add the flags to, except those that it has; None for a new one.
     """
     from megapar.config.config import FLAGS

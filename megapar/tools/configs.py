@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from megapar.config.presets import FOLDER, SUFFIX, near_preset, preset_names
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.parser import Parser
-from megapar.tools.preset_table import header_title
 
 KIND_OF_SCRIPT = {script: kind for kind, script in SCRIPTS.items()}
 
@@ -55,3 +54,10 @@ def _texts(names: Sequence[str]) -> list[tuple[str, str]]:
 def _model(text: str) -> str:
     found = re.search(r"^script: (\S+)$", text, re.MULTILINE)
     return KIND_OF_SCRIPT.get(found[1], "") if found else ""
+
+
+def header_title(text: str) -> str:
+    """Return the first sentence of a file's header, up to a semicolon; a remark in parentheses with one is left out."""
+    paragraph = " ".join(line[2:] for line in text.partition("\n#\n")[0].splitlines() if line.startswith("# "))
+    outside = re.sub(r" \([^)]*;[^)]*\)", "", paragraph)
+    return re.split(r"\.(?=\s+[A-Z]|\s+source:|$)|;", outside)[0]

@@ -4,7 +4,7 @@ megapar evaluate CHECKPOINT [--data-path PATH ... | --eval-data-path PATH ...] [
 
 The flags that describe the model and its samples are those that the checkpoint records. The layout is a new one: a
 single process, or the ranks of ``megapar launch ... evaluate``. As a module it is the program of a rank, with the line
-of the trainer: python .../own.py megapar.tools.evaluate KIND FLAGS...
+of the trainer: python .../run_module.py megapar.tools.evaluate KIND FLAGS...
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and "_ARGCOMPLETE" in os.environ:
         from megapar.tools.completion import complete
 
-        complete({name: text for name, (_, text) in COMMANDS.items()})
+        complete(COMMANDS)
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(usage())

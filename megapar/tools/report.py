@@ -15,9 +15,8 @@ from megapar.errors import Complaint, ConfigError
 from megapar.files.disk import write_file
 from megapar.tools.parser import Parser
 from megapar.tools.run_page import tables
-from megapar.tools.run_page.curve_sections import COMMUNICATION, LOSSES, ROUTER, SPEED, panels
+from megapar.tools.run_page.curve_sections import COMMUNICATION, LOSSES, ROUTER, SPEED, expert_figures, panels
 from megapar.tools.run_page.document import PageSection, document
-from megapar.tools.run_page.expert_section import expert_figures
 from megapar.tools.run_page.plan_comparison import memory, plan_of, step_time
 from megapar.tools.run_page.profile_section import slowest_operators, timeline
 from megapar.tools.run_page.run_folder import RunFolder, read_run, run_names

@@ -10,16 +10,18 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
+from megapar.arguments import parse, resolved_values
 from megapar.config.read import normal
+from megapar.errors import Complaint, ConfigError
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.parser import Parser
 from megapar.tools.translation import open_values
-from megapar.tools.translation.accepted import Answer, check
-from megapar.tools.translation.line import ASSIGNED, Line, take_apart
-from megapar.tools.translation.source import Script, UnreadableError, read_source
+from megapar.tools.translation.cases import whole
+from megapar.tools.translation.source import ASSIGNED, Line, Script, UnreadableError, read_source, take_apart
 from megapar.tools.translation.table import NAMES, trainer_kind
 from megapar.tools.translation.translated import (
     Translated,
@@ -44,6 +46,29 @@ _GUESSES = {
     "likely": "{} (a guess from the arguments)",
     "open": "Unknown framework, read as {} (a guess from the arguments; its defaults are not added)",
 }
+# Rules about files on this machine. The files of the script may be elsewhere.
+_ABOUT_FILES = ("file", "file-missing", "checkpoint-missing", "checkpoint", "record", "tokenizer", "package")
+_MOST_RANKS = 4096
+_LATER = "left-to-you"  # placeholder for a path during the check
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Result of the compatibility rules for a command.
+
+    Attributes:
+        ranks: Number of ranks that was checked.
+        specified: The script specifies the number of ranks.
+        complaints: Violated rules.
+        files: Violated rules about paths and packages that do not exist on this machine.
+        fits: A number of ranks that the rules accept, if they refuse the script's; else None.
+    """
+
+    ranks: int
+    specified: bool
+    complaints: tuple[Complaint, ...]
+    files: tuple[Complaint, ...]
+    fits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,10 +76,9 @@ class Translation:
     """The translation of one command line.
 
     Attributes:
-        line: The command line.
         framework: Key of ``NAMES``.
         kind: Kind of megapar trainer; empty if no trainer fits the script.
-        found: The translated arguments, then the framework's defaults that differ from megapar's.
+        items: The translated arguments, then the framework's defaults that differ from megapar's.
         answer: Result of the compatibility rules; None if sizes are left open, since the rules would then check
             megapar's defaults instead.
     """
@@ -62,7 +86,7 @@ class Translation:
     line: Line
     framework: str
     kind: str
-    found: tuple[Translated, ...]
+    items: tuple[Translated, ...]
     answer: Answer | None
 
     @property
@@ -73,7 +97,7 @@ class Translation:
     @property
     def same(self) -> bool:
         """True if the command starts and trains what the script trains."""
-        return self.starts and not changing(self.found)
+        return self.starts and not changing(self.items)
 
 
 def make_parser() -> Parser:
@@ -96,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     translation = translate_line(_chosen(source))
     if options.json:
-        print(json.dumps([asdict(item) for item in translation.found]))
+        print(json.dumps([asdict(item) for item in translation.items]))
     else:
         sys.stdout.write(describe(translation, source))
     return SAME_TRAINING if translation.same or (options.accept and translation.starts) else OTHER_TRAINING
@@ -136,19 +160,74 @@ def _chosen(source: Script) -> Line:
 def translate_line(line: Line) -> Translation:
     """Translate a line, including the framework's implicit defaults, and check the result against the rules."""
     framework = framework_of(line)
-    found = translate(line.arguments, framework, line.launcher)
-    kind = _kind(line, framework, found)
+    items = translate(line.arguments, framework, line.launcher)
+    kind = _kind(line, framework, items)
     if kind and guess(line, framework) != "open":
-        found += implicit_defaults(found, framework)
-    complete = not any(item.verdict == LEFT and (item.default or item.decides) for item in found)
-    answer = check(kind, *equivalent(found), left_paths(found)) if kind and complete else None
-    return Translation(line, framework, kind, tuple(found), answer)
+        items += implicit_defaults(items, framework)
+    complete = not any(item.verdict == LEFT and (item.default or item.decides) for item in items)
+    answer = check(kind, *equivalent(items), left_paths(items)) if kind and complete else None
+    return Translation(line, framework, kind, tuple(items), answer)
 
 
-def _kind(line: Line, framework: str, found: Sequence[Translated]) -> str:
+def _kind(line: Line, framework: str, items: Sequence[Translated]) -> str:
     if line.entry is not None and not line.entry.model:
         return ""
-    return trainer_kind(framework, {normal(item.flag.lstrip("-")): item.value for item in found})
+    return trainer_kind(framework, {normal(item.flag.lstrip("-")): item.value for item in items})
+
+
+def check(kind: str, launcher: Sequence[str], trainer: Sequence[str], left: Sequence[str] = ()) -> Answer:
+    """Check flags against the rules, for the script's number of ranks or, if unspecified, the minimum that is accepted.
+
+    Args:
+        left: Flags of paths that are left to the user; the paths are assumed to exist.
+    """
+    words = [word for flags in trainer for word in shlex.split(flags)]
+    words += [word for flag in left for word in (flag, _LATER)]
+    ranks = _ranks(launcher)
+    if ranks is None:
+        return _fewest(kind, words)
+    answer = _check(kind, words, ranks, True)
+    if answer.complaints:
+        other = _fewest(kind, words)
+        return answer if other.complaints else replace(answer, fits=other.ranks)
+    return answer
+
+
+def _fewest(kind: str, words: Sequence[str]) -> Answer:
+    """Return the answer for the minimum number of ranks that is accepted; for the layout's minimum if none is."""
+    ranks = minimum = _minimum(kind, words)
+    first = answer = _check(kind, words, ranks, False)
+    while answer.complaints and ranks * 2 <= min(_MOST_RANKS, minimum * 64):
+        ranks *= 2
+        answer = _check(kind, words, ranks, False)
+    return first if answer.complaints else answer
+
+
+def _ranks(launcher: Sequence[str]) -> int | None:
+    """Return nodes x ranks per node; None if one of them is unspecified."""
+    words = [word for flags in launcher for word in flags.split()]
+    values = dict(pairwise(words))
+    per_node, nodes = whole(values.get("--nproc-per-node", "")), whole(values.get("--nnodes", "1").rpartition(":")[2])
+    return per_node * nodes if per_node is not None and nodes is not None else None
+
+
+def _minimum(kind: str, words: Sequence[str]) -> int:
+    values = resolved_values(kind, words, {})
+    sizes = [values.get(name) for name in ("mp_degree", "pp_degree", "cp_degree", "sharding_degree")]
+    product = 1
+    for size in sizes:
+        product *= size if isinstance(size, int) and size > 0 else 1
+    return min(product, _MOST_RANKS)
+
+
+def _check(kind: str, words: Sequence[str], ranks: int, specified: bool) -> Answer:
+    try:
+        parse(kind, words, {"WORLD_SIZE": str(ranks)})
+    except ConfigError as error:
+        rules = tuple(one for one in error.complaints if one.rule not in _ABOUT_FILES)
+        files = tuple(one for one in error.complaints if one.rule in _ABOUT_FILES and _LATER not in one.message)
+        return Answer(ranks, specified, rules, files)
+    return Answer(ranks, specified, (), ())
 
 
 def describe(translation: Translation, source: Script | None = None) -> str:
@@ -157,9 +236,9 @@ def describe(translation: Translation, source: Script | None = None) -> str:
     if translation.kind:
         lines += ["", *_command(translation)]
     for verdict in VERDICTS:
-        rows = [item for item in translation.found if item.verdict == verdict and not item.default]
+        rows = [item for item in translation.items if item.verdict == verdict and not item.default]
         lines += ["", f"{verdict} ({len(rows)})", *map(_row, rows)] if rows else []
-    added = [item for item in translation.found if item.default]
+    added = [item for item in translation.items if item.default]
     lines += ["", f"not set by the script ({len(added)})", *map(_added, added)] if added else []
     answer = translation.answer
     if answer is not None and answer.complaints:
@@ -181,7 +260,7 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
         lines.append("The same training, except for random numbers (docs/translate.md)")
     else:
         lines += _differences(translation)
-    open_ones = [item.here or item.flag for item in translation.found if item.verdict == LEFT and not item.decides]
+    open_ones = [item.here or item.flag for item in translation.items if item.verdict == LEFT and not item.decides]
     lines += [f"Left to you: {' '.join(dict.fromkeys(open_ones))}"] if open_ones and translation.kind else []
     if translation.kind and translation.answer is None:
         lines.append("Not checked against the rules of the trainers, because sizes are left to you")
@@ -195,7 +274,7 @@ def _heading(translation: Translation, source: Script | None) -> list[str]:
 
 def _differences(translation: Translation) -> list[str]:
     lines = []
-    changed = changing(translation.found)
+    changed = changing(translation.items)
     heads = {ANOTHER: "ANOTHER MODEL", OTHER: "OTHER NUMBERS", UNKNOWN: "UNKNOWN", LEFT: "LEFT TO YOU"}
     for verdict, head in heads.items():
         names = list(dict.fromkeys(_named(item) for item in changed if item.verdict == verdict))
@@ -215,7 +294,7 @@ def _named(item: Translated) -> str:
 
 
 def _command(translation: Translation) -> list[str]:
-    launcher, trainer = equivalent(translation.found)
+    launcher, trainer = equivalent(translation.items)
     lines = ["megapar launch " + " ".join([*launcher, SCRIPTS[translation.kind]]) + " \\"]
     lines += [f"    {flags} \\" for flags in trainer]  # no comments: the command is meant to be pasted
     lines[-1] = lines[-1].removesuffix(" \\")

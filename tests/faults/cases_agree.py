@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megapar.tools.launcher.agent import meet_at
+from megapar.tools.launcher.meeting import meet_at
 from tests.faults.cases_rendezvous import Nodes
 from tests.faults.job import ROOT, _ended, _environ, flags_of
 from tests.faults.outcome import NONE, SHARDING, Outcome

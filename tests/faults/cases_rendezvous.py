@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from megapar.tools.launcher.agent import meet_at
+from megapar.tools.launcher.meeting import meet_at
 from megapar.tools.launcher.stopper import children
 from tests.faults.job import ROOT, _ended, _environ, flags_of, run_job
 from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted

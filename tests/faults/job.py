@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megapar.tools.launcher.agent import meet_at
+from megapar.tools.launcher.meeting import meet_at
 from tests.support.command import clean_environ
 from tests.support.process import started
 from tests.support.training import COMMON, SMALL, last_wins

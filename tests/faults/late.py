@@ -23,8 +23,8 @@ if __name__ == "__main__":
     time.time = lambda: _time() + AHEAD
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    from megapar.tools.launcher import clocks
+    from megapar.tools.launcher import rendezvous
     from megapar.tools.main import main
 
-    dynamic_rendezvous.datetime = clocks.datetime = Late  # type: ignore[misc,attr-defined]
+    dynamic_rendezvous.datetime = rendezvous.datetime = Late  # type: ignore[misc,attr-defined]
     sys.exit(main(sys.argv[2:]))

@@ -13,13 +13,11 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.tools.main import main
-from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, translate_line
+from megapar.tools.translate import NOTHING, OTHER_TRAINING, SAME_TRAINING, Translated, check, translate_line
 from megapar.tools.translation import open_values
-from megapar.tools.translation.accepted import check
-from megapar.tools.translation.line import take_apart
-from megapar.tools.translation.source import read_source
+from megapar.tools.translation.source import read_source, take_apart
 from megapar.tools.translation.translated import equivalent, framework_of, implicit_defaults, translate
-from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, UNKNOWN, VERDICTS
+from megapar.tools.translation.verdict import LEFT, OTHER, UNKNOWN, VERDICTS
 
 FOLDER = Path(__file__).parent / "scripts"
 SCRIPTS = sorted(FOLDER.glob("*.txt"))
@@ -50,7 +48,7 @@ def ours(*words: str) -> str:
 
 def flags(*words: str) -> list[str]:
     """The trainer's flags for a line."""
-    return [word for flag in equivalent(translate_line(take_apart(words)).found)[1] for word in shlex.split(flag)]
+    return [word for flag in equivalent(translate_line(take_apart(words)).items)[1] for word in shlex.split(flag)]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -107,132 +105,6 @@ def test_meaning_is_kept() -> None:
     assert ours("--moe-layer-freq", "([0]+[1]*15)") == "--first-k-dense 1"
     assert ours("--zero-stage", "3") == "--sharding-stage 3"
     assert ours("--swiglu") == "--activation swiglu"
-
-
-# (arguments, the one that is asked about, its verdict, what is written)
-VALUES = [
-    ("--optimizer adam", "--optimizer", "implied", ""),
-    ("--optimizer muon", "--optimizer", OTHER, ""),
-    ("--optimizer sgd", "--optimizer", "same", "--optimizer sgd"),
-    ("--optimizer sgd --sgd-momentum 0.5", "--sgd-momentum", "same", "--sgd-momentum 0.5"),
-    ("--optimizer adam --sgd-momentum 0.5", "--sgd-momentum", "unnecessary", ""),
-    ("--optimizer sgd --adam-beta1 0.8", "--adam-beta1", "unnecessary", ""),
-    ("--optimizer adam --adam-eps 1e-6", "--adam-eps", "same", "--adam-eps 1e-6"),
-    ("--moe-router-pre-softmax --moe-router-topk 2", "--moe-router-pre-softmax", "same", "--moe-router-pre-softmax"),
-    ("--moe-router-pre-softmax --moe-router-topk 1", "--moe-router-pre-softmax", "implied", ""),
-    ("--moe-router-dtype fp64", "--moe-router-dtype", OTHER, ""),
-    ("--moe-router-dtype fp32", "--moe-router-dtype", "implied", ""),
-    ("--lr-decay-style tanh", "--lr-decay-style", OTHER, ""),
-    ("--lr-decay-style WSD --lr-wsd-decay-style cosine", "--lr-wsd-decay-style", "same", "--lr-wsd-decay-style cosine"),
-    ("--lr-wsd-decay-style cosine", "--lr-wsd-decay-style", "unnecessary", ""),
-    ("--lr-decay-style WSD", "--lr-decay-style", "renamed", "--lr-decay-style wsd"),
-    ("--lr-decay-style linear", "--lr-decay-style", "same", "--lr-decay-style linear"),
-    ("--bf16 --initial-loss-scale 4096", "--initial-loss-scale", "unnecessary", ""),
-    ("--fp16 --initial-loss-scale 4096", "--initial-loss-scale", "same", "--initial-loss-scale 4096"),
-    ("--fp16 --loss-scale 1024", "--loss-scale", OTHER, "--initial-loss-scale 1024 --min-loss-scale 1024"),
-    ("--split 100,0,0 --eval-interval 9 --eval-iters 2", "--eval-interval", "renamed", "--eval-interval 0"),
-    ("--split 99,1,0 --eval-interval 9 --eval-iters 2", "--eval-interval", "same", "--eval-interval 9"),
-    ("--eval-interval 9 --valid-data-path c --test-data-path d", "--valid-data-path", "renamed", "--eval-data-path c"),
-    ("--eval-interval 9 --valid-data-path c --test-data-path d", "--test-data-path", "unsupported", ""),
-    ("--num-experts 32 32 64", "--num-experts", ANOTHER, ""),
-    ("--num-experts 32 32", "--num-experts", "same", "--num-experts 32"),
-    ("--first-k-dense-replace -1", "--first-k-dense-replace", "unnecessary", ""),
-    ("--first-k-dense-replace 3", "--first-k-dense-replace", "renamed", "--first-k-dense 3"),
-    ("--moe-layer-freq [0,1,0,1]", "--moe-layer-freq", "same", "--moe-layer-freq '[0,1,0,1]'"),
-    ("--moe-loss-coeff 0.01", "--moe-loss-coeff", "same", "--moe-aux-loss-coeff 0.01"),
-    (
-        "--moe-expert-capacity-factor 1 --moe-token-drop-policy probs",
-        "--moe-token-drop-policy",
-        OTHER,
-        "--moe-drop-policy probs",
-    ),
-    ("--moe-token-drop-policy probs", "--moe-token-drop-policy", "unnecessary", ""),
-    (
-        "--moe-expert-capacity-factor 1.5",
-        "--moe-expert-capacity-factor",
-        OTHER,
-        "--moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 1",
-    ),
-    ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay .1", "--end-weight-decay", OTHER, ""),
-    (
-        "--weight-decay-incr-style constant --start-weight-decay .1",
-        "--start-weight-decay",
-        "renamed",
-        "--weight-decay .1",
-    ),
-    ("--train-samples 1000 --global-batch-size 8", "--train-samples", "renamed", "--train-iters 125"),
-    ("--train-samples 1000", "--train-samples", OTHER, ""),
-    ("--train-samples 1007 --global-batch-size 8", "--train-samples", "renamed", "--train-iters 125"),
-    ("--train-samples 100 --global-batch-size inf", "--train-samples", OTHER, ""),
-    ("--lr-warmup-fraction nan --train-iters 10", "--lr-warmup-fraction", OTHER, ""),
-    ("--vocab-size inf", "--vocab-size", OTHER, ""),
-    (
-        "--num-layers 8 --pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 2",
-        "--num-layers-per-virtual-pipeline-stage",
-        "renamed",
-        "--vpp-degree 4 --pp-schedule interleaved",
-    ),
-    ("--vocab-size 50257 --model-parallel-size 8", "--vocab-size", "renamed", "--vocab-size 51200"),
-    ("--sequence-parallel --model-parallel-size 8", "--sequence-parallel", "same", "--sequence-parallel"),
-    ("--moe-router-num-groups 1 --moe-router-group-topk 1", "--moe-router-num-groups", "unnecessary", ""),
-    ("--moe-router-num-groups 1 --moe-router-group-topk 1", "--moe-router-group-topk", "unnecessary", ""),
-    (
-        "--moe-router-num-groups 4 --moe-router-group-topk 2",
-        "--moe-router-group-topk",
-        "same",
-        "--moe-router-group-topk 2",
-    ),
-    ("--lr-warmup-samples 80 --global-batch-size 8", "--lr-warmup-samples", "renamed", "--lr-warmup-iters 10"),
-    (
-        "--lr-decay-samples 80 --train-samples 80 --global-batch-size 8",
-        "--lr-decay-samples",
-        "renamed",
-        "--lr-decay-iters 10",
-    ),
-    ("--rampup-batch-size 8 8 80 --lr-warmup-iters 5", "--rampup-batch-size", OTHER, "--rampup-batch-size 8 8 80"),
-    ("--no-load-optim", "--no-load-optim", "unnecessary", ""),
-    ("--no-load-optim --load x", "--no-load-optim", "same", "--no-load-optim"),
-    ("--rotary-percent 0.5", "--rotary-percent", "same", "--rotary-percent 0.5"),
-    ("--moe-layer-freq -1", "--moe-layer-freq", "implied", ""),
-    ("--ds-sequence-parallel-size 1", "--ds-sequence-parallel-size", "unnecessary", ""),
-    (
-        "--ds-sequence-parallel-size 4",
-        "--ds-sequence-parallel-size",
-        "renamed",
-        "--cp-degree 4 --context-parallel-algo ulysses_cp_algo",
-    ),
-    ("--override-lr-scheduler", "--override-lr-scheduler", "unnecessary", ""),
-    ("--load x --override-lr-scheduler", "--override-lr-scheduler", "renamed", "--override-opt-param-scheduler"),
-    ("--save None", "--save", "unnecessary", ""),
-    ("--vocab-file f", "--vocab-file", LEFT, ""),
-    ("--data-path <path>", "--data-path", LEFT, ""),
-    ("--data-path /path/to/data", "--data-path", LEFT, ""),
-]
-
-
-@pytest.mark.parametrize(("line", "flag", "verdict", "written"), VALUES, ids=lambda value: str(value)[:60])
-def test_values_are_looked_at(line: str, flag: str, verdict: str, written: str) -> None:
-    item = found(*line.split())[flag]
-    assert (item.verdict, item.ours) == (verdict, written)
-    assert item.reason or item.verdict in ("same", "renamed")
-
-
-@pytest.mark.parametrize(
-    ("line", "complete"),
-    [
-        ("--lr 1e-4 $MORE", {"--lr": "1e-4"}),
-        ("--bf16 $MORE --lr 1e-4", {"--bf16": "", "--lr": "1e-4"}),
-        ("$MORE --lr 1e-4", {"--lr": "1e-4"}),
-        ("--lr 1e-4 $MORE $OTHERS", {"--lr": "1e-4"}),
-    ],
-)
-def test_an_open_word_behind_a_complete_argument_is_one_of_its_own(line: str, complete: dict[str, str]) -> None:
-    items = translate([open_values.mark(word) if word[0] == "$" else word for word in line.split()], "megatron")
-    assert {item.flag: item.value for item in items if item.flag} == complete
-    assert all(item.ours for item in items if item.flag)
-    assert [(item.value.strip("'"), item.verdict, item.reason) for item in items if not item.flag] == [
-        (word, LEFT, "further arguments") for word in line.split() if word[0] == "$"
-    ]
 
 
 def test_an_open_value_stays_with_its_argument() -> None:

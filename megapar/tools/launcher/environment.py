@@ -1,7 +1,13 @@
-"""Default environment variables of the ranks, chosen by device type and by the overlap of the run's streams."""
+"""The environment of the ranks: default variables by device and overlap, network interfaces, and cores."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megapar.config.config import Config
@@ -11,6 +17,14 @@ from megapar.training.building.device_figures import kind_of_run
 from megapar.training.building.tensor_overlap import hiding
 
 MOST_CONNECTIONS = "32"
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+SLURM = (
+    "Pass the cores of the node: sbatch --cpus-per-task N, and srun --cpus-per-task N or SRUN_CPUS_PER_TASK=N, because "
+    "srun does not take the value from sbatch; with sbatch --exclusive, N may be all cores."
+)
+KUBERNETES = "Raise limits.cpu of the container."
+OTHERWISE = "Give the job more cores: look at the scheduler's options, at taskset, and at the limits of the container."
 
 
 def environment(
@@ -23,11 +37,8 @@ def environment(
     """Return default variables for the ranks of this node. Variables that are set already take precedence.
 
     Args:
-        ranks: Ranks of this node.
         config: Configuration of the run; None for scripts that are not megapar's.
-        cuda: This machine has NVIDIA devices; None to detect them.
-        npu: This machine has Ascend devices; None to detect them.
-        rocm: This machine has AMD's devices; None to detect them.
+        cuda, npu, rocm: This machine has NVIDIA, Ascend or AMD devices; None to detect them.
     """
     variables = {"OMP_NUM_THREADS": str(max(1, cores() // ranks))}
     if Path("/dev/nvidia0").exists() if cuda is None else cuda:
@@ -71,3 +82,64 @@ def _connections(config: Config | None) -> str:
         or config.ampipe.use_pipe_experts
     )
     return MOST_CONNECTIONS if overtakes else "1"
+
+
+def interfaces(address: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return environment variables for the ranks of this node, except those that are set already.
+
+    A job on a loopback address uses only the loopback interface. Otherwise, gloo by default uses the address of the
+    host name, which many machines resolve to a loopback address (Debian: 127.0.1.1). In that case gloo gets the
+    interface of ``address``.
+
+    Args:
+        address: Address of this node for the other nodes.
+        environ: Variables that are set already; None for this process's environment.
+    """
+    if sys.platform != "linux":
+        return {}
+    variables = {}
+    if address.startswith("127.") or address == "::1":
+        variables = {GLOO: "lo", NCCL: "lo"}
+    elif host_name_is_loopback() and (interface := interface_of(address)):
+        variables = {GLOO: interface}
+    present = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if name not in present}
+
+
+def host_name_is_loopback() -> bool:
+    """Return True if this machine resolves its host name to a loopback address or cannot resolve it."""
+    try:
+        return socket.gethostbyname(socket.gethostname()).startswith("127.")
+    except OSError:
+        return True
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface with this IPv4 address; "" if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def few_cores(
+    ranks: int, usable: int | None = None, present: int | None = None, environ: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Yield one line if there are fewer usable cores than ranks although the machine has more.
+
+    Each rank needs a core for itself: it launches kernels, and reads and tokenizes its data. A machine that has no more
+    cores gives no reason to warn.
+    """
+    usable = cores() if usable is None else usable
+    present = os.cpu_count() or 1 if present is None else present
+    environ = os.environ if environ is None else environ
+    if usable >= min(ranks, present):
+        return
+    scheduler = [("SLURM_JOB_ID", SLURM), ("KUBERNETES_SERVICE_HOST", KUBERNETES)]
+    advice = next((text for name, text in scheduler if environ.get(name)), OTHERWISE)
+    yield f"warning: {ranks} ranks share {usable} of this machine's {present} cores, which slows every rank. {advice}"

@@ -1,6 +1,6 @@
 """The clean process of a node, from which its ranks are forked.
 
-    python -u .../own.py megapar.tools.launcher.fresh SOCKET LAUNCHER MODULES...
+    python -u .../run_module.py megapar.tools.launcher.fresh SOCKET LAUNCHER MODULES...
 
 It has imported the modules that ranks need and done nothing else: it has no threads, open devices or process groups.
 A rank is forked twice:
@@ -156,7 +156,7 @@ def _become_rank(environ: Mapping[str, str], files: Sequence[int]) -> None:
 def run(arguments: Sequence[str]) -> None:
     """Run ``python ARGUMENTS`` in this process.
 
-    This process was started without a script folder on sys.path (own.py), so the script's folder is added.
+    This process was started without a script folder on sys.path (run_module.py), so the script's folder is added.
 
     Args:
         arguments: [-u] SCRIPT FLAGS...

@@ -5,35 +5,28 @@ torchrun turns every failure into status 1. Here a refusal stays 2, and a run th
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megapar.config.config import Config
 from megapar.errors import Complaint, ConfigError, MegaparError
 from megapar.health.stop.signal_listener import write_stderr
 from megapar.launch_environment import LAUNCH, STOP_TIMEOUT
-from megapar.tools.launcher import own
-from megapar.tools.launcher.environment import environment
+from megapar.tools.launcher.environment import environment, few_cores, interfaces
 from megapar.tools.launcher.failures import REFUSED, is_refusal
-from megapar.tools.launcher.few_cores import few_cores
-from megapar.tools.launcher.interfaces import interfaces
-from megapar.tools.launcher.job_name import launch_name
 from megapar.tools.launcher.launch_options import Launch, read
-from megapar.tools.launcher.program import Program
-from megapar.tools.launcher.stopper import Stopped, Stopper
-from megapar.tools.launcher.waiting import Waiting
+from megapar.tools.launcher.program import Program, with_layout
+from megapar.tools.launcher.run_module import module_command
+from megapar.tools.launcher.stopper import Stopped, Stopper, Waiting
 from megapar.training.reports.streams import make_patient
 
 if TYPE_CHECKING:
-    from megapar.tools.launcher.agent import MeetingPlace
-
-MAX_GRACE_SECONDS = 10  # for ranks of a failed job to report their errors, not to finish their work
+    from megapar.tools.launcher.meeting import MeetingPlace
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,11 +66,15 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     """
     if launch.log_dir:
         _make_log_folder(launch.log_dir)
-    with stopper.idle("meeting the other nodes"), Waiting(lambda: _first_wait(launch)):
+    first = f"{launch.rdzv_endpoint} to answer" if launch.rdzv_endpoint else "the import of torch"
+    with stopper.idle("meeting the other nodes"), Waiting(lambda: first):
         place = _meet(launch)
     os.environ[STOP_TIMEOUT] = f"{stopper.ranks_seconds:g}"
     launch = _named(launch, place)
-    for name, value in (launch.environment | (interfaces(place.address) if place else {})).items():
+    variables = {**launch.environment}
+    if place.store is not None and place.address:
+        variables |= interfaces(place.address)
+    for name, value in variables.items():
         os.environ[name] = value
         print(f"megapar launch: {name}={value}", file=sys.stderr)
     if preflight and (status := _preflight(launch, place, stopper)):
@@ -86,11 +83,11 @@ def _start(launch: Launch, stopper: Stopper, *, preflight: bool) -> int:
     return run(launch, place, stopper)
 
 
-def _preflight(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
+def _preflight(launch: Launch, place: MeetingPlace, stopper: Stopper) -> int:
     """Run the preflight and return its status; 0 if it is already over, for a node that joins a running job."""
     from megapar.tools.launcher.agent import ClosedError
 
-    name, measure = f"{launch.rdzv_id}-preflight", own.module_command("megapar.tools.launcher.preflight")
+    name, measure = f"{launch.rdzv_id}-preflight", module_command("megapar.tools.launcher.preflight")
     first = replace(launch, command=measure, rdzv_id=name, min_nodes=launch.nnodes, max_restarts=0, warm_start=False)
     try:
         return run(first, place, stopper)
@@ -109,17 +106,12 @@ def _make_log_folder(path: str) -> None:
         raise ConfigError([Complaint("log-dir", message)]) from error
 
 
-def _first_wait(launch: Launch) -> str:
-    """Return what the launcher waits for before the first rendezvous."""
-    return f"{launch.rdzv_endpoint} to answer" if launch.rdzv_endpoint else "the import of torch"
-
-
-def _meet(launch: Launch) -> MeetingPlace | None:
-    """Return the store where the nodes meet; None if one of torch's own backends provides it.
+def _meet(launch: Launch) -> MeetingPlace:
+    """Return the place where the nodes meet.
 
     Raises DistributedError, and ConfigError if the secret is invalid or is required and missing.
     """
-    from megapar.tools.launcher import agent, secret
+    from megapar.tools.launcher import meeting, secret
 
     single_node = launch.nnodes == 1
     job_secret = secret.take(launch.secret_file, os.environ)
@@ -130,25 +122,28 @@ def _meet(launch: Launch) -> MeetingPlace | None:
     if not single_node and not (job_secret and is_our_store):
         print(f"megapar launch: {secret.NONE}", file=sys.stderr, flush=True)
     if not is_our_store:
-        return None
+        address = launch.local_addr or ("localhost" if single_node else None)
+        return meeting.MeetingPlace(None, launch.rdzv_endpoint, address)
     if not launch.rdzv_endpoint:
-        return agent.meet_here()
+        return meeting.meet_here()
     if store_type == "file":
-        place = agent.meet_by_file(launch.rdzv_endpoint, launch.local_addr or (agent.LOOPBACK if single_node else ""))
+        address = launch.local_addr or (meeting.LOOPBACK if single_node else "")
+        place = meeting.meet_by_file(launch.rdzv_endpoint, address)
     else:
         is_host = launch.rdzv_conf.get("is_host", "").lower()
         hosts = None if not is_host else is_host in ("1", "true", "yes", "t", "y")
-        place = agent.meet_at(launch.rdzv_endpoint, launch.local_addr, hosts)
+        place = meeting.meet_at(launch.rdzv_endpoint, launch.local_addr, hosts)
     if place.hosted:
         print(f"megapar launch: nodes meet at {place.endpoint}", file=sys.stderr, flush=True)
     # The secret of a single node is shared with no other launcher, so a random one is enough.
     return replace(place, secret=os.urandom(32) if single_node else job_secret)
 
 
-def _named(launch: Launch, place: MeetingPlace | None) -> Launch:
+def _named(launch: Launch, place: MeetingPlace) -> Launch:
     """Return the launch with a job name that all nodes agree on. Sets ``LAUNCH`` to the unique name of this launch."""
-    store, secret = (place.store, place.secret) if place else (None, None)
-    name = launch_name(launch.nnodes, launch.rdzv_id, store, secret)
+    from megapar.tools.launcher.secret import launch_name
+
+    name = launch_name(launch.nnodes, launch.rdzv_id, place.store, place.secret)
     os.environ[LAUNCH] = name
     return replace(launch, rdzv_id=launch.rdzv_id or name or "megapar")
 
@@ -186,48 +181,22 @@ def _validate(launch: Launch) -> Config | None:
 
 def _fewer_nodes(launch: Launch) -> Iterator[str]:
     """Yield a line on the layout for each smaller number of nodes that is allowed."""
-    from megapar.tools.launcher.elastic import command
-
     for nodes in range(launch.min_nodes, launch.nnodes):
         ranks = nodes * launch.nproc_per_node
         try:
-            yield f"on {nodes} nodes: {command([str(launch.world_size), *launch.command], ranks)[1] or 'unchanged'}"
+            yield f"on {nodes} nodes: {with_layout([str(launch.world_size), *launch.command], ranks)[1] or 'unchanged'}"
         except LookupError as error:
             yield f"on {nodes} nodes the run would end: {error}"
 
 
-def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
+def run(launch: Launch, place: MeetingPlace, stopper: Stopper) -> int:
     """Start the ranks, wait for them and return the status: 0 success, 2 if the first failure is a refusal, else 1."""
-    from megapar.tools.launcher.agent import Meeting, make_agent, no_more_restarts
+    from megapar.tools.launcher.agent import make_agent
 
     command = ["-u", *launch.command]
     if launch.min_nodes < launch.nnodes:
-        command = ["-u", *own.module_command("megapar.tools.launcher.elastic"), str(launch.world_size), *launch.command]
-    meeting = Meeting(
-        backend=launch.rdzv_backend,
-        id=launch.rdzv_id,
-        min_nodes=launch.min_nodes,
-        max_nodes=launch.nnodes,
-        address=place.address if place else launch.local_addr or ("localhost" if launch.nnodes == 1 else None),
-        store=place.store if place else None,
-        endpoint=place.endpoint if place else launch.rdzv_endpoint,
-        settings=launch.rdzv_conf,
-        files=place.files if place else None,
-        secret=place.secret if place else None,
-        node_rank=launch.node_rank,
-    )
-    grace = math.ceil(min(launch.stop_timeout, MAX_GRACE_SECONDS))
-    agent = make_agent(
-        meeting=meeting,
-        arguments=command,
-        nproc=launch.nproc_per_node,
-        max_restarts=launch.max_restarts,
-        grace=grace,
-        log_dir=launch.log_dir,
-        stopper=stopper,
-        warm=launch.warm_start,
-    )
-    stopper.on_stop = lambda: no_more_restarts(agent)
+        command = ["-u", *module_command("megapar.tools.launcher.program"), str(launch.world_size), *launch.command]
+    agent = make_agent(launch, place, command, stopper)
     leave_open = False
     try:
         result = agent.run()
@@ -236,13 +205,10 @@ def run(launch: Launch, place: MeetingPlace | None, stopper: Stopper) -> int:
         raise
     finally:
         if not leave_open:
-            agent._worker_group.spec.rdzv_handler.shutdown()
+            agent.close_rendezvous()
     if result is None:  # torch returns None to a spare node that was never needed
         print("megapar launch: the job has ended on the other nodes, which did not need this one", file=sys.stderr)
         return 0
-    return _status(result.failures) if result.is_failed() else 0
-
-
-def _status(failures: Mapping[int, Any]) -> int:
-    """Return 2 if the earliest failure is a refusal (the agent then kills the remaining ranks), else 1."""
-    return REFUSED if is_refusal(failures) else 1
+    if not result.is_failed():
+        return 0
+    return REFUSED if is_refusal(result.failures) else 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
+from typing import Any
 
 from megapar.files.remote_path import MOUNT, REMOTE, is_url
-from megapar.tools.launcher.program import arguments_of, complaints_about
-from megapar.tools.launcher.warm import wants_warm_start
+from megapar.tools.launcher.program import arguments_of, complaints_about, wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 
 BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
@@ -29,22 +29,15 @@ PORTS = 1 << 16
 class Launch:
     """A checked ``megapar launch`` command.
 
+    Attributes without a line here are options of the command line, with their meaning.
+
     Attributes:
-        nproc_per_node: Ranks per node.
         min_nodes: Nodes that the job needs to start.
         nnodes: Nodes of the complete job.
-        max_restarts: Restarts of all ranks after failures.
-        rdzv_backend: Name of torch's rendezvous backend.
         rdzv_endpoint: HOST:PORT, or a path for a file store; "" for a single node without a port.
-        rdzv_id: Name of the job; "" for a random one.
-        rdzv_conf: Further settings of the rendezvous.
-        stop_timeout: Seconds that ranks have to save and exit after a signal.
         command: Arguments of the Python interpreter: the script, or a command of megapar, and its flags.
         environment: Variables for the ranks in addition to this process's environment.
-        local_addr: Address of this node for the other nodes; "" to detect it.
-        log_dir: Folder of the per-rank log files; "" for none.
         secret_file: File with the job's secret; "" to read the variable.
-        require_secret: Several nodes do not start without a secret.
         warm_start: Ranks are forked from a process that has imported torch.
         node_rank: This node's number, which orders the nodes; None without one.
     """
@@ -59,13 +52,13 @@ class Launch:
     rdzv_conf: Mapping[str, str]
     stop_timeout: float
     command: tuple[str, ...]
-    environment: dict[str, str]
-    local_addr: str = ""
-    log_dir: str = ""
-    secret_file: str = ""
-    require_secret: bool = False
-    warm_start: bool = False
-    node_rank: int | None = None
+    local_addr: str
+    log_dir: str
+    secret_file: str
+    require_secret: bool
+    warm_start: bool
+    node_rank: int | None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -242,22 +235,12 @@ def make_launch(options: argparse.Namespace) -> Launch:
     if options.rdzv_backend == "static" and options.node_rank is not None:
         settings["rank"] = options.node_rank
     min_nodes, max_nodes = options.nnodes
-    return Launch(
-        nproc_per_node=options.nproc_per_node,
-        min_nodes=min_nodes,
-        nnodes=max_nodes,
-        max_restarts=options.max_restarts,
-        rdzv_backend=options.rdzv_backend,
-        rdzv_endpoint=options.rdzv_endpoint,
-        rdzv_id=options.rdzv_id,
-        rdzv_conf=settings,
-        local_addr=options.local_addr,
-        stop_timeout=options.stop_timeout,
-        command=arguments_of(options.script, options.flags),
-        environment={},
-        log_dir=options.log_dir,
-        secret_file=options.secret_file,
-        require_secret=options.require_secret,
-        warm_start=wants_warm_start(options.warm_start, options.script),
-        node_rank=options.node_rank,
-    )
+    derived: dict[str, Any] = {
+        "min_nodes": min_nodes,
+        "nnodes": max_nodes,
+        "rdzv_conf": settings,
+        "command": arguments_of(options.script, options.flags),
+        "warm_start": wants_warm_start(options.warm_start, options.script),
+    }
+    taken = {item.name: getattr(options, item.name) for item in fields(Launch) if hasattr(options, item.name)}
+    return Launch(**taken | derived)

@@ -4,76 +4,44 @@ torch stores the state as a pickle under a key of a store without authentication
 store's port can run code in every launcher. Here the store contains JSON, and torch gets a pickle that this process
 made from it. With a secret, messages carry an HMAC over the job, the round and an increasing number. They can be
 neither forged nor replayed.
+
+torch also writes each node's time of day into the state and compares it with the reader's clock. Nodes consider a node
+dead if its clock is more than 15 s (three times ``keep_alive_interval``) slow; a node whose clock is fast considers the
+other nodes dead. The nodes then remove each other, continue in two halves, or wait forever. Here, a time of another
+node is replaced by the moment at which this node first saw it, on this node's clock. In the shared state it stays
+unchanged.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
+import math
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from torch.distributed import Store
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, _NodeDesc, _RendezvousState
 
 from megapar.errors import DistributedError
-from megapar.tools.launcher.clocks import Clocks
+from megapar.health.stop.signal_listener import write_stderr
+from megapar.tools.launcher.secret import Signer, StateRefusedError
 
 NOTHING_YET = "-"
-UNSIGNED = "unsigned"
 MOST_BYTES = 1 << 26
 MOST_NODES = 1 << 20
 _FIELDS = ("round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats")
 _MAX_TIME = 1 << 35  # seconds since 1970
-
-
-class StateRefusedError(RendezvousStateError, DistributedError):
-    """An entry of the store that was not written by this job's launchers, or is out of order."""
+LAST_CALL_SECONDS = 30.0  # torch's default
+APART_SECONDS = 10.0  # well above the interval between two reads of the state, about 1 s
+_ENOUGH = 5  # heartbeats: a busy machine writes a few late, but hardly all of them
 
 
 class StoreLostError(RendezvousConnectionError, DistributedError):
     """The store of a rendezvous does not answer."""
-
-
-class Signer:
-    """Signs messages and checks signatures.
-
-    Args:
-        secret: Key of the HMAC; None for messages without a signature.
-    """
-
-    def __init__(self, secret: bytes | None) -> None:
-        self._secret = secret
-
-    def sign(self, context: str, body: bytes) -> bytes:
-        """Return the signature, a space and the body.
-
-        Args:
-            context: Place that the message belongs to; the signature covers it as well.
-            body: Content of the message.
-        """
-        return self._signature(context, body) + b" " + body
-
-    def open(self, context: str, message: bytes) -> bytes:
-        """Return the body of a signed message. Raises StateRefusedError if the signature is wrong."""
-        signature, _, body = message.partition(b" ")
-        if hmac.compare_digest(signature, self._signature(context, body)):
-            return body
-        if self._secret is None and len(signature) == 64:
-            raise StateRefusedError(f"{context} is signed: other nodes have a secret, which this one needs as well")
-        if signature == UNSIGNED.encode():
-            raise StateRefusedError(f"{context} is not signed: it was written without this job's secret")
-        raise StateRefusedError(f"{context} was not written with this job's secret, or not by a launcher")
-
-    def _signature(self, context: str, body: bytes) -> bytes:
-        if self._secret is None:
-            return UNSIGNED.encode()
-        message = b"%d %s %s" % (len(context.encode()), context.encode(), body)
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest().encode()
 
 
 class JsonBackend(RendezvousBackend):
@@ -233,53 +201,78 @@ def _time(value: Any) -> datetime:
     return datetime.fromtimestamp(value, timezone.utc)
 
 
-class SignedStore:
-    """The store of one round, with signed values: ranks and addresses. Reads raise StateRefusedError.
+@dataclass(frozen=True)
+class _Time:
+    """A time of a node.
 
-    Counters and waits are not signed: overwriting them can end the job, but nothing worse.
+    Attributes:
+        theirs: As its node wrote it.
+        ours: Time on this node's clock.
     """
 
-    def __init__(self, store: Store, round_name: str, secret: bytes) -> None:
-        self._store = store
-        self._round = round_name
-        self._signer = Signer(secret)
+    theirs: datetime
+    ours: datetime
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write a value, as a store does, with its signature."""
-        body = value.encode() if isinstance(value, str) else value
-        self._store.set(key, self._signer.sign(self._context(key), body))  # type: ignore[arg-type] # torch's stub wants str
 
-    def get(self, key: str) -> bytes:
-        """Return a value, as a store does. Raises StateRefusedError if its signature is wrong."""
-        return self._signer.open(self._context(key), self._store.get(key))
+class Clocks:
+    """Converts the times in a rendezvous state between the clocks of the nodes, for one node.
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write several values, as a store does, with their signatures."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+    Args:
+        last_call_seconds: Time in which more nodes may join after the minimum is present.
+        log: Called once for each node whose clock differs, with a message.
+    """
 
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return several values, as a store does. Raises StateRefusedError if a signature is wrong."""
-        values = self._store.multi_get(list(keys))
-        return [self._signer.open(self._context(key), value) for key, value in zip(keys, values, strict=True)]
+    def __init__(self, last_call_seconds: float = LAST_CALL_SECONDS, log: Callable[[str], None] = write_stderr) -> None:
+        self._last_call = timedelta(seconds=last_call_seconds)
+        self._log = log
+        self._beats: dict[_NodeDesc, _Time] = {}
+        self._deadline: _Time | None = None
+        self._ahead: dict[str, tuple[int, float]] = {}  # node -> (heartbeats, seconds that the earliest was ahead)
+        self._logged: set[str] = set()
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, as a store does."""
-        return self._store.add(key, amount)
+    def ours(self, state: _RendezvousState, now: datetime | None = None) -> _RendezvousState:
+        """Convert a state that any node may have written to this node's clock."""
+        now = now or datetime.now(timezone.utc)
+        beats = {}
+        for node, theirs in state.last_heartbeats.items():
+            known = self._beats.get(node)
+            if known is not None and known.theirs != theirs:
+                self._compare(node.addr, theirs, now)
+            beats[node] = known if known is not None and known.theirs == theirs else _Time(theirs, now)
+        self._beats = beats
+        state.last_heartbeats = {node: beat.ours for node, beat in beats.items()}
+        if state.deadline is None:
+            self._deadline = None
+        elif self._deadline is None or self._deadline.theirs != state.deadline:
+            self._deadline = _Time(state.deadline, now + self._last_call)
+        state.deadline = None if self._deadline is None else self._deadline.ours
+        return state
 
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        """Wait for keys, as a store does."""
-        self._store.wait(keys, *timeout)
+    def theirs(self, state: _RendezvousState) -> _RendezvousState:
+        """Convert a state that torch writes: restore the times of other nodes as they wrote them."""
+        for node, ours in state.last_heartbeats.items():
+            known = self._beats.get(node)
+            if known is not None and known.ours == ours:
+                state.last_heartbeats[node] = known.theirs
+            else:
+                self._beats[node] = _Time(ours, ours)
+        if state.deadline is not None and (self._deadline is None or self._deadline.ours != state.deadline):
+            self._deadline = _Time(state.deadline, state.deadline)
+        elif state.deadline is not None and self._deadline is not None:
+            state.deadline = self._deadline.theirs
+        return state
 
-    @property
-    def timeout(self) -> timedelta:
-        """The timeout of the store."""
-        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined] # torch's stub lacks it
-        return timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the store."""
-        self._store.set_timeout(timeout)
-
-    def _context(self, key: str) -> str:
-        return f"{key} of {self._round}"
+    def _compare(self, address: str, theirs: datetime, now: datetime) -> None:
+        """Log once that a clock differs. A heartbeat may arrive late, but never early: the earliest one counts."""
+        count, most = self._ahead.get(address, (0, -math.inf))
+        seconds = max(most, (theirs - now).total_seconds())
+        self._ahead[address] = count + 1, seconds
+        enough = seconds > 0 or count + 1 >= _ENOUGH
+        if address in self._logged or abs(seconds) <= APART_SECONDS or not enough:
+            return
+        self._logged.add(address)
+        side, doubt = ("ahead of", "") if seconds > 0 else ("behind", ", or its heartbeats arrive late")
+        self._log(
+            f"megapar launch: the clock of node {address} is about {abs(seconds):.0f} s {side} this node's{doubt}. "
+            "Times in logs and metrics may differ by that; nothing else depends on it"
+        )

@@ -19,6 +19,7 @@ from megapar.health.stop.signal_listener import AGAIN_SECONDS, STOPS, TYPED, Ins
 EXIT_SECONDS = 3.0  # for a launcher without ranks to exit by itself, before it is forced to
 GONE_SECONDS = 30.0  # for killed ranks to disappear
 MAX_KILLS = 3
+FIRST_SECONDS, NEXT_SECONDS = 10.0, 30.0  # until the first line of a wait, and between lines
 
 
 class Stopped(BaseException):
@@ -38,12 +39,7 @@ class Stopper:
     """
 
     def __init__(self, timeout_seconds: float, end: Callable[[int], object] = os._exit) -> None:
-        """Create a stopper.
-
-        Args:
-            timeout_seconds: Time that ranks have to save and exit.
-            end: Ends, with a status, a launcher without ranks that does not return from C code.
-        """
+        """Create a stopper. ``end`` ends, with a status, a launcher without ranks that does not return from C code."""
         self.timeout_seconds = timeout_seconds
         self.on_stop: Callable[[], None] = lambda: None
         self.signal = 0
@@ -187,3 +183,40 @@ def children(parent: int) -> list[int]:
         if int(state_and_parent[1]) == parent:
             pids.append(int(entry.name))
     return pids
+
+
+class Waiting:
+    """Context manager that prints ``waiting for WHAT, 40 s of up to 600 s`` after 10 s and then every 30 s.
+
+    Args:
+        what: Returns WHAT; called for every line, on a separate thread.
+        limit: Seconds after which the wait is given up; None if unknown.
+    """
+
+    def __init__(
+        self,
+        what: Callable[[], str],
+        limit: float | None = None,
+        *,
+        first_seconds: float = FIRST_SECONDS,
+        next_seconds: float = NEXT_SECONDS,
+    ) -> None:
+        self._what = what
+        self._limit = "" if limit is None else f" of up to {limit:.0f} s"
+        self._pauses = first_seconds, next_seconds
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megapar-waiting", daemon=True)
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _run(self) -> None:
+        pause, next_pause = self._pauses
+        while not self._done.wait(pause):
+            pause = next_pause
+            seconds = time.monotonic() - self._start
+            write_stderr(f"megapar launch: waiting for {self._what()}, {seconds:.0f} s{self._limit}")

@@ -1,4 +1,4 @@
-"""The launcher's side of the clean process that ranks are forked from (fresh.py).
+"""The launcher's side of the clean process that ranks are forked from (fresh.py), and torch's handler that uses it.
 
 Starting a rank then costs a fork instead of an import of torch.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from io import TextIOWrapper
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from megapar.health.stop.signal_listener import write_stderr
-from megapar.schema.flag import SCRIPTS
-from megapar.tools.launcher import own
+from megapar.tools.launcher.failures import ending
 from megapar.tools.launcher.fresh import MODULES, ONE_THREAD, receive, send
-from megapar.tools.launcher.program import RANK_COMMANDS
+from megapar.tools.launcher.rank_files import report_missing_logs
+from megapar.tools.launcher.run_module import module_command
 
 PATIENCE_SECONDS = 600.0  # for the imports, on a slow shared disk
 _ANSWER_SECONDS = 30.0
@@ -82,7 +84,7 @@ class Warm:
         parent_end, child_end = socket.socketpair()
         parent_end.settimeout(PATIENCE_SECONDS)
         environ = {ONE_THREAD: "1", **os.environ}
-        line = [sys.executable, "-u", *own.module_command("megapar.tools.launcher.fresh")]
+        line = [sys.executable, "-u", *module_command("megapar.tools.launcher.fresh")]
         line += [str(child_end.fileno()), str(os.getpid()), *self._modules]
         with child_end:
             self._wire = parent_end
@@ -114,13 +116,7 @@ class Warm:
     def fork(self, arguments: Sequence[str], environ: Mapping[str, str], stdout: int, stderr: int) -> Forked | None:
         """Fork a rank that runs ``python ARGUMENTS``; return None if that is impossible.
 
-        Call it within ``adopt_orphans``.
-
-        Args:
-            arguments: Arguments of the Python interpreter.
-            environ: Environment of the rank.
-            stdout: Descriptor of its standard output.
-            stderr: Descriptor of its standard error.
+        Call it within ``adopt_orphans``. ``stdout`` and ``stderr`` are open descriptors.
         """
         if self._wire is None or not self._is_ready:
             return None
@@ -166,26 +162,56 @@ def _adopt_orphans(enabled: bool) -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(enabled), 0, 0, 0) == 0)
 
 
-def wants_warm_start(flag: bool | None, script: str) -> bool:
-    """Return True if ranks are to be forked from a warm process.
+class Handler(SubprocessHandler):
+    """torch's handler of a rank's process. It forks the rank if possible, and both streams may share a log file."""
 
-    The default is on for megapar's own scripts and commands, if importing torch does not open a device. It is off for
-    other scripts: one that sets variables before it imports torch would set them too late.
+    def __init__(self, warm: Warm | None, stdout: str | None, stderr: str | None, **rest: Any) -> None:
+        self._warm = warm
+        self._paths = stdout, stderr
+        super().__init__(stdout=None, stderr=None, **rest)
 
-    Args:
-        flag: Value of --warm-start; None for the default.
-        script: Path of the script, or a command of megapar.
-    """
-    if flag is not None:
-        return flag
-    is_ours = script in RANK_COMMANDS or Path(script).name in SCRIPTS.values()
-    # If torch_npu is installed, torch imports it, which opens the device.
-    return is_ours and sys.platform == "linux" and importlib.util.find_spec("torch_npu") is None
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        try:
+            self._stdout, self._stderr = (_opened(path) for path in self._paths)
+        except OSError as error:  # RankLogs created the file, but its disk may have failed since
+            report_missing_logs(env["RANK"], error)
+            self._stdout = self._stderr = None
+        files = [1 if self._stdout is None else self._stdout.fileno()]
+        files += [2 if self._stderr is None else self._stderr.fileno()]
+        if self._warm is not None:
+            forked = self._warm.fork(args[1:], env, *files)
+            if forked is not None:
+                return forked
+        process: subprocess.Popen[bytes] = super()._popen(args, env)
+        return process
 
 
-def ending(status: int) -> str:
-    """Describe an exit status: "was killed (signal 9)" or "ended with status 1"."""
-    if status == -signal.SIGBUS:
-        cause = "a file that it had mapped, such as the tokens of PREFIX.bin, was cut off, or /dev/shm is full"
-        return f"was killed (signal {-status}, SIGBUS: {cause})"
-    return f"was killed (signal {-status})" if status < 0 else f"ended with status {status}"
+def _opened(path: str | None) -> TextIOWrapper | None:
+    return open(path, "a", encoding="utf-8") if path else None
+
+
+@contextlib.contextmanager
+def starting_with(warm: Warm | None) -> Iterator[None]:
+    """Make torch's agent start its ranks through ``Handler``. Its ``start_processes`` has no parameter for this."""
+
+    def make(
+        entrypoint: str,
+        args: tuple[str, ...],
+        env: Mapping[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        local_rank_id: int,
+        numa_options: Any = None,
+    ) -> Handler:
+        return Handler(
+            warm, stdout, stderr, entrypoint=entrypoint, args=args, env=env, local_rank_id=local_rank_id,
+            numa_options=numa_options,
+        )  # fmt: skip
+
+    original = api.get_subprocess_handler
+    api.get_subprocess_handler = make
+    try:
+        with adopt_orphans() if warm is not None else contextlib.nullcontext():
+            yield
+    finally:
+        api.get_subprocess_handler = original

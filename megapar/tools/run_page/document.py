@@ -30,8 +30,6 @@ class PageSection:
     """A part of a page.
 
     Attributes:
-        title: Heading.
-        figures: Figures.
         html: Text and tables under them.
     """
 

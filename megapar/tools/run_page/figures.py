@@ -30,9 +30,7 @@ class Curve:
     """One curve.
 
     Attributes:
-        name: Its name in the key.
         points: (iteration, value).
-        color: Its color.
         noisy: Draw it faintly with its mean on top, if it has enough points.
         dots: Mark each point; for values that only some iterations have.
         steps: Keep the value up to the next point, instead of a straight line to it.
@@ -53,11 +51,8 @@ class Figure:
     """A figure with its caption.
 
     Attributes:
-        title: Caption.
         kind: Name of the function in ``page.js`` that draws it.
         body: Input of that function, as JSON values.
-        unit: Unit of its values, after the caption.
-        note: Sentence under it.
         wide: It has the whole width of the page.
         height: Height in pixels.
     """
@@ -76,7 +71,6 @@ class StackedBar:
     """A horizontal bar made of parts.
 
     Attributes:
-        name: Its name on the axis.
         parts: Name of a part -> value.
     """
 
@@ -89,7 +83,6 @@ class Lane:
     """A row of a timeline.
 
     Attributes:
-        name: Its name on the axis.
         spans: (start, end, name) in seconds.
     """
 
@@ -109,12 +102,10 @@ def curves(
     """Return a figure of curves over iterations; None without points.
 
     Args:
-        title: Caption.
         drawn: The curves. Points that are not finite are left out.
         quantity: ``bytes``, ``seconds`` or ``share`` (shown in a fitting unit), or the unit itself.
         levels: Name -> value of a horizontal line.
         from_zero: The axis begins at 0.
-        note: Sentence under the figure.
     """
     finite = [(curve, [(x, y) for x, y in curve.points if math.isfinite(y)]) for curve in drawn]
     finite = [(curve, points) for curve, points in finite if points]
@@ -165,7 +156,6 @@ def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], colu
     """Return a heat map of loads relative to their mean, all on the same scale of colors; None without values.
 
     Args:
-        title: Caption.
         rows: For each name, one load per column; 1 is the mean.
         names: Labels of the rows, from the top.
         columns: Iteration of each column.
@@ -180,10 +170,8 @@ def spans(title: str, lanes: Sequence[Lane], colors: Mapping[str, str], note: st
     """Return a timeline, from the first start; None without spans.
 
     Args:
-        title: Caption.
         lanes: Rows, from the top.
         colors: Name of a span -> its color, which the key has as well; others have their lane's.
-        note: Sentence under the figure.
     """
     lanes = [lane for lane in lanes if lane.spans]
     if not lanes:

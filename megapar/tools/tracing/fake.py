@@ -2,11 +2,13 @@
 
 The layers of a model are alike, so nearly every operator of a trace has run before on tensors of the same shapes.
 torch's cache inspects more of every argument than a trace needs, and does not cache operators that return a list.
+``replaced`` sets attributes of other modules for a while, where torch offers no option.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +38,8 @@ class _Made:
     Attributes:
         like: Index of the argument that it is or whose storage it shares; None for a new tensor.
         same: It is the argument itself.
-        shape: Shape.
         stride: Strides in elements.
         offset: Storage offset in elements.
-        dtype: Data type.
-        device: Fake device.
         attributes: Other attributes of the fake tensor.
     """
 
@@ -203,3 +202,18 @@ def _extent(tensor: Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(last + 1) * tensor.itemsize
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set ``owner.name`` to ``value`` in the context, for all threads. Raises AttributeError if it does not exist."""
+    is_own = name in vars(owner)  # otherwise an attribute of its class, which keeps it
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

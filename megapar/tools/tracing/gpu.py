@@ -26,7 +26,7 @@ from megapar.core.device.attention import whole as attention_forms
 from megapar.core.device.base import Device, MemoryPressure, NoEvent, NoStream
 from megapar.core.device.kinds import device_class
 from megapar.core.sharding import bucket
-from megapar.tools.tracing.replaced import replaced
+from megapar.tools.tracing.fake import replaced
 
 _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
 _HOPPER = (9, 0)  # compute capability of the device that ``FakeGpu`` names
@@ -74,37 +74,13 @@ class FakeGpu(CudaDevice):
         self.locked[x.untyped_storage()._cdata] = StorageWeakRef(x.untyped_storage())
         return x
 
-    def pinned_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate with torch's mark for page-locked memory, without registering it with a driver."""
-        return Accelerator.pinned_zeros(self, numel, dtype)
-
-    def synchronize(self) -> None:
-        """Do nothing: no work is enqueued."""
-
-    def new_stream(self, *_: Any, **__: Any) -> NoStream:
-        """Return the single stream."""
-        return NoStream()
-
-    def current_stream(self) -> NoStream:
-        """Return the single stream."""
-        return NoStream()
-
-    def event(self) -> NoEvent:
-        """Return an event that has completed."""
-        return NoEvent()
-
-    def timed_event(self) -> None:
-        """Return None: a trace has no timing."""
-
-    def after(self, stream: Any) -> None:
-        """Do nothing: all work has completed."""
-
-    def adopt(self, x: Tensor) -> None:
-        """Do nothing: no memory is freed."""
-
-    def memory_pressure(self) -> MemoryPressure | None:
-        """Return None: fake tensors do not use the allocator."""
-        return None
+    # A single stream, whose work has completed, without an allocator: as on a CPU.
+    synchronize, adopt, after = Device.synchronize, Device.adopt, Device.after
+    new_stream, current_stream = Device.new_stream, Device.current_stream
+    event, timed_event = Device.event, Device.timed_event
+    memory_pressure = Device.memory_pressure
+    # Page-locked memory has torch's mark, but is not registered with a driver.
+    pinned_zeros = Accelerator.pinned_zeros
 
     def peak_memory_bytes(self) -> int:
         """Return 0: no memory is allocated."""

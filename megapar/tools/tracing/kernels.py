@@ -29,7 +29,6 @@ class Kernels:
 
     Attributes:
         launches: Kernels per call.
-        reason: Explanation why it is not one.
         estimated: Taken from the sources, not counted by a profiler yet.
         elements: The launches repeat for every block of this many elements; 0 if they do not repeat.
     """

@@ -41,8 +41,7 @@ from megapar.moe.layer import MoeParts
 from megapar.moe.node_counts import Leaving
 from megapar.moe.node_dispatcher import NodeDispatcher, NodeTables
 from megapar.moe.token_dispatcher import RowCounts, TokenDispatcher
-from megapar.tools.tracing.fake import RememberingMode
-from megapar.tools.tracing.replaced import replaced
+from megapar.tools.tracing.fake import RememberingMode, replaced
 from megapar.trainer import Trainer
 from megapar.training.building.build import make_corpus, make_layout
 from megapar.training.building.builder import Builder
@@ -68,10 +67,7 @@ def pretend(
     No process group may exist before; none exists afterwards.
 
     Args:
-        rank: Rank in the configuration's world.
         tracker: Mode that sees every operator while the trainer is built and steps.
-        device: Device; the CPU by default.
-        observer: Observer of the trainer's steps.
         exact: Run every operator, including those whose result is cached. Slower; verifies the cache.
         run: Caller of the layers' functions.
         padded: Compute padding, too, as if all positions were text. Otherwise each micro-batch of ERNIE has another

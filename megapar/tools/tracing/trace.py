@@ -27,14 +27,11 @@ class TracedStep:
 
     Attributes:
         config: The traced configuration: that of the run, with mock data and without files.
-        rank: The traced rank.
-        stage: Pipeline stage of the rank.
         parameters: Bytes of parameters and buffers.
         optimizer: Bytes of master weights and optimizer state.
         resting: Live bytes between two steps.
         peak: Maximum of live bytes in the step.
         sent_bytes: "axis/kind" -> bytes.
-        seconds: Duration of the trace.
     """
 
     config: Config
@@ -94,10 +91,7 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
     """Measure one step of a trainer that was built under the tracker.
 
     Args:
-        tracker: Tracker of live bytes.
-        rank: Rank of the trainer.
         start: Start of the trace, from ``time.perf_counter``.
-        first: This is the trainer's first step.
     """
     if not first:  # the first step waits for its parameters unit by unit, which determines the buffers
         trainer.job.sharding.wait()

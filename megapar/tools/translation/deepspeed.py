@@ -9,8 +9,7 @@ ROWS: dict[str, Foreign] = table("""
 num-experts= | @deepspeed_experts |
 topk | --moe-router-topk {value} |
 moe-expert-parallel-size | --ep-degree {value} |
-enable-expert-tensor-parallelism | ~ |
-    else: implied | mp ranks shard experts like other layers (--expert-mp-degree)
+enable-expert-tensor-parallelism | @~else: implied | mp ranks shard experts like other layers (--expert-mp-degree)
 moe-train-capacity-factor | --moe-model-type deepspeed_moe --moe-capacity-factor {value} |
 disable-moe-token-dropping | --moe-model-type megatron_moe | no tokens are dropped
 expert-interval= |
@@ -20,8 +19,7 @@ expert-interval= |
 mlp-type= |
     is standard: implied | experts replace the MLP
     else: another model | residual experts (in addition to a dense MLP) are not supported
-disable-moe-top2-2nd-expert-sampling |
-    else: implied | the second expert has the second-highest score
+disable-moe-top2-2nd-expert-sampling | @else: implied | the second expert has the second-highest score
 ds-sequence-parallel-size= | ~ |
     is 1: unnecessary | a single rank has the whole sequence
     else: --cp-degree {value} --context-parallel-algo ulysses_cp_algo | all-to-all over attention heads
@@ -101,15 +99,11 @@ moe-eval-capacity-factor=
 """)
 # Defaults that differ from Megatron-LM's. Source: megatron/arguments.py of deepspeedai/Megatron-DeepSpeed (207b2d5a).
 DEFAULTS: dict[str, Foreign] = defaults("""
-topk |
-    not experts: unnecessary | the model has no experts
-    else: --moe-router-topk 1
+topk | @experts: --moe-router-topk 1 else the model has no experts |
 expert-interval |
     not experts: unnecessary | the model has no experts
     else: another model | all layers have experts, every second layer by default in Megatron-DeepSpeed
-moe-aux-loss-coeff moe-loss-coeff |
-    not experts: unnecessary | the model has no experts
-    else: --moe-aux-loss-coeff 0.1
+moe-aux-loss-coeff moe-loss-coeff | @experts: --moe-aux-loss-coeff 0.1 else the model has no experts |
 moe-train-capacity-factor disable-moe-token-dropping |
     not experts: unnecessary | the model has no experts
     else: --moe-model-type deepspeed_moe --moe-capacity-factor 1
@@ -117,7 +111,5 @@ disable-moe-top2-2nd-expert-sampling |
     experts and topk is 2: other numbers \
         | the second expert has the second-highest score; Megatron-DeepSpeed samples it with noise by default
     else: unnecessary | a single expert is never sampled
-recompute-num-layers | ~ |
-    without recompute-method: unnecessary | nothing is recomputed
-    else: --recompute-num-layers 1
+recompute-num-layers | @~with recompute-method: --recompute-num-layers 1 else nothing is recomputed |
 """)

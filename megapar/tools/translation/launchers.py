@@ -1,4 +1,4 @@
-"""Translation tables for the words in front of a script (form: ``verdict.table``).
+"""Translation tables for the words in front of a script (form: ``verdict.table``), and what has to be computed.
 
 Sources: torch.distributed.run and torch.distributed.launch, DeepSpeed's runner, Slurm's srun, Open MPI's mpirun,
 paddle.distributed.launch, MindSpore's msrun, accelerate launch, colossalai run, ft_launcher of
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megapar.tools.translation.verdict import Foreign, table
+from megapar.tools.translation.cases import Function, collected, first, number, whole
+from megapar.tools.translation.verdict import LEFT, RENAMED, UNNECESSARY, Decided, Foreign, Given, table
 
 _TORCHRUN = table("""
 [renamed]
@@ -22,9 +23,8 @@ max-restarts local-addr log-dir | megapar launch --{name} {value} | handled by t
 [implied]
 standalone | | a single node needs no rendezvous
 use-env | | ranks always read the environment
-[unnecessary]
-monitor-interval= start-method= role= run-path module | | megapar launch starts ranks in one way only
-no-python local-ranks-filter= numa-binding | | megapar launch starts ranks in one way only
+[unnecessary | megapar launch starts ranks in one way only]
+monitor-interval= start-method= role= run-path module no-python local-ranks-filter= numa-binding
 [unsupported]
 redirects= tee= logs-specs= | | --log-dir contains the output of every rank
 """)
@@ -34,9 +34,8 @@ num-gpus= | @~ranks_here | handled by the launcher
 num-nodes | megapar launch --nnodes {value} | handled by the launcher
 node-rank= | @~node_rank |
 master-addr= master-port= | @~rendezvous | the launcher takes address and port as one flag
-[unnecessary]
-hostfile= include= exclude= launcher= launcher-args= no-ssh | | start megapar launch on every node
-no-ssh-check ssh-port= force-multi | | start megapar launch on every node
+[unnecessary | start megapar launch on every node]
+hostfile= include= exclude= launcher= launcher-args= no-ssh no-ssh-check ssh-port= force-multi
 [unsupported | megapar launch starts ranks in one way only]
 module no-python no-local-rank save-pid= enable-each-rank-log bind-cores-to-rank autotuning= elastic-training
 max-elastic-nodes= min-elastic-nodes= bind-core-list=
@@ -54,9 +53,8 @@ no-container-mount-home container-env= threads-per-core= ntasks-per-gpu= het-gro
 _MPIRUN = table("""
 [renamed]
 np= n= | @~ranks_here | handled by the launcher
-[unnecessary]
-allow-run-as-root bind-to= map-by= mca= hostfile= host= x= report-bindings | | an option of mpirun
-tag-output oversubscribe prefix= | | an option of mpirun
+[unnecessary | an option of mpirun]
+allow-run-as-root bind-to= map-by= mca= hostfile= host= x= report-bindings tag-output oversubscribe prefix=
 """)
 _PADDLE = table("""
 [renamed]
@@ -69,9 +67,8 @@ log-dir | megapar launch --log-dir {value} | handled by the launcher
 max-restart | megapar launch --max-restarts {value} | handled by the launcher
 [unsupported]
 log-level= log-overwrite | | every rank logs everything
-[unnecessary]
-ips= servers= trainers= run-mode= job-id= legacy sort-ip host= | | start megapar launch on every node
-enable-gpu-log elastic-level= elastic-timeout= | | start megapar launch on every node
+[unnecessary | start megapar launch on every node]
+ips= servers= trainers= run-mode= job-id= legacy sort-ip host= enable-gpu-log elastic-level= elastic-timeout=
 """)
 _MSRUN = table("""
 [renamed]
@@ -80,9 +77,8 @@ local-worker-num= | @~ranks_here | handled by the launcher
 node-rank= | @~node_rank |
 master-addr= master-port= | @~rendezvous | the launcher takes address and port as one flag
 log-dir= | megapar launch --log-dir {value} | handled by the launcher
-[unnecessary]
-join= cluster-time-out= bind-core= sim-level= sim-rank-id= rank-table-file= | | an option of msrun
-worker-log-name= tail-worker-log= | | an option of msrun
+[unnecessary | an option of msrun]
+join= cluster-time-out= bind-core= sim-level= sim-rank-id= rank-table-file= worker-log-name= tail-worker-log=
 """)
 _ACCELERATE = table("""
 [renamed]
@@ -132,3 +128,63 @@ LAUNCHERS: Mapping[str, Mapping[str, Foreign]] = {
     "accelerate launch": _ACCELERATE,
     "colossalai run": _COLOSSALAI,
 }
+
+
+def _one_node(given: Given) -> bool:
+    if "worker-num" in given:
+        return given["worker-num"] == given.get("local-worker-num", "8")
+    names = ("nnodes", "num-nodes", "nodes", "num-machines")
+    return all(given.get(name, "1") == "1" for name in names) and "," not in given.get("host", "")
+
+
+def _rendezvous(value: str, given: Given) -> Decided:
+    address = given.get("master-addr", given.get("main-process-ip"))
+    port = given.get("master-port", given.get("main-process-port"))
+    if _one_node(given):
+        return UNNECESSARY, "", "a single node needs no rendezvous"
+    if not address or not port:
+        missing = "--master_port" if address else "--master_addr"
+        return LEFT, "", f"--rdzv-endpoint needs address and port, but {missing} is not set"
+    return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
+
+
+def _node_rank(value: str, given: Given) -> Decided:
+    if _one_node(given):
+        return UNNECESSARY, "", "there is one node"
+    return LEFT, "", "every node has another"
+
+
+def _ranks_here(value: str, given: Given) -> Decided:
+    if (ranks := whole(value)) is None:
+        return LEFT, "", "--nproc-per-node is a number of ranks"
+    return RENAMED, f"megapar launch --nproc-per-node {ranks}", ""
+
+
+def _divided(ours: str, by: str, usual: int, refused: str, reason: str = "") -> Function:
+    """Return the function for the ranks of all nodes, divided by the argument ``by``."""
+
+    def decide(value: str, given: Given) -> Decided:
+        quotient, rest = divmod(number(value), max(1.0, first(given, by, otherwise=usual)))
+        if rest:
+            return LEFT, "", f"set {ours}: the ranks of all nodes are not a multiple of {refused}"
+        return RENAMED, f"megapar launch {ours} {int(quotient)}", reason
+
+    return decide
+
+
+def _hosts(value: str, given: Given) -> Decided:
+    return RENAMED, f"megapar launch --nnodes {len(value.split(','))}", ""
+
+
+def _listed(value: str, given: Given) -> Decided:
+    devices = [word for word in value.strip("'\"").split(",") if word]
+    return RENAMED, f"megapar launch --nproc-per-node {len(devices)}", ""
+
+
+_worker_num = _divided(
+    "--nnodes", "local-worker-num", 8, "those of this node", "the ranks of all nodes / those of this node"
+)
+_num_processes = _divided("--nproc-per-node", "num-machines", 1, "the nodes")
+
+
+FUNCTIONS: Mapping[str, Function] = collected(globals())

@@ -7,7 +7,7 @@ features are in ``features``.
 from __future__ import annotations
 
 from megapar.tools.translation import features
-from megapar.tools.translation.verdict import Foreign, table
+from megapar.tools.translation.verdict import Foreign, defaults, table
 
 ROWS: dict[str, Foreign] = {
     **features.ROWS,
@@ -48,14 +48,12 @@ rope-type= |
     not latent: unnecessary | no effect in Megatron-LM without --multi-latent-attention
     scaled by yarn: implied | set by --rotary-scaling-factor
     else: unnecessary | without --rotary-scaling-factor YaRN's factor is one
-rotary-percent= |
+rotary-percent= partial-rotary-factor= |
     or 1 equals 0 1: unnecessary | RoPE rotates all features of a head
     latent: another model | in multi-latent attention all features of --qk-pos-emb-head-dim are rotated
     else: same --rotary-percent {value}
-use-rope-scaling |
-    latent: unnecessary | no effect in Megatron-LM with --multi-latent-attention
-    else: --rope-scaling-type llama3
-rope-scaling-factor= |
+use-rope-scaling | @not latent: --rope-scaling-type llama3 else no effect in Megatron-LM with --multi-latent-attention |
+rope-scaling-factor= yarn-scaling-factor= |
     not scaled: unnecessary | no effect without RoPE scaling
     latent and without rope-scaling-type: unnecessary | no effect without RoPE scaling
     else: same --rope-scaling-factor {value}
@@ -67,12 +65,12 @@ rotary-seq-len-interpolation-factor= |
     or 1 equals 0 1: unnecessary | the factor is one
     not scaled by linear: another model | RoPE is scaled by one formula: linear, llama3 or yarn
     else: --rope-scaling-type linear --rope-scaling-factor {value}
-original-max-position-embeddings= |
+original-max-position-embeddings= rope-scaling-original-max-position-embeddings= |
     not scaled: unnecessary | no effect without scaling by YaRN
     with use-rope-scaling: unnecessary | no effect without scaling by YaRN
     else: same --original-max-position-embeddings {value}
-mscale= | @rope_mscale |
-mscale-all-dim= |
+mscale= rope-scaling-mscale= | @rope_mscale |
+mscale-all-dim= rope-scaling-mscale-all-dim= |
     not scaled by yarn: unnecessary | no effect without scaling by yarn
     equals 0: unnecessary | off
     with mscale rope-scaling-mscale: same --mscale-all-dim {value}
@@ -88,19 +86,13 @@ qk-layernorm |
     latent: implied | the latents of multi-latent attention are normalized
     normalization is rmsnorm: --qk-norm | means --qk-norm
     else: another model | --qk-norm is an RMSNorm, a LayerNorm in Megatron-LM with this --normalization
-kv-channels= |
-    latent: unnecessary | heads of multi-latent attention have sizes of their own
-    else: --head-dim {value}
+kv-channels= | @not latent: --head-dim {value} else heads of multi-latent attention have sizes of their own |
 multi-head-latent-attention | --multi-latent-attention |
 q-lora-rank= kv-lora-rank= qk-head-dim= qk-pos-emb-head-dim= v-head-dim= attention-latent-norm-epsilon= |
     not latent: unnecessary | no effect without --multi-latent-attention
     else: same --{name} {value}
-qk-nope-head-dim= |
-    not latent: unnecessary | no effect without --multi-latent-attention
-    else: --qk-head-dim {value}
-qk-rope-head-dim= |
-    not latent: unnecessary | no effect without --multi-latent-attention
-    else: --qk-pos-emb-head-dim {value}
+qk-nope-head-dim= | @latent: --qk-head-dim {value} else no effect without --multi-latent-attention |
+qk-rope-head-dim= | @latent: --qk-pos-emb-head-dim {value} else no effect without --multi-latent-attention |
 fused-padded-mla-attention mla-fa-without-pad |
     not latent: unnecessary | no effect without --multi-latent-attention
     else: unnecessary | heads are padded where a kernel needs it, and keys and values are never kept
@@ -158,9 +150,7 @@ cp-comm-type= | ~ |
         | one algorithm for all layers: ring (p2p), Ulysses (a2a) or all-gather of keys and values (allgather)
 lr-warmup-iters= | @warmup_steps |
 lr-warmup-samples= | @warmup_samples | run lengths are given in steps
-lr-warmup-init= |
-    equals 0: unnecessary | warmup starts at 0
-    else: other numbers | warmup always starts at 0
+lr-warmup-init= | @equals 0: unnecessary else other numbers: warmup always starts at 0 | warmup starts at 0
 main-grads-dtype= main-params-dtype= exp-avg-dtype= exp-avg-sq-dtype= megatron-fsdp-main-params-dtype= \
     megatron-fsdp-main-grads-dtype= megatron-fsdp-grad-comm-dtype= |
     is fp32: implied | master weights, gradients and moments are fp32
@@ -185,7 +175,7 @@ distribute-saved-activations | --recompute-partition | for recomputed units
 verify-integrity | --checkpoint-verify full |
 num-layers-per-virtual-pipeline-stage= | @~chunks | counts chunks per stage, not layers per chunk
 num-virtual-stages-per-pipeline-rank | --vpp-degree {value} --pp-schedule interleaved |
-lr-warmup-fraction= | @warmup | warmup is given in steps
+lr-warmup-fraction= | @warmup_fraction | warmup is given in steps
 train-samples= | @samples | run lengths are given in steps
 lr-decay-samples= | @decay_samples | run lengths are given in steps
 lr-wsd-decay-samples= | @wsd_samples | run lengths are given in steps
@@ -195,8 +185,7 @@ attention-backend= | ~ |
     is unfused local: --no-use-flash-attn
     is fused: implied | fused attention is the default; --attention-backend cudnn names cuDNN's kernel
     else: implied | fused attention is the default
-transformer-impl= | ~ |
-    else: unnecessary | there is one implementation, which uses the fused kernels of the device
+transformer-impl= | @~else: unnecessary | there is one implementation, which uses the fused kernels of the device
 moe-train-capacity-factor= moe-expert-capacity-factor= |
     with moe-model-type and is '': left to you --moe-capacity-factor
     with moe-model-type: same --moe-capacity-factor {value}
@@ -249,9 +238,7 @@ eval-interval= |
     evaluated: same --eval-interval {value}
     else: --eval-interval 0 | no evaluation
 save-interval= | @~with save: same --save-interval {value} else nothing is saved without --save |
-valid-data-path= | ~ |
-    evaluated: --eval-data-path {value} | validation data
-    else: unnecessary | nothing is evaluated
+valid-data-path= | @~evaluated: --eval-data-path {value} else nothing is evaluated | validation data
 test-data-path= | ~ |
     else: unsupported | there is one validation set; evaluate another with a run that sets --eval-data-path
 optimizer= |
@@ -259,15 +246,9 @@ optimizer= |
     not is '' adam adamw fused-adam fused_adam torch-adamw: other numbers | the optimizer is AdamW or SGD
     with no-decoupled-weight-decay: other numbers | weight decay is always decoupled (AdamW)
     else: implied | AdamW, fused if the device supports it
-adam-beta1= adam-beta2= adam-eps= |
-    optimizer is sgd: unnecessary | no effect with --optimizer sgd
-    else: same --{name} {value}
-sgd-momentum= |
-    optimizer is sgd: same --sgd-momentum {value}
-    else: unnecessary | no effect without --optimizer sgd
-moe-router-dtype= |
-    is fp64: other numbers | the router computes in fp32
-    else: implied | the router computes in fp32
+adam-beta1= adam-beta2= adam-eps= | @not optimizer is sgd: same --{name} {value} else no effect with --optimizer sgd |
+sgd-momentum= | @optimizer is sgd: same --sgd-momentum {value} else no effect without --optimizer sgd |
+moe-router-dtype= | @is fp64: other numbers else implied: the router computes in fp32 | the router computes in fp32
 moe-router-pre-softmax |
     moe-router-score-function is sigmoid: implied | sigmoid scores are not normalized before the selection
     with norm-topk-prob: implied | --norm-topk-prob divides them by their sum, which is the softmax after the selection
@@ -276,9 +257,7 @@ moe-router-pre-softmax |
 lr-decay-style= | @decay_style |
 lr-wsd-decay-style= | @wsd_style |
 weight-decay-incr-style= start-weight-decay= end-weight-decay= | @decay_increments |
-initial-loss-scale= |
-    not loss scaled: unnecessary | the loss is scaled only with fp16
-    else: same --initial-loss-scale {value}
+initial-loss-scale= | @loss scaled: same --initial-loss-scale {value} else the loss is scaled only with fp16 |
 loss-scale= |
     not loss scaled: unnecessary | the loss is scaled only with fp16
     else: other numbers --initial-loss-scale {value} --min-loss-scale {value} \
@@ -392,3 +371,50 @@ vocab-file= merge-file= | | --tokenizer-model is a folder with these files in Hu
 adaptive-recompute-device-swap | | --adaptive-recompute-device-size is the memory that it may use
 """),
 }
+# Defaults that differ from megapar's. Source: arguments.py and config/training_config.py of megatron/training, and
+# optimizer_config.py of megatron/core/optimizer, NVIDIA/Megatron-LM, 2026.
+DEFAULTS: dict[str, Foreign] = defaults("""
+num-experts num-moe-experts | --num-experts 0 | a dense model
+normalization | --normalization layernorm |
+position-embedding-type use-rotary-position-embeddings no-position-embedding | --position-embedding-type learned |
+swiglu activation squared-relu quick-geglu fused-swiglu geglu | --activation gelu |
+add-bias-linear disable-bias-linear no-add-bias-linear | --add-bias-linear |
+attention-dropout | --attention-dropout 0.1 |
+hidden-dropout | --hidden-dropout 0.1 |
+depth-scaled-init no-depth-scaled-init | --depth-scaled-init | output projections start with std / sqrt(2 x layers)
+moe-aux-loss-coeff moe-loss-coeff |
+    without num-experts num-moe-experts: unnecessary | the model has no experts
+    else: --moe-aux-loss-coeff 0 | no load balancing loss without its coefficient
+moe-router-load-balancing-type | @else: implied | aux_loss
+mtp-loss-scaling-factor | @not mtp-num-layers equals 0: --mtp-loss-weight 0.1 else multi-token prediction is off |
+calculate-per-token-loss |
+    with eod-mask-loss: other numbers | tokens have equal weight, micro-batches in Megatron-LM
+    else: implied | all micro-batches have the same number of tokens
+optimizer | = adam |
+adam-beta2 | @not optimizer is sgd: --adam-beta2 0.999 else no effect with --optimizer sgd |
+weight-decay start-weight-decay | --weight-decay 0.01 |
+lr-decay-style | --lr-decay-style linear |
+lr-wsd-decay-style | @wsd_style |
+bf16 fp16 dtype | --dtype fp32 | neither --bf16 nor --fp16
+initial-loss-scale loss-scale | = 4294967296 | applies if the loss is scaled
+micro-batch-size | | the framework has no default either
+seq-length encoder-seq-length | | the framework has no default either
+hidden-size | | the framework has no default either
+num-layers encoder-num-layers decoder-num-layers | | the framework has no default either
+train-iters train-samples train-tokens | | the framework has no default either
+split train-data-path valid-data-path test-data-path data-args-path mock-data |
+    with data-path: --split 969,30,1
+    else: unnecessary | no --data-path
+eval-iters |
+    eval-interval equals 0: unnecessary | nothing is evaluated
+    not held out: unnecessary | nothing is evaluated
+    else: --eval-iters 100
+eval-interval |
+    with eval-iters: implied | set with --eval-iters
+    else: --eval-interval 0 | no evaluation during training
+log-interval | --log-interval 100 |
+lr | | the framework has no default either
+num-attention-heads | | the framework has no default either
+no-bias-gelu-fusion disable-bias-linear no-add-bias-linear swiglu activation squared-relu quick-geglu |
+    else: other numbers | GELU is exact (erf); Megatron-LM's fusion with biases uses the tanh approximation
+""")

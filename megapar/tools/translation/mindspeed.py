@@ -67,11 +67,11 @@ optimizer-selection= | ~ |
     else: implied | AdamW, fused if the device supports it
 attention-mask-type= cp-attention-mask-type= | ~ |
     else: implied | attention is causal, within documents with --reset-attention-mask
-pre-tockens= | @mindspeed_past |
-num-layer-list= | @~mindspeed_layers_of_stages |
-pipeline-num-transformer-layers= | @~mindspeed_layers_of_chunks |
+pre-tockens= | @past |
+num-layer-list= | @~layers_of_stages |
+pipeline-num-transformer-layers= | @~layers_of_chunks |
 npu-deterministic use-deter-comp | --deterministic |
-mla-fa-without-pad padded-base-length= mla-mm-split mla-zero-memory mla-fa-divide-qk |
+padded-base-length= mla-mm-split mla-zero-memory mla-fa-divide-qk |
     not latent: unnecessary | no effect without --multi-latent-attention
     else: unnecessary | heads are padded where a kernel needs it, and keys and values are never kept
 mla-up-proj-tp-overlap mla-swap-core-attn-out |
@@ -80,44 +80,18 @@ mla-up-proj-tp-overlap mla-swap-core-attn-out |
 enable-zero3 layerzero | --sharding-stage 3 |
 virtual-optimizer= | --optimizer-offload |
 init-from-hf-path | --load-hf {value} |
-expert-model-parallel-size= | @~mindspeed_expert_ranks |
+expert-model-parallel-size= | @~expert_ranks |
 scale-emb | --embedding-multiplier {value} |
-output-multiplier-scale= | @mindspeed_output_multiplier |
-scale-depth= | @mindspeed_depth |
-dim-model-base= | @mindspeed_base_width |
+output-multiplier-scale= | @output_multiplier |
+scale-depth= | @depth |
+dim-model-base= | @base_width |
 rope-scaling-type= |
     is llama3 yarn: same --rope-scaling-type {value}
     else: another model | RoPE is scaled by linear, llama3 or yarn, not by {value}
-rope-scaling-factor= yarn-scaling-factor= |
-    not scaled: unnecessary | no effect without RoPE scaling
-    latent and without rope-scaling-type: unnecessary | no effect without RoPE scaling
-    else: same --rope-scaling-factor {value}
-rope-scaling-beta-fast= beta-fast= |
-    not scaled by yarn: unnecessary | no effect without scaling by yarn
-    else: --beta-fast {value}
-rope-scaling-beta-slow= beta-slow= |
-    not scaled by yarn: unnecessary | no effect without scaling by yarn
-    else: --beta-slow {value}
-rope-scaling-mscale= | @rope_mscale |
-rope-scaling-mscale-all-dim= |
-    not scaled by yarn: unnecessary | no effect without scaling by yarn
-    equals 0: unnecessary | off
-    with mscale rope-scaling-mscale: same --mscale-all-dim {value}
-    else: --mscale 1.0 --mscale-all-dim {value} | --mscale is 1 by default
-rope-scaling-original-max-position-embeddings= original-max-position-embeddings= |
-    not scaled: unnecessary | no effect without scaling by YaRN
-    with use-rope-scaling: unnecessary | no effect without scaling by YaRN
-    else: same --original-max-position-embeddings {value}
-low-freq-factor= |
-    not scaled by llama3: unnecessary | no effect without scaling by llama3
-    else: --low-freq-factor {value}
-high-freq-factor= |
-    not scaled by llama3: unnecessary | no effect without scaling by llama3
-    else: --high-freq-factor {value}
-partial-rotary-factor= |
-    or 1 equals 0 1: unnecessary | RoPE rotates all features of a head
-    latent: another model | in multi-latent attention all features of --qk-pos-emb-head-dim are rotated
-    else: same --rotary-percent {value}
+rope-scaling-beta-fast= beta-fast= | @scaled by yarn: --beta-fast {value} else no effect without scaling by yarn |
+rope-scaling-beta-slow= beta-slow= | @scaled by yarn: --beta-slow {value} else no effect without scaling by yarn |
+low-freq-factor= | @scaled by llama3: --low-freq-factor {value} else no effect without scaling by llama3 |
+high-freq-factor= | @scaled by llama3: --high-freq-factor {value} else no effect without scaling by llama3 |
 [implied]
 no-use-rts | | tokens are never selected at random, in MindSpeed with or without it
 no-use-gmm-fp8 | | expert GEMMs never use fp8
@@ -297,5 +271,3 @@ fc-type= | | | MLPs are dense or consist of experts
 mtp-after-norm | | | the multi-token prediction block reads its input before the final norm
 dist-train | | | only text is supported
 """)
-# Defaults that differ from Megatron-LM's, with the same keys as ``defaults``.
-DEFAULTS: dict[str, Foreign] = {}

@@ -1,4 +1,4 @@
-"""Translation of Megatron-LM's and Megatron-DeepSpeed's arguments, and of launchers', that has to be computed.
+"""Translation of arguments of Megatron-LM, Megatron-DeepSpeed and MindSpeed that has to be computed.
 
 Rows ``@name`` of the tables; a row whose conditions suffice has cases instead (``cases``). Sources: NVIDIA/Megatron-LM
 (megatron/training/arguments.py, megatron/core/transformer) and deepspeedai/Megatron-DeepSpeed (megatron/arguments.py),
@@ -7,16 +7,25 @@ as in tests/tools/translation/tables.
 
 from __future__ import annotations
 
+import ast
 import math
 import shlex
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 from megapar.config.read import spellings
 from megapar.model.decoder.layer_pattern import listed, to_pattern
 from megapar.tools.translation import open_values
-from megapar.tools.translation.cases import Function, collected
-from megapar.tools.translation.given import scaling, scaling_factor
-from megapar.tools.translation.number import NotANumberError, first, number, whole
+from megapar.tools.translation.cases import (
+    Function,
+    NotANumberError,
+    collected,
+    first,
+    number,
+    scaling,
+    scaling_factor,
+    whole,
+)
 from megapar.tools.translation.verdict import (
     ANOTHER,
     IMPLIED,
@@ -25,13 +34,11 @@ from megapar.tools.translation.verdict import (
     RENAMED,
     SAME,
     UNNECESSARY,
+    UNSUPPORTED,
     Decided,
     Given,
 )
 from megapar.training.step.schedules import BatchSize
-
-_WARMUPS = ("lr-warmup-fraction", "lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens")
-_SET_ELSEWHERE = "another argument sets the warmup"
 
 
 def _chunks(value: str, given: Given) -> Decided:
@@ -73,43 +80,72 @@ def _steps(samples: float, given: Given, whole: Callable[[float], int] = round) 
     return steps + max(0, whole((samples - consumed) / batch.final))
 
 
-def _warmup(value: str, given: Given) -> Decided:
-    if _warmed_otherwise("lr-warmup-fraction", value, given):
-        return UNNECESSARY, "", _SET_ELSEWHERE
-    share = number(value)
+def _counted(ours: str, whole: Callable[[float], int] = round) -> Function:
+    """Return the function that translates a number of samples to steps; ``whole`` rounds the last one."""
+
+    def decide(value: str, given: Given) -> Decided:
+        samples = number(value, -1)
+        steps = _steps(samples, given, whole) if samples >= 0 else None
+        if steps is None:
+            return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not set"
+        return RENAMED, f"{ours} {steps}", ""
+
+    return decide
+
+
+def _from_tokens(ours: str) -> Function:
+    """Return the function that translates a number of tokens to steps."""
+
+    def decide(value: str, given: Given) -> Decided:
+        per_step = first(given, "global-batch-size") * first(given, "seq-length")
+        if not per_step:
+            return OTHER, "", f"left to you: {ours} = tokens / (--global-batch-size x --seq-length)"
+        reason = "counts steps instead of tokens: equal if all steps have the same number of tokens"
+        return RENAMED, f"{ours} {round(number(value) / per_step)}", reason
+
+    return decide
+
+
+_samples = _counted("--train-iters", math.floor)  # an incomplete last batch is not used
+_decay_samples = _counted("--lr-decay-iters", math.floor)  # as --train-samples, which it often equals
+_wsd_samples = _counted("--lr-wsd-decay-iters")
+_decay_tokens = _from_tokens("--lr-decay-iters")
+
+
+def _warmup(unit: str) -> Callable[[Function], Function]:
+    """Decorate the function of ``--lr-warmup-UNIT``, which has no effect if it is 0 and another unit sets a warmup."""
+    names = [f"lr-warmup-{other}" for other in ("fraction", "iters", "samples", "tokens") if other != unit]
+
+    def decorate(function: Function) -> Function:
+        def decide(value: str, given: Given) -> Decided:
+            if number(value, 1) == 0 and any(number(given[name], 1) != 0 for name in names if name in given):
+                return UNNECESSARY, "", "another argument sets the warmup"
+            return function(value, given)
+
+        return decide
+
+    return decorate
+
+
+@_warmup("fraction")
+def _warmup_fraction(value: str, given: Given) -> Decided:
     steps = first(given, "lr-decay-iters", otherwise=first(given, "train-iters"))
     samples = first(given, "lr-decay-samples", otherwise=first(given, "train-samples"))
     if samples and not steps:
         steps = _steps(samples, given) or 0
     if not steps:
         return OTHER, "", "left to you: --lr-warmup-iters is a fraction of --lr-decay-iters, which is not set"
-    return RENAMED, f"--lr-warmup-iters {round(share * steps)}", ""
+    return RENAMED, f"--lr-warmup-iters {round(number(value) * steps)}", ""
 
 
-def _counted(ours: str, value: str, given: Given, whole: Callable[[float], int] = round) -> Decided:
-    samples = number(value, -1)
-    steps = _steps(samples, given, whole) if samples >= 0 else None
-    if steps is None:
-        return OTHER, "", f"left to you: {ours} = samples / --global-batch-size, which is not set"
-    return RENAMED, f"{ours} {steps}", ""
+@_warmup("iters")
+def _warmup_steps(value: str, given: Given) -> Decided:
+    reason = "" if value == "0" else f"warmup step i has (i + 1) / {value} of the rate, i / {value} in Megatron-LM"
+    return SAME, f"--lr-warmup-iters {value}", reason
 
 
-def _samples(value: str, given: Given) -> Decided:
-    return _counted("--train-iters", value, given, math.floor)  # an incomplete last batch is not used
-
-
-def _warmup_samples(value: str, given: Given) -> Decided:
-    if _warmed_otherwise("lr-warmup-samples", value, given):
-        return UNNECESSARY, "", _SET_ELSEWHERE
-    return _counted("--lr-warmup-iters", value, given)
-
-
-def _decay_samples(value: str, given: Given) -> Decided:
-    return _counted("--lr-decay-iters", value, given, math.floor)  # as --train-samples, which it often equals
-
-
-def _wsd_samples(value: str, given: Given) -> Decided:
-    return _counted("--lr-wsd-decay-iters", value, given)
+_warmup_samples = _warmup("samples")(_counted("--lr-warmup-iters"))
+_warmup_tokens = _warmup("tokens")(_from_tokens("--lr-warmup-iters"))
 
 
 def _ramped(value: str, given: Given) -> Decided:
@@ -125,7 +161,7 @@ def _tokens(value: str, given: Given) -> Decided:
     length = first(given, "seq-length")
     if not length:
         return OTHER, "", "left to you: --train-iters = tokens / (--global-batch-size x --seq-length)"
-    verdict, ours, reason = _counted("--train-iters", str(number(value) / length), given)
+    verdict, ours, reason = _counted("--train-iters")(str(number(value) / length), given)
     steps = int(first(given, "train-iters"))
     if ours and 0 < steps < int(ours.split()[1]):
         return verdict, f"--train-iters {steps}", "the earlier of both ends"
@@ -189,59 +225,6 @@ def _profile(value: str, given: Given) -> Decided:
     return RENAMED, f"--profile {start}:{end}", ""
 
 
-def _one_node(given: Given) -> bool:
-    if "worker-num" in given:
-        return given["worker-num"] == given.get("local-worker-num", "8")
-    names = ("nnodes", "num-nodes", "nodes", "num-machines")
-    return all(given.get(name, "1") == "1" for name in names) and "," not in given.get("host", "")
-
-
-def _rendezvous(value: str, given: Given) -> Decided:
-    address = given.get("master-addr", given.get("main-process-ip"))
-    port = given.get("master-port", given.get("main-process-port"))
-    if _one_node(given):
-        return UNNECESSARY, "", "a single node needs no rendezvous"
-    if not address or not port:
-        missing = "--master_port" if address else "--master_addr"
-        return LEFT, "", f"--rdzv-endpoint needs address and port, but {missing} is not set"
-    return RENAMED, f"megapar launch --rdzv-endpoint {address}:{port}", ""
-
-
-def _node_rank(value: str, given: Given) -> Decided:
-    if _one_node(given):
-        return UNNECESSARY, "", "there is one node"
-    return LEFT, "", "every node has another"
-
-
-def _ranks_here(value: str, given: Given) -> Decided:
-    if (ranks := whole(value)) is None:
-        return LEFT, "", "--nproc-per-node is a number of ranks"
-    return RENAMED, f"megapar launch --nproc-per-node {ranks}", ""
-
-
-def _worker_num(value: str, given: Given) -> Decided:
-    nodes, rest = divmod(number(value), max(1.0, first(given, "local-worker-num", otherwise=8)))
-    if rest:
-        return LEFT, "", "set --nnodes: the ranks of all nodes are not a multiple of those of this node"
-    return RENAMED, f"megapar launch --nnodes {int(nodes)}", "the ranks of all nodes / those of this node"
-
-
-def _num_processes(value: str, given: Given) -> Decided:
-    ranks, rest = divmod(number(value), max(1.0, first(given, "num-machines", otherwise=1)))
-    if rest:
-        return LEFT, "", "set --nproc-per-node: the ranks of all nodes are not a multiple of the nodes"
-    return RENAMED, f"megapar launch --nproc-per-node {int(ranks)}", ""
-
-
-def _hosts(value: str, given: Given) -> Decided:
-    return RENAMED, f"megapar launch --nnodes {len(value.split(','))}", ""
-
-
-def _listed(value: str, given: Given) -> Decided:
-    devices = [word for word in value.strip("'\"").split(",") if word]
-    return RENAMED, f"megapar launch --nproc-per-node {len(devices)}", ""
-
-
 def _vocabulary(value: str, given: Given) -> Decided:
     """Translate to the padded vocabulary size: Megatron's embedding and softmax include the padded rows."""
     size, multiple = int(number(value)), int(first(given, "make-vocab-size-divisible-by", otherwise=128))
@@ -295,19 +278,6 @@ def _layers_with_experts(value: str, given: Given) -> Decided:
     return SAME, f"--moe-layer-freq {shlex.quote(text)}", ""
 
 
-def _warmed_otherwise(name: str, value: str, given: Given) -> bool:
-    """Return True if this argument sets no warmup, but another one does."""
-    others = [given[other] for other in _WARMUPS if other != name and other in given]
-    return number(value, 1) == 0 and any(number(other, 1) != 0 for other in others)
-
-
-def _warmup_steps(value: str, given: Given) -> Decided:
-    if _warmed_otherwise("lr-warmup-iters", value, given):
-        return UNNECESSARY, "", _SET_ELSEWHERE
-    reason = "" if value == "0" else f"warmup step i has (i + 1) / {value} of the rate, i / {value} in Megatron-LM"
-    return SAME, f"--lr-warmup-iters {value}", reason
-
-
 def _stages(value: str, given: Given) -> Decided:
     """Translate layer counts of the first or last stage; the other layers are distributed evenly."""
     layers, stages = int(first(given, "num-layers")), int(first(given, "pipeline-model-parallel-size", otherwise=1))
@@ -339,24 +309,6 @@ def _load_tag(value: str, given: Given) -> Decided:
     return LEFT, "", "set --ckpt-step to the number of a step"
 
 
-def _from_tokens(ours: str, value: str, given: Given) -> Decided:
-    per_step = first(given, "global-batch-size") * first(given, "seq-length")
-    if not per_step:
-        return OTHER, "", f"left to you: {ours} = tokens / (--global-batch-size x --seq-length)"
-    reason = "counts steps instead of tokens: equal if all steps have the same number of tokens"
-    return RENAMED, f"{ours} {round(number(value) / per_step)}", reason
-
-
-def _warmup_tokens(value: str, given: Given) -> Decided:
-    if _warmed_otherwise("lr-warmup-tokens", value, given):
-        return UNNECESSARY, "", _SET_ELSEWHERE
-    return _from_tokens("--lr-warmup-iters", value, given)
-
-
-def _decay_tokens(value: str, given: Given) -> Decided:
-    return _from_tokens("--lr-decay-iters", value, given)
-
-
 def _rope_mscale(value: str, given: Given) -> Decided:
     """Translate the numerator of YaRN's factor on rotated features; without a denominator that is 1 in Megatron-LM."""
     if scaling(given) != "yarn":
@@ -367,6 +319,67 @@ def _rope_mscale(value: str, given: Given) -> Decided:
     if number(value, 1.0) == 1:
         return UNNECESSARY, "", "one, as without --mscale"
     return RENAMED, f"--rope-attention-factor {0.1 * number(value, 1.0) * math.log(scaling_factor(given)) + 1}", ""
+
+
+def _expert_ranks(value: str, given: Given) -> Decided:
+    if "moe-tp-extend-ep" not in given:
+        return RENAMED, f"--ep-degree {value}", ""
+    ranks = round(number(value) * max(1, first(given, "tensor-model-parallel-size", otherwise=1)))
+    return RENAMED, f"--ep-degree {ranks}", "with --moe-tp-extend-ep, mp ranks are expert ranks"
+
+
+def _past(value: str, given: Given) -> Decided:
+    if first(given, "sparse-mode") == 2:
+        return UNNECESSARY, "", "--sparse-mode 2 is the causal mask"
+    if number(value) >= first(given, "seq-length"):
+        return UNNECESSARY, "", "it covers the whole sample"
+    return ANOTHER, "", "attention covers all earlier tokens"
+
+
+def _starts(counts: list[int]) -> Decided:
+    starts = [0, *accumulate(counts)][:-1]
+    return RENAMED, f"--pp-seg-method {','.join(map(str, starts))}", "the first layer of each stage"
+
+
+def _layers_of_stages(value: str, given: Given) -> Decided:
+    words = value.strip("'\"").split(",")
+    if "noop-layers" in given:
+        return UNNECESSARY, "", "MindSpeed ignores it with --noop-layers"
+    counts = [layers for layers in map(whole, words) if layers is not None]
+    if len(counts) < len(words):
+        return LEFT, "", "not a list of layer counts: set --pp-seg-method to the first layer of each stage"
+    return _starts(counts)
+
+
+def _layers_of_chunks(value: str, given: Given) -> Decided:
+    try:
+        stages = ast.literal_eval(value.strip("'\""))
+        counts = [[int(layers) for layers in stage] for stage in stages]
+    except (ValueError, TypeError, SyntaxError):
+        return LEFT, "", "not a literal list: set --pp-seg-method to the first layer of each stage"
+    if any(len(stage) != 1 for stage in counts):
+        return UNSUPPORTED, "", "--pp-seg-method uniform or balanced distributes layers over the chunks of a stage"
+    return _starts([stage[0] for stage in counts])
+
+
+def _output_multiplier(value: str, given: Given) -> Decided:
+    if number(value) <= 0:
+        return UNNECESSARY, "", "the logits have no factor"
+    return RENAMED, f"--logits-scaling {1 / number(value)!r}", "divides the logits by the inverse of this factor"
+
+
+def _depth(value: str, given: Given) -> Decided:
+    layers = first(given, "num-layers")
+    if layers <= 0 or number(value) <= 0:
+        return LEFT, "", "set --residual-multiplier to this value / sqrt(--num-layers)"
+    return RENAMED, f"--residual-multiplier {number(value) / layers**0.5!r}", "is this value / sqrt(--num-layers)"
+
+
+def _base_width(value: str, given: Given) -> Decided:
+    width = first(given, "hidden-size")
+    if width <= 0 or number(value) <= 0 or "output-multiplier-scale" in given:
+        return LEFT, "", "set --logits-scaling to --hidden-size / this value, divided by --output-multiplier-scale"
+    return RENAMED, f"--logits-scaling {width / number(value)!r}", "is --hidden-size / this value"
 
 
 FUNCTIONS: Mapping[str, Function] = collected(globals())

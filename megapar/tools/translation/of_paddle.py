@@ -11,12 +11,23 @@ import math
 import shlex
 from collections.abc import Mapping
 
-from megapar.tools.translation.cases import Function, collected
-from megapar.tools.translation.given import by_ernie_4_5, is_on, off
-from megapar.tools.translation.number import first, number, whole
+from megapar.tools.translation.cases import Function, by_ernie_4_5, collected, first, is_on, number, off, whole
 from megapar.tools.translation.verdict import ANOTHER, IMPLIED, LEFT, OTHER, RENAMED, UNNECESSARY, Decided, Given
 
 _STAGES = ("stage1", "stage2", "stage3")
+# Parts of the names of models for which megapar has no trainer.
+_OTHERS = ("bert", "t5", "bart", "-vl", "vit", "mamba", "rwkv", "chatglm")
+
+
+def trainer_kind(given: Mapping[str, str]) -> str:
+    """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
+    plain = {name.rpartition(".")[2]: value for name, value in given.items()}
+    if any(name in plain for name in ("moe-num-experts", "moe-group", "moe-k", "use-moe")):
+        return "moe"
+    name = " ".join(plain.get(key, "") for key in ("model-type", "model-name-or-path", "architecture")).lower()
+    if "ernie" in name:
+        return "moe" if any(mark in name for mark in ("4.5", "4_5", "4p5", "45")) else "ernie"
+    return "" if any(mark in name for mark in _OTHERS) else "moe"
 
 
 def _words(value: str) -> list[str]:
@@ -213,14 +224,11 @@ _TENSOR_WORDS = """
 """
 _REPLICA_WORDS = "enable_allreduce_avg_in_gradinent_scale gradient_sync_after_accumulate"
 
-FUNCTIONS: Mapping[str, Function] = {
-    **collected(globals(), "paddle_"),
-    "paddle_sharding_words": _worded(
-        _SHARDING_WORDS, "communication always overlaps computation; these words have no other effect"
-    ),
-    "paddle_pipeline_words": _worded(_PIPELINE_WORDS, "sends never block; --pp-schedule sets the order of a stage"),
-    "paddle_tensor_words": _worded(
-        _TENSOR_WORDS, "mp ranks always have the same values; --tp-comm-overlap hides communication"
-    ),
-    "paddle_replica_words": _worded(_REPLICA_WORDS, "gradients are sums over all tokens, reduced once per step"),
-}
+_sharding_words = _worded(
+    _SHARDING_WORDS, "communication always overlaps computation; these words have no other effect"
+)
+_pipeline_words = _worded(_PIPELINE_WORDS, "sends never block; --pp-schedule sets the order of a stage")
+_tensor_words = _worded(_TENSOR_WORDS, "mp ranks always have the same values; --tp-comm-overlap hides communication")
+_replica_words = _worded(_REPLICA_WORDS, "gradients are sums over all tokens, reduced once per step")
+
+FUNCTIONS: Mapping[str, Function] = collected(globals(), "paddle_")

@@ -5,8 +5,6 @@ Keys of nested configurations are joined with dots. A row without a dot matches 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megapar.tools.translation.verdict import Foreign, defaults, table
 
 ROWS: dict[str, Foreign] = table("""
@@ -49,14 +47,11 @@ num-acc-steps n-microbatches | --gradient-merge-acc-step {value} |
 global-batch-size= |
     above 0: --global-batch-size {value}
     else: unnecessary | micro-batch size x accumulation steps x data ranks, the same default
-max-steps= |
-    above 0: --train-iters {value}
-    else: left to you | run lengths are given in steps: --train-iters
+max-steps= | @above 0: --train-iters {value} else left to you: run lengths are given in steps: --train-iters |
 num-train-epochs= |
     max-steps above 0: unnecessary | --max_steps takes precedence
     else: left to you | run lengths are given in steps: --train-iters
-max-seq-length= max-seq-len= max-sequence-length= |
-    else: --seq-length {value}
+max-seq-length= max-seq-len= max-sequence-length= | @else: --seq-length {value} |
 base-seq-length= | @paddle_base_length |
 learning-rate | --lr {value} |
 min-lr= min-learning-rate= | @above 0: --min-lr {value} else the learning rate decays to 0 |
@@ -98,9 +93,7 @@ recompute-granularity= | ~ |
     recompute use-recompute on: implied | set with recompute
     else: unnecessary | nothing is recomputed
 enable-offload offload-recompute-inputs | --recompute-offload |
-use-flash-attention use-flash-attn | ~ |
-    off: --no-use-flash-attn
-    else: implied | fused attention is the default
+use-flash-attention use-flash-attn | @~off: --no-use-flash-attn else implied: fused attention is the default |
 offload-optim optimize-offload tensorwise-offload-optimizer | --optimizer-offload |
 deterministic-mode | --deterministic |
 logging-steps | --log-interval {value} |
@@ -119,9 +112,7 @@ save-strategy= evaluation-strategy= logging-strategy= | ~ |
     else: implied | in steps
 use-async-save | --async-save |
 input-dir= train-dataset-path= | @~paddle_data |
-eval-dataset-path= | ~ |
-    evaluated in paddle: --eval-data-path {value}
-    else: unnecessary | evaluation is off without do_eval
+eval-dataset-path= | @~evaluated in paddle: --eval-data-path {value} else evaluation is off without do_eval |
 tokenizer-name-or-path tokenizer-name | --tokenizer-model {value} |
 model-name-or-path= model-type= |
     with hidden-size: implied | the sizes are given
@@ -135,17 +126,14 @@ resume-from-checkpoint= |
     is '' true false 0: unnecessary | set --load to the folder of checkpoints to resume from
     else: left to you | Paddle checkpoints are not supported: export to Hugging Face format for --load-hf
 num-hidden-layers= | @paddle_layers |
-remove-tail-layer |
-    else: implied | --num-layers counts the remaining layers
+remove-tail-layer | @else: implied | --num-layers counts the remaining layers
 intermediate-size | --ffn-hidden-size {value} |
 rms-norm-eps | --layernorm-epsilon {value} |
 initializer-range= | @paddle_std |
 tie-word-embeddings |
     off: --untie-embeddings-and-output-weights
     else: implied | the output projection and the embedding are tied
-use-rmsnorm |
-    off: --normalization layernorm
-    else: implied | RMSNorm is the default
+use-rmsnorm | @off: --normalization layernorm else implied: RMSNorm is the default |
 hidden-act= |
     is silu swish: implied | SwiGLU is the default
     is gelu: --activation gelu
@@ -158,9 +146,7 @@ moe-num-experts= n-routed-experts= num-experts= |
     alike: --num-experts {word}
     else: another model | all layers have the same experts, for one type of token
 moe-k | --moe-router-topk {value} |
-num-experts-per-tok= |
-    with moe-k: unnecessary | set by moe_k
-    else: --moe-router-topk {value}
+num-experts-per-tok= | @without moe-k: --moe-router-topk {value} else set by moe_k |
 moe-intermediate-size= |
     not alike and not is '': another model | all layers have the same experts, for one type of token
     at most 0: unnecessary | experts are as wide as the dense layers
@@ -200,12 +186,8 @@ moe-gate-act= scoring-func= |
 moe-norm-gate-logits norm-topk-prob= |
     off: other numbers | the weights of the selected experts sum to one; in the script they keep their scores
     else: implied | the weights of the selected experts sum to one
-n-group= |
-    at most 1: unnecessary | experts have no groups
-    else: --moe-router-num-groups {value}
-topk-group= |
-    n-group moe-router-num-groups at most 1: unnecessary | experts have no groups
-    else: --moe-router-group-topk {value}
+n-group= | @above 1: --moe-router-num-groups {value} else experts have no groups |
+topk-group= | @n-group moe-router-num-groups above 1: --moe-router-group-topk {value} else experts have no groups |
 scaling-factor routed-scaling-factor | --moe-router-topk-scaling-factor {value} |
 multi-token-pred-depth= num-nextn-predict-layers= mtp-num-layers= |
     at most 0: unnecessary | multi-token prediction is off
@@ -491,26 +473,7 @@ moe-num-experts n-routed-experts num-experts |
     without hidden-size: unnecessary | no model sizes are given
     else: --num-experts 0 | a dense model
 moe-aux-loss-lambda router-aux-loss-coef | @paddle_usual_aux |
-rms-norm-eps |
-    without hidden-size: unnecessary | no model sizes are given
-    else: --layernorm-epsilon 1e-06
+rms-norm-eps | @with hidden-size: --layernorm-epsilon 1e-06 else no model sizes are given |
 initializer-range | @paddle_usual_std |
-tie-word-embeddings |
-    without hidden-size: unnecessary | no model sizes are given
-    else: --untie-embeddings-and-output-weights
+tie-word-embeddings | @with hidden-size: --untie-embeddings-and-output-weights else no model sizes are given |
 """)
-
-
-# Parts of the names of models for which megapar has no trainer.
-_OTHERS = ("bert", "t5", "bart", "-vl", "vit", "mamba", "rwkv", "chatglm")
-
-
-def trainer_kind(given: Mapping[str, str]) -> str:
-    """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
-    plain = {name.rpartition(".")[2]: value for name, value in given.items()}
-    if any(name in plain for name in ("moe-num-experts", "moe-group", "moe-k", "use-moe")):
-        return "moe"
-    name = " ".join(plain.get(key, "") for key in ("model-type", "model-name-or-path", "architecture")).lower()
-    if "ernie" in name:
-        return "moe" if any(mark in name for mark in ("4.5", "4_5", "4p5", "45")) else "ernie"
-    return "" if any(mark in name for mark in _OTHERS) else "moe"

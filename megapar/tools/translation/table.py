@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megapar.tools.translation import deepspeed, defaults, megatron, mindspeed, paddle
+from megapar.tools.translation import deepspeed, megatron, mindspeed, of_paddle, paddle
 from megapar.tools.translation.verdict import Foreign
 
 NAMES: Mapping[str, str] = {
@@ -21,9 +21,9 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "paddle": paddle.ROWS,
 }
 DEFAULTS: Mapping[str, Mapping[str, Foreign]] = {
-    "megatron": defaults.MEGATRON,
-    "mindspeed": {**defaults.MEGATRON, **mindspeed.DEFAULTS},
-    "deepspeed": {**defaults.MEGATRON, **deepspeed.DEFAULTS},
+    "megatron": megatron.DEFAULTS,
+    "mindspeed": megatron.DEFAULTS,
+    "deepspeed": {**megatron.DEFAULTS, **deepspeed.DEFAULTS},
     "paddle": paddle.DEFAULTS,
 }
 _ROWS = {"mindspeed": mindspeed.ROWS, "deepspeed": deepspeed.ROWS, "paddle": paddle.ROWS}
@@ -48,7 +48,7 @@ _SIGNS = {
 }
 # Arguments that only one framework has. They identify the framework of a line.
 SIGNS = frozenset(word for words in _SIGNS.values() for word in words.split())
-OWN: Mapping[str, frozenset[str]] = {
+DISTINCTIVE: Mapping[str, frozenset[str]] = {
     name: frozenset(rows).difference(megatron.ROWS, *(theirs for other, theirs in _ROWS.items() if other != name))
     | frozenset(_SIGNS[name].split())
     for name, rows in _ROWS.items()
@@ -57,4 +57,4 @@ OWN: Mapping[str, frozenset[str]] = {
 
 def trainer_kind(framework: str, given: Mapping[str, str]) -> str:
     """Return the kind of trainer for a script with these arguments, "moe" or "ernie"; "" if there is none."""
-    return paddle.trainer_kind(given) if framework == "paddle" else "moe"
+    return of_paddle.trainer_kind(given) if framework == "paddle" else "moe"

@@ -11,12 +11,11 @@ from difflib import get_close_matches
 from megapar.compatibility import NOT_BUILT, RULES
 from megapar.config.read import Spelling, normal, spellings
 from megapar.config.values import FALSE, TRUE, BadValue, convert
-from megapar.tools.translation import of_megatron, of_mindspeed, of_paddle, open_values
-from megapar.tools.translation.cases import Function, cases
+from megapar.tools.translation import launchers, of_megatron, of_paddle, open_values
+from megapar.tools.translation.cases import Function, NotANumberError, cases
 from megapar.tools.translation.launchers import LAUNCHERS
-from megapar.tools.translation.line import WRAPPERS, Line
-from megapar.tools.translation.number import NotANumberError
-from megapar.tools.translation.table import DEFAULTS, FOREIGN, OWN, SIGNS
+from megapar.tools.translation.source import WRAPPERS, Line
+from megapar.tools.translation.table import DEFAULTS, DISTINCTIVE, FOREIGN, SIGNS
 from megapar.tools.translation.verdict import (
     CHANGING,
     LEFT,
@@ -51,10 +50,8 @@ class Translated:
 
     Attributes:
         flag: Argument as the script has it; empty for a word that belongs to no argument.
-        value: Its value.
         verdict: One of ``verdict.VERDICTS``.
         ours: megapar flags to write; empty if none are needed.
-        reason: Explanation for the user.
         default: The script does not set it; the framework's default differs from megapar's.
         decides: The script leaves the value open, and it affects the training.
         here: The megapar flag of a value that is left open; empty if there is none.
@@ -76,7 +73,6 @@ def translate(
     """Translate all arguments in order, the launcher's first, without implicit defaults (``implicit_defaults``).
 
     Args:
-        arguments: Words of the script's arguments.
         framework: Key of ``FOREIGN``; detected from the arguments if empty.
         launcher: (launcher, word) pairs.
     """
@@ -164,8 +160,8 @@ def guess(line: Line, framework: str) -> str:
     if line.entry is not None or named or any(key.startswith(_FILE_OF_MEGATRON) for key in keys):
         return ""
     unknown = [key for key in keys if not _find(key, FOREIGN[framework]) and not _find(key, frozenset(spellings()))]
-    own = framework != "paddle" or any(map(_OF_PADDLE.search, keys))
-    return "likely" if own and 10 * len(unknown) <= len(keys) else "open"
+    has_paddles = framework != "paddle" or any(map(_OF_PADDLE.search, keys))
+    return "likely" if has_paddles and 10 * len(unknown) <= len(keys) else "open"
 
 
 def detect(names: Sequence[str]) -> str:
@@ -174,7 +170,7 @@ def detect(names: Sequence[str]) -> str:
         return "megatron"
     ours = frozenset(spellings()) - SIGNS
     keys = {key for key in map(normal, names) if _find(key, ours) is None}
-    counts = {framework: sum(_find(key, own) is not None for key in keys) for framework, own in OWN.items()}
+    counts = {framework: sum(_find(key, signs) is not None for key in keys) for framework, signs in DISTINCTIVE.items()}
     best = max(counts, key=lambda framework: counts[framework])
     return best if counts[best] else "megatron"
 
@@ -405,7 +401,7 @@ def _translate_switch(written: str, value: str, spelling: Spelling) -> Translate
     return Translated(written, value, SAME if same else RENAMED, ours, "" if same else f"means {flag.spelling}")
 
 
-FUNCTIONS: Mapping[str, Function] = {**of_megatron.FUNCTIONS, **of_mindspeed.FUNCTIONS, **of_paddle.FUNCTIONS}
+FUNCTIONS: Mapping[str, Function] = {**of_megatron.FUNCTIONS, **of_paddle.FUNCTIONS, **launchers.FUNCTIONS}
 
 
 def function(ours: str) -> Function:

@@ -31,7 +31,6 @@ class Foreign:
         verdict: One of ``VERDICTS``.
         ours: megapar flags to write, with ``{value}``; or ``@`` and the name of a function or the row's cases. ``@~``:
             the numbers of the training do not depend on it.
-        reason: Explanation for the user.
         takes_value: The argument takes the word after it: its name ends in ``=`` in the table, or ``ours`` has the
             value. Otherwise it is a switch, or it is not known.
     """
@@ -47,8 +46,9 @@ def table(text: str) -> dict[str, Foreign]:
 
     Sections begin with a line ``[verdict]``. A row is ``names | ours | reason``: several names may share it, and one
     ends in ``=`` if the argument takes a value and ``ours`` does not show it. ``ours`` may also be ``@NAME`` of a
-    function, ``@CONDITION: OURS else REASON`` (with nothing to write otherwise), or empty, with a case of ``cases`` in
-    each of the indented lines below. ``~`` in front: the numbers of the training do not depend on the argument.
+    function, a case ``@CONDITION: OURS else REASON`` (unnecessary otherwise; another verdict stands before the reason:
+    ``else implied: REASON``), or empty, with a case of ``cases`` in each of the indented lines below. ``~`` in front:
+    the numbers of the training do not depend on the argument.
 
     A section ``[verdict | reason]`` lists names alone. In a section ``[verdict unless]`` a row is ``names | values |
     requires | reason``: the verdict does not hold for these values, nor if it is off (every spelling counts), nor if
@@ -100,8 +100,13 @@ def _ours(cases: Sequence[str], cell: str, reason: str = "") -> tuple[str, str]:
     """Return (ours, reason) of a row, with its cases one per line after ``@`` or ``@~``."""
     if cases:
         return f"@{cell}" + "\n".join(cases), reason
-    if cell.startswith("@") and " else " in cell:
-        return cell.replace(" else ", f"\nelse: {UNNECESSARY} | "), reason
+    if cell.startswith("@") and ": " in cell:
+        case, _, text = cell.partition(" else ")
+        lines = [f"{case} | {reason}" if reason else case]
+        if text:
+            verdict, _, explained = text.partition(": ")
+            lines.append(f"else: {verdict} | {explained}" if verdict in VERDICTS else f"else: {UNNECESSARY} | {text}")
+        return "\n".join(lines), ""
     return cell, reason
 
 

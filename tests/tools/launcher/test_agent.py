@@ -8,7 +8,10 @@ import subprocess
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from megapar.tools.launcher.agent import Meeting, make_agent, meet_here
+from megapar.tools.launcher.agent import Agent, make_agent
+from megapar.tools.launcher.launch_options import read
+from megapar.tools.launcher.meeting import meet_here
+from megapar.tools.launcher.stopper import Stopper
 
 
 class Stuck:
@@ -43,34 +46,35 @@ class Ranks:
         self.ended.append((death_sig, timeout))
 
 
-def test_ranks_that_are_left_after_a_failure_get_the_grace_and_healthy_ones_their_own_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks, place = Ranks(), meet_here()
-    monkeypatch.setattr(
-        LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", ranks) or {}
-    )
-    agent = make_agent(Meeting("c10d", "x", 1, 1, place.address, place.store), ["-c", ""], 1, 0, grace=7)
-    agent._start_workers(agent._worker_group)
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    made = Ranks()
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", made) or {})
+    return made
+
+
+def agent(*options: str) -> Agent:
+    launch, _ = read(["--rdzv-id", "x", "--stop-timeout", "7", *options, __file__])
+    return make_agent(launch, meet_here(), ["-c", ""], Stopper(7.0))
+
+
+def test_ranks_that_are_left_after_a_failure_get_the_grace_and_healthy_ones_their_own_time(ranks: Ranks) -> None:
+    made = agent()
+    made._start_workers(made._worker_group)
     ranks.close()  # as torch's supervision does
-    agent._stop_workers(agent._worker_group)
+    made._stop_workers(made._worker_group)
     assert ranks.ended == [(None, 7), (signal.SIGTERM, 30)]
 
 
-def test_nothing_waits_for_a_rank_that_no_signal_ends(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks, place, stuck = Ranks(), meet_here(), Stuck()
+def test_nothing_waits_for_a_rank_that_no_signal_ends(ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
+    stuck = Stuck()
     ranks.subprocess_handlers, ranks._running_local_ranks = {0: stuck}, {0}
-    monkeypatch.setattr(
-        LocalElasticAgent, "_start_workers", lambda self, group: setattr(self, "_pcontext", ranks) or {}
-    )
-    agent = make_agent(Meeting("c10d", "x", 1, 1, place.address, place.store), ["-c", ""], 1, 5, grace=7)
-    agent._worker_group.workers[0].global_rank = 3
-    agent._start_workers(agent._worker_group)
+    made = agent("--max-restarts", "5", "--no-warm-start")
+    made._worker_group.workers[0].global_rank = 3
+    made._start_workers(made._worker_group)
     ranks.close()
     assert stuck.signals == [signal.SIGTERM, signal.SIGKILL]
     assert ranks.subprocess_handlers == {}
     assert ranks._running_local_ranks == set()
-    assert agent._remaining_restarts == 0
+    assert made._remaining_restarts == 0
     assert "process 0 of rank 3 cannot be ended" in capsys.readouterr().err

@@ -1,11 +1,14 @@
-"""What the launcher sets for ranks: queues and priorities by what hides under what."""
+"""The environment of ranks: queues and priorities by overlap, interfaces, and the warning of few cores."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
 from megapar.arguments import parse
-from megapar.tools.launcher.environment import environment
+from megapar.tools.launcher import environment as module
+from megapar.tools.launcher.environment import environment, few_cores, interface_of, interfaces
 
 MOE = ("--num-experts", "8", "--moe-model-type", "deepspeed_moe", "--num-layers", "2")
 
@@ -49,3 +52,57 @@ def test_amds_devices_have_no_expandable_segments():
     config = parse("moe", list(MOE), {"WORLD_SIZE": "4", "RANK": "0"})
     amd = environment(4, config, cuda=False, npu=False, rocm=True)
     assert set(amd) == {"OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY"}
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+
+
+@linux
+def test_loopback_is_found_by_its_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") == ""  # nobody's
+
+
+@linux
+def test_a_job_on_loopback_listens_there_alone() -> None:
+    assert interfaces("127.0.0.1", {}) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert interfaces("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth1"}) == {"NCCL_SOCKET_IFNAME": "lo"}
+
+
+@linux
+def test_gloo_is_told_where_the_machines_name_is_a_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "interface_of", {"10.0.0.7": "ib0"}.__getitem__)
+    monkeypatch.setattr(module.socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert interfaces("10.0.0.7", {}) == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert interfaces("10.0.0.7", {"GLOO_SOCKET_IFNAME": "eth1"}) == {}
+    monkeypatch.setattr(module.socket, "gethostbyname", lambda name: "10.0.0.7")
+    assert interfaces("10.0.0.7", {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "usable", "present", "warns"),
+    [
+        (8, 1, 96, True),  # srun without --cpus-per-task
+        (8, 7, 96, True),
+        (8, 8, 96, False),
+        (4, 2, 2, False),  # a laptop: no scheduler keeps cores from it
+        (4, 1, 2, True),
+        (1, 1, 96, False),
+    ],
+)
+def test_ranks_that_share_cores_although_there_are_more(ranks: int, usable: int, present: int, warns: bool) -> None:
+    assert bool(list(few_cores(ranks, usable, present, {}))) == warns
+
+
+@pytest.mark.parametrize(
+    ("environ", "advice"),
+    [
+        ({"SLURM_JOB_ID": "7"}, "SRUN_CPUS_PER_TASK=N"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "limits.cpu"),
+        ({}, "taskset"),
+    ],
+)
+def test_the_advice_is_for_the_scheduler(environ: dict[str, str], advice: str) -> None:
+    (line,) = few_cores(8, 1, 96, environ)
+    assert line.startswith("warning: 8 ranks share 1 of this machine's 96 cores")
+    assert advice in line

@@ -1,8 +1,15 @@
-"""Which failure is the same as the one before it: a rank's own, at the same line and step, nothing saved between."""
+"""Failures of ranks: which are named and repeat, and processes that no signal ends."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +18,18 @@ import pytest
 from megapar.errors import DataError, DistributedError, TrainingError
 from megapar.health.stop import failure
 from megapar.launch_environment import failure_file
-from megapar.tools.launcher.failures import Failure, first_failure, is_refusal, repeated
+from megapar.tools.launcher import failures
+from megapar.tools.launcher.failures import (
+    Failure,
+    PendingKills,
+    describe_unkillable,
+    end_ranks,
+    failed_ranks,
+    first_failure,
+    is_refusal,
+    next_action,
+    repeated,
+)
 
 HERE = Failure("DataError", "source.py:7", 5, False, "32-39", 1.0)
 
@@ -91,3 +109,118 @@ def test_files_that_say_nothing_are_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("{")
     (tmp_path / "b").write_text('{"own": true, "type": "X"}')
     assert first_failure([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "c"), ""]) is None
+
+
+def lost_note(folder: Path, lost: bool) -> str:
+    path = folder / f"{lost}.json"
+    path.write_text(json.dumps({"lost": lost}))
+    return str(path)
+
+
+SIGBUS = ", SIGBUS: a file that it had mapped, such as the tokens of PREFIX.bin, was cut off, or /dev/shm is full"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "lost", "then", "told"),
+    [
+        ({0: 1, 1: -9}, [0], "restarting, 1 of 2", "rank 1 was killed (signal 9); restarting, 1 of 2"),
+        ({0: -15, 3: 1}, [], "", "rank 3 ended with status 1"),
+        ({0: 1, 1: 1}, [0, 1], "", "ranks [0, 1] of this node lost ranks of other nodes, or were stopped from outside"),
+        ({0: 2, 1: -15}, [], "", ""),
+        ({0: -7}, [], "", f"rank 0 was killed (signal 7{SIGBUS})"),
+        ({0: 2}, [], "restarting, 2 of 2", "rank 0 ended with status 2; restarting, 2 of 2"),
+        (
+            dict.fromkeys(range(6), -9),
+            [],
+            "",
+            ", ".join(f"rank {rank} was killed (signal 9)" for rank in range(4)) + ", 2 more failed",
+        ),
+    ],
+)
+def test_who_failed(tmp_path: Path, statuses: dict[int, int], lost: list[int], then: str, told: str) -> None:
+    notes = {rank: lost_note(tmp_path, rank in lost) if rank else None for rank in statuses}
+    if 0 in lost:
+        notes[0] = lost_note(tmp_path, True)
+    assert failed_ranks(statuses, notes, then) == told
+
+
+def test_what_comes_now() -> None:
+    assert next_action(2, 2, job_ends=False) == "restarting, 1 of 2"
+    assert next_action(2, 1, job_ends=False) == "restarting, 2 of 2"
+    assert next_action(2, 0, job_ends=False) == "no restarts left of 2"
+    assert next_action(2, 0, job_ends=True) == next_action(0, 0, job_ends=False) == ""
+
+
+@dataclass
+class Handler:
+    """As torch has one of each rank."""
+
+    proc: subprocess.Popen[bytes]
+
+    def close(self, death_sig: signal.Signals) -> None:
+        os.killpg(self.proc.pid, death_sig)
+
+
+def handler(body: str, *arguments: str) -> Handler:
+    return Handler(
+        subprocess.Popen(
+            [sys.executable, "-c", f"import os, signal, sys, threading, time\n{body}", *arguments],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+        )
+    )
+
+
+def test_what_does_not_listen_is_killed() -> None:
+    polite = handler("print('here', flush=True); time.sleep(100)")
+    deaf = handler("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(100)")
+    for one in (polite, deaf):
+        assert one.proc.stdout is not None
+        assert one.proc.stdout.readline() == b"here\n"
+    dying = PendingKills()
+    assert dying.stuck({0: polite.proc.pid, 1: deaf.proc.pid}) == []
+    assert end_ranks({0: polite, 1: deaf}, signal.SIGTERM, 0.5) == []
+    assert [one.proc.returncode for one in (polite, deaf)] == [-signal.SIGTERM, -signal.SIGKILL]
+
+
+@contextlib.contextmanager
+def frozen(folder: Path) -> Iterator[Path]:
+    image, disk = folder / "image", folder / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    steps = (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(disk)])
+    try:
+        for step in (*steps, ["fsfreeze", "-f", str(disk)]):
+            if subprocess.run(step, capture_output=True).returncode:
+                pytest.skip("no right to mount and freeze a disk here")
+        yield disk
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(disk)], capture_output=True)
+        subprocess.run(["umount", "--lazy", str(disk)], capture_output=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs a disk of its own")
+def test_a_process_that_waits_for_a_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its main thread has ended the process, which a thread that writes keeps alive."""
+    monkeypatch.setattr(failures, "KILL_SECONDS", 0.2)
+    body = (
+        "def write():\n"
+        "    print('here', flush=True); open(sys.argv[1], 'w')\n"
+        "threading.Thread(target=write).start()\n"
+        "time.sleep(0.3); os._exit(1)"
+    )
+    with frozen(tmp_path) as disk:
+        stuck = handler(body, str(disk / "file"))
+        assert stuck.proc.stdout is not None
+        assert stuck.proc.stdout.readline() == b"here\n"
+        dying, found = PendingKills(), []
+        for _ in range(200):
+            found = found or dying.stuck({0: stuck.proc.pid})
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                stuck.proc.wait(0.1 if not found else 0)
+        assert found == [0]
+        assert end_ranks({3: stuck}, signal.SIGTERM, 0.1) == [3]
+        told = describe_unkillable(3, stuck.proc.pid)
+    assert f"process {stuck.proc.pid} of rank 3 cannot be ended: no signal reaches it, in " in told
+    assert stuck.proc.wait(60) == 1

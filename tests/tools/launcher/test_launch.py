@@ -10,18 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from megapar.arguments import parse_or_exit
-from megapar.errors import DistributedError
-from megapar.tools.launcher import agent
 from megapar.tools.launcher.launch import main, run
 from megapar.tools.launcher.launch_options import read
+from megapar.tools.launcher.meeting import MeetingPlace, make_handler, meet_by_file
 from megapar.tools.launcher.preflight import describe
 from megapar.tools.launcher.stopper import Stopper
 from tests.support.command import Command, clean_environ
@@ -282,9 +281,8 @@ def test_a_tree_that_is_only_the_working_directory_is_found(tmp_path: Path) -> N
 
 def test_a_node_that_comes_after_the_preflight_joins_the_job(tmp_path: Path) -> None:
     nodes = tmp_path / "nodes"
-    place = agent.meet_by_file(str(nodes), "127.0.0.1")
-    over = agent.Meeting("c10d", "job-preflight", 2, 2, place.address, place.store)
-    agent.make_agent(over, ["-c", ""], 1, 0, 1)._worker_group.spec.rdzv_handler.shutdown()
+    over, _ = read(["--nnodes", "2", "--rdzv-endpoint", str(nodes), "--rdzv-id", "job-preflight", __file__])
+    make_handler(over, meet_by_file(str(nodes), "127.0.0.1")).shutdown()
     options = ["--nnodes", "1:2", "--rdzv-id", "job", "--rdzv-endpoint", str(nodes), "--local-addr", "127.0.0.1"]
     options += ["--rdzv-conf", "store_type=file,last_call_timeout=1", "--preflight"]
     done = launch(tmp_path, *options, script(tmp_path, "print('job')"))
@@ -449,32 +447,6 @@ def test_secrets_that_are_none_are_refused(
     assert told in done.stderr
 
 
-def test_nodes_meet_at_the_store_of_the_first_one() -> None:
-    first = agent.meet_at("localhost:0")
-    second = agent.meet_at(first.endpoint)
-    assert (first.hosted, second.hosted) == (True, False)
-    assert {first.address, second.address} == {"127.0.0.1"}
-    first.store.set("from", "first")
-    assert second.store.get("from") == b"first"
-    with pytest.raises(DistributedError, match="cannot listen on"):
-        agent.meet_at(first.endpoint, hosts=True)
-
-
-@pytest.mark.parametrize("endpoint", ["host:port", ":1", "host:70000", "no.such.host.invalid:1", ""])
-def test_endpoints_that_are_none_are_refused(endpoint: str) -> None:
-    with pytest.raises(DistributedError, match="--rdzv-endpoint"):
-        agent.meet_at(endpoint)
-
-
-def test_an_endpoint_where_nobody_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "CONNECT", timedelta(seconds=0.1))
-    with socket.socket() as bound:  # and does not listen
-        bound.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(DistributedError, match=f"answers at --rdzv-endpoint {endpoint} within 0.1 s"):
-            agent.meet_at(endpoint, hosts=False)
-
-
 def test_a_node_that_stood_by_until_the_end_ends_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,16 +455,10 @@ def test_a_node_that_stood_by_until_the_end_ends_well(
     def closed(*_: object) -> None:
         raise RendezvousGracefulExitError("closed")
 
-    monkeypatch.setattr(agent.LocalElasticAgent, "_invoke_run", closed)
+    monkeypatch.setattr(LocalElasticAgent, "_invoke_run", closed)
     (tmp_path / "job.py").touch()
     endpoint = ("--rdzv-endpoint", "127.0.0.1:1")
     launch, _ = read(["--nnodes", "2", *endpoint, "--rdzv-id", "job", str(tmp_path / "job.py")])
     store = HashStore()
-    assert run(launch, agent.MeetingPlace(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
+    assert run(launch, MeetingPlace(store, "", "127.0.0.1", hosted=True), Stopper(1.0)) == 0
     assert "the other nodes, which did not need this one" in capsys.readouterr().err
-
-
-def test_a_name_that_only_this_machine_takes_for_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "_address_of", lambda host: "127.0.1.1")
-    with pytest.raises(DistributedError, match=r"node0:1 is 127\.0\.1\.1 on this machine, .* or set --local-addr"):
-        agent.meet_at("node0:1")

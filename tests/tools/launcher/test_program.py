@@ -1,17 +1,27 @@
-"""The program of a launch: a script, or a command of megapar."""
+"""The program of a launch, a script or a command, with the nearest legal layout for the ranks that are there."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megapar.arguments import parse
 from megapar.errors import CheckpointError
-from megapar.tools.launcher import own
-from megapar.tools.launcher.elastic import command
+from megapar.planning.nearest import nearest
 from megapar.tools.launcher.launch_options import make_parser, read
-from megapar.tools.launcher.program import RANK_COMMANDS, Program, arguments_of, complaints_about
-from megapar.tools.launcher.warm import wants_warm_start
+from megapar.tools.launcher.program import (
+    RANK_COMMANDS,
+    Program,
+    arguments_of,
+    complaints_about,
+    wants_warm_start,
+    with_layout,
+)
+from megapar.tools.launcher.run_module import module_command
 
 
 def test_a_script_is_run_as_it_is_named() -> None:
@@ -23,7 +33,7 @@ def test_a_script_is_run_as_it_is_named() -> None:
 
 def test_a_command_is_run_from_this_package() -> None:
     line = arguments_of("pretrain", ["ernie", "--lr", "1"])
-    start = (*own.module_command("megapar.tools.pretrain"), "ernie")
+    start = (*module_command("megapar.tools.pretrain"), "ernie")
     assert line == (*start, "--lr", "1")
     assert Program.of(line) == Program(start, ("--lr", "1"), "ernie")
     assert Path(start[0]).is_file()
@@ -38,11 +48,11 @@ def test_the_launcher_reads_a_command_with_its_flags() -> None:
 
 def test_an_elastic_job_gives_a_command_the_layout_of_the_ranks_that_are_there() -> None:
     line = ["4", *arguments_of("pretrain", ["moe", "--config", "tiny"])]
-    found, told = command(line, 2)
+    found, told = with_layout(line, 2)
     assert found[: len(line) - 1] == line[1:]
     assert "--sharding-degree" in found
     assert told == "2 of 4 ranks are present: sharding 4 -> 2; the global batch is unchanged"
-    assert command(line, 4) == (line[1:], "")
+    assert with_layout(line, 4) == (line[1:], "")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +76,74 @@ def test_evaluate_reads_its_checkpoint(tmp_path: Path) -> None:
         arguments_of("evaluate", [str(tmp_path)])
 
 
-def test_commands_start_warm_as_the_scripts_do() -> None:
-    usual = wants_warm_start(None, "pretrain_moe.py")
-    assert {wants_warm_start(None, name) for name in RANK_COMMANDS} == {usual}
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans go to the launcher on Linux only")
+def test_where_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wants_warm_start(True, "job.py")
+    assert not wants_warm_start(False, "pretrain_moe.py")
+    assert all(wants_warm_start(None, name) for name in ("/where/pretrain_moe.py", *RANK_COMMANDS))
     assert not wants_warm_start(None, "job.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_npu")
+    assert not wants_warm_start(None, "pretrain_moe.py")
+
+
+ROOT = Path(__file__).parents[3]
+SMALL = ("--num-layers", "2", "--num-attention-heads", "4", "--hidden-size", "32", "--micro-batch-size", "1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "asked", "ranks", "changes"),
+    [
+        ((), 4, 4, "as requested"),
+        ((), 4, 2, "sharding 4 -> 2"),
+        (("--mp-degree", "2"), 8, 4, "sharding 4 -> 2"),
+        (("--mp-degree", "2", "--sharding-degree", "2", "--hybrid-dp"), 8, 4, "dp 2 -> 1"),
+        (("--mp-degree", "2"), 4, 3, None),  # a batch of 8 on 3 data ranks, and 3 divides no heads
+        (("--mp-degree", "2", "--global-batch-size", "12"), 4, 3, "mp 2 -> 1, sharding 2 -> 3"),
+        (("--pp-degree", "2", "--gradient-merge-acc-step", "4"), 4, 2, "sharding 2 -> 1"),
+    ],
+)
+def test_the_nearest_layout_keeps_the_batch_and_how_the_model_is_cut(
+    flags: tuple[str, ...], asked: int, ranks: int, changes: str | None
+) -> None:
+    batch = () if {"--global-batch-size", "--gradient-merge-acc-step"} & set(flags) else ("--global-batch-size", "8")
+    line = (*SMALL, *batch, *flags)
+    found = nearest("moe", line, asked, ranks)
+    assert (found.changes if found else None) == changes
+    if found is not None:
+        config = parse("moe", found.flags, {"WORLD_SIZE": str(ranks)})
+        assert (
+            config.training.global_batch_size
+            == parse("moe", line, {"WORLD_SIZE": str(asked)}).training.global_batch_size
+        )
+        assert config.grid.world_size == ranks
+
+
+def test_the_script_gets_the_layout_and_people_read_of_it() -> None:
+    line, told = with_layout(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 2)
+    assert line[0] == "pretrain_moe.py"
+    assert told == "2 of 4 ranks are present: sharding 4 -> 2; the global batch is unchanged"
+    assert with_layout(["4", "job.py", "--lr", "1"], 2) == (["job.py", "--lr", "1"], "")
+    with pytest.raises(LookupError, match="no layout of 3 ranks is legal"):
+        with_layout(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 3)
+
+
+def test_a_full_disk_under_the_log_keeps_no_rank_from_its_script(tmp_path: Path) -> None:
+    job = tmp_path / "pretrain_moe.py"
+    job.write_text("print('started')")
+    line = [sys.executable, "-m", "megapar.tools.launcher.program", "4", str(job), *SMALL, "--global-batch-size", "8"]
+    ranks = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=full, env=ranks, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"started\n")
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("3", (3, 3)), ("1:4", (1, 4))])
+def test_nodes_are_a_number_or_a_range(text: str, nodes: tuple[int, int]) -> None:
+    assert make_parser().parse_args(["--nnodes", text, "job.py"]).nnodes == nodes
+
+
+@pytest.mark.parametrize("text", ["0", "4:1", "a", ":"])
+def test_other_nodes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--nnodes", text, "job.py"])
+    assert "--nnodes" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What travels between launchers is checked JSON, signed where there is a secret; nothing of it ever runs."""
+"""Messages between launchers: checked JSON, signed where there is a secret, with the times of clocks that differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import base64
 import json
 import pickle
 import threading
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState, create_handler
 
 from megapar.errors import DistributedError
-from megapar.tools.launcher.rendezvous import JsonBackend, SignedStore, StateRefusedError, from_json, to_json
+from megapar.tools.launcher.rendezvous import Clocks, JsonBackend, from_json, to_json
+from megapar.tools.launcher.secret import SignedStore, StateRefusedError
 from tests.support.intruder import Payload
 
 SECRET = b"a secret of sixteen bytes or more"
@@ -58,7 +60,7 @@ def test_nodes_see_what_others_write_and_never_write_over_it(secret: bytes | Non
     seen = second.get_state()
     assert seen is not None
     told, wrote = pickle.loads(seen[0]).__dict__, a_state().__dict__  # noqa: S301 (of this process)
-    times = ("deadline", "last_heartbeats")  # by the reader's clock (test_clocks.py)
+    times = ("deadline", "last_heartbeats")  # by the reader's clock
     assert {k: v for k, v in told.items() if k not in times} == {k: v for k, v in wrote.items() if k not in times}
     assert write(first, a_state(3))
     late = second.set_state(pickle.dumps(a_state(4)), seen[1])
@@ -227,3 +229,65 @@ class PortOnly:
     """Of a store, what torch asks for."""
 
     port = 1
+
+
+HERE, THERE = _NodeDesc("here", 1, 0), _NodeDesc("there", 2, 0)
+NOW = datetime(2026, 1, 2, tzinfo=UTC)
+SECOND = timedelta(seconds=1)
+
+
+def a_beat(deadline: datetime | None = None, **beats: datetime) -> _RendezvousState:
+    made = _RendezvousState()
+    made.last_heartbeats = {node: beats[node.addr] for node in (HERE, THERE) if node.addr in beats}
+    made.deadline = deadline
+    return made
+
+
+@pytest.mark.parametrize("apart", [timedelta(0), timedelta(hours=-1), timedelta(hours=1)])
+def test_a_beat_is_new_when_it_changes_and_goes_on_as_it_came(apart: timedelta) -> None:
+    said: list[str] = []
+    clocks = Clocks(log=said.append)
+    seen = clocks.ours(a_beat(there=NOW + apart), NOW)
+    assert seen.last_heartbeats == {THERE: NOW}
+    seen = clocks.ours(a_beat(there=NOW + apart), NOW + 9 * SECOND)
+    assert seen.last_heartbeats == {THERE: NOW}
+    seen = clocks.ours(a_beat(there=NOW + apart + 10 * SECOND), NOW + 11 * SECOND)
+    assert seen.last_heartbeats == {THERE: NOW + 11 * SECOND}
+    seen.last_heartbeats[HERE] = NOW + 12 * SECOND
+    wrote = clocks.theirs(seen)
+    assert wrote.last_heartbeats == {THERE: NOW + apart + 10 * SECOND, HERE: NOW + 12 * SECOND}
+    again = clocks.ours(a_beat(here=NOW + 12 * SECOND, there=NOW + apart + 10 * SECOND), NOW + 20 * SECOND)
+    assert again.last_heartbeats == {THERE: NOW + 11 * SECOND, HERE: NOW + 12 * SECOND}
+    assert len(said) == (apart > timedelta(0))
+    assert not said or "the clock of node there is about 3599 s ahead of this node's" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ((12, 1, 1, 1, 1, 1), ""),
+        ((12, 12, 12, 1, 12, 12), ""),
+        ((3612, 3601, 3602, 3604, 3660, 3600), "is about 3601 s behind this node's, or its heartbeats arrive late"),
+    ],
+)
+def test_a_heartbeat_may_be_late(late: Sequence[float], message: str) -> None:
+    """It is never early: the clock of a node is behind only if none of several arrives in time."""
+    said: list[str] = []
+    clocks = Clocks(log=said.append)
+    for number, seconds in enumerate((0, *late)):
+        now = NOW + 5 * number * SECOND
+        clocks.ours(a_beat(there=now - seconds * SECOND), now)
+    assert [message in line for line in said] == [True] * bool(message)
+
+
+def test_the_last_call_of_another_node_is_counted_from_when_it_is_seen() -> None:
+    clocks = Clocks(30.0)
+    theirs = NOW - timedelta(hours=1)
+    seen = clocks.ours(a_beat(theirs), NOW)
+    assert seen.deadline == NOW + 30 * SECOND
+    assert clocks.ours(a_beat(theirs), NOW + SECOND).deadline == NOW + 30 * SECOND
+    assert clocks.theirs(seen).deadline == theirs
+    assert clocks.ours(a_beat(None), NOW).deadline is None
+    own = clocks.theirs(a_beat(NOW + 5 * SECOND))
+    assert own.deadline == NOW + 5 * SECOND
+    assert clocks.ours(a_beat(NOW + 5 * SECOND), NOW + SECOND).deadline == NOW + 5 * SECOND

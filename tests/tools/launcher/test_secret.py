@@ -1,4 +1,4 @@
-"""Where a job's secret comes from, and which are refused."""
+"""Where a job's secret comes from, which are refused, and the name that its nodes sign."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistNetworkError, HashStore
 
-from megapar.errors import ConfigError
-from megapar.tools.launcher.secret import require, take
+from megapar.errors import ConfigError, DistributedError
+from megapar.tools.launcher.secret import launch_name, require, take
 
 
 def test_a_file_wins_over_the_variable_and_ranks_get_neither(tmp_path: Path) -> None:
@@ -65,3 +66,44 @@ def test_a_required_secret_must_be_there_and_of_use() -> None:
         require(None, "c10d")
     with pytest.raises(ConfigError, match="torch's static, which does not support a secret"):
         require(b"x" * 16, "static")
+
+
+class Lost(HashStore):
+    """A store whose other end is gone."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise DistNetworkError("Connection reset by peer")
+
+
+def test_nodes_that_meet_have_one_name_and_other_launches_have_others() -> None:
+    store, another = HashStore(), HashStore()
+    assert launch_name(2, "", store) == launch_name(2, "", store)
+    assert len({launch_name(2, "", store), launch_name(2, "", another), launch_name(2, "job", store)}) == 3
+
+
+def test_one_node_needs_no_store_and_several_cannot_do_without() -> None:
+    assert launch_name(1, "", None) != launch_name(1, "", None)
+    assert launch_name(2, "", None) == ""
+
+
+@pytest.mark.parametrize("written", ["unsigned ../../home", "unsigned", "\xff", "unsigned " + "A" * 32])
+def test_a_name_that_no_launcher_has_written_is_refused(written: str) -> None:
+    """It becomes the name of a folder, which is removed at the end."""
+    store = HashStore()
+    store.set("megapar/launch/job", written)
+    with pytest.raises(DistributedError, match="launch of job job"):
+        launch_name(2, "job", store)
+
+
+def test_a_store_that_does_not_answer_is_told() -> None:
+    with pytest.raises(DistributedError, match="the launch of job x does not answer: Connection reset by peer"):
+        launch_name(2, "x", Lost())
+
+
+def test_a_name_is_signed_where_there_is_a_secret() -> None:
+    store = HashStore()
+    name = launch_name(2, "job", store, b"x" * 16)
+    assert launch_name(2, "job", store, b"x" * 16) == name
+    for other in (b"y" * 16, None):
+        with pytest.raises(DistributedError):
+            launch_name(2, "job", store, other)

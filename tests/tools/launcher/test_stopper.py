@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapar.health.stop.parent import started
-from megapar.tools.launcher.stopper import Stopped, Stopper, children
-from megapar.tools.launcher.waiting import Waiting
+from megapar.tools.launcher.stopper import Stopped, Stopper, Waiting, children
 from tests.support.command import Command, clean_environ
 from tests.support.process import finish, read_until, wait_for
 from tests.support.process import start as run

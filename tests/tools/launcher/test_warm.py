@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.tools.launcher.warm import Warm, adopt_orphans, ending, wants_warm_start
+from megapar.tools.launcher.failures import ending
+from megapar.tools.launcher.warm import Handler, Warm, adopt_orphans
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans go to the launcher on Linux only")
 PATIENCE_SECONDS = 60.0
@@ -121,15 +122,21 @@ def test_without_a_clean_process_ranks_are_started_one_by_one(
     assert "ranks are started one by one" in said
 
 
-def test_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wants_warm_start(True, "job.py")
-    assert not wants_warm_start(False, "pretrain_moe.py")
-    assert wants_warm_start(None, "/where/pretrain_moe.py")
-    assert not wants_warm_start(None, "job.py")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_npu")
-    assert not wants_warm_start(None, "pretrain_moe.py")
-
-
 def test_how_a_process_ended() -> None:
     assert ending(-9) == "was killed (signal 9)"
     assert ending(2) == "ended with status 2"
+
+
+def test_a_rank_whose_log_file_is_gone_writes_where_the_launcher_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = str(tmp_path / "gone" / "rank-3.log")
+    made = Handler(
+        None, log, log, entrypoint=sys.executable, args=("-c", "print('here')"), env={"RANK": "3"}, local_rank_id=0,
+        numa_options=None,
+    )  # fmt: skip
+    assert made.proc.wait(60) == 0
+    said = capfd.readouterr()
+    assert said.out == "here\n"
+    assert said.err.startswith("megapar launch: no log file for ranks 3: ")
+    assert said.err.count("\n") == 1

@@ -1,7 +1,8 @@
-"""Operators that are remembered give what torch's fake tensors give."""
+"""A cached operator equals one that is derived; what is replaced for a while comes back, whatever happens."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar.tools.tracing.fake import RememberingMode
+from megapar.tools.tracing.fake import RememberingMode, replaced
 
 Operator = Callable[[Tensor, Tensor], object]
 
@@ -102,3 +103,36 @@ def test_a_wide_sum_of_a_product_has_the_shape_and_dtype_that_torch_gives_it() -
                 assert (new.shape, new.dtype, new.device.type) == ((4, 3), torch.float32, "meta")
                 out = torch.empty(4, 3, device="meta")
                 assert torch.addmm(total, a, b, out_dtype=torch.float32, out=out) is out
+
+
+class Thing:
+    size = 1
+
+    def double(self) -> int:
+        return 2 * self.size
+
+
+def test_an_attribute_of_a_module_comes_back_after_an_error():
+    module = types.SimpleNamespace(name="own")
+
+    def look() -> None:
+        with replaced(module, "name", "other"):
+            raise KeyError(module.name)
+
+    with pytest.raises(KeyError, match="other"):
+        look()
+    assert module.name == "own"
+
+
+def test_a_method_of_one_object_is_its_class_s_again():
+    thing = Thing()
+    with replaced(thing, "double", lambda: 7):
+        assert thing.double() == 7
+        assert Thing().double() == 2
+    assert vars(thing) == {}
+    assert thing.double() == 2
+
+
+def test_what_is_not_there_cannot_be_replaced():
+    with pytest.raises(AttributeError), replaced(Thing(), "missing", 1):
+        pass

@@ -8,9 +8,8 @@ import pytest
 
 from megapar.config.read import normal, spellings
 from megapar.tools.translation import open_values
-from megapar.tools.translation.cases import cases
+from megapar.tools.translation.cases import NotANumberError, cases
 from megapar.tools.translation.launchers import LAUNCHERS
-from megapar.tools.translation.number import NotANumberError
 from megapar.tools.translation.table import DEFAULTS, FOREIGN
 from megapar.tools.translation.translated import FUNCTIONS
 from megapar.tools.translation.verdict import VERDICTS, Foreign, Given, defaults, table
@@ -94,6 +93,7 @@ c | ~ |
     on: --bf16
     else: unnecessary | it is off
 d= | @~above 1: --mp-degree {value} else a single rank |
+h | @off: --lr 1 else implied: it is one | slow
 [implied | one reason \
     for both]
 e= f
@@ -105,6 +105,7 @@ g= | 0 | h | it is missing
         "b": Foreign("renamed", "--lr {value}", "a reason", True),
         "c": Foreign("renamed", "@~on: --bf16\nelse: unnecessary | it is off"),
         "d": Foreign("renamed", "@~above 1: --mp-degree {value}\nelse: unnecessary | a single rank", takes_value=True),
+        "h": Foreign("renamed", "@off: --lr 1 | slow\nelse: implied | it is one"),
         "e": Foreign("implied", "", "one reason for both", True),
         "f": Foreign("implied", "", "one reason for both"),
         "g": Foreign("other numbers", rows["g"].ours, "it is missing", True),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from megapar.tools.translation import open_values
-from megapar.tools.translation.shell.conditions import holds, taken_as_empty
 from megapar.tools.translation.shell.tree import (
     Block,
     Case,
@@ -23,7 +22,7 @@ from megapar.tools.translation.shell.tree import (
     Simple,
     parse,
 )
-from megapar.tools.translation.shell.values import Value, Values
+from megapar.tools.translation.shell.values import Value, Values, holds, taken_as_empty
 from megapar.tools.translation.shell.words import Word
 
 _MOST_TURNS = 1000
@@ -55,7 +54,6 @@ def read(text: str, assigned: Mapping[str, str], positional: Sequence[str]) -> C
     Values that the script does not contain become marks (``open_values``).
 
     Args:
-        text: The script.
         assigned: Variables that are set from outside; assignments of the script do not change them.
         positional: Arguments of the script: $1, $2, ...
     """

@@ -14,7 +14,6 @@ class Simple:
 
     Attributes:
         words: The words, assignments included.
-        at: Line number.
         document: The here-document after ``<<`` in its last line.
     """
 
@@ -38,7 +37,6 @@ class Joined:
 
     Attributes:
         commands: (``&&``, ``||`` or ``|`` in front of the command, "" for the first; command).
-        at: Line number.
         negated: ``!`` precedes the list.
     """
 

@@ -1,4 +1,4 @@
-"""Expansion of the words of a script: variables, arrays, defaults and arithmetic.
+"""Expansion of the words of a script: variables, arrays, defaults, arithmetic and conditions, without running it.
 
 Values that the script does not contain become marks (``open_values``).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,21 +20,23 @@ _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
 _TRIM = re.compile(r"(%%|%|##|#)(.*)", re.DOTALL)
 _NAMED = re.compile(r"\$\{?(\w+)\}?|\b([A-Za-z_]\w*)\b")
 _INTEGERS: Mapping[type, Callable[[int, int], int]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
     ast.FloorDiv: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),  # toward zero, like a shell
     ast.Mod: lambda a, b: a - b * int(a / b),
     ast.Pow: lambda a, b: a**b if 0 <= b < 64 else _refuse(),
 }
-_COMPARED: Mapping[type, Callable[[int, int], bool]] = {
-    ast.Lt: lambda a, b: a < b,
-    ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b,
-    ast.GtE: lambda a, b: a >= b,
-    ast.Eq: lambda a, b: a == b,
-    ast.NotEq: lambda a, b: a != b,
+_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+    **dict.fromkeys(("Lt", "-lt"), operator.lt),
+    **dict.fromkeys(("LtE", "-le"), operator.le),
+    **dict.fromkeys(("Gt", "-gt"), operator.gt),
+    **dict.fromkeys(("GtE", "-ge"), operator.ge),
+    **dict.fromkeys(("Eq", "-eq"), operator.eq),
+    **dict.fromkeys(("NotEq", "-ne"), operator.ne),
 }
+_UNARY = ("-z", "-n", "-v")
+_FILES = ("-f", "-d", "-e", "-s", "-r", "-x", "-L", "-h")
 
 
 def _refuse() -> int:
@@ -211,5 +214,55 @@ def _node(node: ast.expr) -> int:
     if isinstance(node, ast.BinOp):
         return _INTEGERS[type(node.op)](_node(node.left), _node(node.right))
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return int(_COMPARED[type(node.ops[0])](_node(node.left), _node(node.comparators[0])))
+        return int(_COMPARED[type(node.ops[0]).__name__](_node(node.left), _node(node.comparators[0])))
     raise ValueError(ast.dump(node))
+
+
+def holds(words: Sequence[str]) -> bool | None:
+    """Return True if ``[ words ]`` holds; None if it depends on something that the script does not contain.
+
+    Files are assumed to exist, because scripts that check for a file usually continue only if it exists.
+    """
+    for joint, decided in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+        if joint in words:
+            place = len(words) - 1 - list(words)[::-1].index(joint)
+            sides = [holds(words[:place]), holds(words[place + 1 :])]
+            return decided if decided in sides else None if None in sides else not decided
+    if words and words[0] == "!":
+        inner = holds(words[1:])
+        return None if inner is None else not inner
+    if len(words) > 2 and words[0] == "(" and words[-1] == ")":
+        return holds(words[1:-1])
+    return _one(words)
+
+
+def taken_as_empty(words: Sequence[str]) -> list[str]:
+    """Return the unset variables that ``words`` compare."""
+    compared = [word for before, word in zip(["", *words], words, strict=False) if before not in _UNARY]
+    return [open_values.as_written(word) for word in compared if open_values.is_variable(word)]
+
+
+def _one(words: Sequence[str]) -> bool | None:
+    if len(words) == 2 and words[0] in _FILES:
+        return True
+    if len(words) == 2 and words[0] in _UNARY:
+        empty = words[1] == "" or open_values.marks(words[1]) == [words[1]]  # an unset variable is empty
+        return empty == (words[0] == "-z")
+    words = ["" if open_values.is_variable(word) else word for word in words]
+    if any(open_values.is_open(word) for word in words):
+        return None
+    if len(words) < 2:
+        return bool(words and words[0])
+    if len(words) != 3:
+        return None
+    left, test, right = words
+    if test.startswith("-") and test in _COMPARED:
+        try:
+            return bool(_COMPARED[test](int(left), int(right)))
+        except ValueError:
+            return None
+    if test in ("=", "=="):
+        return fnmatch.fnmatchcase(left, right)
+    if test == "!=":
+        return not fnmatch.fnmatchcase(left, right)
+    return None

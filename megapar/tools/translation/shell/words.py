@@ -37,10 +37,7 @@ class Word:
     """A word of a command.
 
     Attributes:
-        parts: Fragments of the word.
-        at: Line number.
         array: Elements of ``name=(...)``, or of ``name+=(...)`` if ``more``; None for other words.
-        name: Name of the array.
         more: The elements are appended.
     """
 

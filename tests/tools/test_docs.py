@@ -1,11 +1,12 @@
-"""The table of presets: what is read from the values and the headers of the files in configs/."""
+"""The generated pages: what the table of presets reads from the values and the headers of the files in configs/."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megapar.config.presets import FOLDER
-from megapar.tools.preset_table import header_source, header_title, preset_rows
+from megapar.tools.configs import header_title
+from megapar.tools.docs import header_source, preset_rows
 
 
 def test_each_file_has_a_complete_row() -> None:

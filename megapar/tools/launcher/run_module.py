@@ -1,6 +1,6 @@
 """A safe ``python -m`` for modules of megapar: it does not import from the working directory.
 
-    python .../megapar/tools/launcher/own.py MODULE ARGUMENTS...
+    python .../megapar/tools/launcher/run_module.py MODULE ARGUMENTS...
 
 ``python -m`` puts the working directory first on sys.path, before the standard library. Any user with write access to
 that directory could place a yaml.py there, which every job started from it would run. (``-P`` needs Python 3.11.) This

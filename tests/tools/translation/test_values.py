@@ -1,0 +1,330 @@
+"""The verdict on an argument, and what is written for it, follow from its value and the arguments beside it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from megapar.tools.translation.translated import translate
+from megapar.tools.translation.verdict import RENAMED, SAME
+
+# A section per framework. A row is a line, the verdict on its first argument, and the flags that are written for that.
+ROWS = """
+[megatron]
+--num-query-groups 8 | unnecessary
+--num-query-groups 8 --group-query-attention | same | --num-query-groups 8
+--group-query-attention | renamed | --num-query-groups 1
+--position-embedding-type yarn | another model
+--position-embedding-type learned_absolute | renamed | --position-embedding-type learned
+--qk-layernorm --normalization RMSNorm | renamed | --qk-norm
+--qk-layernorm | another model
+--rotary-percent 0.5 | same | --rotary-percent 0.5
+--rope-scaling-factor 8 --use-rope-scaling | same | --rope-scaling-factor 8
+--rope-scaling-factor 1 | unnecessary
+--mtp-num-layers 1 | renamed | --mtp-depth 1 --mtp-block layer
+--mtp-num-layers 2 | another model
+--mtp-num-layers 0 | unnecessary
+--moe-router-bias-update-rate 1e-3 | unnecessary
+--moe-router-bias-update-rate 1e-3 --moe-router-enable-expert-bias | same | --moe-router-bias-update-rate 1e-3
+--moe-router-bias-update-rate 1e-3 --moe-router-load-balancing-type noaux_tc | same \
+    | --moe-router-bias-update-rate 1e-3
+--moe-router-load-balancing-type noaux_tc --moe-router-bias-update-rate 1e-2 | implied
+--moe-router-enable-expert-bias | renamed | --moe-router-bias-update-rate 1e-3
+--moe-router-enable-expert-bias false | unnecessary
+--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none | unnecessary
+--position-embedding-type none | another model
+--position-embedding-type None | unnecessary
+--qk-layernorm false --normalization RMSNorm | unnecessary
+--group-query-attention false | unnecessary
+--num-query-groups 8 --group-query-attention false | unnecessary
+--profile false | unnecessary
+--use-megatron-fsdp false | unnecessary
+--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp false | unnecessary
+--sequence-parallel false --tensor-model-parallel-size 2 | unnecessary
+--model.sequence_parallel false --tensor-model-parallel-size 2 | unnecessary
+--finetune false --load x | unnecessary
+--split 99,1,0 --mock-data false | same | --split 99,1,0
+--lr-warmup-iters 0 --lr-warmup-fraction 0.1 --train-iters 100 | unnecessary
+--lr-warmup-samples 0 --lr-warmup-iters 5 --global-batch-size 8 | unnecessary
+--lr-warmup-fraction 0 --lr-warmup-iters 5 --train-iters 100 | unnecessary
+--lr-warmup-iters 0 | same | --lr-warmup-iters 0
+--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 8 | other numbers | --moe-router-num-groups 8
+--moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 4 | same | --moe-router-num-groups 8
+--moe-router-num-groups 8 --moe-router-score-function sigmoid --moe-router-topk 8 | same | --moe-router-num-groups 8
+--moe-router-score-function sqrtsoftplus | another model
+--moe-layer-freq ([0]*3+[1]*58) | renamed | --first-k-dense 3
+--moe-layer-freq [0,0,1,1] | renamed | --first-k-dense 2
+--moe-layer-freq 2 | same | --moe-layer-freq 2
+--moe-layer-freq [1,0]*4 | same | --moe-layer-freq '[1,0]*4'
+--moe-layer-freq [1,2] | another model
+--moe-router-load-balancing-type global_aux_loss | other numbers
+--moe-shared-expert-intermediate-size 2048 --moe-ffn-hidden-size 1024 | renamed | --moe-shared-experts 2
+--moe-shared-expert-intermediate-size 1500 --moe-ffn-hidden-size 1024 | same \
+    | --moe-shared-expert-intermediate-size 1500
+--lr-warmup-init 1e-6 | other numbers
+--lr-warmup-init 0.0 | unnecessary
+--exp-avg-dtype bf16 | other numbers
+--exp-avg-dtype fp32 | implied
+--use-mup | other numbers
+--fp8-format hybrid | other numbers
+--window-size 128,0 | another model
+--softmax-type learnable | another model
+--enable-hyper-connections | another model
+--cuda-graph-impl local | unsupported
+--cp-comm-type a2a --context-parallel-size 2 | renamed | --context-parallel-algo ulysses_cp_algo
+--cp-comm-type a2a+p2p --context-parallel-size 4 | unsupported
+--data-parallel-sharding-strategy optim_grads | unnecessary
+--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp | renamed | --sharding-stage 2
+--vocab-size 32000 | same | --vocab-size 32000
+--vocab-size 50257 | renamed | --vocab-size 50304
+--make-vocab-size-divisible-by 128 | left to you
+--decoder-first-pipeline-num-layers 2 --num-layers 8 --pipeline-model-parallel-size 3 | renamed \
+    | --pp-seg-method 0,2,5
+--decoder-first-pipeline-num-layers 3 --num-layers 8 --pipeline-model-parallel-size 3 | left to you
+--vocab-size 50257 --tensor-model-parallel-size 8 | renamed | --vocab-size 51200
+--vocab-size 32000 --tokenizer-type NullTokenizer | renamed | --vocab-size 32128
+--vocab-size 32000 --tokenizer-type NullTokenizer --no-pad-vocab-size | renamed | --vocab-size 32001
+--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01 | renamed | --moe-aux-loss-coeff 0
+--moe-shared-expert-intermediate-size 2048 --moe-intermediate-size 1024 --ffn-hidden-size 2048 | renamed \
+    | --moe-shared-experts 2
+--moe-router-bias-update-rate 1e-2 --moe-router-load-balancing-type noaux_tc | same \
+    | --moe-router-bias-update-rate 1e-2
+--cp-comm-type p2p --context-parallel-size 2 | renamed | --context-parallel-algo megatron_cp_algo
+--decoder-last-pipeline-num-layers 2 --num-layers 8 --pipeline-model-parallel-size 3 | renamed | --pp-seg-method 0,3,6
+--optimizer adam | implied
+--optimizer muon | other numbers
+--optimizer sgd | same | --optimizer sgd
+--sgd-momentum 0.5 --optimizer sgd | same | --sgd-momentum 0.5
+--sgd-momentum 0.5 --optimizer adam | unnecessary
+--adam-beta1 0.8 --optimizer sgd | unnecessary
+--adam-eps 1e-6 --optimizer adam | same | --adam-eps 1e-6
+--moe-router-pre-softmax --moe-router-topk 2 | same | --moe-router-pre-softmax
+--moe-router-pre-softmax --moe-router-topk 1 | implied
+--moe-router-dtype fp64 | other numbers
+--moe-router-dtype fp32 | implied
+--lr-decay-style tanh | other numbers
+--lr-wsd-decay-style cosine --lr-decay-style WSD | same | --lr-wsd-decay-style cosine
+--lr-wsd-decay-style cosine | unnecessary
+--lr-decay-style WSD | renamed | --lr-decay-style wsd
+--lr-decay-style linear | same | --lr-decay-style linear
+--initial-loss-scale 4096 --bf16 | unnecessary
+--initial-loss-scale 4096 --fp16 | same | --initial-loss-scale 4096
+--loss-scale 1024 --fp16 | other numbers | --initial-loss-scale 1024 --min-loss-scale 1024
+--eval-interval 9 --split 100,0,0 --eval-iters 2 | renamed | --eval-interval 0
+--eval-interval 9 --split 99,1,0 --eval-iters 2 | same | --eval-interval 9
+--valid-data-path c --eval-interval 9 --test-data-path d | renamed | --eval-data-path c
+--test-data-path d --eval-interval 9 --valid-data-path c | unsupported
+--num-experts 32 32 64 | another model
+--num-experts 32 32 | same | --num-experts 32
+--first-k-dense-replace -1 | unnecessary
+--first-k-dense-replace 3 | renamed | --first-k-dense 3
+--moe-layer-freq [0,1,0,1] | same | --moe-layer-freq '[0,1,0,1]'
+--moe-loss-coeff 0.01 | same | --moe-aux-loss-coeff 0.01
+--moe-token-drop-policy probs --moe-expert-capacity-factor 1 | other numbers | --moe-drop-policy probs
+--moe-token-drop-policy probs | unnecessary
+--moe-expert-capacity-factor 1.5 | other numbers \
+    | --moe-model-type deepspeed_moe --moe-capacity-factor 1.5 --moe-min-capacity 1
+--end-weight-decay .1 --weight-decay-incr-style cosine --start-weight-decay 0 | other numbers
+--start-weight-decay .1 --weight-decay-incr-style constant | renamed | --weight-decay .1
+--train-samples 1000 --global-batch-size 8 | renamed | --train-iters 125
+--train-samples 1000 | other numbers
+--train-samples 1007 --global-batch-size 8 | renamed | --train-iters 125
+--train-samples 100 --global-batch-size inf | other numbers
+--lr-warmup-fraction nan --train-iters 10 | other numbers
+--vocab-size inf | other numbers
+--num-layers-per-virtual-pipeline-stage 2 --num-layers 8 --pipeline-model-parallel-size 0 | renamed \
+    | --vpp-degree 4 --pp-schedule interleaved
+--vocab-size 50257 --model-parallel-size 8 | renamed | --vocab-size 51200
+--sequence-parallel --model-parallel-size 8 | same | --sequence-parallel
+--moe-router-num-groups 1 --moe-router-group-topk 1 | unnecessary
+--moe-router-group-topk 1 --moe-router-num-groups 1 | unnecessary
+--moe-router-group-topk 2 --moe-router-num-groups 4 | same | --moe-router-group-topk 2
+--lr-warmup-samples 80 --global-batch-size 8 | renamed | --lr-warmup-iters 10
+--lr-decay-samples 80 --train-samples 80 --global-batch-size 8 | renamed | --lr-decay-iters 10
+--rampup-batch-size 8 8 80 --lr-warmup-iters 5 | other numbers | --rampup-batch-size 8 8 80
+--no-load-optim | unnecessary
+--no-load-optim --load x | same | --no-load-optim
+--moe-layer-freq -1 | implied
+--ds-sequence-parallel-size 1 | unnecessary
+--ds-sequence-parallel-size 4 | renamed | --cp-degree 4 --context-parallel-algo ulysses_cp_algo
+--override-lr-scheduler | unnecessary
+--override-lr-scheduler --load x | renamed | --override-opt-param-scheduler
+--save None | unnecessary
+--vocab-file f | left to you
+--data-path <path> | left to you
+--data-path /path/to/data | left to you
+[deepspeed]
+--num-experts 1 | renamed | --num-experts 0
+--num-experts 32 32 64 | another model
+--num-experts 8 --topk 2 --expert-interval 1 | same | --num-experts 8
+--topk 2 | renamed | --moe-router-topk 2
+--expert-interval 2 --num-experts 8 | another model
+--mlp-type residual | another model
+--moe-expert-parallel-size 4 | renamed | --ep-degree 4
+--ds-sequence-parallel-size 4 | renamed | --cp-degree 4 --context-parallel-algo ulysses_cp_algo
+--load-tag global_step500 | renamed | --ckpt-step 500
+--lr-warmup-tokens 2048000 --global-batch-size 100 --seq-length 2048 | renamed | --lr-warmup-iters 10
+--enable-zbh1-pipeline | renamed | --pp-schedule zero_bubble
+--train-tokens 8192 --train-iters 10 --global-batch-size 8 --seq-length 128 | renamed | --train-iters 8
+--train-tokens 8192 --train-iters 5 --global-batch-size 8 --seq-length 128 | renamed | --train-iters 5
+--train-iters 10 --train-tokens 8192 --global-batch-size 8 --seq-length 128 | implied
+--train-iters 10 --train-tokens 8192 --global-batch-size 8 | same | --train-iters 10
+--train-iters 10 | same | --train-iters 10
+[mindspeed]
+--adaptive-recompute-device-size 61440 | same | --adaptive-recompute-device-size 61440
+--adaptive-recompute-device-size -1 | unnecessary
+--adaptive-recompute-device-swap | left to you
+--adaptive-recompute-device-swap --adaptive-recompute-device-size 61440 | implied
+--ampipe-degree 1 | unnecessary
+--ampipe-degree 2 | same | --ampipe-degree 2
+--ampipe-tp-sp-comm-overlap --ampipe-degree 2 | same | --ampipe-tp-sp-comm-overlap
+--ampipe-tp-sp-comm-overlap | unnecessary
+--moe-model-type deepspeed_moe | same | --moe-model-type deepspeed_moe
+--moe-model-type deepspeed_moe --moe-no-drop | renamed | --moe-model-type megatron_moe
+--moe-train-capacity-factor 1.1 --moe-model-type deepspeed_moe | renamed | --moe-capacity-factor 1.1
+--moe-train-capacity-factor 1.1 | unnecessary
+--moe-train-capacity-factor 1.1 --moe-model-type deepspeed_moe --moe-no-drop | unnecessary
+--context-parallel-algo ulysses_cp_algo --context-parallel-size 2 | same | --context-parallel-algo ulysses_cp_algo
+--context-parallel-algo hybrid_cp_algo --context-parallel-size 4 | renamed | --context-parallel-algo megatron_cp_algo
+--context-parallel-algo hybrid_cp_algo | unnecessary
+--expert-model-parallel-size 4 | renamed | --ep-degree 4
+--expert-model-parallel-size 4 --moe-tp-extend-ep --tensor-model-parallel-size 8 | renamed | --ep-degree 32
+--moe-router-load-balancing-type softmax_topk | renamed | --moe-aux-loss-coeff 0 --no-norm-topk-prob
+--moe-router-load-balancing-type softmax_topk --norm-topk-prob | renamed | --moe-aux-loss-coeff 0
+--moe-router-load-balancing-type sparsemixer_topk | other numbers
+--enable-expert-placement | unnecessary
+--enable-expert-placement --expert-model-parallel-size 4 --expert-placement-freq 20 | renamed \
+    | --moe-rebalance-interval 20
+--expert-placement-freq 20 | unnecessary
+--add-qkv-bias --disable-bias-linear | same | --add-qkv-bias
+--add-dense-bias --disable-bias-linear | another model
+--add-qkv-bias | implied
+--optimizer-selection fused_ema_adamw | unsupported
+--noisy-gate-policy Jitter | other numbers
+--noisy-gate-policy None | unnecessary
+--pre-tockens 65536 --seq-length 4096 | unnecessary
+--pre-tockens 1024 --seq-length 4096 | another model
+--pre-tockens 1024 --seq-length 4096 --sparse-mode 2 | unnecessary
+--num-layer-list 7,8,8,5 | renamed | --pp-seg-method 0,7,15,23
+--pipeline-num-transformer-layers [[3],[5]] | renamed | --pp-seg-method 0,3
+--pipeline-num-transformer-layers [[3,2],[5,1]] | unsupported
+--rope-scaling-factor 40 | unnecessary
+--rope-scaling-factor 40 --rope-scaling-type yarn | same | --rope-scaling-factor 40
+--lora-r 16 | unnecessary
+--lora-r 16 --lora-target-modules linear_qkv | other numbers
+--stage sft | other numbers
+--cla-share-factor 1 | unnecessary
+--cla-share-factor 2 | another model
+--quant-states fp8 | other numbers
+--swiglu-limit 7.0 | another model
+--shared-expert-gate | renamed | --moe-shared-expert-gate
+--embedding-multiplier-scale 78.25 | renamed | --embedding-multiplier 78.25
+--output-multiplier-scale 0.5 | renamed | --logits-scaling 2.0
+--scale-emb 12 | renamed | --embedding-multiplier 12
+--scale-depth 1.5 --num-layers 9 | renamed | --residual-multiplier 0.5
+--scale-depth 1.5 | left to you
+--dim-model-base 256 --hidden-size 2304 | renamed | --logits-scaling 9.0
+--post-norm | another model
+--npu-deterministic | renamed | --deterministic
+--layerzero | renamed | --sharding-stage 3
+--recompute-in-bubble | unsupported
+--moe-tp-extend-ep --expert-model-parallel-size 2 --tensor-model-parallel-size 4 | renamed | --expert-mp-degree 1
+--expert-model-parallel-size 2 --moe-tp-extend-ep --tensor-model-parallel-size 4 | renamed | --ep-degree 8
+[paddle]
+--tensor_parallel_degree 2 | renamed | --mp-degree 2
+--tensor_parallel_degree -1 | unnecessary
+--virtual_pp_degree 2 | renamed | --vpp-degree 2 --pp-schedule interleaved
+--sharding stage2 | renamed | --sharding-stage 2
+--sharding 'stage1 offload' | renamed | --sharding-stage 1 --optimizer-offload
+--sharding true | renamed | --sharding-stage 3
+--sharding stage9 | left to you
+--sharding_parallel_degree 8 | renamed | --sharding-degree 8
+--sharding_parallel_degree -1 | unnecessary
+--sharding_group_size 8 | renamed | --sharding-degree 8
+--sep_parallel_degree 4 | renamed | --cp-degree 4 --context-parallel-algo ulysses_cp_algo
+--data_parallel_degree 4 | renamed | --hybrid-dp
+--sequence_parallel 1 --tensor_parallel_degree 2 | renamed | --sequence-parallel
+--sequence_parallel 1 | unnecessary
+--max_steps -1 | left to you
+--num_train_epochs 1 --max_steps 10 | unnecessary
+--lr_scheduler_type linear | renamed | --lr-decay-style linear
+--lr_scheduler_type polynomial | other numbers
+--lr_scheduler wsd:900 --max_steps 1000 | renamed | --lr-decay-style wsd --lr-wsd-decay-iters 100
+--lr_scheduler wsd --max_steps 1000 | renamed | --lr-decay-style wsd --lr-wsd-decay-iters 100
+--lr_scheduler wsd:900 | left to you
+--lr_scheduler wsd:231084 --max_steps 100 | renamed | --lr-decay-style constant
+--decay_function 1-sqrt --lr_scheduler wsd:9 --max_steps 10 | renamed | --lr-wsd-decay-style minus_sqrt
+--decay_function half_life --lr_scheduler wsd:9 --max_steps 10 | other numbers
+--decay_function half_life --lr_scheduler wsd:90 --max_steps 10 | unnecessary
+--warmup_ratio 0.1 --max_steps 1000 | renamed | --lr-warmup-iters 100
+--warmup_ratio 0.1 --max_steps 1000 --warmup_steps 5 | unnecessary
+--fp16_opt_level O2 --bf16 1 | implied
+--fp16_opt_level O1 --bf16 1 | other numbers
+--fp16_opt_level O1 | unnecessary
+--amp_master_grad 0 --bf16 true | other numbers
+--scale_loss 4096 --bf16 true | unnecessary
+--scale_loss 4096 --fp16 true | renamed | --initial-loss-scale 4096
+--amp_configs.decr_ratio 0.8 | other numbers
+--amp_configs.decr_ratio 0.5 | implied
+--recompute 1 | renamed | --recompute-interval 1
+--recompute true --recompute_granularity core_attn | renamed \
+    | --recompute-granularity selective --recompute-method uniform --recompute-num-layers 1
+--recompute_granularity core_attn | unnecessary
+--recompute_granularity full --recompute_method uniform | renamed | --recompute-granularity full
+--num_hidden_layers 56 --remove_tail_layer 2 | renamed | --num-layers 54
+--initializer_range 0.02 --hidden_size 8192 --moe_num_experts 64 | renamed | --init-std 0.00637856
+--initializer_range 0.02 | renamed | --init-std 0.02
+--moe_capacity 8 8 8 --moe_k 8 | other numbers
+--moe_aux_loss_lambda 1e-5 --moe_k 8 | renamed | --moe-aux-loss-coeff 8e-05
+--moe_aux_loss_lambda 1e-2 | renamed | --moe-aux-loss-coeff 0.02
+--moe_aux_loss_lambda 1e-2 --moe_k 8 --moe_group_experts true | renamed | --moe-aux-loss-coeff 1e-2
+--router_aux_loss_coef 1e-3 --moe_k 8 | renamed | --moe-aux-loss-coeff 1e-3
+--moe_layer_interval 2 | another model
+--moe_layer_interval 1 | unnecessary
+--moe_norm_gate_logits false | other numbers
+--moe_use_aux_free_update_coef 0.001 --moe_use_aux_free false | unnecessary
+--moe_use_aux_free true | renamed | --moe-router-bias-update-rate 0.001
+--moe_gate_lr_ratio 0.01 | other numbers | --moe-router-lr-ratio 0.01
+--moe_gate_lr_ratio 0.01 --moe_layer_start_index 3 | unnecessary
+--multi_token_pred_depth 2 | another model
+--use_fp8_mlp true | other numbers
+--use_fp8_mlp false | unnecessary
+--optim adamw | implied
+--optim muon | other numbers
+--muon_momentum 0.95 | unnecessary
+--lora_rank 8 | unnecessary
+--lora true | other numbers
+--stage SFT | other numbers
+--stage PT | unnecessary
+--input_dir '0.4 a 0.6 b' | renamed | --data-path 0.4 a 0.6 b
+--eval_steps 100 | renamed | --eval-interval 0
+--eval_steps 100 --do_eval true | renamed | --eval-interval 100
+--sharding_parallel_config 'split_param enable_stage1_overlap' | implied
+--sharding_parallel_config enable_wonders | other numbers
+--pipeline_parallel_config 'enable_delay_scale_loss best_unbalanced_scheduler' | implied
+--tensor_parallel_config 'sync_param sync_grad' | implied
+--sharding_comm_buffer_size_MB 2048 | unsupported
+--model_name_or_path meta-llama/Meta-Llama-3-8B | left to you
+--resume_from_checkpoint out/checkpoint-100 | left to you
+--gradient_merge_configs.k_steps 4 | renamed | --gradient-merge-acc-step 4
+--localsgd true | other numbers
+"""
+
+
+def rows() -> Iterator[tuple[str, str, str, str]]:
+    framework = ""
+    for row in ROWS.strip().splitlines():
+        if row.startswith("["):
+            framework = row.strip("[]")
+            continue
+        line, verdict, ours = (cell.strip() for cell in f"{row} | ".split(" | ")[:3])
+        yield framework, line, verdict, ours
+
+
+@pytest.mark.parametrize(("framework", "line", "verdict", "ours"), rows())
+def test_values_decide(framework: str, line: str, verdict: str, ours: str) -> None:
+    item = translate(shlex.split(line), framework)[0]
+    assert (item.verdict, item.ours) == (verdict, ours), item
+    assert item.reason or item.verdict in (SAME, RENAMED)
