@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,24 +28,19 @@ from megapar.data.corpus import Corpus
 from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range
 from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
-from megapar.errors import MegaparError
 from megapar.health.corruption.guards import Guards, make_guards
+from megapar.health.declaration import make_entry
 from megapar.health.hangs.stragglers import Stragglers
-from megapar.health.hangs.watch import make_watch, meet
 from megapar.health.hangs.watchdog import Watchdog
-from megapar.health.start.declared import make_declared
 from megapar.health.stop import failure
-from megapar.health.stop.control import StopSignal, make_control
-from megapar.health.stop.lost_peer import report_lost_peer
+from megapar.health.stop.control import Control, StopSignal
 from megapar.health.stop.parent import end_with_launcher
 from megapar.launch_environment import job_id
 from megapar.planning.out_of_memory import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
-from megapar.training.building import build
-from megapar.training.building.build import make_own_corpus, with_own_data
-from megapar.training.building.builder import Builder
-from megapar.training.building.memory import out_of_memory
-from megapar.training.building.parallelize import check_device, make_job
+from megapar.training.building.corpus import make_corpus, make_loader, make_own_corpus, with_own_data
+from megapar.training.building.parallelize import check_device, parallelize
+from megapar.training.building.parts import Parts
 from megapar.training.checkpoints import export, local_saves, state
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.checkpoints.continued import continue_run
@@ -53,24 +49,25 @@ from megapar.training.checkpoints.lineage import NAMES
 from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.checkpoints.resume import resume
 from megapar.training.checkpoints.verification import Start
-from megapar.training.loop.callbacks import TrainerCallback, make_callbacks
+from megapar.training.loop.callbacks import TrainerCallback, connect, make_callbacks, make_watchdog
 from megapar.training.loop.stepper import Stepper
-from megapar.training.reports import messages as report
-from megapar.training.reports import opening
-from megapar.training.reports.first_report import is_first_to_report
+from megapar.training.reports import messages, opening
 from megapar.training.reports.logger import Logger
-from megapar.training.reports.monitor import Monitor
+from megapar.training.reports.monitor import Monitor, make_monitor
 from megapar.training.reports.record import Record
-from megapar.training.reports.streams import make_patient
-from megapar.training.reports.terminal import PlainTerminal
+from megapar.training.reports.streams import guard_streams
+from megapar.training.reports.terminal import PlainTerminal, make_terminal
+from megapar.training.step.bad_steps import make_bad_step_policy
 from megapar.training.step.batches import BatchFeed
+from megapar.training.step.dtypes import make_loss_scale
 from megapar.training.step.evaluate import evaluate, num_evaluated
 from megapar.training.step.expert_places import PLACES, ExpertPlaces
 from megapar.training.step.gradients import Gradients
-from megapar.training.step.learning_rate import make_learning_rate
+from megapar.training.step.objective import make_objective
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.progress import Progress
 from megapar.training.step.result import StepResult
+from megapar.training.step.schedules import make_learning_rate
 from megapar.training.step.step_guard import StepGuard
 
 
@@ -107,28 +104,16 @@ def main(
     saves and stops the run. ``after`` is called with the outcome, on every rank; the other arguments are as in
     ``train``.
     """
-    make_patient()
+    guard_streams()
     status = 0
-    rank = int(os.environ.get("RANK", "0"))
     end_with_launcher()
     try:
         more: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks, "data": data}
         outcome = train(config, stop_signal=StopSignal(), **more)
         if after is not None:
             after(outcome)
-    except MegaparError as error:
-        failure.note(error, os.environ)
-        prefix = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        status = error.exit_status
-        if is_first_to_report(str(error), os.environ):
-            sys.stderr.write(f"{prefix}{type(error).__name__}: {error}\n")
     except BaseException as error:
-        failure.note(error, os.environ)
-        status = 1
-        if not report_lost_peer(error, os.environ):
-            import traceback
-
-            traceback.print_exc()
+        status = failure.report(error, os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -158,27 +143,33 @@ def train(
         data: Token ids to train on, in place of ``--data-path``.
     """
     config = config if data is None else with_own_data(config, data)
-    watch = make_watch(config)
+    watch = make_watchdog(config)
     device = _prepare_device(config)
     watch.start()
     try:
-        corpus = build.make_corpus(config) if data is None else make_own_corpus(config, data)
-        declared = make_declared(config, corpus, device)
+        corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
+        declared = make_entry(config, corpus, device)
         if rendezvous_url is None and (unknown := unknown_address()):
             sys.stderr.write(f"rank {os.environ['RANK']}: {unknown}\n")
-        world = World.start(config.grid, device, build.timeout(config), rendezvous_url, declared)
+        world = World.start(
+            config.grid,
+            device,
+            timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            rendezvous_url,
+            declared,
+        )
     except BaseException:
         watch.close()
         raise
     if stop_signal is not None:
         stop_signal.install()
     try:
-        more = Additions(tuple(loggers), tuple(callbacks))
-        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch, additions=more)
+        user: dict[str, Any] = {"loggers": loggers, "callbacks": callbacks}
+        trainer = Trainer(config, world, corpus, stop_signal, keep_records=keep_records, watch=watch, **user)
         trainer.start()
         outcome = trainer.train()
     except torch.OutOfMemoryError as error:
-        refusal = out_of_memory(config, device, error, planned_memory(config, device.type, device.name))
+        refusal = messages.out_of_memory(config, device, error, planned_memory(config, device.type, device.name))
         watch.close()
         world.abandon()
         raise refusal from error
@@ -202,19 +193,6 @@ def _prepare_device(config: Config) -> Device:
     return device
 
 
-@dataclass(frozen=True)
-class Additions:
-    """Additions of the caller to a run.
-
-    Attributes:
-        loggers: Get the records, on rank 0.
-        callbacks: Run around the steps, on every rank.
-    """
-
-    loggers: tuple[Logger, ...] = ()
-    callbacks: tuple[TrainerCallback, ...] = ()
-
-
 class Trainer:
     """One run on this rank, in three calls: the constructor builds, ``start`` loads and ``train`` runs the loop.
 
@@ -222,12 +200,8 @@ class Trainer:
         job: The model with its gradients and optimizer state.
         places: The ranks that experts are on.
         progress: Position of the run in its data.
-        corpus: Training and held-out samples.
         loader: Reads micro-batches. This and the attributes below depend on the first iteration and are set by
             ``start``.
-        stepper: Runs the steps.
-        guards: Checks for corrupted state.
-        monitor: Collects records.
         terminal: Prints messages. None on every rank except rank 0.
     """
 
@@ -247,43 +221,42 @@ class Trainer:
         keep_records: bool = False,
         watch: Watchdog | None = None,
         observer: StepObserver | None = None,
-        builder: Builder | None = None,
-        additions: Additions | None = None,
+        parts: Parts | None = None,
+        loggers: Sequence[Logger] = (),
+        callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
         """Build everything that does not depend on the iteration that the run starts from.
 
         Args:
-            corpus: Training and held-out samples.
-            stop_signal: Source of stop requests.
-            keep_records: Keep the records of all iterations for the outcome.
             watch: The watchdog. None makes one from the configuration.
             observer: Hooks into every step.
-            builder: Builds the replaceable parts of the model. None uses the default parts.
-            additions: Loggers and callbacks of the caller.
+            parts: Factories of the replaceable parts. None uses the default ones.
+            loggers: Loggers of the caller. This and the arguments that are not named here are as in ``train``.
+            callbacks: Callbacks of the caller.
         """
         self.config = config
-        self._additions = additions or Additions()
+        self._user_loggers, self._user_callbacks = tuple(loggers), tuple(callbacks)
         self.world = world
-        self.watch = watch or make_watch(config)
-        meet(self.watch, world)
+        self.watch = watch or make_watchdog(config)
+        connect(self.watch, world)
         self.data = world.axis("data")
         self.corpus = corpus
-        self.builder = builder or Builder()
-        self.job = make_job(config, world, self.builder, observer)
+        self.parts = parts or Parts()
+        self.job = parallelize(config, world, self.parts, observer)
         self.places = ExpertPlaces(config, self.job)
-        self.objective = build.make_objective(config)
+        self.objective = make_objective(config)
         self.learning_rate = make_learning_rate(config)
-        self.loss_scale = build.make_loss_scale(config, world.device)
+        self.loss_scale = make_loss_scale(config, world.device)
         self.progress = Progress(dropout_seed=config.training.seed)
         self._notes = corpus.notes
-        self.control = make_control(config, stop_signal, leader=world.rank == 0)
+        self.control = Control(config.checkpoint, stop_signal, leader=world.rank == 0)
         self.checkpoints = Checkpoints(config.checkpoint, self.job, self.watch.section)
         if config.checkpoint.save_hf and self.job.sizes.drops_tokens:
             self._notes += (export.UNDROPPED,)
         self.local_saves, note = local_saves.make(config, self.job, job_id(os.environ), self.watch.section)
         self._notes += (note,)
         self._skipped = merged(parse_range(text) for text in config.reliability.skip_samples)
-        self.bad_steps = build.make_bad_step_policy(config)
+        self.bad_steps = make_bad_step_policy(config)
         self._stragglers = Stragglers(config.reliability.straggler_factor)
         self._records: list[Record] | None = [] if keep_records else None
         self._evaluation: dict[str, float] | None = None
@@ -295,9 +268,9 @@ class Trainer:
         """
         loaded = self.load()
         self._continue(loaded)
-        self.collate = self.builder.collate(self.config, self.world, self.corpus)
-        self.loader = build.make_loader(self.config, self.corpus, self.collate, self.data, self._skipped)
-        choose = self.builder.ampipe_degree
+        self.collate = self.parts.collate(self.config, self.world, self.corpus)
+        self.loader = make_loader(self.config, self.corpus, self.collate, self.data, self._skipped)
+        choose = self.parts.ampipe_degree
         self._degree = degree.slice_model(self.config, self.job, self.objective, self.loader, self.progress, choose)
         self.world.sent_bytes.clear()  # bytes sent so far are not part of a step
         self._make_stepper(loaded)
@@ -323,15 +296,15 @@ class Trainer:
     def _make_stepper(self, loaded: state.Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""
         config, iteration = self.config, self.progress.iteration
-        self.terminal = report.make_terminal(config, self.world.rank, iteration)
-        self.monitor = report.make_monitor(
+        self.terminal = make_terminal(config, self.world.rank, iteration)
+        self.monitor = make_monitor(
             config,
             self.job,
             self.objective,
             self.terminal,
             iteration,
             places=self.places,
-            own=self._additions.loggers,
+            user_loggers=self._user_loggers,
             check_owner=self.checkpoints.check_owner,
         )
         gradients = Gradients(self.job, self.objective, self.loss_scale, self._votes)
@@ -343,12 +316,12 @@ class Trainer:
             log_line=self._message,
             start=Start.after(loaded),
             local_saves=self.local_saves,
+            others=self.checkpoints.lineage.others,
         )
-        self.guards.witness.others = self.checkpoints.lineage.others
         self.stepper = Stepper(
             config=config,
             job=self.job,
-            feed=BatchFeed(config, self.job, self.builder.denominators),
+            feed=BatchFeed(config, self.job, self.parts.denominators),
             progress=self.progress,
             learning_rate=self.learning_rate,
             gradients=gradients,
@@ -368,7 +341,7 @@ class Trainer:
             gradients=gradients,
             loss_scale=self.loss_scale,
             bad_steps=self.bad_steps,
-            skipped=self._skipped,
+            skipped_ranges=self._skipped,
             mean_loss=self.monitor.mean_loss,
         )
 
@@ -380,11 +353,10 @@ class Trainer:
         Call ``start`` first.
         """
         self._greet()
-        own = self._additions.callbacks
-        callbacks = make_callbacks(self.config, self.job, self.watch, own)
+        callbacks = make_callbacks(self.config, self.job, self.watch, self._user_callbacks)
         try:
-            for one in own:
-                one.begin(self)
+            for user_callback in self._user_callbacks:
+                user_callback.begin(self)
             if self._done:
                 self._report_nothing_left()
             while not self._done:
@@ -599,16 +571,17 @@ class Trainer:
     # Messages to the user, from rank 0
 
     def _greet(self) -> None:
-        self.guards.witness.hosts = names = opening.hosts(self.world)  # a collective of all ranks
+        self.guards.fault_record.hosts = names = opening.hosts(self.world)  # a collective of all ranks
         if self.terminal is None:
             return
-        for line in opening.opening(self.config, self.world, self.corpus, names, compiled=self.job.compiled):
+        for line in (
+            *opening.opening(self.config, self.world, self.corpus, names, compiled=self.job.compiled),
+            *opening.model_lines(self.config, self.job, self.monitor),
+        ):
             self.terminal.print_line(line)
         self.checkpoints.log_line = self.terminal.print_message
         if self.local_saves is not None:
             self.local_saves.log_line = self.terminal.print_message
-        for line in report.greeting(self.config, self.job, self.monitor):
-            self.terminal.print_line(line)
         for line in (*self._notes, *self.guards.pop_messages(), self._degree):
             if line:
                 self.terminal.print_message(line)
@@ -618,14 +591,14 @@ class Trainer:
     def _report_nothing_left(self) -> None:
         training = self.config.training
         if training.train_iters:
-            self._message(report.nothing_left(self.progress.iteration, training.train_iters))
+            self._message(messages.nothing_left(self.progress.iteration, training.train_iters))
         if training.eval_interval:  # a run without steps is the way to evaluate a checkpoint
             means, samples = self._evaluate(), self.corpus.heldout or ()
-            self._message(report.evaluation(means, num_evaluated(self.config, samples), len(samples)))
+            self._message(messages.evaluation(means, num_evaluated(self.config, samples), len(samples)))
 
     def _report_end(self, exported: Path | None) -> None:
         stop, folder = self.control.stop, self.checkpoints.folder
-        for line in report.farewell(self.config, self.progress.iteration, stop, folder, exported):
+        for line in messages.farewell(self.config, self.progress.iteration, stop, folder, exported):
             self._message(line)
 
 

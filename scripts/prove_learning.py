@@ -23,7 +23,7 @@ CONFIG = {"moe": "configs/moe-10m.yaml", "ernie": "configs/ernie-quickstart.yaml
 def unigram_nats(kind: str) -> float:
     """Return the cross-entropy of validation tokens under the frequencies of training tokens, nats per token."""
     from megapar.arguments import parse
-    from megapar.training.building.build import make_corpus
+    from megapar.training.building.corpus import make_corpus
 
     sys.path.insert(0, str(ROOT))
     from tests.support.unigram import unigram_entropy

@@ -39,7 +39,7 @@ from megapar.model.architectures import ARCHITECTURES
 from megapar.planning.expert_load import recorded_imbalance
 from megapar.tools.launcher.failures import failed_ranks, first_failure
 from megapar.tools.translation.source import UnreadableError, read_source
-from megapar.training.reports.json_lines import JsonLinesLogger
+from megapar.training.reports.file_loggers import JsonLinesLogger
 from megapar.training.reports.run_facts import _earlier_starts
 
 ONE_FILE = [HealthCheck.function_scoped_fixture]

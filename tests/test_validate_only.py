@@ -17,7 +17,7 @@ from megapar.arguments import parse, parse_or_exit
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.schema.flag import SCRIPTS
 from megapar.training.loop.outline import outline
-from megapar.training.step.learning_rate import make_learning_rate
+from megapar.training.step.schedules import make_learning_rate
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "transformers", "sentencepiece", "datasets", "pyarrow")

@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from megapar.arguments import parse
 from megapar.core.device.base import Device
-from megapar.health.start.declared import Declaring, verdict
-from megapar.training.building import build
+from megapar.health.declaration import RankEntry, verdict
+from megapar.training.building.corpus import make_corpus
 
 FLAGS = ("--data-path", "mock", "--num-experts", "0", "--seq-length", "128", "--vocab-size", "4096")
 CASES: dict[str, Callable[[int, int], bool]] = {
@@ -41,7 +41,7 @@ def seconds(store: dist.Store, nodes: int, ranks: int, changed: Callable[[int, i
     ``ranks``: of a node.
     """
     config = parse("moe", FLAGS, {"WORLD_SIZE": "2"})
-    whole = Declaring.of(config, build.make_corpus(config), Device(), {"GROUP_RANK": "0", "LOCAL_RANK": "0"})
+    whole = RankEntry.of(config, make_corpus(config), Device(), {"GROUP_RANK": "0", "LOCAL_RANK": "0"})
     start = time.perf_counter()
     for node in range(nodes):
         flags = {**whole.flags, "--lr": str(node)} if changed(node, nodes) else whole.flags

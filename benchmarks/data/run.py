@@ -126,7 +126,7 @@ def part_loader(folder: Path, iterations: int = 8) -> dict[str, object]:
     from megapar.arguments import parse
     from megapar.data.batches import Loader
     from megapar.trainer import train
-    from megapar.training.building.build import make_corpus
+    from megapar.training.building.corpus import make_corpus
 
     flags = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--train-iters", str(iterations)]
     flags += ["--eval-interval", "0", "--log-interval", str(iterations), "--lr-warmup-iters", "0"]

@@ -26,7 +26,7 @@ from megapar.data.sampling.samples import NO_LOSS, Samples
 from megapar.data.text.builtin import documents
 from megapar.model.ernie3.tasks import CLASSES, TASKS, accuracy_of
 from megapar.trainer import train
-from megapar.training.building.build import make_corpus
+from megapar.training.building.corpus import make_corpus
 
 VERBS = ("returns", "raises", "contains", "means", "takes", "calls", "creates", "provides", "is", "are")
 TRIPLE = re.compile(r"\b([A-Za-z_.]+) (" + "|".join(VERBS) + r") ((?:an? |the )?[A-Za-z_.]+)")

@@ -18,7 +18,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.health.corruption.recompute_guard import RecomputeGuard
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 
 FLAGS = (
     *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "704"),
@@ -53,7 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     config = parse("moe", [*FLAGS, *ALWAYS, "--replica-check-interval", "0"], {})
     world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
-    trainer = Trainer(config, world, build.make_corpus(config))
+    trainer = Trainer(config, world, make_corpus(config))
     trainer.start()
     for _ in range(3):
         step_seconds(trainer)

@@ -25,7 +25,7 @@ from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 
 FLAGS = (
     *SMALL,
@@ -49,7 +49,7 @@ def make(world: World, guard: dict[str, str]) -> Trainer:
     """Return a trainer after its warmup."""
     flags = [text for pair in {**OFF, **guard}.items() for text in pair]
     config = parse("moe", [*FLAGS, *flags], {})
-    trainer = Trainer(config, world, build.make_corpus(config))
+    trainer = Trainer(config, world, make_corpus(config))
     trainer.start()
     print(f"{' '.join(flags)}:")
     steps(trainer, WARM_UP)  # says what the guard covers

@@ -24,7 +24,7 @@ from megapar.core.device.pick import pick
 from megapar.moe.dispatch_bytes import node_row_bytes
 from megapar.moe.row_counts import row_columns
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 from megapar.training.step.observer import StepObserver
 from tests.support.sent_rows import plain_rows, rows_by_node
 
@@ -51,7 +51,7 @@ class Steps:
         configs = {way: parse("moe", self._shape.flags(way), dict(os.environ)) for way in WAYS}
         first = configs[WAYS[0]]
         self._world = World.start(first.grid, pick("cpu"), timedelta(minutes=10), rendezvous)
-        corpus = build.make_corpus(first)
+        corpus = make_corpus(first)
         self._trainers = {
             way: Trainer(made, self._world, corpus, observer=self._routing) for way, made in configs.items()
         }

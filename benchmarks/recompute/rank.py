@@ -15,7 +15,7 @@ from megapar.arguments import parse
 from megapar.core.device.base import Device
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.trainer import Trainer
-from megapar.training.building.builder import make_recompute
+from megapar.training.building.parallelize import make_recompute
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpt-117m.yaml"
 UNIT = ("--recompute-interval", "1")

@@ -26,7 +26,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.health.hangs.watchdog import Watchdog
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 from megapar.training.reports import monitor
 from megapar.training.step.step_guard import StepGuard
 
@@ -85,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     config = parse("moe", [*FLAGS, "--train-iters", "1000000"], {})
     world = World.start(config.grid, pick(options.device), timedelta(seconds=60))
-    trainer = Trainer(config, world, build.make_corpus(config))
+    trainer = Trainer(config, world, make_corpus(config))
     trainer.start()
     watchdog = trainer.watch
     watchdog.start()

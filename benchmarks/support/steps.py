@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 from benchmarks.support.contest import Figures
 from megapar.arguments import Config
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 
 
 def make_trainer(config: Config, rendezvous: str | None) -> Trainer:
     """Return the trainer of this rank. Errors of the data are raised before there is a process group."""
-    corpus = build.make_corpus(config)
+    corpus = make_corpus(config)
     device = pick(config.runtime.device, int(os.environ.get("LOCAL_RANK", "0")))
     device.prepare_process()
-    trainer = Trainer(config, World.start(config.grid, device, build.timeout(config), rendezvous), corpus)
+    trainer = Trainer(
+        config,
+        World.start(config.grid, device, timedelta(minutes=config.parallel.distributed_timeout_minutes), rendezvous),
+        corpus,
+    )
     trainer.start()
     return trainer
 

@@ -22,7 +22,7 @@ from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 
 
 class Steps:
@@ -33,7 +33,7 @@ class Steps:
         first = next(iter(configs.values()))
         self._axes = axes
         self._world = World.start(first.grid, pick("cpu"), timedelta(minutes=10), rendezvous)
-        corpus = build.make_corpus(first)
+        corpus = make_corpus(first)
         self._trainers = {row: Trainer(config, self._world, corpus) for row, config in configs.items()}
         for trainer in self._trainers.values():
             trainer.start()

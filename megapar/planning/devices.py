@@ -11,7 +11,7 @@ from megapar.arguments import FLAGS, Config
 from megapar.core.device.kinds import DeviceKind, kinds
 from megapar.errors import Complaint, ConfigError
 from megapar.machine import memory_bytes
-from megapar.training.building.device_figures import FIGURES
+from megapar.training.building.device_choices import FIGURES
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.model.parameter import ParameterSpec
 from megapar.planning.planned_run import PlannedRun
-from megapar.training.building.segments import make_segments
+from megapar.training.building.partition import make_segments
 
 
 @dataclass(frozen=True)

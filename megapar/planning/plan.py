@@ -22,7 +22,7 @@ from megapar.planning.speed import Speed, predict
 from megapar.planning.traffic import Link, link, stage_traffic
 from megapar.planning.unpriced import check_priced
 from megapar.schema.rule import divisors
-from megapar.training.building.device_figures import with_figures
+from megapar.training.building.device_choices import with_figures
 
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10

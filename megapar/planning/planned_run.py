@@ -28,10 +28,8 @@ from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table
 from megapar.planning.assume import Assumed
 from megapar.planning.shared import Shared
 from megapar.training.building.attention_backend import repeats_keys
-from megapar.training.building.expert_dispatch import DispatchChoice, assumed_node, dispatch_choice
-from megapar.training.building.pipeline_split import effective_schedule, make_stages
-from megapar.training.building.segments import ITEM_BYTES
-from megapar.training.building.tensor_overlap import hiding
+from megapar.training.building.device_choices import DispatchChoice, assumed_node, dispatch_choice, tensor_overlap
+from megapar.training.building.partition import ITEM_BYTES, effective_schedule, make_stages
 
 MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before
 
@@ -174,7 +172,7 @@ class PlannedRun:
     @cached_property
     def hiding(self) -> str:
         """Overlap of the tensor parallel layers' collectives: ``off``, ``on`` or ``fused``."""
-        return hiding(self.config, self.kind, self.dtype, self.sizes)
+        return tensor_overlap(self.config, self.kind, self.dtype, self.sizes)
 
     @cached_property
     def reduce_bytes(self) -> int:

@@ -253,7 +253,7 @@ def show_schedule(config: Config, *, chunk_costs: bool = False) -> tuple[str, st
     from megapar.core.pipeline import draw
     from megapar.core.pipeline.schedule import make_schedule
     from megapar.core.pipeline.simulate import RUNNERS, Costs, bubble_formula, check, simulate
-    from megapar.training.building.pipeline_split import (
+    from megapar.training.building.partition import (
         effective_schedule,
         make_stages,
         pipeline_layers,

@@ -14,7 +14,7 @@ from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.trainer import Trainer
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 from megapar.training.building.parallelize import check_device
 from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Day
@@ -86,7 +86,7 @@ def trainer(
     where = pick(device)
     where.prepare_process()
     check_device(config, where)
-    corpus = build.make_corpus(config)
+    corpus = make_corpus(config)
     if learnable:
         corpus = replace(corpus, train=Chain(corpus.train))
     made = Trainer(config, World.start(config.grid, where, timedelta(minutes=5)), corpus)

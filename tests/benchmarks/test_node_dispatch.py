@@ -8,7 +8,7 @@ from benchmarks.node_dispatch.run import expected_between, print_bytes
 from benchmarks.node_dispatch.shape import NODE, SHAPES, WAYS, ideal, rate_for
 from megapar.arguments import parse
 from megapar.core.device.kinds import kinds
-from megapar.training.building.expert_dispatch import dispatch_choice
+from megapar.training.building.device_choices import dispatch_choice
 
 
 def test_messages_take_their_share_of_a_step_at_the_rate():

@@ -6,7 +6,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.errors import ConfigError
-from megapar.training.building.segments import make_segments
+from megapar.training.building.partition import make_segments
 
 MODEL = ["--num-layers", "12", "--hidden-size", "512", "--num-attention-heads", "8", "--ffn-hidden-size", "1344"]
 BY_BYTES, AT_ANCHORS = "segment_broadcast_MB", "segment_anchors"

@@ -25,12 +25,11 @@ from megapar.core.sharding.cut import is_primary, master_box
 from megapar.core.sharding.sharding import Sharding
 from megapar.data.own_data import OwnData
 from megapar.model.decoder.model import Decoder
-from megapar.trainer import Additions, Trainer
-from megapar.training.building import build
-from megapar.training.building.builder import Builder
+from megapar.trainer import Trainer
+from megapar.training.building.corpus import make_corpus, make_layout, make_own_corpus
+from megapar.training.building.parts import Parts
 from megapar.training.checkpoints.collect import collect_buffers
 from megapar.training.loop.callbacks import TrainerCallback
-from megapar.training.reports import messages
 from megapar.training.reports.record import Record
 from megapar.training.step import bad_steps
 from megapar.training.step.observer import StepObserver
@@ -97,7 +96,7 @@ def trace(
     until: int,
     replay: Routing | None = None,
     backend: str = "gloo",
-    builder: Builder | None = None,
+    parts: Parts | None = None,
     callback: TrainerCallback | None = None,
     data: OwnData | None = None,
 ) -> Trace | None:
@@ -108,18 +107,18 @@ def trace(
     rendezvous: path of a file to meet at. replay: choices that every router repeats. backend: "late" shows what reads
     or reuses a buffer in flight; "lazy" is that with the streams of a host that runs ahead of its device. "cuda": this
     machine's first GPU, which all ranks share.
-    builder: makes the trainer's parts. callback: is called around the steps. data: in place of what the flags name.
+    parts: the trainer's. callback: is called around the steps. data: in place of what the flags name.
     """
     local_rank = 0 if backend == "cuda" else rank
     place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place), ExitStack() as stack:
         quiet = () if "--log-interval" in flags else ("--log-interval", str(QUIET))
         config = parse(kind, [*flags, *quiet, "--exit-interval", str(until)], dict(os.environ))
-        corpus = build.make_corpus(config) if data is None else build.make_own_corpus(config, data)
+        corpus = make_corpus(config) if data is None else make_own_corpus(config, data)
         device = _device(backend)
         tables = _with_products_of_small_weights(kinds._tables())
         stack.enter_context(patch.object(kinds, "_tables", lambda: tables))
-        stack.enter_context(patch.object(messages, "make_terminal", lambda *_: None))
+        stack.enter_context(patch("megapar.trainer.make_terminal", lambda *_: None))
         stack.enter_context(patch.object(bad_steps, "LEAST", LEAST_BEFORE_A_SPIKE))
         if config.training.deterministic:
             device.repeat_results()
@@ -130,8 +129,8 @@ def trace(
         if replay is not None:
             replay = {key: experts.to(device.torch_device) for key, experts in replay.items()}
         recorder, moving = Recorder(replay), away.Away()
-        more = Additions(callbacks=(moving, _Settling(device), *((callback,) if callback is not None else ())))
-        trainer = Trainer(config, world, corpus, observer=recorder, builder=builder, keep_records=True, additions=more)
+        callbacks = (moving, _Settling(device), *((callback,) if callback is not None else ()))
+        trainer = Trainer(config, world, corpus, observer=recorder, parts=parts, keep_records=True, callbacks=callbacks)
         trainer.start()
         recorder.trainer, recorder.whole = trainer, Whole(trainer)
         records = trainer.train().records
@@ -283,7 +282,7 @@ def _own(experts: Tensor, call: int, trainer: Trainer) -> Tensor:
     """This rank's positions of choices recorded for a whole micro-batch, of the router's ``call``-th slice of it."""
     whole = experts.unflatten(0, (trainer.config.training.micro_batch_size, -1))
     cp = trainer.world.axis("cp")
-    whole = whole[:, build.make_layout(trainer.config).positions(whole.shape[1], cp.rank)]
+    whole = whole[:, make_layout(trainer.config).positions(whole.shape[1], cp.rank)]
     slicing, mp = cast(Decoder, trainer.job.model).slicing, trainer.world.axis("mp")
     parts = mp.size if trainer.config.parallel.sequence_parallel else 1
     order, length = slicing.order(whole.shape[1], parts), whole.shape[1] // parts

@@ -14,7 +14,7 @@ from _pytest.mark import ParameterSet
 
 from megapar.arguments import parse
 from megapar.data.own_data import OwnData
-from megapar.training.building.builder import Builder
+from megapar.training.building.parts import Parts
 from tests.equivalence.compare import differences, excess, still
 from tests.equivalence.run import Routing, Trace, trace
 from tests.equivalence.table import (
@@ -35,7 +35,7 @@ from tests.equivalence.table import (
     WEIGHTED_SUITE,
     Row,
 )
-from tests.support.forced import Forced, outcomes
+from tests.support.forced import forced_parts, outcomes
 from tests.support.pairwise import covering
 from tests.support.ranks import run_ranks, side_by_side
 from tests.support.weighted import WeightedSequences
@@ -64,11 +64,11 @@ def _run(
     steps: int,
     replay: Routing | None = None,
     backend: str = "gloo",
-    builder: Builder | None = None,
+    parts: Parts | None = None,
     timeout: float = 60.0,
     data: OwnData | None = None,
 ) -> Trace:
-    run = (trace, kind, flags, steps, replay, backend, builder, None, data)
+    run = (trace, kind, flags, steps, replay, backend, parts, None, data)
     result = run_ranks(world_size, *run, group=False, timeout=timeout)[0]
     assert isinstance(result, Trace)
     return result
@@ -212,7 +212,9 @@ def test_forced(row: Row, forced: dict[str, Any]) -> None:
     assert all(outcome in open_to[name] for name, outcome in forced.items())
     got, want = side_by_side(
         row.world_size,
-        lambda: _run(row.kind, row.world_size, flags, steps, backend="late", builder=Forced(**forced), timeout=timeout),
+        lambda: _run(
+            row.kind, row.world_size, flags, steps, backend="late", parts=forced_parts(**forced), timeout=timeout
+        ),
         lambda: reference(row.kind, row.reference_flags(), "fp64", steps),
     )
     assert differences(got, want) == []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.faults.job import ROOT, Fault, run_job, run_nodes
-from tests.faults.outcome import DP, FOUR, MP, NONE, SHARDING, Outcome, compared, uninterrupted
+from tests.faults.outcome import DP, FOUR, MP, NONE, SHARDING, Outcome, compared, told, uninterrupted, verdict
 from tests.support.damage import flip_bit
 
 
@@ -64,9 +64,7 @@ def bad_once(folder: Path) -> Outcome:
     ended = run_job(folder, 2, Fault("NaN once", 1, 4), *SHARDING)
     outcome = compared(ended, uninterrupted(2, *SHARDING))
     outcome.lost_steps = [0]
-    if "a rank computed wrongly" not in ended.output:
-        outcome.survived, outcome.note = 0, "nothing was told: " + ended.output[-1500:]
-    return outcome
+    return told(outcome, ended, "a rank computed wrongly")
 
 
 def bad_for_good(folder: Path) -> Outcome:
@@ -77,7 +75,7 @@ def bad_for_good(folder: Path) -> Outcome:
     same = {i: ended.losses.get(i) for i in want} == want
     noted = (folder / "c" / "bad-batch-0000005.json").exists()
     good = ended.status == 1 and told in ended.output and same and noted
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2500:])
+    return verdict(good, ended)
 
 
 def diverged(layout: Sequence[str]) -> Callable[[Path], Outcome]:
@@ -86,10 +84,7 @@ def diverged(layout: Sequence[str]) -> Callable[[Path], Outcome]:
     def case(folder: Path) -> Outcome:
         flags = (*layout, "--replica-check-interval", "1")
         ended = run_job(folder, 2, Fault("divergence", 1, 3), *flags, restarts=1)
-        outcome = compared(ended, uninterrupted(2, *layout))
-        if "iteration 3: replicas of parameters differ: " not in ended.output:
-            outcome.survived, outcome.note = 0, "it was not named: " + ended.output[-1500:]
-        return outcome
+        return told(compared(ended, uninterrupted(2, *layout)), ended, "iteration 3: replicas of parameters differ: ")
 
     return case
 
@@ -111,10 +106,7 @@ def stopped(kind: str) -> Callable[[Path], Outcome]:
 def still(folder: Path) -> Outcome:
     """SIGSTOP of one rank: the watchdog ends the step, the launcher starts all again."""
     ended = run_job(folder, 2, Fault("SIGSTOP", 1, 4), *SHARDING, "--step-timeout-seconds", "3", restarts=1)
-    outcome = compared(ended, uninterrupted(2, *SHARDING))
-    if "late: rank 1 does not answer" not in ended.output:
-        outcome.survived, outcome.note = 0, "the late rank was not named"
-    return outcome
+    return told(compared(ended, uninterrupted(2, *SHARDING)), ended, "late: rank 1 does not answer")
 
 
 def local(kind: str = "kill in step") -> Callable[[Path], Outcome]:
@@ -124,10 +116,7 @@ def local(kind: str = "kill in step") -> Callable[[Path], Outcome]:
         flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
         flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"))
         ended = run_job(folder, 2, Fault(kind, 1, 5), *flags, restarts=1)
-        outcome = compared(ended, uninterrupted(2, *SHARDING))
-        if "taking the local checkpoint" not in ended.output:
-            outcome.survived, outcome.note = 0, "no local checkpoint was taken: " + ended.output[-1500:]
-        return outcome
+        return told(compared(ended, uninterrupted(2, *SHARDING)), ended, "taking the local checkpoint")
 
     return case
 
@@ -196,9 +185,7 @@ def damaged(harm: Callable[[Path, Path], None]) -> Callable[[Path], Outcome]:
         ended = run_job(folder, 1, NONE)
         outcome = compared(ended, want)
         outcome.lost_steps = [6 - (ended.starts[1]["first"] - 1)] if len(ended.starts) > 1 else [0]
-        if "WARNING" not in ended.output:
-            outcome.survived, outcome.note = 0, "nothing was told: " + ended.output[-1000:]
-        return outcome
+        return told(outcome, ended, "WARNING")
 
     return case
 
@@ -269,10 +256,7 @@ def foreign(*names: str) -> Callable[[Path], Outcome]:
         flags = (*SHARDING, "--local-checkpoint-interval", "1", "--save-interval", "0")
         flags = (*flags, "--local-checkpoint-dir", str(folder / "memory"))
         ended = run_job(folder, 2, Fault("damage local", 1, 5, name=names[0], harm=names[1]), *flags, restarts=1)
-        outcome = compared(ended, uninterrupted(2, *SHARDING))
-        if "taking the local checkpoint of iteration 3" not in ended.output:
-            outcome.survived, outcome.note = 0, "not the one before it: " + ended.output[-1500:]
-        return outcome
+        return told(compared(ended, uninterrupted(2, *SHARDING)), ended, "taking the local checkpoint of iteration 3")
 
     return case
 
@@ -307,7 +291,7 @@ def read_only(folder: Path) -> Outcome:
     """A target that takes no file is told before the first step, which nobody would want to lose."""
     ended = run_job(folder, 1, NONE, "--save", "/sys/megapar", "--load", "/sys/megapar")
     good = not ended.losses and ended.status == 1 and "--save /sys/megapar cannot be written" in ended.output
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2000:])
+    return verdict(good, ended)
 
 
 def cases(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Path], Outcome]]]:

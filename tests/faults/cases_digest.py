@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.job import Fault, run_job
-from tests.faults.outcome import SHARDING, Outcome, compared, uninterrupted
+from tests.faults.outcome import SHARDING, Outcome, compared, uninterrupted, verdict
 
 STAGE_3 = (*SHARDING, "--sharding-stage", "3")
 OFFLOADED = (*SHARDING, "--optimizer-offload")
@@ -46,7 +46,7 @@ def weak(folder: Path) -> Outcome:
     flags = (*SHARDING, "--state-digest-steps", "3", "--train-iters", "12", "--lr-decay-iters", "12")
     ended = run_job(folder, 2, Fault("weak cell", 1, 4, name="exp_avg"), *flags)
     good = ended.status == 1 and TOLD in ended.output and max(ended.losses) <= 7
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2500:])
+    return verdict(good, ended)
 
 
 def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:

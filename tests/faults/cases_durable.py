@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from megapar.core.checkpoint.manifest import Manifest
 from tests.faults.cases_identity import TEXT, write_text
 from tests.faults.cases_watching import NO_RIGHT, make_ext4, mounted
-from tests.faults.job import PATIENCE_SECONDS, ROOT, Ended, _ended, _environ, flags_of
+from tests.faults.job import Ended, _environ, ended_as, flags_of
 from tests.faults.outcome import NONE, Outcome, compared
 
 ANEW = "it is made again"
@@ -50,20 +49,6 @@ def trained(folder: Path, cache: Path, data: str, *flags: str) -> Ended:
     line = flags_of(folder, "--train-iters", "2", "--lr-decay-iters", "2", *TEXT, "--data-path", data, *flags)
     environ = {**_environ(folder, NONE), "XDG_CACHE_HOME": str(cache)}
     return ended_as(folder, [sys.executable, "tests/faults/faulty.py", *line], environ)
-
-
-def ended_as(folder: Path, line: list[str], environ: dict[str, str]) -> Ended:
-    """The end of a command."""
-    done = subprocess.run(
-        line,
-        env=environ,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=PATIENCE_SECONDS,
-    )
-    return _ended(folder, done.returncode, done.stdout)
 
 
 def _outcome(good: bool, *said: str) -> Outcome:

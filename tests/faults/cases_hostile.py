@@ -7,17 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.job import Fault, run_job
-from tests.faults.outcome import NONE, Outcome, compared, uninterrupted
+from tests.faults.outcome import NONE, Outcome, compared, told, uninterrupted
 
 
 def damaged_above_local(folder: Path) -> Outcome:
     """The newest checkpoint on disk is damaged: the local one goes first, not the older one on disk."""
     flags = ("--local-checkpoint-interval", "3", "--local-checkpoint-dir", str(folder / "memory"))
     ended = run_job(folder, 1, Fault("damage disk", 0, 5, name=str(folder / "c")), *flags, restarts=1)
-    outcome = compared(ended, uninterrupted(1))
-    if "taking the local checkpoint of iteration 3" not in ended.output or "WARNING" not in ended.output:
-        outcome.survived, outcome.note = 0, "not the local one: " + ended.output[-2000:]
-    return outcome
+    return told(compared(ended, uninterrupted(1)), ended, "taking the local checkpoint of iteration 3", "WARNING")
 
 
 def special(folder: Path) -> Outcome:
@@ -30,9 +27,7 @@ def special(folder: Path) -> Outcome:
     ended = run_job(folder, 1, NONE)
     outcome = compared(ended, want)
     outcome.lost_steps = [2]
-    if "WARNING" not in ended.output or "resumed at iteration 4" not in ended.output:
-        outcome.survived, outcome.note = 0, "not told, or not the one before: " + ended.output[-1500:]
-    return outcome
+    return told(outcome, ended, "WARNING", "resumed at iteration 4")
 
 
 def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:

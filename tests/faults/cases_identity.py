@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.job import Ended, Fault, run_job
-from tests.faults.outcome import NONE, Outcome, compared
+from tests.faults.outcome import NONE, Outcome, compared, verdict
 
 WORDS = ("red", "green", "blue", "river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain", "paper")
 TEXT = ("--vocab-size", "280")
@@ -39,7 +39,7 @@ def changed(*words: str, flags: tuple[str, ...] = (), data: Callable[[Path], lis
             return Outcome(1, 0, note=first.output[-2000:])
         ended = job(folder, 4, data(folder), *flags)
         good = ended.status == 2 and max(ended.losses) == 2 and all(word in ended.output for word in words)
-        return Outcome(1, int(good), [0], note="" if good else ended.output[-2000:])
+        return verdict(good, ended)
 
     return case
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from megapar.files.checkpoint_names import read_latest
 from megapar.health.stop.process import Process
 from tests.faults.job import PATIENCE_SECONDS, PATIENT, ROOT, Ended, Fault, _ended, _environ, flags_of, run_job
-from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted
+from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted, verdict
 
 LAUNCH = (sys.executable, "-m", "megapar.tools.main", "launch", "--stop-timeout", "2")
 LONG = ("--train-iters", "80", "--lr-decay-iters", "80")
@@ -81,11 +81,6 @@ def owner_of(save: Path) -> Process:
     """The process that owns a folder."""
     epoch = max(int(path.stem) for path in (save / "owner").glob("*.json"))
     return Process.from_json(json.loads((save / "owner" / f"{epoch}.json").read_text())["process"])
-
-
-def verdict(good: bool, *ended: Ended) -> Outcome:
-    """Of a case whose every word is asked for."""
-    return Outcome(1, int(good), [0], note="" if good else "\n".join(f"{e.status}: {e.output[-2500:]}" for e in ended))
 
 
 def at_once(folder: Path) -> Outcome:

@@ -17,7 +17,7 @@ from torch.distributed import Store
 from megapar.tools.launcher.meeting import meet_at
 from megapar.tools.launcher.stopper import children
 from tests.faults.job import ROOT, _ended, _environ, flags_of, run_job
-from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted
+from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted, verdict
 
 JOB = "attacked"
 KEY = f"megapar.rendezvous.{JOB}"
@@ -173,7 +173,7 @@ def no_secret(folder: Path) -> Outcome:
     launcher = ("--nnodes", "2", "--rdzv-endpoint", "localhost:0", "--require-secret")
     ended = run_job(folder, 1, NONE, launcher=launcher)
     good = ended.status == 2 and "--require-secret is set, but there is no secret" in ended.output and not ended.losses
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2000:])
+    return verdict(good, ended)
 
 
 def one_node(folder: Path) -> Outcome:

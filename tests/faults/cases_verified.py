@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.job import Ended, Fault, run_job
-from tests.faults.outcome import DP, NONE, SHARDING, Outcome, compared, uninterrupted
+from tests.faults.job import Fault, run_job
+from tests.faults.outcome import DP, NONE, SHARDING, Outcome, compared, told, uninterrupted
 
 # The replica guard is to find it, not the one that compares memory with itself.
 LATE = ("--state-digest-steps", "0", "--replica-check-interval", "5")
@@ -17,14 +17,6 @@ EVERY_THIRD = ("--state-digest-steps", "0", "--replica-check-interval", "3")
 def flip(name: str, iteration: int, *, late: bool = False) -> Fault:
     """A bit of rank 1 after a step. late: the guard runs by its interval only, not before saves."""
     return Fault("flip in memory", 1, iteration, name=name, harm="found late" if late else "")
-
-
-def told(outcome: Outcome, ended: Ended, *texts: str) -> Outcome:
-    """Survived only where all of this was said."""
-    lacking = [text for text in texts if text not in ended.output]
-    if lacking:
-        outcome.survived, outcome.note = 0, f"not told: {lacking}: {ended.output[-3000:]}"
-    return outcome
 
 
 def named(layout: Sequence[str], name: str, iteration: int) -> Callable[[Path], Outcome]:

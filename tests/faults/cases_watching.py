@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.job import ROOT, Ended, Fault, _ended, _environ, flags_of, run_job
-from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted
+from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted, verdict
 
 PATIENCE_SECONDS = 120
 NO_RIGHT = Outcome(0, 0, note="no right to mount a file system here")
@@ -60,7 +60,7 @@ def full_log(*flags: str, told: str) -> Callable[[Path], Outcome]:
             ended = run_job(folder, 1, NONE, *(flag.replace("{disk}", str(disk)) for flag in flags))
         good = ended.status == 0 and told.replace("{disk}", str(disk)) in ended.output
         good = good and (folder / "c" / "iter_0000006").is_dir()
-        return Outcome(1, int(good), [0], note="" if good else ended.output[-2500:])
+        return verdict(good, ended)
 
     return case
 
@@ -203,7 +203,7 @@ def unremovable(folder: Path) -> Outcome:
     ended = run_job(folder, 1, Fault("no removal"), "--keep", "1")
     told = "an older checkpoint could not be removed" in ended.output and "was not saved" not in ended.output
     good = ended.status == 0 and told and (folder / "c" / "latest").read_text().split()[0] == "iter_0000006"
-    return Outcome(1, int(good), [0], note="" if good else ended.output[-2500:])
+    return verdict(good, ended)
 
 
 def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:

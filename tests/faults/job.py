@@ -93,15 +93,14 @@ def run_job(
 def run_line(folder: Path, line: Sequence[str], fault: Fault, *flags: str, seconds: float = PATIENCE_SECONDS) -> Ended:
     """As ``run_job``, with another launcher. It has ended when all have that could write to its output."""
     folder.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        [*line, "tests/faults/faulty.py", *flags_of(folder, *flags)],
-        env=_environ(folder, fault),
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=seconds,
-    )
+    command = [*line, "tests/faults/faulty.py", *flags_of(folder, *flags)]
+    return ended_as(folder, command, _environ(folder, fault), seconds)
+
+
+def ended_as(folder: Path, line: Sequence[str], environ: dict[str, str], seconds: float = PATIENCE_SECONDS) -> Ended:
+    """The end of a command."""
+    output, errors = subprocess.PIPE, subprocess.STDOUT
+    done = subprocess.run(line, env=environ, cwd=ROOT, text=True, stdout=output, stderr=errors, timeout=seconds)
     return _ended(folder, done.returncode, done.stdout)
 
 

@@ -60,3 +60,16 @@ def compared(ended: Ended, want: dict[int, float], tolerance: float = 0.0) -> Ou
     good = same and worst <= tolerance and not lost
     note = "" if good else ended.output[-2000:]
     return Outcome(tried, tried if good else 0, ended.lost_steps, lost, worst, ended.seconds_to_next_step, note)
+
+
+def told(outcome: Outcome, ended: Ended, *texts: str) -> Outcome:
+    """Survived only where all of this was said."""
+    lacking = [text for text in texts if text not in ended.output]
+    if lacking:
+        outcome.survived, outcome.note = 0, f"not told: {lacking}: {ended.output[-3000:]}"
+    return outcome
+
+
+def verdict(good: bool, *ended: Ended) -> Outcome:
+    """Of a case whose every word is asked for."""
+    return Outcome(1, int(good), [0], note="" if good else "\n".join(f"{e.status}: {e.output[-2500:]}" for e in ended))

@@ -13,7 +13,8 @@ import torch
 
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
-from megapar.training.building.build import make_layout, make_slicing
+from megapar.training.building.ampipe_degree import make_slicing
+from megapar.training.building.corpus import make_layout
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.loop.outline import outline
 from tests.equivalence.compare import UNITS, bits, differences, growth_between, overflows, rounding_differences
@@ -23,7 +24,7 @@ from tests.fuzz.option import Option
 from tests.fuzz.oracle import Parts, trace_by_parts
 from tests.fuzz.table import OPTIONS
 from tests.fuzz.texts import prepare
-from tests.support.forced import Forced
+from tests.support.forced import forced_parts
 from tests.support.ranks import RanksFailed, run_ranks, side_by_side
 
 REFUSED, EQUAL, FAILED = "refused", "equal", "failed"
@@ -115,8 +116,8 @@ def _run(
     timeout = COMPILE_SECONDS if compiled else TIMEOUT_SECONDS
 
     def ranks(part: Case, folder: str, *more: str) -> Trace:
-        builder = Forced(**dict(part.forced))
-        asked = (trace, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend, builder)
+        parts = forced_parts(**dict(part.forced))
+        asked = (trace, part.kind, [*part.flags(folder), *more], until or case.steps, replay, backend, parts)
         result = run_ranks(part.world_size, *asked, group=False, timeout=timeout)[0]
         assert isinstance(result, Trace)
         return result

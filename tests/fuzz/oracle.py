@@ -19,7 +19,7 @@ from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.router import Routing
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
-from megapar.training.building.builder import Builder
+from megapar.training.building.parts import Parts as TrainerParts
 from megapar.training.loop.callbacks import TrainerCallback
 from tests.equivalence.run import Routing as Choices
 from tests.equivalence.run import Trace, trace
@@ -41,9 +41,8 @@ def trace_by_parts(
     callback: TrainerCallback | None = None,
 ) -> Trace | None:
     """``tests.equivalence.run.trace`` of one process that drops as ranks or slices with these positions each do."""
-    builder = Builder()
-    builder.moe_parts = MoeParts(routing=_routing_by(parts))
-    return trace(rank, world_size, rendezvous, kind, flags, steps, replay, builder=builder, callback=callback)
+    own = TrainerParts(moe=MoeParts(routing=_routing_by(parts)))
+    return trace(rank, world_size, rendezvous, kind, flags, steps, replay, parts=own, callback=callback)
 
 
 def _routing_by(parts: Parts) -> type[MicroBatchRouting]:

@@ -20,7 +20,7 @@ from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import hops
-from megapar.training.reports.messages import greeting
+from megapar.training.reports.opening import model_lines
 
 
 def configured(world_size: int, *flags: str) -> Config:
@@ -100,4 +100,4 @@ def test_a_run_says_at_its_start_what_its_communicators_keep() -> None:
         with patch.object(dist, "new_group", lambda *_, **__: object()):
             world = World(config.grid, 0, device, None, timedelta(1), range(4))
         job: Any = SimpleNamespace(world=world)
-        assert next(greeting(config, job, job)) == config.grid.describe() + said
+        assert next(model_lines(config, job, job)) == config.grid.describe() + said

@@ -2,7 +2,7 @@
 
     config = parse(kind, flags, environ)
     outcomes(config)                          # {"degree": (1, 2, 4), "hiding": ("off", "on", "pieces"), ..}
-    trace(.., builder=Forced(degree=2))       # what is not named is chosen as in any run
+    trace(.., parts=forced_parts(degree=2))       # what is not named is chosen as in any run
 
 Left alone, for lack of a second outcome on a CPU: kernels of attention and the trial of Triton's kernels.
 """
@@ -10,7 +10,8 @@ Left alone, for lack of a second outcome on a CPU: kernels of attention and the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megapar.arguments import Config
@@ -18,60 +19,67 @@ from megapar.core.comm.world import World
 from megapar.core.device.compiled import FunctionRunner
 from megapar.core.recompute.adaptive import Adaptive, Chosen
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
-from megapar.model.sizes import ModelSizes
+from megapar.moe.layer import MoeParts
 from megapar.training.building.ampipe_degree import AUTO, legal_degrees
-from megapar.training.building.builder import Builder
-from megapar.training.building.expert_dispatch import NODE, PLAIN
+from megapar.training.building.device_choices import NODE, PLAIN
+from megapar.training.building.parts import Parts, make_model, make_overlap, make_tried_runner
 from megapar.training.step.job import Model
 
 PIECES = "pieces"
 
 
-@dataclass(frozen=True)
-class Forced(Builder):
-    """Builds with these outcomes; None leaves a choice to the run.
+def forced_parts(
+    degree: int | None = None,
+    dispatch: str | None = None,
+    hiding: str | None = None,
+    compiled: str | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> Parts:
+    """Parts of a trainer with these outcomes; None leaves a choice to the run.
 
     degree: of ``--ampipe-degree auto``. dispatch: ``plain`` or ``node``, of ``--moe-dispatch auto``. hiding: ``off``,
     ``on`` or ``pieces`` (on, in as many as a device may cut), of ``--tp-comm-overlap auto``. compiled: ``off`` or
     ``on``, of ``--compile auto``. layers: those of a rank that adaptive recompute goes on recomputing.
     """
+    chosen: dict[str, Any] = {"model": partial(_model, dispatch, layers)}
+    if degree is not None:
+        chosen["ampipe_degree"] = partial(_degree, degree)
+    if hiding is not None:
+        chosen["overlap"] = partial(_overlap, hiding)
+    if compiled is not None:
+        chosen["runner"] = partial(_runner, compiled)
+    return Parts(**chosen)
 
-    degree: int | None = None
-    dispatch: str | None = None
-    hiding: str | None = None
-    compiled: str | None = None
-    layers: tuple[int, ...] | None = None
 
-    def ampipe_degree(self, seconds: Mapping[int, float]) -> tuple[int, str]:
-        """The degree, one of those that were measured."""
-        if self.degree is None:
-            return super().ampipe_degree(seconds)
-        assert self.degree in seconds
-        return self.degree, "forced"
+def _degree(degree: int, seconds: Mapping[int, float]) -> tuple[int, str]:
+    """The degree, one of those that were measured."""
+    assert degree in seconds
+    return degree, "forced"
 
-    def model(self, config: Config, *args: Any, **options: Any) -> Model:
-        """The model with its dispatch and the layers that it recomputes."""
-        if self.dispatch is not None:
-            config = replace(config, moe=replace(config.moe, moe_dispatch=self.dispatch))
-        model = super().model(config, *args, **options)
-        if self.layers is not None and model.recompute is not None:
-            assert isinstance(model.recompute.choice, Adaptive)
-            _go_on(model.recompute.choice, self.layers)
-        return model
 
-    def overlap(self, config: Config, world: World, sizes: ModelSizes) -> Overlap:
-        """The overlap of linear layers' collectives."""
-        if self.hiding is None:
-            return super().overlap(config, world, sizes)
-        form = "on" if self.hiding == PIECES else self.hiding
-        made = super().overlap(replace(config, parallel=replace(config.parallel, tp_comm_overlap=form)), world, sizes)
-        return replace(made, pieces=3, piece_bytes=1, least_rows=1) if self.hiding == PIECES else made
+def _model(
+    dispatch: str | None, layers: tuple[int, ...] | None, moe: MoeParts, config: Config, *rest: Any, **options: Any
+) -> Model:
+    """The model with its dispatch and the layers that it recomputes."""
+    if dispatch is not None:
+        config = replace(config, moe=replace(config.moe, moe_dispatch=dispatch))
+    model = make_model(moe, config, *rest, **options)
+    if layers is not None and model.recompute is not None:
+        assert isinstance(model.recompute.choice, Adaptive)
+        _go_on(model.recompute.choice, layers)
+    return model
 
-    def runner(self, config: Config, world: World) -> FunctionRunner:
-        """The caller of layers' functions."""
-        if self.compiled is not None:
-            config = replace(config, training=replace(config.training, compile=self.compiled))
-        return super().runner(config, world)
+
+def _overlap(hiding: str, config: Config, world: World) -> Overlap:
+    """The overlap of linear layers' collectives."""
+    form = "on" if hiding == PIECES else hiding
+    made = make_overlap(replace(config, parallel=replace(config.parallel, tp_comm_overlap=form)), world)
+    return replace(made, pieces=3, piece_bytes=1, least_rows=1) if hiding == PIECES else made
+
+
+def _runner(compiled: str, config: Config, world: World) -> FunctionRunner:
+    """The caller of layers' functions."""
+    return make_tried_runner(replace(config, training=replace(config.training, compile=compiled)), world)
 
 
 def _go_on(adaptive: Adaptive, layers: tuple[int, ...]) -> None:
@@ -88,7 +96,7 @@ def _go_on(adaptive: Adaptive, layers: tuple[int, ...]) -> None:
 
 
 def outcomes(config: Config) -> dict[str, tuple[Any, ...]]:
-    """Legal outcomes of each choice that the configuration leaves to the run, by the field of ``Forced``."""
+    """Legal outcomes of each choice that the configuration leaves to the run, by the argument of ``forced_parts``."""
     found: dict[str, tuple[Any, ...]] = {}
     grid, parallel, training = config.grid, config.parallel, config.training
     if config.kind == "moe" and config.ampipe.ampipe_degree == AUTO:

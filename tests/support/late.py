@@ -14,9 +14,8 @@ point-to-point call that is launched asynchronously:
 A program that reads early therefore computes with NaN, one that reuses a buffer in flight gets an error, and one that
 uses an input afterwards computes with NaN, too. Three things are not overwritten: an input that is part of an output
 (gather in place), the tensor of a broadcast's source, and what is sent point to point (activations that are sent stay
-in use for the backward). ``keep_inputs()`` switches it off for a part of the program whose inputs stay in use by
-design. Synchronous calls, and the functional collectives under DTensor, which wait by themselves, are plain gloo.
-``in_flight()`` names the calls that were launched and not waited for.
+in use for the backward). Synchronous calls, and the functional collectives under DTensor, which wait by themselves, are
+plain gloo. ``in_flight()`` names the calls that were launched and not waited for.
 
 On the streams of ``tests.support.lazy`` a call runs on its own queue after the work of the stream that launched it, as
 with NCCL: a stream that waits for the call has also waited for that work, and no other stream has.
@@ -25,8 +24,7 @@ with NCCL: a stream that waits for the call has also waited for that work, and n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,7 +56,6 @@ def register() -> None:
     """Register the backend "late" in this process, and drop the state of an earlier test."""
     LateWork.flying = []
     LateWork.queue = Queue
-    LateGroup.overwrite = True
     if "LATE" not in dist.Backend._plugins:
         dist.Backend.register_backend("late", _create, devices=["cpu"])
 
@@ -66,16 +63,6 @@ def register() -> None:
 def in_flight() -> list[str]:
     """Return the names of all calls of this process that were launched and not waited for, oldest first."""
     return [work.name for work in LateWork.flying]
-
-
-@contextmanager
-def keep_inputs() -> Iterator[None]:
-    """Let calls that are launched inside keep their inputs after the wait. Changing them before it stays an error."""
-    previous, LateGroup.overwrite = LateGroup.overwrite, False
-    try:
-        yield
-    finally:
-        LateGroup.overwrite = previous
 
 
 class LateWork(dist.Work):
@@ -141,8 +128,6 @@ class LateGroup(dist.ProcessGroup):
 
     Methods carry the names that torch.distributed calls; torch 2.13 renamed some of them, and both names are here.
     """
-
-    overwrite = True
 
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -287,7 +272,7 @@ class LateGroup(dist.ProcessGroup):
                 with _disable_current_modes():
                     tensor.data.copy_(copy)  # gather in place: the own part of the output is not written
         landings = list(zip(outputs, results, strict=True))
-        return LateWork(name, work, landings, apart, overwrite and LateGroup.overwrite)
+        return LateWork(name, work, landings, apart, overwrite)
 
 
 def poison(tensor: Tensor) -> None:

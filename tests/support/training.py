@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from unittest.mock import patch
+from datetime import timedelta
+from typing import Any
 
 from megapar.arguments import parse
-from megapar.trainer import Outcome, train
+from megapar.core.comm.world import World
+from megapar.core.device.base import Device
+from megapar.trainer import Outcome, Trainer, train
+from megapar.training.building.corpus import make_corpus
 from tests.support.ranks import run_ranks
 
 SMALL = {
@@ -30,15 +34,24 @@ COMMON = (
 
 def run(world_size: int, kind: str, *flags: str) -> Outcome:
     """Train a small model and return the outcome of rank 0. ``flags`` override those of the small model."""
-    outcome = run_ranks(world_size, _train, kind, last_wins((*SMALL[kind], *COMMON), flags), group=False)[0]
+    outcome = run_ranks(world_size, train_rank, kind, last_wins((*SMALL[kind], *COMMON), flags), group=False)[0]
     assert isinstance(outcome, Outcome)
     return outcome
 
 
-def _train(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str]) -> Outcome:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
-        return train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
+def train_rank(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str]) -> Outcome:
+    """Train in a worker of run_ranks, which has set the variables of a rank."""
+    return train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
+
+
+def make_trainer(kind: str, flags: Sequence[str], rendezvous: str | None = None, **options: Any) -> Trainer:
+    """Return the trainer of this process, of run_ranks or alone, ready to step. ``options`` are the trainer's."""
+    config = parse(kind, flags, {} if rendezvous is None else dict(os.environ))
+    url = None if rendezvous is None else f"file://{rendezvous}"
+    world = World.start(config.grid, Device(), timedelta(seconds=60), url)
+    trainer = Trainer(config, world, make_corpus(config), **options)
+    trainer.start()
+    return trainer
 
 
 def last_wins(base: Sequence[str], flags: Sequence[str]) -> list[str]:

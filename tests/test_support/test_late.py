@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from tests.support import late
 from tests.support.ranks import RanksFailed, run_ranks
@@ -141,32 +140,6 @@ def test_ranks_may_wait_in_different_orders() -> None:
     assert run_ranks(2, wait_out_of_order, backend="late") == [[1.0, 21.0, 41.0]] * 2
 
 
-def gather_in_place(rank: int, world_size: int) -> list[float]:
-    whole = torch.zeros(2)
-    whole[rank] = 1.0 + rank
-    work = dist.all_gather_into_tensor(whole, whole[rank : rank + 1], async_op=True)
-    assert whole.isnan().tolist() == [rank == 1, rank == 0]
-    work.wait()
-    return whole.tolist()
-
-
-def test_a_gather_in_place_keeps_its_own_part() -> None:
-    assert run_ranks(2, gather_in_place, backend="late") == [[1.0, 2.0]] * 2
-
-
-def keep(rank: int, world_size: int) -> list[float]:
-    output, sent, launch = make_case("all_to_all_single", rank, torch.float32)
-    with late.keep_inputs():
-        work = launch(output, sent, True)
-    assert work is not None
-    work.wait()
-    return sent[0].tolist()
-
-
-def test_inputs_can_be_kept() -> None:
-    assert run_ranks(2, keep, backend="late") == [[1.0] * 3, [2.0] * 3]
-
-
 def work_in_subgroups(rank: int, world_size: int, rendezvous: str) -> tuple[float, float]:
     late.register()
     dist.init_process_group("late", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
@@ -184,36 +157,3 @@ def work_in_subgroups(rank: int, world_size: int, rendezvous: str) -> tuple[floa
 
 def test_groups_and_meshes_made_from_it_are_late() -> None:
     assert run_ranks(4, work_in_subgroups, group=False) == [(1.0, 2.0), (1.0, 4.0), (5.0, 2.0), (5.0, 4.0)]
-
-
-def train_fsdp(rank: int, world_size: int, steps: int, prefetch: bool) -> tuple[list[float], Tensor]:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)]).double()
-    mesh = dist.init_device_mesh("cpu", (world_size,))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(layers, mesh=mesh)
-    for module in layers.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    optimizer = torch.optim.AdamW(layers.parameters())
-    losses = []
-    for step in range(steps):
-        for layer in layers if prefetch else ():
-            layer.unshard(async_op=True)
-        assert len(late.in_flight()) == (3 if prefetch else 0)
-        data = torch.arange(16, dtype=torch.float64).reshape(2, 8).cos() * (1 + rank + step)
-        loss = layers(data).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, next(layers.parameters()).to_local().detach()  # every rank's piece is compared
-
-
-def test_fsdp2_with_gathers_in_flight_trains_to_the_same_bits() -> None:
-    plain, tardy = run_ranks(2, train_fsdp, 3, False), run_ranks(2, train_fsdp, 3, True, backend="late")
-    for (losses, weight), (late_losses, late_weight) in zip(plain, tardy, strict=True):
-        assert late_losses == losses
-        assert torch.equal(late_weight, weight)

@@ -6,15 +6,12 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.worker import GLOO_NICENESS
 
 
 def add_up(rank: int, world_size: int, value: float) -> tuple[int, torch.Tensor]:
@@ -31,17 +28,6 @@ def test_every_rank_returns_its_result_and_the_workers_stay() -> None:
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
 
 
-def large(rank: int, world_size: int, rendezvous: str, value: int) -> torch.Tensor:
-    return torch.full((1 << 20,), value)
-
-
-def test_calls_of_two_threads_on_as_many_ranks_take_turns() -> None:
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(run_ranks, 1, large, value, group=False) for value in range(8)]
-        found = [call.result()[0] for call in calls]
-    assert [(len(one), int(one.min()), int(one.max())) for one in found] == [(1 << 20, n, n) for n in range(8)]
-
-
 def make_own_group(rank: int, world_size: int, rendezvous: str) -> tuple[int, str]:
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
@@ -52,25 +38,6 @@ def make_own_group(rank: int, world_size: int, rendezvous: str) -> tuple[int, st
 def test_a_function_can_make_the_group_itself_and_nothing_of_it_is_left() -> None:
     for _ in range(2):
         assert run_ranks(2, make_own_group, group=False) == [(2, "0"), (2, "1")]
-
-
-def priorities(rank: int, world_size: int) -> dict[str, set[tuple[int, int]]]:
-    """Policies and niceness of this process's threads by name."""
-    dist.new_group([0, 1])
-    found: dict[str, set[tuple[int, int]]] = {}
-    for thread in Path("/proc/self/task").iterdir():
-        number = int(thread.name)
-        name = "rank" if number == os.getpid() else (thread / "comm").read_text().strip()
-        found.setdefault(name, set()).add((os.sched_getscheduler(number), os.getpriority(os.PRIO_PROCESS, number)))
-    return found
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has priorities of threads")
-def test_threads_that_serve_sockets_let_the_rank_go_first() -> None:
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    for found in run_ranks(2, priorities):
-        assert found["gloo_tcp_loop"] == {(os.SCHED_BATCH, GLOO_NICENESS)}
-        assert found["rank"] == {(os.SCHED_OTHER, niceness)}
 
 
 def dirty_the_process(rank: int, world_size: int) -> None:
@@ -140,25 +107,3 @@ def test_a_death_is_told_with_rank_and_signal(number: signal.Signals) -> None:
     assert caught.value.signals == {1: number}
     if number == signal.SIGSEGV:
         assert "in die_on" in caught.value.failures[1]
-
-
-def test_a_result_that_cannot_travel_is_a_failure_not_a_hang() -> None:
-    with pytest.raises(RanksFailed, match="pickle"):
-        run_ranks(2, return_a_lock)
-
-
-def return_a_lock(rank: int, world_size: int) -> object:
-    return threading.Lock()
-
-
-def count_threads(rank: int, world_size: int) -> int:
-    dist.barrier()
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads by Linux' /proc")
-def test_groups_do_not_pile_up_threads() -> None:
-    before = run_ranks(2, count_threads)
-    for _ in range(5):
-        run_ranks(2, add_up, 0.0)
-    assert run_ranks(2, count_threads) == before

@@ -21,7 +21,7 @@ from megapar.tools.launcher.launch import _validate
 from megapar.tools.launcher.launch_options import read
 from megapar.tools.main import main
 from megapar.training.loop.outline import outline
-from megapar.training.step.learning_rate import make_learning_rate
+from megapar.training.step.schedules import make_learning_rate
 
 YAML = {
     "typo.yaml": "num_layers: 4\nhiden_size: 64\n",

@@ -29,8 +29,8 @@ from megapar.tools.run_page import run_folder
 from megapar.tools.run_page.curve_sections import LOSSES, panels
 from megapar.tools.run_page.document import SCRIPTS, own_file
 from megapar.tools.run_page.plan_comparison import plan_of, planned_parts
+from megapar.training.loop.callbacks import Profile
 from megapar.training.reports.monitor import _percentiles
-from megapar.training.reports.profile import Profile
 from megapar.training.reports.run_facts import NAME, _earlier_starts, write_facts
 from tests.support.training import run
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from megapar.arguments import parse
-from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.recompute.adaptive import Adaptive
@@ -21,25 +19,18 @@ from megapar.core.units import MEGABYTE
 from megapar.errors import TrainingError
 from megapar.model.layers.context import Context
 from megapar.trainer import Trainer, train
-from megapar.training.building import build
 from tests.equivalence.table import COMMON, MODELS
 from tests.support.ranks import run_ranks
+from tests.support.training import make_trainer
 
 FLAGS = (*MODELS["moe"], *COMMON, "--micro-batch-size", "2", "--global-batch-size", "8", "--log-interval", "100")
 PEAK = 1 << 29  # instead of this process' own, which depends on what ran before
 
 
-def make_trainer(config: Any) -> Trainer:
-    """On one process."""
-    trainer = Trainer(config, World.start(config.grid, Device(), timedelta(seconds=60)), build.make_corpus(config))
-    trainer.start()
-    return trainer
-
-
 def test_it_measures_what_a_layer_keeps() -> None:
     """What a recomputation leaves is what a forward leaves."""
-    config = parse("moe", [*FLAGS, "--adaptive-recompute-device-size", "1024"], {})
-    trainer = make_trainer(config)
+    trainer = make_trainer("moe", [*FLAGS, "--adaptive-recompute-device-size", "1024"])
+    config = trainer.config
     adaptive = trainer.job.model.recompute.choice if trainer.job.model.recompute else None
     assert isinstance(adaptive, Adaptive)
     trainer.step()
@@ -67,7 +58,6 @@ def _angles(trainer: Trainer, config: Any) -> Any:
 def run(rank: int, world_size: int, rendezvous: str, megabytes: float | None) -> tuple[list[float], Any]:
     """(losses of six steps, the layers chosen)."""
     more = () if megabytes is None else ("--adaptive-recompute-device-size", str(megabytes), "--device", "cpu")
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     chosen: list[Any] = []
     end_step = Adaptive.end_step
 
@@ -78,7 +68,6 @@ def run(rank: int, world_size: int, rendezvous: str, megabytes: float | None) ->
         return result
 
     with (
-        patch.dict(os.environ, place),
         patch.object(Device, "peak_memory_bytes", lambda device: PEAK - rank),
         patch.object(Adaptive, "end_step", noted),
     ):

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from unittest.mock import patch
 
 from torch import Tensor
 
-from megapar.arguments import parse
-from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
 from megapar.moe.dispatch_bytes import Sent, node_row_bytes
 from megapar.moe.row_counts import row_columns
-from megapar.trainer import Trainer
-from megapar.training.building import build
 from megapar.training.step.observer import StepObserver
 from tests.support.ranks import run_ranks
 from tests.support.sent_rows import plain_rows, rows_by_node
-from tests.support.training import COMMON, SMALL, last_wins
+from tests.support.training import COMMON, SMALL, last_wins, make_trainer
 
 HIDDEN, TOPK, EXPERTS, RANKS, NODE = 32, 3, 8, 4, 2
 FLAGS = (
-    *(
-        "--ep-degree",
-        "4",
-        "--num-experts",
-        "8",
-        "--moe-router-topk",
-        "3",
-    ),
-    *("--global-batch-size", "8", "--dtype", "fp32"),
+    "--ep-degree",
+    "4",
+    "--num-experts",
+    "8",
+    "--moe-router-topk",
+    "3",
+    "--global-batch-size",
+    "8",
+    "--dtype",
+    "fp32",
 )
 
 
@@ -55,18 +49,14 @@ class Recorded(StepObserver):
 
 
 def step(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> StepTraffic:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
-        config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags)), dict(os.environ))
-        world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
-        seen = Recorded()
-        trainer = Trainer(config, world, build.make_corpus(config), observer=seen)
-        trainer.start()
-        sent = trainer.step().sent_bytes
-        trainer.job.sharding.wait()
-        trainer.loader.close()
-        trainer.watch.close()
-        world.close()
+    seen = Recorded()
+    line = last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags))
+    trainer = make_trainer("moe", line, rendezvous, observer=seen)
+    sent = trainer.step().sent_bytes
+    trainer.job.sharding.wait()
+    trainer.loader.close()
+    trainer.watch.close()
+    trainer.world.close()
     return StepTraffic(sent, seen.messages)
 
 

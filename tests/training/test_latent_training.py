@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
 
-from megapar.arguments import parse
-from megapar.trainer import Outcome, train
 from tests.support.ranks import run_ranks
+from tests.support.training import train_rank
 
 STEPS = 100
 SIZES = {
@@ -28,12 +25,6 @@ LINE = (
 )
 
 
-def trained(rank: int, world_size: int, rendezvous: str, flags: str) -> Outcome:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
-        return train(parse("moe", flags.split(), dict(os.environ)), f"file://{rendezvous}", keep_records=True)
-
-
 def loss_of(model: DeepseekV3ForCausalLM, tokens: torch.Tensor) -> float:
     with torch.no_grad():
         return float(model(tokens, labels=tokens).loss)
@@ -46,7 +37,7 @@ def test_it_is_trained_and_generates(tmp_path: Path) -> None:
     start, end = tmp_path / "start", tmp_path / "end"
     DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES)).save_pretrained(start)
     line = f"--load-hf {start} --save-hf {end} {LINE}"
-    records = run_ranks(2, trained, line, group=False, timeout=400)[0].records
+    records = run_ranks(2, train_rank, "moe", line.split(), group=False, timeout=400)[0].records
     assert len(records) == STEPS
     assert records[0].lm_loss > 6.5
     assert records[-1].lm_loss < 5.5

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,18 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapar.arguments import parse
-from megapar.core.comm.world import World
-from megapar.core.device.pick import pick
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.trainer import Trainer
-from megapar.training.building import build
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.reports.record import Record
-from megapar.training.step.denominators import Denominators
+from megapar.training.step.batches import Denominators
 from megapar.training.step.objective import Objective
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.training import COMMON, SMALL, run
+from tests.support.training import COMMON, SMALL, make_trainer, run
 
 FP64 = ("--dtype", "fp64")
 SCALE = LossScale(value=1024.0, minimum=1.0, factor=2.0, window=1000, hysteresis=1)
@@ -44,14 +38,8 @@ def train(
     rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence[str], scale: LossScale, bad: Bad
 ) -> tuple[list[Record], dict[str, Tensor]]:
     """Four steps with this loss scale whatever the dtype; the records and, on rank 0, the masters after them."""
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
-        config = parse(kind, [*SMALL[kind], *COMMON, "--lr-decay-iters", "9", *flags], dict(os.environ))
-        corpus = build.make_corpus(config)
-        world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
-    with patch.object(build, "make_loss_scale", lambda *_: scale):
-        trainer = Trainer(config, world, corpus)
-        trainer.start()
+    with patch("megapar.trainer.make_loss_scale", lambda *_: scale):
+        trainer = make_trainer(kind, [*SMALL[kind], *COMMON, "--lr-decay-iters", "9", *flags], rendezvous)
     spoil(trainer, rank, bad)
     for _ in range(4):
         trainer.monitor.add(trainer.step())
@@ -62,9 +50,11 @@ def train(
     shards = trainer.job.sharding.master_shards
     masters = {
         n: t.clone()
-        for n, t in collect_all(world, trainer.job.table, trainer.job.sharding, [shard.master for shard in shards])
+        for n, t in collect_all(
+            trainer.world, trainer.job.table, trainer.job.sharding, [shard.master for shard in shards]
+        )
     }
-    world.close()
+    trainer.world.close()
     return records, masters
 
 
@@ -125,10 +115,7 @@ def first_gradients(rank: int, world_size: int, dtype: str, tokens: int) -> tupl
     flags = ("--dtype", dtype, "--init-std", "0.02")
     if dtype == "fp16":
         flags = (*flags, "--initial-loss-scale", "1")
-    config = parse("ernie", [*SMALL["ernie"][:-2], *COMMON, *flags], {})
-    corpus = build.make_corpus(config)
-    trainer = Trainer(config, World.start(config.grid, pick("cpu"), timedelta(seconds=60)), corpus)
-    trainer.start()
+    trainer = make_trainer("ernie", [*SMALL["ernie"][:-2], *COMMON, *flags])
     counts = {"items": {"lm": tokens, "sop": tokens}, "tokens": tokens}
     with patch.multiple(Denominators, **counts):
         trainer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from megapar import trainer
-from megapar.arguments import parse
 from megapar.core.device.base import Device, NoEvent
 from megapar.training.reports.record import Record
 from tests.support.ranks import run_ranks
-from tests.support.training import COMMON, SMALL, last_wins
+from tests.support.training import COMMON, SMALL, last_wins, train_rank
 
 
 class Mark:
@@ -85,14 +83,12 @@ def timed_stage_3(rank: int, world_size: int, rendezvous: str, flags: Sequence[s
     def waits(stream: torch.cpu.Stream, event: tuple[torch.cpu.Stream, int] | None) -> None:
         device.waits(stream, event)
 
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
-        patch.dict(os.environ, place),
         patch.object(trainer, "pick", lambda *_: device),
         patch.object(torch.cpu.Stream, "record_event", recorded),
         patch.object(torch.cpu.Stream, "wait_event", waits),
     ):
-        outcome = trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
+        outcome = train_rank(rank, world_size, rendezvous, "moe", flags)
     return outcome.records[1], device.told
 
 
@@ -125,13 +121,11 @@ def trained(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -
         seen.append(Mark.count - before)
         return made
 
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
-        patch.dict(os.environ, place),
         patch.object(trainer, "pick", lambda *_: Ahead()),
         patch.object(trainer.Trainer, "step", counted),
     ):
-        outcome = trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
+        outcome = train_rank(rank, world_size, rendezvous, "moe", flags)
     return list(zip(outcome.records, seen, strict=True))
 
 
@@ -150,14 +144,5 @@ def test_one_step_in_a_line_of_the_log_is_timed():
 
 def test_the_host_s_own_clock_times_every_step():
     flags = ("--log-interval", "3", "--sharding-degree", "2")
-    found = run_ranks(2, plain, last_wins((*SMALL["moe"], *COMMON), flags), group=False)
-    for records in found:
-        assert all(record.exposed_communication_seconds is not None for record in records)
-
-
-def plain(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> list[Record]:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
-        return list(
-            trainer.train(parse("moe", flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True).records
-        )
+    for outcome in run_ranks(2, train_rank, "moe", last_wins((*SMALL["moe"], *COMMON), flags), group=False):
+        assert all(record.exposed_communication_seconds is not None for record in outcome.records)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megapar.arguments import parse
 from megapar.data.batches import Loader, collate_ernie
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 from megapar.training.step.schedules import Progressive
 from tests.support.training import run
 
@@ -34,7 +34,7 @@ GROWING = (
 
 
 def test_samples_are_cropped_and_counted_as_cropped() -> None:
-    corpus = build.make_corpus(parse("ernie", ["--data-path", "mock", "--seq-length", "32", "--vocab-size", "67"], {}))
+    corpus = make_corpus(parse("ernie", ["--data-path", "mock", "--seq-length", "32", "--vocab-size", "67"], {}))
     loader = Loader(corpus.train, collate_ernie, 2, prefetch=False)
     whole, short = loader.step(0, 1)[0], loader.step(0, 1, 8)[0]
     assert np.array_equal(short.tensors["tokens"], whole.tensors["tokens"][:, :8])

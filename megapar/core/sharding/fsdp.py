@@ -16,7 +16,7 @@ from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box, shard_dim
 from megapar.core.sharding.fsdp_waits import FsdpWaits, GroupGather, GroupReduction, replica_hook
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
-from megapar.health.corruption.trail import DigestTrail
+from megapar.health.corruption.step_digest import StepDigest
 
 _READ_BY_ATTENTION = (".q_norm", ".k_norm")
 
@@ -176,10 +176,10 @@ class FullSharding:
     def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
         """Do nothing: rows of FSDP2's parameters do not move."""
 
-    def watch(self, trail: DigestTrail | None) -> None:
-        """Record in ``trail`` what this rank contributes to each group's reduction; None: stop."""
+    def watch(self, step_digest: StepDigest | None) -> None:
+        """Record in ``step_digest`` what this rank contributes to each group's reduction; None: stop."""
         for reduction in self._reductions:
-            reduction.trail = trail
+            reduction.step_digest = step_digest
 
     def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
         """Yield each parameter's piece of ``tensors``; each master shard is one parameter here."""

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device, Event
-from megapar.health.corruption.trail import DigestTrail
+from megapar.health.corruption.step_digest import StepDigest
 
 
 class FsdpWaits:
@@ -109,13 +109,13 @@ class GroupReduction(_Comm):
     That counts its bytes, and on gloo sends half of what gloo's reduce-scatter would.
 
     Attributes:
-        trail: Records what this rank contributes; None: no recording.
+        step_digest: Records what this rank contributes; None: no recording.
     """
 
     def __init__(self, axis: Axis, waits: FsdpWaits, unit: str, member: str) -> None:
         super().__init__(axis, waits)
         self._unit, self._member = unit, member
-        self.trail: DigestTrail | None = None
+        self.step_digest: StepDigest | None = None
 
     def __call__(
         self,
@@ -130,8 +130,8 @@ class GroupReduction(_Comm):
 
         assert op == dist.ReduceOp.SUM, op
         assert not async_op
-        if self.trail is not None:
-            self.trail.gradient(self._unit, f"the segment of {self._member}", input_tensor)
+        if self.step_digest is not None:
+            self.step_digest.gradient(self._unit, f"the segment of {self._member}", input_tensor)
         self._waits.launch(self._axis, "reduce_scatter", reduce)
 
 

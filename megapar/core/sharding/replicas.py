@@ -21,7 +21,7 @@ from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.errors import CorruptionError
-from megapar.health.corruption.trail import INTEGERS
+from megapar.health.corruption.step_digest import INTEGERS
 
 WIDTH = 4096
 SHOWN = 5

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
-from megapar.health.corruption.trail import DigestTrail
+from megapar.health.corruption.step_digest import StepDigest
 
 
 class Sharding(Protocol):
@@ -43,8 +43,8 @@ class Sharding(Protocol):
     def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
         """Cut the master shards into ``parts``: of a parameter that ``moves`` each row of dim 0 is one."""
 
-    def watch(self, trail: DigestTrail | None) -> None:
-        """Record each gradient of this rank in ``trail`` before ranks sum it; None: stop."""
+    def watch(self, step_digest: StepDigest | None) -> None:
+        """Record each gradient of this rank in ``step_digest`` before ranks sum it; None: stop."""
 
 
 class CombinedSharding:
@@ -87,6 +87,6 @@ class CombinedSharding:
         for member in self._members:
             member.cut_rows(moves)
 
-    def watch(self, trail: DigestTrail | None) -> None:
+    def watch(self, step_digest: StepDigest | None) -> None:
         for member in self._members:
-            member.watch(trail)
+            member.watch(step_digest)

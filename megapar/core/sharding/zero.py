@@ -34,7 +34,7 @@ from megapar.core.sharding.bucket_plan import PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box
 from megapar.core.sharding.gradient_sink import GradientSink, set_gradient_sink
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
-from megapar.health.corruption.trail import DigestTrail
+from megapar.health.corruption.step_digest import StepDigest
 
 IN_FLIGHT_BYTES = 1 << 26  # of gradients
 LEAST_IN_FLIGHT = 2  # buckets
@@ -88,7 +88,7 @@ class ZeroSharding:
         self._running = False  # a micro-batch's backward may have left reductions to start
         self._ready: set[int] = set()
         self._next = len(self.buckets) - 1
-        self._trail: DigestTrail | None = None
+        self._step_digest: StepDigest | None = None
         self._in_flight: deque[int] = deque()  # started and not finished, oldest first
         # No limit on an accelerator: a wait would block the stream of the backward, and the allocator reuses memory.
         self._most_in_flight_bytes = math.inf if world.device.is_async else IN_FLIGHT_BYTES
@@ -184,9 +184,9 @@ class ZeroSharding:
                 parts = (length for member in inside for length in member.parts(by_row=moves(member.spec)))
                 next(shards).parts = tuple(parts)
 
-    def watch(self, trail: DigestTrail | None) -> None:
+    def watch(self, step_digest: StepDigest | None) -> None:
         """Record each parameter's gradient as the backward makes it; None: stop."""
-        self._trail = trail
+        self._step_digest = step_digest
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         # The garbage collector cannot traverse torch's hooks: a strong reference would keep the parameters, this object
@@ -205,8 +205,8 @@ class ZeroSharding:
 
         def add_product(product: Callable[[], Tensor]) -> Tensor | None:
             sharding = weak()
-            # A trail records each gradient, so autograd must make it.
-            if sharding is None or sharding._trail is not None or not isinstance(product, WeightProduct):
+            # A step digest records each gradient, so autograd must make it.
+            if sharding is None or sharding._step_digest is not None or not isinstance(product, WeightProduct):
                 return product()
             sharding.buckets[number].add_product(index, product)
             return None
@@ -215,10 +215,10 @@ class ZeroSharding:
 
     def _add(self, number: int, index: int) -> None:
         """Take the gradient of a bucket's member; launch complete buckets, in the planned order."""
-        if self._trail is not None:
+        if self._step_digest is not None:
             member = self.buckets[number].members[index]
             assert member.parameter.grad is not None
-            self._trail.gradient(member.spec.unit, member.spec.name, member.parameter.grad)
+            self._step_digest.gradient(member.spec.unit, member.spec.name, member.parameter.grad)
         if self.buckets[number].add(index) and self._overlap_reduce and self._reducing:  # [2]
             self._ready.add(number)
             while self._next in self._ready:

@@ -21,31 +21,31 @@ class FirstNonfinite:
     Attributes:
         stage: This rank's place on the pp axis.
         micro_batch: The running one; set by the caller.
-        found: ((micro-batch, place on pp, number of modules finished before), description); None if there is none.
+        first: ((micro-batch, place on pp, number of modules finished before), description); None if there is none.
     """
 
     stage: int = 0
     micro_batch: int = 0
-    found: tuple[tuple[int, int, int], str] | None = None
+    first: tuple[tuple[int, int, int], str] | None = None
     _finished: int = field(default=0, repr=False)
 
-    def look(self, name: str, output: Any) -> None:
+    def check(self, name: str, output: Any) -> None:
         """Check the output of a module that has finished."""
         self._finished += 1
-        if self.found is None and any(not tensor.isfinite().all().item() for tensor in _floats(output)):
-            self.found = (self.micro_batch, self.stage, self._finished), f"the output of {name or 'the model'}"
+        if self.first is None and any(not tensor.isfinite().all().item() for tensor in _floats(output)):
+            self.first = (self.micro_batch, self.stage, self._finished), f"the output of {name or 'the model'}"
 
-    def agree(self, world: Axis) -> str:
+    def over_ranks(self, world: Axis) -> str:
         """Return the first one over all ranks, with its ranks, or "" if all outputs were finite."""
-        rows: list[Any] = [self.found]
+        rows: list[Any] = [self.first]
         if world.group is not None:
             rows = messages.all_gather(rows[0] and [list(rows[0][0]), rows[0][1]], world.group)
         by_rank = {rank: row for rank, row in enumerate(rows) if row is not None}
         if not by_rank:
             return ""
-        first = min(by_rank.values())
-        ranks = [rank for rank, row in by_rank.items() if row == first]
-        return f"{first[1]} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        earliest = min(by_rank.values())
+        ranks = [rank for rank, row in by_rank.items() if row == earliest]
+        return f"{earliest[1]} on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
@@ -63,18 +63,18 @@ def _floats(value: Any) -> Iterator[Tensor]:
 @contextmanager
 def watch(model: nn.Module, stage: int) -> Iterator[FirstNonfinite]:
     """Check the output of every module inside the block. A non-finite parameter is found at its start."""
-    found = FirstNonfinite(stage)
+    nonfinite = FirstNonfinite(stage)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if found.found is None and not local.detach().isfinite().all().item():
-            found.found = (0, stage, -1), f"the parameter {name}"
+        if nonfinite.first is None and not local.detach().isfinite().all().item():
+            nonfinite.first = (0, stage, -1), f"the parameter {name}"
 
     def hook(name: str) -> Any:
-        return lambda module, inputs, output: found.look(name, output)
+        return lambda module, inputs, output: nonfinite.check(name, output)
 
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
     try:
-        yield found
+        yield nonfinite
     finally:
         for handle in handles:
             handle.remove()

@@ -1,22 +1,28 @@
-"""Guards: checks for wrong values on a rank, and the last iteration that each of them has verified."""
+"""Guards: checks for wrong values on a rank, what each of them has verified, and the record of a fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+import os
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from megapar.arguments import Config
+from megapar.core.checkpoint.shard_file import write_bytes
+from megapar.core.comm.world import World
 from megapar.core.sharding import replicas
 from megapar.data.batches import Loader
-from megapar.errors import TrainingError
+from megapar.errors import CorruptionError, TrainingError
+from megapar.files.location import Place, at
+from megapar.files.suspects import RECORD, Blamed, Fault
 from megapar.health.corruption.recompute_guard import RecomputeGuard
 from megapar.health.corruption.state_guard import StateGuard
-from megapar.health.corruption.witness import Witness
-from megapar.training.building.pipeline_split import effective_schedule
+from megapar.training.building.partition import effective_schedule
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.checkpoints.verification import Start
 from megapar.training.step.gradients import Gradients
@@ -70,26 +76,83 @@ class Voter(Protocol):
         """Return 1, or a true scalar on the device, if this rank has found something wrong, else 0."""
         ...
 
-    def vouches_for(self, iteration: int) -> int:
+    def verified_up_to(self, iteration: int) -> int:
         """Return the last iteration that is verified if a check after ``iteration`` has passed."""
         ...
 
 
-class Guards:
-    """All guards of a run.
+class FaultRecord:
+    """The record of a fault that a guard has found, so that the next start resumes from a checkpoint before it.
+
+    A failing rank writes only the record, and moves or removes nothing, since it cannot be trusted.
+
+    Args:
+        folders: Folders in which the next start looks for the record.
+        began: Last iteration done before this start.
+        others: Names of checkpoints in the folders that are on other lineages.
 
     Attributes:
-        witness: Records the faults that the guards find.
+        hosts: Host of every rank, once known.
     """
 
-    def __init__(self, guards: Sequence[Guard], start: Start, witness: Witness) -> None:
+    def __init__(self, folders: Sequence[Path], world: World, began: int, others: Collection[str] = ()) -> None:
+        self._folders = tuple(folders)
+        self._world = world
+        self._began = began
+        self._others = others
+        self.hosts: Sequence[str] = ()
+
+    def write(self, check: str, iteration: int, verified: Mapping[str, int], error: TrainingError) -> CorruptionError:
+        """Write the record of a fault, unless another rank has. Returns the error to raise, which locates the fault."""
+        known = error if isinstance(error, CorruptionError) else CorruptionError(str(error))
+        ranks, parameters = known.ranks, known.parameters
+        blamed = tuple(self._blamed(rank) for rank in ranks)
+        message = " ".join(
+            [str(error), *(f"R{str(suspect)[1:]}." for suspect in blamed if suspect.node not in str(error))]
+        )
+        fault = Fault(
+            check, iteration, self._began, dict(verified), blamed, parameters, str(error), tuple(sorted(self._others))
+        )
+        content = json.dumps(fault.to_json(), indent=1).encode() + b"\n"
+        for folder in self._folders:
+            try:
+                _write_once(folder, content)
+            except OSError as failure:
+                message += (
+                    f" {folder / RECORD} could not be written ({failure}): newer checkpoints may contain the fault."
+                )
+        return CorruptionError(message, ranks, parameters)
+
+    def _blamed(self, rank: int) -> Blamed:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self._world.grid.world_size))
+        number = self._world.launched[rank] % max(1, per_node)
+        device = self._world.device
+        node = self.hosts[rank] if rank < len(self.hosts) else "unknown"
+        return Blamed(rank, node, device.type if device.type == "cpu" else f"{device.type}:{number} ({device.name})")
+
+
+def _write_once(folder: Place, content: bytes) -> None:
+    """Write the record durably, unless another rank has. Raises OSError."""
+    aside = at(folder) / f"{RECORD}.tmp-{uuid.uuid4().hex[:12]}"
+    try:
+        write_bytes(aside, content)
+        with suppress(FileExistsError):
+            aside.publish(at(folder) / RECORD)
+    finally:
+        aside.remove()
+
+
+class Guards:
+    """All guards of a run, and the record of the faults that they find."""
+
+    def __init__(self, guards: Sequence[Guard], start: Start, fault_record: FaultRecord) -> None:
         self._guards = tuple(guards)
         self._voters = [guard for guard in guards if isinstance(guard, Voter)]
         self._passed = start.verified([guard.name for guard in guards])
-        self._begun = dict(self._passed)
+        self._verified_before = dict(self._passed)
         self._ran = dict.fromkeys(self._passed, start.iteration)  # before the first step there is nothing to find
         self._iteration = start.iteration
-        self.witness = witness
+        self.fault_record = fault_record
 
     @property
     def verified(self) -> dict[str, int]:
@@ -99,7 +162,7 @@ class Guards:
     def before_update(self) -> None:
         """Run all guards before the optimizer changes this rank's parameters."""
         for guard in self._guards:
-            with self._witnessed(guard):
+            with self._recorded(guard):
                 guard.before_update()
 
     def after_update(self, iteration: int) -> None:
@@ -108,7 +171,7 @@ class Guards:
             guard.after_update(iteration)
 
     def forget(self) -> None:
-        """Drop what is held of masters and moments between two updates: they are about to move. Run checks first."""
+        """Leave out the next comparison of masters and moments: they are about to move. Run checks first."""
         for guard in self._guards:
             if isinstance(guard, StateGuard):
                 guard.forget()
@@ -126,7 +189,9 @@ class Guards:
         for guard, votes in zip(self._voters, sums[:count], strict=True):
             if votes:
                 # A save at this iteration copied the state after the check, so it may contain the fault.
-                verified = max(self._begun[guard.name], guard.vouches_for(iteration) - 1 - guard.delay_steps)
+                verified = max(
+                    self._verified_before[guard.name], guard.verified_up_to(iteration) - 1 - guard.delay_steps
+                )
                 self._passed[guard.name] = min(self._passed[guard.name], verified)
         self.check([guard for guard, votes in zip(self._voters, sums[:count], strict=True) if votes], iteration)
         return sums[count:]
@@ -152,18 +217,18 @@ class Guards:
     def check(self, guards: Sequence[Guard], iteration: int) -> None:
         """Run guards, when nothing of the step is in flight any more. Raises CorruptionError, on every rank."""
         for guard in guards:
-            with self._witnessed(guard):
+            with self._recorded(guard):
                 guard.check(iteration)
             self._ran[guard.name] = iteration
-            verified = guard.vouches_for(iteration) if isinstance(guard, Voter) else iteration
+            verified = guard.verified_up_to(iteration) if isinstance(guard, Voter) else iteration
             self._passed[guard.name] = max(verified, self._passed[guard.name])
 
     @contextmanager
-    def _witnessed(self, guard: Guard) -> Iterator[None]:
+    def _recorded(self, guard: Guard) -> Iterator[None]:
         try:
             yield
         except TrainingError as error:
-            raise self.witness.record(guard.name, self._iteration, self.verified, error) from None
+            raise self.fault_record.write(guard.name, self._iteration, self.verified, error) from None
 
 
 class ReplicaGuard:
@@ -196,15 +261,13 @@ def make_guards(
     log_line: Callable[[str], None],
     start: Start,
     local_saves: LocalSaves | None,
+    others: Collection[str],
 ) -> Guards:
     """Return the guards that the flags turn on.
 
     Args:
-        job: This rank's part of the model.
         gradients: Runs forward and backward again for the recompute check.
         loader: Reads micro-batches for the recompute check.
-        log_line: Writes a line to the log.
-        start: The iteration at which this start begins.
         local_saves: Local checkpoints, whose folder also gets the record of a fault. None without them.
     """
     guards: list[Guard] = []
@@ -222,4 +285,4 @@ def make_guards(
     folders = [Path(config.checkpoint.save)] if config.checkpoint.save else []
     if local_saves is not None:
         folders.append(local_saves.folder)
-    return Guards(guards, start, Witness(folders, job.world, start.iteration))
+    return Guards(guards, start, FaultRecord(folders, job.world, start.iteration, others))

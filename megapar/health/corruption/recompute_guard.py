@@ -15,40 +15,86 @@ off.
 
 from __future__ import annotations
 
+import itertools
+import socket
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megapar.core.comm.agreement import numbers_of_all, texts_of_all
+from megapar.core.comm.world import World
 from megapar.core.pipeline.schedule import GPIPE
 from megapar.data.batches import Loader
 from megapar.errors import CorruptionError
-from megapar.health.corruption.difference import ADVICE, FirstDifference, first_over_ranks, listed, suspects, where
-from megapar.health.corruption.trail import DigestRecord, DigestTrail, first_difference
+from megapar.health.corruption.step_digest import DigestPoint, DigestRecord, StepDigest, first_difference
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.job import Job
 
+SHOWN = 4
 SPREAD = ("pp", "mp", "cp", "ep", "emp")
+ADVICE = (
+    "A device or its memory is faulty: take it out of service, and resume from a checkpoint before this. "
+    "If it is sound, its kernels are not deterministic: pass --recompute-check-interval 0 to train without the check."
+)
+
+
+def where(world: World) -> str:
+    """Describe this rank with its node and device, for messages."""
+    number = world.launched[world.rank] if world.grid.world_size > 1 else 0
+    return f"rank {number} on {socket.gethostname()}, {world.device.torch_device} ({world.device.name})"
+
+
+class FirstDifference(NamedTuple):
+    """The first difference between results."""
+
+    text: str
+    ranks: tuple[int, ...]
+    tensors: tuple[str, ...]
+
+
+def first_over_ranks(point: DigestPoint | None, world: World) -> FirstDifference:
+    """Return the earliest difference over all ranks, with the ranks that differ there. Every rank must call it."""
+    everyone, device = world.axis("world"), world.device.torch_device
+    rows = numbers_of_all([1, 0, 0] if point is None else [0, point.phase, point.order], everyone, device)
+    names = texts_of_all("" if point is None else point.name, everyone, device)
+    nodes = texts_of_all(where(world), everyone, device)
+    ranks = tuple(rank for rank, row in enumerate(rows) if row == min(rows) and not row[0])
+    text = listed([f"{names[rank]} of {nodes[rank]}" for rank in ranks])
+    return FirstDifference(text, ranks, tuple(dict.fromkeys(names[rank] for rank in ranks)))
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Join the first texts, and count the remaining ones."""
+    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return "; ".join(texts[:SHOWN]) + more
+
+
+def suspects(wrong: Sequence[bool]) -> list[int]:
+    """Return the ranks at fault, in a ring where each rank ran its own micro-batch and the next rank's.
+
+    A faulty rank spoils the results of both. If that does not identify single ranks, all ranks involved are returned.
+    ``wrong`` has an entry per rank: True if the two results of its micro-batch differ.
+    """
+    ranks = len(wrong)
+    both = [rank for rank in range(ranks) if wrong[rank] and wrong[(rank + 1) % ranks]]
+    if both and ranks > 2:
+        return both
+    return sorted({rank for number in range(ranks) if wrong[number] for rank in (number, (number - 1) % ranks)})
 
 
 class RecomputeGuard:
     """Runs the first micro-batch of the last step again; with a pipeline, as many as its schedule needs.
 
     Args:
-        job: This rank's part of the model.
-        gradients: Runs forward and backward.
         loader: Reads the micro-batches of other ranks.
-        interval: Steps between checks.
-        schedule: Name of the pipeline schedule.
         changes_kernels: Switch an accelerator to deterministic kernels for the check. Compiled code would have to be
             compiled again for that.
-        log_line: Writes a line to the log.
 
     Attributes:
         enabled: False once the device was found not to be deterministic.
@@ -103,25 +149,25 @@ class RecomputeGuard:
             self._compare(iteration, runs[0].local(), swapped.local())
 
     def _run(self, work: StepBatches) -> DigestRecord:
-        job, trail = self._job, DigestTrail(self._units)
-        job.sharding.watch(trail)
+        job, digest = self._job, StepDigest(self._units)
+        job.sharding.watch(digest)
         if job.pipeline is not None:
-            job.pipeline.trail = trail
+            job.pipeline.step_digest = digest
         try:
-            with trail.watching(job.model.units()):
+            with digest.watching(job.model.units()):
                 totals = self._gradients.repeat(work)
         finally:
             job.sharding.watch(None)
             if job.pipeline is not None:
-                job.pipeline.trail = None
+                job.pipeline.step_digest = None
         for name, value in sorted(totals.sums.items()):
-            trail.sums(f"the loss {name}", value)
+            digest.sums(f"the loss {name}", value)
         for name, value in (("losses", totals.routing), ("load", totals.load), ("drops", totals.dropped)):
-            trail.sums(f"the routing's {name}", value)
+            digest.sums(f"the routing's {name}", value)
         for shard in job.sharding.master_shards:
             assert shard.grad is not None
-            trail.reduced(shard.grad)
-        return trail.end()
+            digest.reduced(shard.grad)
+        return digest.end()
 
     def _next_ones(self, work: StepBatches) -> StepBatches:
         """Return the next data rank's micro-batch, with its number, so that it gets the same masks."""
@@ -170,9 +216,9 @@ class RecomputeGuard:
     def _repeats(self, iteration: int, runs: list[DigestRecord]) -> bool:
         """Return True if all runs agree on every rank. Turns the check off if the first three runs all differ."""
         world = self._job.world
-        pairs = [(one, other) for number, one in enumerate(runs) for other in runs[number + 1 :]]
-        differences = [first_difference(one, other) for one, other in pairs]
-        local = any(first_difference(one.local(), other.local()) for one, other in pairs)
+        pairs = list(itertools.combinations(runs, 2))
+        differences = [first_difference(run, other) for run, other in pairs]
+        local = any(first_difference(run.local(), other.local()) for run, other in pairs)
         flags = [*(point is not None for point in differences), local]
         rows = numbers_of_all(flags, world.axis("world"), world.device.torch_device)
         *differ, local_count = (sum(column) for column in zip(*rows, strict=True))
@@ -195,25 +241,25 @@ class RecomputeGuard:
     def _alike(self) -> bool:
         """Return True if all devices are of one kind, so that their results can be compared."""
         world = self._job.world
-        own = zlib.crc32(world.device.name.encode())
-        alike = len({row[0] for row in numbers_of_all([own], world.axis("world"), world.device.torch_device)}) == 1
+        name = zlib.crc32(world.device.name.encode())
+        alike = len({row[0] for row in numbers_of_all([name], world.axis("world"), world.device.torch_device)}) == 1
         if not alike:
             self._log_line("recompute check: micro-batches are not swapped between ranks, because their devices differ")
         return alike
 
-    def _compare(self, iteration: int, own: DigestRecord, swapped: DigestRecord) -> None:
+    def _compare(self, iteration: int, mine: DigestRecord, swapped: DigestRecord) -> None:
         """Compare this rank's results with those of the rank that ran its micro-batch, over the ring of data ranks."""
         world, data = self._job.world, self._job.world.axis("data")
         device = world.device.torch_device
-        rows = numbers_of_all([own.hash(), swapped.hash(), len(own.digests), len(swapped.digests)], data, device)
+        rows = numbers_of_all([mine.hash(), swapped.hash(), len(mine.digests), len(swapped.digests)], data, device)
         wrong = [row[0] != rows[rank - 1][1] for rank, row in enumerate(rows)]
         if not any(wrong):
             return
         first: FirstDifference | None = None
         if len({length for row in rows for length in row[2:]}) == 1:
-            everything = numbers_of_all([*own.digests, *swapped.digests], data, device)
-            there = own._replace(digests=tuple(everything[data.rank - 1][len(own.digests) :]))
-            first = first_over_ranks(first_difference(own, there), world)
+            everything = numbers_of_all([*mine.digests, *swapped.digests], data, device)
+            theirs = mine._replace(digests=tuple(everything[data.rank - 1][len(mine.digests) :]))
+            first = first_over_ranks(first_difference(mine, theirs), world)
         at_fault = suspects(wrong)
         texts = texts_of_all(where(world), data, device)
         named = listed([texts[rank] for rank in at_fault])

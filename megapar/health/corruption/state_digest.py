@@ -8,26 +8,23 @@ Elements that swap places are not detected if both are in the same block.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+_KEPT = 4  # comparisons: the host learns of a difference up to two updates later
 BLOCK = 1024  # 32-bit integers
 _GRAIN = 1024  # elements; a piece of a tensor begins at a multiple of this
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A range of elements of one of several flat tensors.
-
-    Attributes:
-        tensor: Its index.
-        start: The first element.
-        end: The element after the last.
-    """
+    """A range of elements of one of several flat tensors."""
 
     tensor: int
     start: int
@@ -38,22 +35,15 @@ def rotation(sizes: Sequence[int], steps: int) -> list[list[FlatRange]]:
     """Divide tensors into ``steps`` groups of pieces with nearly equal numbers of elements.
 
     Small tensors are not cut, so that a group may be empty.
-
-    Args:
-        sizes: The number of elements of each tensor.
-        steps: The number of groups.
     """
     starts = [0, *itertools.accumulate(sizes)]
     groups: list[list[FlatRange]] = []
     for number in range(steps):
         begin, end = (starts[-1] * n // steps for n in (number, number + 1))
-        cuts = ((i, _within(begin - at, size), _within(end - at, size)) for i, (at, size) in _numbered(starts, sizes))
+        placed = enumerate(zip(starts, sizes, strict=False))
+        cuts = ((i, _within(begin - at, size), _within(end - at, size)) for i, (at, size) in placed)
         groups.append([FlatRange(i, first, last) for i, first, last in cuts if first < last])
     return groups
-
-
-def _numbered(starts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
-    return enumerate(zip(starts, sizes, strict=False))
 
 
 def _within(position: int, size: int) -> int:
@@ -99,20 +89,19 @@ def digest_blocks(cuts: Sequence[IntBlocks], device: torch.device | None) -> Ten
     counts = [0 if cut.blocks is None else len(cut.blocks) for cut in cuts]
     rests = [rest for cut in cuts for _, rest in cut.rests]
     sums = 2 * sum(counts)
-    found = torch.empty(sums + sum(rest.numel() for rest in rests), dtype=torch.int32, device=device)
-    for cut, out in zip(cuts, found[:sums].view(torch.int64).split(counts), strict=True):
+    digest = torch.empty(sums + sum(rest.numel() for rest in rests), dtype=torch.int32, device=device)
+    for cut, out in zip(cuts, digest[:sums].view(torch.int64).split(counts), strict=True):
         if cut.blocks is not None:
             torch.sum(cut.blocks, 1, out=out)
     if rests:
-        torch.cat(rests, out=found[sums:])
-    return found
+        torch.cat(rests, out=digest[sums:])
+    return digest
 
 
 def places(tensors: Sequence[Tensor], different: Tensor, homes: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return the places at which digests differ, as (first address, address after the last). Waits for the device.
 
     Args:
-        tensors: The digested tensors.
         different: Mask over their digest [n].
         homes: Tensors of the same sizes, whose addresses are returned.
     """
@@ -127,3 +116,168 @@ def places(tensors: Sequence[Tensor], different: Tensor, homes: Sequence[Tensor]
         rests += [(address + 4 * i, address + 4 * i + 4) for i in singles]
     spans += rests
     return list(dict.fromkeys(spans[i] for i in different.nonzero().flatten().tolist()))
+
+
+class _Comparison(NamedTuple):
+    """A comparison of digests.
+
+    Attributes:
+        pieces: The digested pieces of tensors, on the device.
+        different: Mask over their digest, on the device.
+        homes: The same pieces in the memory that they stay in.
+    """
+
+    pieces: list[Tensor]
+    different: Tensor
+    homes: list[Tensor]
+
+
+class SplitDigest(ABC):
+    """Digests of a part of tensors after each update, compared before the next one, to detect corruption.
+
+        update 1    digest part 1    ...at rest...    compare part 1    update 2    digest part 2    ...
+
+    The parts rotate. Between two updates no code writes to the tensors, so that a changed digest means faulty memory.
+    Only ``changed`` makes the host wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._turn = -1
+        self._comparisons: deque[list[_Comparison]] = deque(maxlen=_KEPT)
+
+    @abstractmethod
+    def digest_next(self) -> None:
+        """Digest the next part. Call this after an update."""
+
+    @abstractmethod
+    def compare(self) -> Tensor | None:
+        """Return a scalar on the device, true if the part has changed since then; None if nothing was compared."""
+
+    @abstractmethod
+    def compare_now(self) -> None:
+        """Compare the present content, in case ``compare`` returns the result of an earlier comparison."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget the part, so that the next ``compare`` has nothing to compare."""
+
+    def changed(self) -> list[tuple[int, int]]:
+        """Return the places that differed in the last comparisons, as address ranges. Waits for the device."""
+        ranges = [place for update in self._comparisons for comparison in update for place in places(*comparison)]
+        return list(dict.fromkeys(ranges))
+
+
+class InPlaceDigest(SplitDigest):
+    """Digests of tensors that stay in one memory.
+
+    Args:
+        steps: The number of updates after which every element was digested once.
+        parts: The number of parts that take turns in them, evenly spread; None: as many as updates.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], steps: int, parts: int | None = None) -> None:
+        super().__init__()
+        self._flats = [tensor.view(-1) for tensor in tensors]
+        parts = steps if parts is None else parts
+        self._groups: list[list[FlatRange]] = [[] for _ in range(steps)]
+        for number, group in enumerate(rotation([flat.numel() for flat in self._flats], parts)):
+            self._groups[number * steps // parts] = group
+        self._pieces: list[Tensor] = []
+        self._blocks: list[IntBlocks] = []
+        self._expected: Tensor | None = None
+
+    def digest_next(self) -> None:
+        """Digest the next part."""
+        self._turn = (self._turn + 1) % len(self._groups)
+        self._pieces = _pieces(self._flats, self._groups[self._turn])
+        self._blocks = [int_blocks(piece) for piece in self._pieces]
+        self._expected = self._digest() if self._pieces else None
+
+    def compare(self) -> Tensor | None:
+        """Digest the part again and compare."""
+        if self._expected is None:
+            return None
+        different = self._digest() != self._expected
+        self._comparisons.append([_Comparison(self._pieces, different, self._pieces)])
+        return different.any()
+
+    def compare_now(self) -> None:
+        """Compare as ``compare`` does, without returning the result."""
+        self.compare()
+
+    def reset(self) -> None:
+        """Forget the part."""
+        self._expected = None
+
+    def _digest(self) -> Tensor:
+        return digest_blocks(self._blocks, self._pieces[0].device)
+
+
+class OffloadedDigest(SplitDigest):
+    """Digests of offloaded tensors: made on the device, when an update copies them there and back to host memory.
+
+    Args:
+        homes: For each part number, the tensors that are copied together, in host memory.
+        steps: The number of updates after which every element was digested once.
+        visit: Copies all parts to the device and calls ``arrived`` for each.
+    """
+
+    def __init__(self, homes: Sequence[Sequence[Tensor]], steps: int, visit: Callable[[], None]) -> None:
+        super().__init__()
+        self._turn = 0
+        self._homes = [[tensor.view(-1) for tensor in home] for home in homes]
+        self._visit = visit
+        self._groups: list[dict[int, list[FlatRange]]] = []
+        sizes = [flat.numel() for home in self._homes for flat in home]
+        numbers = [(number, i) for number, home in enumerate(self._homes) for i in range(len(home))]
+        for group in rotation(sizes, steps):
+            ranges: dict[int, list[FlatRange]] = {}
+            for piece in group:
+                number, i = numbers[piece.tensor]
+                ranges.setdefault(number, []).append(FlatRange(i, piece.start, piece.end))
+            self._groups.append(ranges)
+        self._expected: dict[int, Tensor] = {}
+        self._next: dict[int, Tensor] = {}
+        self._of_update: list[_Comparison] = []
+
+    def arrived(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """Compare a part after it was copied to the device, before the update."""
+        if number in self._expected:
+            ranges = self._groups[self._turn][number]
+            pieces = _pieces(tensors, ranges)
+            different = digest_tensors(pieces) != self._expected[number]
+            self._of_update.append(_Comparison(pieces, different, _pieces(self._homes[number], ranges)))
+
+    def leaves(self, number: int, tensors: Sequence[Tensor]) -> None:
+        """Digest a part after the update, before it is copied back to host memory."""
+        ranges = self._groups[(self._turn + 1) % len(self._groups)].get(number)
+        if ranges:
+            self._next[number] = digest_tensors(_pieces(tensors, ranges))
+
+    def digest_next(self) -> None:
+        """Start the next turn. Call this after all parts are back in host memory."""
+        self._end_update()
+        self._expected, self._next = self._next, {}
+        self._turn = (self._turn + 1) % len(self._groups)
+
+    def compare(self) -> Tensor | None:
+        """Return the result of the comparison in the last update."""
+        last = self._comparisons[-1] if self._comparisons else []
+        return torch.cat([comparison.different for comparison in last]).any() if last else None
+
+    def compare_now(self) -> None:
+        """Copy all parts to the device and compare them."""
+        self._visit()
+        self._end_update()
+
+    def reset(self) -> None:
+        """Forget all parts, also those in the slots."""
+        self._expected, self._next = {}, {}
+
+    def _end_update(self) -> None:
+        self._comparisons.append(self._of_update)
+        self._of_update = []
+
+
+def _pieces(tensors: Sequence[Tensor], ranges: Sequence[FlatRange]) -> list[Tensor]:
+    return [tensors[piece.tensor].view(-1)[piece.start : piece.end] for piece in ranges]

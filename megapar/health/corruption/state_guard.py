@@ -24,7 +24,7 @@ from megapar.core.comm.agreement import TEXT_BYTES, reduce_numbers, texts_of_all
 from megapar.core.device.base import Device
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.errors import CorruptionError
-from megapar.health.corruption.digested import DigestedTensors, RestingTensors, VisitingTensors
+from megapar.health.corruption.state_digest import InPlaceDigest, OffloadedDigest, SplitDigest
 from megapar.training.step.job import Job
 
 AUTO = -1
@@ -43,7 +43,6 @@ class StateGuard:
     if that makes fewer parts than steps, some steps have none.
 
     Attributes:
-        messages: Lines for the log.
         delay_steps: Steps between a finding and the reaction to it: one if the host runs ahead and reads the norm a
             step later, and one for offloaded state, which is compared when it is next on the device.
     """
@@ -57,12 +56,12 @@ class StateGuard:
         self._job = job
         # A CPU's time does not depend on what else runs there; an accelerator's host does not compute.
         self._clock = time.perf_counter if job.world.device.is_async else time.process_time
-        self._resumed = 0.0  # when the step after a trial began
+        self._step_start = 0.0  # after a trial
         self._step_seconds: list[float] = []
         self._trial_seconds: list[float] = []
         self._steps = 0  # in which all parts are compared once
-        self._held_after: deque[int] = deque()  # iterations of the last ``_steps`` updates
-        self._digested: DigestedTensors | None = None
+        self._digested_after: deque[int] = deque()  # iterations of the last ``_steps`` updates
+        self._digest: SplitDigest | None = None
         self.messages: list[str] = []
         self.delay_steps = int(job.world.device.is_async) + int(isinstance(job.optimizer, OffloadedOptimizer))
         if steps == AUTO:
@@ -77,45 +76,45 @@ class StateGuard:
 
     def after_update(self, iteration: int) -> None:
         """Digest the next part."""
-        if self._digested is None:
-            self._step_seconds.append(self._clock() - self._resumed)
+        if self._digest is None:
+            self._step_seconds.append(self._clock() - self._step_start)
             last = len(self._step_seconds) == _TIMED_UPDATES
             # On a CPU a trial per step: repeated at once, a digest would find its data in the caches.
             trials = 3 * last if self._job.world.device.is_async else 1
             self._trial_seconds += [self._seconds_of_turn() for _ in range(trials)]
-            self._resumed = self._clock()
+            self._step_start = self._clock()
             if not last:
                 return
             self._begin(*self._choose())
-        assert self._digested is not None
-        self._digested.hold()
-        self._held_after.append(iteration)
+        assert self._digest is not None
+        self._digest.digest_next()
+        self._digested_after.append(iteration)
 
     def forget(self) -> None:
         """Leave out the next comparison: the state is about to change without an update."""
-        if self._digested is not None:
-            self._digested.drop()
+        if self._digest is not None:
+            self._digest.reset()
 
     def vote(self) -> int | Tensor:
         """Return 1, or a true scalar on the device, if this rank's memory has changed since the last update, else 0."""
-        changed = None if self._digested is None else self._digested.compare()
+        changed = None if self._digest is None else self._digest.compare()
         return 0 if changed is None else changed
 
-    def vouches_for(self, iteration: int) -> int:
+    def verified_up_to(self, iteration: int) -> int:
         """Return the first of the last ``_steps`` updates, or 0 before every part was compared once.
 
         A fault that repeats since then would have been found.
         """
         del iteration  # steps without an update do not count
-        return self._held_after[0] if 0 < self._steps == len(self._held_after) else 0
+        return self._digested_after[0] if 0 < self._steps == len(self._digested_after) else 0
 
     def check(self, iteration: int) -> None:
         """Compare the digests. Raises CorruptionError, on every rank, with ranks, nodes, devices and parameters."""
         job, changed = self._job, list[tuple[int, int]]()
-        if self._digested is not None:
+        if self._digest is not None:
             job.world.device.synchronize()
-            self._digested.look()
-            changed = self._digested.changed()
+            self._digest.compare_now()
+            changed = self._digest.changed()
         world, device = job.world.axis("world"), job.world.device.torch_device
         bad = torch.tensor(bool(changed), dtype=torch.int64, device=device)
         reduce_numbers(bad, world, "state guard")
@@ -137,14 +136,14 @@ class StateGuard:
     def _begin(self, steps: int, parts: int) -> None:
         """Begin to compare all state in ``steps`` steps, in at most as many parts."""
         job, self._steps = self._job, steps
-        self._held_after = deque(maxlen=steps)
+        self._digested_after = deque(maxlen=steps)
         masters = [shard.master for shard in job.sharding.master_shards]
         homes = list(zip(masters, *map(job.optimizer.state, job.optimizer.states), strict=True))
         if isinstance(job.optimizer, OffloadedOptimizer):
-            visiting = VisitingTensors(homes, steps, job.optimizer.visit)
-            self._digested = job.optimizer.seen_by = visiting
+            visiting = OffloadedDigest(homes, steps, job.optimizer.visit)
+            self._digest = job.optimizer.seen_by = visiting
         else:
-            self._digested = RestingTensors([tensor for home in homes for tensor in home], steps, parts)
+            self._digest = InPlaceDigest([tensor for home in homes for tensor in home], steps, parts)
         self.messages.append(coverage(steps, parts))
 
     @property
@@ -211,10 +210,10 @@ def seconds_of_turn(
     """Return the seconds to digest ``total_bytes`` twice and compare, extrapolated from a sample of tensors."""
     nbytes = sum(tensor.nbytes for tensor in sample)
     parts = max(1, nbytes // _SAMPLE_BYTES)
-    trial = RestingTensors([tensor.detach() for tensor in sample], parts)
+    trial = InPlaceDigest([tensor.detach() for tensor in sample], parts)
     device.synchronize()
     start = clock()
-    trial.hold()
+    trial.digest_next()
     device.synchronize()
     # The comparison digests again, a step later: here it would find the same data in the caches.
     return 2 * (clock() - start) * total_bytes * parts / max(1, nbytes)

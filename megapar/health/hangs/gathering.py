@@ -30,38 +30,32 @@ class Survey:
     """The result of the reports of the ranks that responded.
 
     Attributes:
-        reports: Rank to its report, on the rank that explains; only its own on the other ranks.
-        late: The late ranks, see ``rank_reports``.
-        overdue: The section that takes too long.
-        explains: This rank prints the report.
+        reports: Rank to its report, on the rank that prints them; only its own on the other ranks.
     """
 
     reports: Mapping[int, Report]
-    late: list[int]
+    late_ranks: list[int]
     overdue: Overdue
-    explains: bool
+    prints_report: bool
 
 
-def survey_of(reports: Mapping[int, Report], own: Report, world_size: int, *, explains: bool) -> Survey:
+def survey_of(reports: Mapping[int, Report], own_report: Report, world_size: int, *, prints_report: bool) -> Survey:
     """Return the result of these reports, for the longest of the overdue sections.
 
     If no report has one, because the report of the rank that started the survey is late, it is this rank's section.
     """
-    overdue = [Overdue(*one["overdue"]) for one in reports.values() if one["overdue"]]
-    about = Overdue(own["section"] or STEP, own["detail"], own["seconds"], 0.0, False)
-    longest = max(overdue, key=lambda one: one.seconds, default=about)
-    return Survey(reports, rank_reports.late_ranks(reports, world_size, longest.name), longest, explains)
+    overdue = [Overdue(*report["overdue"]) for report in reports.values() if report["overdue"]]
+    about = Overdue(own_report["section"] or STEP, own_report["detail"], own_report["seconds"], 0.0, False)
+    longest = max(overdue, key=lambda section: section.seconds, default=about)
+    return Survey(reports, rank_reports.late_ranks(reports, world_size, longest.name), longest, prints_report)
 
 
 class Gathering:
     """One exchange of reports between all ranks.
 
     Args:
-        store: Store of the ranks.
         prefix: Prefix of the keys of this exchange; unique for each one.
         key: Set to make the other ranks report.
-        rank: This rank.
-        world_size: The number of ranks.
     """
 
     def __init__(self, store: dist.Store, prefix: str, key: str, rank: int, world_size: int) -> None:
@@ -71,27 +65,29 @@ class Gathering:
         self._rank = rank
         self._world_size = world_size
 
-    def collect(self, own: Report) -> Survey:
-        """Report this rank and return the result within ``MOST_SECONDS``. The first rank to report explains.
+    def collect(self, own_report: Report) -> Survey:
+        """Report this rank and return the result within ``MOST_SECONDS``. The first rank to report prints.
 
         Raises RuntimeError if the store does not respond (torch's store errors are RuntimeErrors).
         """
         number = self._store.add(f"{self._prefix}begun", 1)
-        self._store.set(f"{self._prefix}report/{number}", json.dumps([self._rank, own]))
+        self._store.set(f"{self._prefix}report/{number}", json.dumps([self._rank, own_report]))
         self._store.set(self._key, "1")
         self._store.add(f"{self._prefix}reported", 1)
-        if number > 1 and (received := self._receive(own)) is not None:
+        if number > 1 and (received := self._receive(own_report)) is not None:
             return received
         if number == 1:  # the other ranks have already waited in _receive
             self._counts("reported", self._world_size, GRACE_SECONDS)
         reports = self._read()
-        gathered = survey_of(reports, own, self._world_size, explains=number == 1 or self._rank == min(reports))
+        survey = survey_of(
+            reports, own_report, self._world_size, prints_report=number == 1 or self._rank == min(reports)
+        )
         if number == 1:
-            self._store.set(f"{self._prefix}found", json.dumps([gathered.late, gathered.overdue]))
+            self._store.set(f"{self._prefix}found", json.dumps([survey.late_ranks, survey.overdue]))
             self._wait_for_readers(len(reports))
-        return gathered
+        return survey
 
-    def _receive(self, own: Report) -> Survey | None:
+    def _receive(self, own_report: Report) -> Survey | None:
         """Return the result that the first rank published, or None if it did not respond."""
         key = f"{self._prefix}found"
         if not _within(GRACE_SECONDS + 1, lambda: self._store.check([key])):
@@ -100,7 +96,7 @@ class Gathering:
         self._store.add(f"{self._prefix}heard", 1)
         if self._rank == 0:
             self._wait_for_readers(self._store.add(f"{self._prefix}reported", 0))
-        return Survey({self._rank: own}, late, Overdue(*overdue), explains=False)
+        return Survey({self._rank: own_report}, late, Overdue(*overdue), prints_report=False)
 
     def _wait_for_readers(self, ranks: int) -> None:
         """Wait a moment until the other ranks have read the result: the store may end with this rank."""

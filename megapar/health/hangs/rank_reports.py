@@ -28,19 +28,16 @@ def report(
     """Return the report of this rank as JSON.
 
     Args:
-        iteration: The last step that began.
-        sections: Sections of this rank.
-        recorder: Recorder of this rank's collectives.
         axes: Name to the ranks of each axis with several.
         watched: Id of the thread that trains.
     """
     now = time.monotonic()
     last = recorder.recent[-1] if recorder.recent else None
     by_thread = {section.thread: section for section in sections.open()}
-    own = by_thread.pop(watched, None)
+    section = by_thread.pop(watched, None)
     return {
         "iteration": iteration,
-        **_thread_report(watched, own, sections),
+        **_thread_report(watched, section, sections),
         "beside": [_thread_report(thread, section, sections) for thread, section in by_thread.items()],
         "counts": dict(recorder.counts),
         "axes": {name: list(ranks) for name, ranks in axes.items()},
@@ -83,46 +80,41 @@ def line_of(thread: int) -> tuple[str, str, bool]:
 
 def _file_in(names: Mapping[str, Any]) -> str:
     """Return a path among a function's locals or the attributes of its ``self``. Properties are not evaluated."""
-    own = getattr(names.get("self"), "__dict__", {})
-    for value in (own.get("_path"), own.get("path"), *names.values()):
+    attributes = getattr(names.get("self"), "__dict__", {})
+    for value in (attributes.get("_path"), attributes.get("path"), *names.values()):
         if isinstance(value, Path):
             return str(value)
     return ""
 
 
 def late_ranks(reports: Mapping[int, Report], world_size: int, section: str = "step") -> list[int]:
-    """Return the ranks without a report or, if there are none, those that others wait for and that do not wait.
-
-    Args:
-        reports: Rank to its report.
-        world_size: The number of ranks.
-        section: The name of the section that takes too long.
-    """
+    """Return the ranks without a report or, if there are none, those that others wait for and that do not wait."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     if silent:
         return silent
     if section in AT_FILES:
-        at_files = sorted(rank for rank, one in reports.items() if any(not at["waits"] for at in _within(one, section)))
+        at_files = sorted(
+            rank for rank, entry in reports.items() if any(not at["waits"] for at in _within(entry, section))
+        )
         return at_files if len(at_files) < world_size or world_size == 1 else []
     waits: dict[int, set[int]] = {rank: set() for rank in reports}
-    for rank, one in reports.items():
-        for axis, ranks in one["axes"].items():
-            here = one["counts"].get(axis, 0)
-            waits[rank].update(r for r in ranks if r in reports and reports[r]["counts"].get(axis, 0) < here)
+    for rank, entry in reports.items():
+        for axis, ranks in entry["axes"].items():
+            count = entry["counts"].get(axis, 0)
+            waits[rank].update(r for r in ranks if r in reports and reports[r]["counts"].get(axis, 0) < count)
     waited_for = set().union(*waits.values())
     return sorted(rank for rank in waited_for if not waits[rank]) or sorted(waited_for)
 
 
-def _within(one: Report, section: str) -> list[Mapping[str, Any]]:
+def _within(entry: Report, section: str) -> list[Mapping[str, Any]]:
     """Return the parts of a report about the threads in a section."""
-    return [at for at in (one, *one["beside"]) if at["section"] == section]
+    return [at for at in (entry, *entry["beside"]) if at["section"] == section]
 
 
 def headline(overdue: Overdue, limit: str) -> str:
     """Return the first line of the watchdog's text.
 
     Args:
-        overdue: The section that takes too long.
         limit: The origin of its limit, such as a flag; "" if no flag sets one.
     """
     what = f"{overdue.name} {overdue.detail}".strip()
@@ -148,20 +140,20 @@ def explain(reports: Mapping[int, Report], world_size: int, overdue: Overdue, li
     elif not late and world_size > 1:
         lines.append("  no rank is behind: all have launched the same collectives; check the network and the devices")
     same: dict[str, list[int]] = {}
-    for rank, one in sorted(reports.items()):
+    for rank, entry in sorted(reports.items()):
         if rank not in late:
-            same.setdefault(place(one, overdue.name), []).append(rank)
+            same.setdefault(place(entry, overdue.name), []).append(rank)
     for where, ranks in list(same.items())[: 2 * SHOWN]:
         lines.append(f"  waiting: ranks {', '.join(map(str, ranks[:16]))}{' ...' * (len(ranks) > 16)} {where}")
     return "\n".join(lines)
 
 
-def place(one: Report, section: str = "") -> str:
+def place(entry: Report, section: str = "") -> str:
     """Return the position of a rank as text: its thread in the section, preferably one that does not wait."""
-    at = min(_within(one, section) or [one], key=lambda each: bool(each["waits"]))
-    where = f"between steps, after step {one['iteration']}"
+    at = min(_within(entry, section) or [entry], key=lambda each: bool(each["waits"]))
+    where = f"between steps, after step {entry['iteration']}"
     if at["section"]:
         where = f"in {at['section']} {at['detail']}".rstrip()
     file = f"; file {at['file']}" if at["file"] else ""
-    last = f"; last collective: {one['last']}" if one["last"] and at is one else ""
+    last = f"; last collective: {entry['last']}" if entry["last"] and at is entry else ""
     return f"{where}, at {at['line']}{file}{last}"

@@ -22,7 +22,6 @@ class Section:
         name: Such as "step" or "save".
         detail: Such as the iteration.
         began: Start in seconds of the clock, plus the time of the sections inside it, which does not count.
-        thread: Its id.
         compiled: The count of compilations at the start.
         reported_seconds: The time at which it was last reported as slow.
     """
@@ -39,11 +38,7 @@ class Overdue(NamedTuple):
     """A section that takes too long.
 
     Attributes:
-        name: Name of the section.
-        detail: Detail of the section.
-        seconds: Its time so far.
         limit: Limit in seconds; 0 if another rank raised the alarm.
-        ends: The run must end.
     """
 
     name: str
@@ -59,9 +54,7 @@ class Sections:
     Args:
         limits: Section name to the seconds after which the run ends. A section without a limit is reported after
             ``least_seconds`` and ``FACTOR`` times the longest one so far, and again after twice the time of a report.
-        least_seconds: See ``limits``.
         compiled: Returns the count of compilations so far. A step with a compilation counts as a first step.
-        clock: Returns the time in seconds.
     """
 
     def __init__(

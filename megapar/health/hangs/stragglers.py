@@ -17,14 +17,7 @@ INTERVALS, STEPS = 3, 10  # minimum in a row before a rank is named, so that a s
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of work in the median step of an interval, without waits: percentiles over ranks, and the slowest rank.
-
-    Attributes:
-        p50: Seconds of the median rank.
-        p90: Seconds at the 90th percentile of ranks.
-        max: Seconds of the slowest rank.
-        slowest_rank: The slowest rank.
-    """
+    """Seconds of work in the median step of an interval, without waits: percentiles over ranks, and the slowest."""
 
     p50: float
     p90: float
@@ -68,8 +61,8 @@ class Stragglers:
 def pace(seconds: Sequence[float], world: Axis, device: torch.device) -> Pace:
     """Return the pace of all ranks. Every rank must call it with its seconds of work in each step of the interval."""
     ordered = sorted(seconds)
-    own = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
-    medians = gather_numbers(own, world, "pace")
+    median = torch.tensor([ordered[(len(ordered) - 1) // 2]], dtype=torch.float32, device=device)
+    medians = gather_numbers(median, world, "pace")
     return summary([float(value.item()) for value in medians])
 
 

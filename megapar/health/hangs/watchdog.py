@@ -47,12 +47,10 @@ class Watchdog:
     """Monitors one rank from a thread.
 
     Args:
-        sections: Sections of this rank, with their limits.
-        rank: This rank, for messages before ``meet``.
-        named: Returns the origin of a section's limit, for messages.
-        records: Folder for the dump of torch's flight recorder (always on with NCCL, TORCH_FR_BUFFER_SIZE for gloo).
-        tell: Receives the report.
-        end: Ends the process with a status.
+        rank: This rank, for messages before ``connect``.
+        origin_of_limit: Returns the origin of a section's limit, for messages.
+        record_folder: Folder for the dump of torch's flight recorder, which NCCL always has (for gloo set
+            TORCH_FR_BUFFER_SIZE).
     """
 
     def __init__(
@@ -60,9 +58,9 @@ class Watchdog:
         sections: Sections,
         *,
         rank: int = 0,
-        named: Callable[[str], str] = lambda name: "",
-        records: Path | None = None,
-        tell: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
+        origin_of_limit: Callable[[str], str] = lambda name: "",
+        record_folder: Path | None = None,
+        print_report: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.sections = sections
@@ -73,9 +71,9 @@ class Watchdog:
         self._listener: AlarmListener | None = None
         self._recorder = FlightRecorder()
         self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
-        self._named = named
-        self._records = records
-        self._tell = tell
+        self._origin_of_limit = origin_of_limit
+        self._record_folder = record_folder
+        self._print = print_report
         self._end = end
         self._stepped = False
         self._warnings = 0
@@ -86,7 +84,7 @@ class Watchdog:
         self._pause = min(1.0, min(limits.values()) / 10) if limits else 1.0
         self._held_limit = limits[STEP] + HELD_SECONDS if STEP in limits else 0.0
 
-    def meet(
+    def connect(
         self,
         rank: int,
         world_size: int,
@@ -97,9 +95,7 @@ class Watchdog:
         """Connect the watchdogs of all ranks, which from then on exchange reports.
 
         Args:
-            world_size: The number of ranks.
             store: A connection for this watchdog alone; None with one rank.
-            recorder: Recorder of this rank's collectives.
             axes: Returns name to ranks of each axis with several.
         """
         self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
@@ -162,18 +158,18 @@ class Watchdog:
 
     def _fire(self, overdue: Overdue | None) -> None:
         """Report and end the run. ``overdue`` is None if another rank raised the alarm."""
-        own, gathered = self._gather("", ALARM, overdue)
+        own_report, survey = self._gather("", ALARM, overdue)
         if self._closed.is_set():
             return
         # In a thread: the disk of the log or of the records may be the cause of the hang.
-        ending = threading.Thread(target=self._final_report, args=(own, gathered), daemon=True)
+        ending = threading.Thread(target=self._final_report, args=(own_report, survey), daemon=True)
         ending.start()
         ending.join(2 * GRACE_SECONDS)
         self._end(STATUS)
 
-    def _final_report(self, own: Report, gathered: Survey) -> None:
-        overdue = gathered.overdue
-        self._print_report(own, gathered, f"ended by the watchdog; {rank_reports.place(own, overdue.name)}")
+    def _final_report(self, own_report: Report, survey: Survey) -> None:
+        overdue = survey.overdue
+        self._print_report(own_report, survey, f"ended by the watchdog; {rank_reports.place(own_report, overdue.name)}")
         # Skipped if the disk may be the cause: this rank would block in the kernel too, where no signal ends it.
         if overdue.name not in rank_reports.AT_FILES and (record := flight_record()):
             self._keep(record)
@@ -187,39 +183,40 @@ class Watchdog:
         """
         prefix = warning(self._warnings)
         self._warnings += 1
-        own, gathered = self._gather(prefix, f"{prefix}asked", overdue)
+        own_report, survey = self._gather(prefix, f"{prefix}asked", overdue)
         if self._listener is not None:
             self._listener.number = self._warnings
         if self._alarmed:
             return
         # In a thread: a blocked terminal or pipe must not stop the watchdog.
-        printing = threading.Thread(target=self._print_report, args=(own, gathered, ""), daemon=True)
+        printing = threading.Thread(target=self._print_report, args=(own_report, survey, ""), daemon=True)
         printing.start()
         printing.join(GRACE_SECONDS)
-        if takes_text() and (self._rank in gathered.late or self._world_size == 1):
+        if takes_text() and (self._rank in survey.late_ranks or self._world_size == 1):
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(all_threads=True)
 
-    def _print_report(self, own: Report, gathered: Survey, otherwise: str) -> None:
-        """Print the report on the rank that explains, and ``otherwise``, if not empty, on the other ranks."""
-        overdue = gathered.overdue
+    def _print_report(self, own_report: Report, survey: Survey, otherwise: str) -> None:
+        """Print the report on the rank that has to, and ``otherwise``, if not empty, on the other ranks."""
+        overdue = survey.overdue
         with suppress(Exception):  # a closed terminal must not prevent the end
+            limit = self._origin_of_limit(overdue.name)
             if self._world_size == 1 or self._store is None:
-                where = rank_reports.place(own, overdue.name)
-                self._tell(f"{rank_reports.headline(overdue, self._named(overdue.name))}\n  rank {self._rank} {where}")
-            elif gathered.explains:
-                self._tell(rank_reports.explain(gathered.reports, self._world_size, overdue, self._named(overdue.name)))
+                where = rank_reports.place(own_report, overdue.name)
+                self._print(f"{rank_reports.headline(overdue, limit)}\n  rank {self._rank} {where}")
+            elif survey.prints_report:
+                self._print(rank_reports.explain(survey.reports, self._world_size, overdue, limit))
             elif otherwise:
-                self._tell(f"rank {self._rank}: {otherwise}")
+                self._print(f"rank {self._rank}: {otherwise}")
 
     def _keep(self, record: bytes) -> None:
-        path = (self._records or Path.cwd()) / f"flight-record-{self._rank:05d}.json"
+        path = (self._record_folder or Path.cwd()) / f"flight-record-{self._rank:05d}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(record)
-            self._tell(f"rank {self._rank}: torch's flight record is in {path}")
+            self._print(f"rank {self._rank}: torch's flight record is in {path}")
         except OSError as error:
-            self._tell(f"rank {self._rank}: {path} cannot be written: {error}")
+            self._print(f"rank {self._rank}: {path} cannot be written: {error}")
 
     def report(self) -> dict[str, Any]:
         """Return the report of this rank."""
@@ -231,17 +228,16 @@ class Watchdog:
         Args:
             prefix: Prefix of the keys in the store; "" for the alarm.
             key: Set to make the other ranks report.
-            overdue: The section of this rank that takes too long.
         """
-        own = self.report()
-        own["overdue"] = overdue
+        own_report = self.report()
+        own_report["overdue"] = overdue
         surveys: list[Survey] = []
         store = self._store
 
         def collect() -> None:
             if store is not None:
                 with suppress(RuntimeError):  # torch's store errors are RuntimeErrors
-                    surveys.append(Gathering(store, prefix, key, self._rank, self._world_size).collect(own))
+                    surveys.append(Gathering(store, prefix, key, self._rank, self._world_size).collect(own_report))
 
         # In a thread that may never return: the store may hang with the rank that holds it.
         collecting = threading.Thread(target=collect, daemon=True)
@@ -249,4 +245,6 @@ class Watchdog:
         deadline = time.monotonic() + MOST_SECONDS
         while collecting.is_alive() and time.monotonic() < deadline and not (prefix and self._alarmed):
             collecting.join(PAUSE_SECONDS)
-        return own, (surveys or [survey_of({self._rank: own}, own, self._world_size, explains=True)])[0]
+        return own_report, (
+            surveys or [survey_of({self._rank: own_report}, own_report, self._world_size, prints_report=True)]
+        )[0]

@@ -7,9 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megapar.arguments import Config
+from megapar.config.run import CheckpointOptions
 from megapar.health.stop.signal_listener import Insistence, Listener, name_of, takes_text, write_stderr
 from megapar.launch_environment import stop_timeout
 
@@ -76,33 +75,21 @@ class StopSignal:
         os._exit(1)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of time and step count at which a run saves or stops. 0 means never.
-
-    Attributes:
-        save_minutes: Minutes between two saves.
-        exit_minutes: Minutes until the run stops.
-        exit_interval: The run stops at multiples of this iteration.
-    """
-
-    save_minutes: float = 0.0
-    exit_minutes: float = 0.0
-    exit_interval: int = 0
-
-
 class Control:
     """Decides on all ranks together when to save and stop: their ``votes`` are summed and passed to ``apply_votes``.
 
-    ``leader`` is True on the rank whose clock counts.
+    Args:
+        options: The times and steps at which to save or stop.
+        stop_signal: Source of stop requests. None: this process's signals are not handled.
+        leader: True on the rank whose clock counts.
 
     Attributes:
         stop: The reason to save and end now. "" to continue.
         save: True if a checkpoint is due.
     """
 
-    def __init__(self, limits: Limits, stop_signal: StopSignal | None, *, leader: bool) -> None:
-        self._limits = limits
+    def __init__(self, options: CheckpointOptions, stop_signal: StopSignal | None, *, leader: bool) -> None:
+        self._options = options
         self._signal = stop_signal or StopSignal()
         self._leader = leader
         self._started = self._saved = time.monotonic()
@@ -115,32 +102,25 @@ class Control:
         since_save = (time.monotonic() - self._saved) / 60
         return [
             self._signal.poll(),
-            int(self._leader and 0 < self._limits.exit_minutes <= minutes),
-            int(self._leader and 0 < self._limits.save_minutes <= since_save),
+            int(self._leader and 0 < self._options.exit_duration_minutes <= minutes),
+            int(self._leader and 0 < self._options.save_interval_minutes <= since_save),
         ]
 
     def apply_votes(self, sums: Sequence[int]) -> None:
         """Set ``stop`` and ``save`` from the sums of all ranks' votes, the same on every rank."""
-        signalled, late, save = sums
+        signalled, time_is_over, save = sums
         if signalled:
             self.stop = "asked to stop by a signal"
-        elif late:
-            self.stop = f"--exit-duration-minutes {self._limits.exit_minutes:g} are over"
+        elif time_is_over:
+            self.stop = f"--exit-duration-minutes {self._options.exit_duration_minutes:g} are over"
         self.save = bool(save)
 
     def stepped(self, iteration: int) -> None:
         """Set ``stop`` after a step if its iteration is a multiple of --exit-interval."""
-        if self._limits.exit_interval and iteration % self._limits.exit_interval == 0:
-            self.stop = self.stop or f"--exit-interval {self._limits.exit_interval}"
+        if self._options.exit_interval and iteration % self._options.exit_interval == 0:
+            self.stop = self.stop or f"--exit-interval {self._options.exit_interval}"
 
     def saved(self) -> None:
         """Restart the clock of --save-interval-minutes, after a save."""
         self._saved = time.monotonic()
         self.save = False
-
-
-def make_control(config: Config, stop_signal: StopSignal | None, *, leader: bool) -> Control:
-    """Return the control that collects requests to save or stop, by signals, time and step count."""
-    checkpoint = config.checkpoint
-    limits = Limits(checkpoint.save_interval_minutes, checkpoint.exit_duration_minutes, checkpoint.exit_interval)
-    return Control(limits, stop_signal, leader=leader)

@@ -28,7 +28,6 @@ def be_launcher(environ: MutableMapping[str, str], job: str) -> None:
     """Record this process in the environment of the ranks, which then end with it.
 
     Args:
-        environ: The environment that the ranks inherit.
         job: The ranks' TORCHELASTIC_RUN_ID, so that the record does not apply to processes which the ranks start.
     """
     environ[LAUNCHER] = f"{os.getpid()} {started(os.getpid()) or '-'} {_namespace()} {job}"
@@ -87,7 +86,6 @@ def end_with(pid: int, start: str | None = None) -> None:
     """Start a thread that ends this process with status 1 within two seconds of another process's end.
 
     Args:
-        pid: Pid of the other process.
         start: Its start time from ``started``; None if it is the parent of this process.
     """
     name = f"megapar-end-with-{pid}"

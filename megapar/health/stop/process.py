@@ -24,10 +24,8 @@ class Process:
     """A process.
 
     Attributes:
-        host: Name of the machine.
         boot: The kernel's id of this boot; "" if the system has none of this data, and then nothing is known.
         namespace: Inode of the PID namespace.
-        pid: The process id.
         started: Start time in clock ticks since the boot.
     """
 
@@ -54,13 +52,13 @@ class Process:
         return cls.of(os.getpid())
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Process:
+    def from_json(cls, record: Mapping[str, Any]) -> Process:
         """Parse a process from a file. Raises KeyError or ValueError if the value is not a process."""
         for name, kind in (("host", str), ("boot", str), ("namespace", int), ("pid", int), ("started", int)):
-            value = found[name]
+            value = record[name]
             if type(value) is not kind or (isinstance(value, str) and len(value) > MAX_TEXT):
                 raise ValueError(f"{name} is {value!r:.100}")
-        return cls(*(found[name] for name in ("host", "boot", "namespace", "pid", "started")))
+        return cls(*(record[name] for name in ("host", "boot", "namespace", "pid", "started")))
 
     def to_json(self) -> dict[str, Any]:
         """Return the form for a file."""
@@ -116,10 +114,6 @@ def cores(proc: Path = _PROC, groups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the number of cores that this process may use: of its affinity, or of its container's limit if smaller.
 
     Kubernetes limits CPUs by a quota of time, which the affinity does not show; Slurm by the affinity.
-
-    Args:
-        proc: The process file system.
-        groups: The file system of control groups.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([allowed, *_quotas(proc, groups)]))

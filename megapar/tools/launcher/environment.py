@@ -13,8 +13,7 @@ from pathlib import Path
 from megapar.config.config import Config
 from megapar.core.tensor_parallel.overlap_price import OFF
 from megapar.health.stop.process import cores
-from megapar.training.building.device_figures import kind_of_run
-from megapar.training.building.tensor_overlap import hiding
+from megapar.training.building.device_choices import kind_of_run, tensor_overlap
 
 MOST_CONNECTIONS = "32"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
@@ -73,7 +72,7 @@ def _connections(config: Config | None) -> str:
     if config is None or config.parallel.mp_degree == 1:
         return MOST_CONNECTIONS
     dtype = "bf16" if config.training.dtype == "auto" else config.training.dtype
-    if hiding(config, kind_of_run(config, "cuda", ""), dtype) == OFF:
+    if tensor_overlap(config, kind_of_run(config, "cuda", ""), dtype) == OFF:
         return MOST_CONNECTIONS
     overtakes = (
         config.grid.pp > 1

@@ -23,7 +23,7 @@ from megapar.tools.launcher.launch_options import Launch, read
 from megapar.tools.launcher.program import Program, with_layout
 from megapar.tools.launcher.run_module import module_command
 from megapar.tools.launcher.stopper import Stopped, Stopper, Waiting
-from megapar.training.reports.streams import make_patient
+from megapar.training.reports.streams import guard_streams
 
 if TYPE_CHECKING:
     from megapar.tools.launcher.meeting import MeetingPlace
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     config = _validate(launch)
     defaults = environment(launch.nproc_per_node, config)
     launch = replace(launch, environment={name: value for name, value in defaults.items() if name not in os.environ})
-    make_patient()
+    guard_streams()
     for line in (*few_cores(launch.nproc_per_node), *_fewer_nodes(launch)):
         print(f"megapar launch: {line}", file=sys.stderr)
     stopper = Stopper(launch.stop_timeout)

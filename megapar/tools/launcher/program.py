@@ -118,9 +118,9 @@ def with_layout(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:
 def main(argv: Sequence[str]) -> int:
     """Turn this process into the program of a rank of an elastic job. Return 2 if no layout is legal."""
     from megapar.tools.launcher.fresh import become
-    from megapar.training.reports.streams import make_patient
+    from megapar.training.reports.streams import guard_streams
 
-    make_patient()
+    guard_streams()
     is_first_rank = os.environ.get("RANK", "0") == "0"
     try:
         program_and_flags, message = with_layout(argv, int(os.environ["WORLD_SIZE"]))

@@ -25,7 +25,7 @@ from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.tracing.pretend import pretend
 from megapar.tools.tracing.tally import Sums, Tally, WaitTally
 from megapar.tools.tracing.trace import traceable
-from megapar.training.building.pipeline_split import effective_schedule, make_stages
+from megapar.training.building.partition import effective_schedule, make_stages
 
 DENSE, EXPERTS = "dense", "moe"
 FULL = 3  # the sharding stage that also shards parameters

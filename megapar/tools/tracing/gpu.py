@@ -23,7 +23,7 @@ from megapar.core.device import ops, triton_operators
 from megapar.core.device.accelerators import Accelerator, CudaDevice
 from megapar.core.device.attention import table
 from megapar.core.device.attention import whole as attention_forms
-from megapar.core.device.base import Device, MemoryPressure, NoEvent, NoStream
+from megapar.core.device.base import Device
 from megapar.core.device.kinds import device_class
 from megapar.core.sharding import bucket
 from megapar.tools.tracing.fake import replaced

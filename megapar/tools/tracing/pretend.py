@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megapar.arguments import Config
-from megapar.core.box import Box
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
@@ -32,8 +33,6 @@ from megapar.data.batches import Collate, MicroBatch, pinned
 from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
 from megapar.data.sampling.samples import Sample
-from megapar.model.parameter import ParameterSpec
-from megapar.model.sizes import ModelSizes
 from megapar.moe.dispatch_bytes import DispatchBytes
 from megapar.moe.dispatcher import READ, DispatchPlan
 from megapar.moe.experts import READ_SIZES, Experts
@@ -43,9 +42,9 @@ from megapar.moe.node_dispatcher import NodeDispatcher, NodeTables
 from megapar.moe.token_dispatcher import RowCounts, TokenDispatcher
 from megapar.tools.tracing.fake import RememberingMode, replaced
 from megapar.trainer import Trainer
-from megapar.training.building.build import make_corpus, make_layout
-from megapar.training.building.builder import Builder
-from megapar.training.step.denominators import Denominators
+from megapar.training.building.corpus import make_collate, make_corpus, make_layout
+from megapar.training.building.parts import Parts, make_model, make_overlap
+from megapar.training.step.batches import Denominators
 from megapar.training.step.job import Model
 from megapar.training.step.observer import StepObserver
 
@@ -74,7 +73,7 @@ def pretend(
             number of rows, as in a run, and the results of few operators can be remembered.
     """
     config = replace(config, checkpoint=replace(config.checkpoint, save=None))  # nothing is written
-    builder = FakeBuilder(exact=exact, run=run, padded=padded)
+    parts = _fake_parts(exact=exact, run=run, padded=padded)
     corpus = make_corpus(config)
     world = FakeWorld.pretend(config.grid, device or pick("cpu"), rank)
     mode = FakeTensorMode if exact else RememberingMode
@@ -85,7 +84,7 @@ def pretend(
             stack.enter_context(replaced(world.device, "values", _zeros))
             if tracker is not None:
                 stack.enter_context(tracker)
-            trainer = Trainer(config, world, corpus, observer=observer, builder=builder)
+            trainer = Trainer(config, world, corpus, observer=observer, parts=parts)
             trainer.start()
             try:
                 yield trainer
@@ -192,51 +191,54 @@ class FakeWorld(World):
             return super().mesh(*names)
 
 
-class FakeBuilder(Builder):
-    """Builder of a trainer with fake tensors whose host sees a balanced run. For the arguments see ``pretend``."""
+def _fake_parts(*, exact: bool, run: FunctionRunner, padded: bool) -> Parts:
+    """Return the parts of a trainer with fake tensors whose host sees a balanced run. The arguments are ``pretend``'s.
 
-    moe_parts = MoeParts(experts=BalancedExperts, dispatcher=BalancedDispatcher, node_dispatcher=BalancedNodeDispatcher)
-    denominators = BalancedDenominators
+    Initialization does nothing: values that do not exist would take most of the time. No compiler runs on fake tensors.
+    """
+    return Parts(
+        model=_make_model,
+        moe=MoeParts(experts=BalancedExperts, dispatcher=BalancedDispatcher, node_dispatcher=BalancedNodeDispatcher),
+        overlap=make_overlap if exact else _one_sample_overlap,
+        runner=lambda config, world: run,
+        initialize=lambda *_, **__: None,
+        fully_shard=_fully_shard,
+        collate=partial(_real_collate, padded),
+        denominators=BalancedDenominators,
+    )
 
-    def __init__(self, *, exact: bool, run: FunctionRunner = plain, padded: bool = False) -> None:
-        self._exact, self._run, self._padded = exact, run, padded
 
-    def model(self, *parts: Any, meta: bool, **options: Any) -> Model:
-        """Build the model; outside the fake mode if it is on the meta device, where fake tensors are not needed."""
-        with _disable_current_modes() if meta else nullcontext():
-            return super().model(*parts, meta=meta, **options)
+def _make_model(*arguments: Any, meta: bool) -> Model:
+    """Build the model; outside the fake mode if it is on the meta device, where fake tensors are not needed."""
+    with _disable_current_modes() if meta else nullcontext():
+        return make_model(*arguments, meta=meta)
 
-    def overlap(self, config: Config, world: World, sizes: ModelSizes) -> Overlap:
-        """Return an overlap with one product in place of equal ones, unless ``exact``."""
-        made = super().overlap(config, world, sizes)
-        if self._exact:
-            return made
-        return OneSampleOverlap(**{field.name: getattr(made, field.name) for field in fields(made)})
 
-    def runner(self, config: Config, world: World) -> FunctionRunner:
-        """Return the caller that the trace wants: no compiler runs on fake tensors."""
-        return self._run
+def _one_sample_overlap(config: Config, world: World) -> Overlap:
+    """Return an overlap with one product in place of equal ones."""
+    made = make_overlap(config, world)
+    return OneSampleOverlap(**{field.name: getattr(made, field.name) for field in fields(made)})
 
-    def initialize(self, tensor: Tensor, spec: ParameterSpec, box: Box, *, seed: int, init_std: float) -> None:
-        """Do nothing: initializing values that do not exist would take most of the time."""
 
-    def fully_shard(self, *modules: Any, **options: Any) -> Any:
-        """Shard outside the fake mode: FSDP2's tensors per rank and parameter need not be fake on the meta device."""
-        with _disable_current_modes():
-            return super().fully_shard(*modules, **options)
+def _fully_shard(*modules: Any, **options: Any) -> Any:
+    """Shard outside the fake mode: FSDP2's tensors per rank and parameter need not be fake on the meta device."""
+    with _disable_current_modes():
+        return fully_shard(*modules, **options)
 
-    def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
-        """Return a collate function of real samples, because the host reads them. They become fake on the device."""
-        collate = super().collate(config, world, corpus)
-        if self._padded:
-            own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
-            collate = pinned(own, world.device.pin)
 
-        def made(samples: Sequence[Sample]) -> MicroBatch:
-            with unset_fake_temporarily():
-                return collate(samples)
+def _real_collate(padded: bool, config: Config, world: World, corpus: Corpus) -> Collate:
+    """Return a collate function of real samples, because the host reads them. They become fake on the device."""
+    if padded:
+        own = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
+        collate = pinned(own, world.device.pin)
+    else:
+        collate = make_collate(config, world, corpus)
 
-        return made
+    def made(samples: Sequence[Sample]) -> MicroBatch:
+        with unset_fake_temporarily():
+            return collate(samples)
+
+    return made
 
 
 def _zeros(x: Tensor) -> list[float]:

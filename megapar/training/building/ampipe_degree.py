@@ -16,7 +16,7 @@ from megapar.core.comm.autograd import all_reduce_
 from megapar.core.comm.axis import Axis
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.decoder.model import Decoder
-from megapar.training.building.build import make_slicing
+from megapar.moe.slicing import Slicing
 
 if TYPE_CHECKING:
     from megapar.training.step.job import Job
@@ -30,6 +30,25 @@ REPEATS = 3
 LEAST_GAIN = 0.02
 
 Choose = Callable[[Mapping[int, float]], tuple[int, str]]  # as ``choose``
+
+
+def make_slicing(config: Config, degree: int | None = None) -> Slicing:
+    """Return how AMPipe slices layers, and how experts' rows are split. ``degree`` overrides --ampipe-degree.
+
+    With --ampipe-degree auto a model starts without slices.
+    """
+    ampipe = config.ampipe
+    degree = max(1, ampipe.ampipe_degree if degree is None else degree)
+    return Slicing(
+        degree=degree,
+        balanced=ampipe.ampipe_slicing == "balanced",
+        capacity=ampipe.ampipe_capacity,
+        cross_layer=ampipe.ampipe_cross_layer and degree > 1,
+        overlap_mp=ampipe.ampipe_tp_sp_comm_overlap,
+        # The flag counts the pieces of all slices together, so each slice has its share of them.
+        expert_pieces=ampipe.pipe_experts_multi_data // degree if ampipe.use_pipe_experts else 0,
+        chained=ampipe.pipe_experts_multi_stream,
+    )
 
 
 def legal_degrees(config: Config) -> tuple[tuple[int, ...], str]:
@@ -98,10 +117,7 @@ def measure(degrees: Sequence[int], run: Callable[[int], float], world: Axis, de
     The degrees take turns, and the first round is warmup.
 
     Args:
-        degrees: The degrees to measure.
         run: Runs forward and backward of one micro-batch at a degree, and returns the seconds.
-        world: All ranks.
-        device: Device for the reduction.
     """
     rounds = [[run(degree) for degree in degrees] for _ in range(1 + REPEATS)][1:]
     medians = [statistics.median(turns) for turns in zip(*rounds, strict=True)]

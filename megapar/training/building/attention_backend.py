@@ -78,7 +78,6 @@ def calls_of(config: Config, capability: Capability, dtype: str) -> tuple[Attent
     """Return the calls of attention of a run on a GPU.
 
     Args:
-        capability: Compute capability of the GPU.
         dtype: Compute dtype, as torch writes it.
     """
     sizes, repeats = config.model.attention, config.training.deterministic
@@ -100,9 +99,11 @@ def backend_lacks(config: Config, device: AttentionDevice, dtype: str) -> str:
 
 def chosen_rows(config: Config, device: AttentionDevice, dtype: str) -> tuple[KernelRow, ...]:
     """Return the row of the table that each call of a run takes on a GPU, among kernels that are installed."""
-    here = tuple(row for row in ROWS if row.kernel not in (CUDNN, FLASH3) or not device.attention_lacks(row.kernel))
+    installed = tuple(
+        row for row in ROWS if row.kernel not in (CUDNN, FLASH3) or not device.attention_lacks(row.kernel)
+    )
     calls = calls_of(config, device.capability or (0, 0), dtype)
-    return tuple(choose(config.training.attention_backend, call, here) for call in calls)
+    return tuple(choose(config.training.attention_backend, call, installed) for call in calls)
 
 
 def repeats_keys(config: Config, kind: DeviceKind, dtype: str) -> bool:

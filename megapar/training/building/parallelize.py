@@ -1,78 +1,95 @@
-"""The job: this rank's part of the model with its sharded parameters, gradients and optimizer state."""
+"""The parallelization of a model: all that is done to it on this rank, in order.
+
+[1] stages       the pipeline ranks divide the layers, and with them the parameters
+[2] execution    overlap of collectives, recomputation, compiled functions, kernels of attention, fp8
+[3] modules      of this rank's layers, split over mp, cp, ep and emp (``Parts.model``)
+[4] sharding     parameters and gradients in buckets: at stage 3 by FSDP, else by ZeRO, one for each chunk of layers
+[5] weights      initialized in the masters, which the optimizer updates, and gathered for the model
+"""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 
 from megapar.arguments import Config
+from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
+from megapar.core.device.compiled import FunctionRunner
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
 from megapar.core.pipeline.queues import Queues
+from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Stages
+from megapar.core.recompute.adaptive import Adaptive
+from megapar.core.recompute.checkpointing import Recompute
+from megapar.core.recompute.choice import recompute_choice
+from megapar.core.recompute.saved_inputs import SavedInputs
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.sharding import CombinedSharding, Sharding
 from megapar.core.sharding.zero import ZeroSharding
-from megapar.core.tensor_parallel.fp8 import torchao_lacks
+from megapar.core.tensor_parallel.execution import Execution
+from megapar.core.tensor_parallel.fp8 import Fp8Linear, odd_widths, torchao_lacks
 from megapar.core.tensor_parallel.overlap_price import FUSED
+from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
+from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import std_of
 from megapar.model.parameter import ParameterSpec, led_names
-from megapar.model.sizes import ModelSizes
 from megapar.model.spec import table_of
-from megapar.training.building.attention_backend import backend_lacks, needs_flash3
-from megapar.training.building.build import make_objective
-from megapar.training.building.builder import Builder, check_widths, make_execution, make_recompute
-from megapar.training.building.pipeline_split import effective_schedule, make_stages, placed
-from megapar.training.building.segments import make_segments
+from megapar.training.building.attention_backend import attention_operator, backend_lacks, needs_flash3
+from megapar.training.building.partition import effective_schedule, make_segments, make_stages, placed
+from megapar.training.building.parts import Parts
 from megapar.training.step.dtypes import compute_dtype, reduce_dtype
 from megapar.training.step.job import Job, Model
+from megapar.training.step.objective import make_objective
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.pipelined import PipelinedModel
 
 
-def make_job(config: Config, world: World, builder: Builder | None = None, observer: StepObserver | None = None) -> Job:
-    """Build and initialize this rank's part of the model.
-
-    Args:
-        builder: Builds the replaceable parts. None uses the default parts.
-        observer: Hooks into every step. None observes nothing.
-    """
-    builder = builder or Builder()
+def parallelize(config: Config, world: World, parts: Parts | None = None, observer: StepObserver | None = None) -> Job:
+    """Build and initialize this rank's part of the model."""
+    parts = parts or Parts()
     sizes = config.model
+    # [1] The layers and parameters of each stage of the pipeline
     stages = make_stages(config, sizes)
+    layers = stages.rank_layers(world.axis("pp").rank)
     table = placed(table_of(sizes), stages)
-    dtype = compute_dtype(config, world.device)
+    trainable = [spec for spec in table if spec.trainable]
+    # [2] How layers run
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
     comm = CommContext(world.meter, world.device, chained, None if observer is None else observer.host_waited)
     recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
-    cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
-    overlap, run = builder.overlap(config, world, sizes), builder.runner(config, world)
+    overlap, run = parts.overlap(config, world), parts.runner(config, world)
     execution = make_execution(config, world, overlap, comm, run)
-    rank_layers = stages.rank_layers(world.axis("pp").rank)
+    # [3] The modules, split over mp, cp, ep and emp
+    dtype = compute_dtype(config, world.device)
+    cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model_dtype = at_least_fp32(dtype) if cut_parameters else dtype
-    model = builder.model(config, world, sizes, rank_layers, model_dtype, execution, recompute, meta=cut_parameters)
+    model = parts.model(parts.moe, config, world, layers, model_dtype, execution, recompute, meta=cut_parameters)
     if config.training.fp8:
-        check_widths(model)
+        _check_widths(model)
+    # [4] The shards of parameters and gradients
     pipeline: PipelinedModel | None = None
-    trainable = [spec for spec in table if spec.trainable]
     if cut_parameters:
-        sharding = _full(config, world, sizes, model, trainable, dtype, builder)
+        sharding = _full(config, world, model, trainable, dtype, parts)
     elif world.grid.pp > 1:
         sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, execution.weight_gradients)
     else:
         sharding = _zero(config, world, model, trainable, dtype)
-    _initialize(config, builder, model, table, sharding)
+    # [5] Initial weights in the masters, gathered for the model, and the optimizer of the masters
+    _initialize(config, parts, model, table, sharding)
+    optimizer = _make_optimizer(config, world, sharding)
     summed = ("always", "sp") if config.parallel.sequence_parallel else ("always",)
     job = Job(
         world=world,
@@ -80,7 +97,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         table=table,
         model=model,
         sharding=sharding,
-        optimizer=_make_optimizer(config, world, sharding),
+        optimizer=optimizer,
         comm=comm,
         partial=tuple(spec.name for spec in trainable if spec.mp_partial in summed),
         led=led_names(table, world.grid.mp, summed) if cut_parameters else frozenset(),
@@ -89,7 +106,7 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
         runner=execution.run,
         observer=observer or StepObserver(),
     )
-    if pipeline is not None and model.embedding is not None and rank_layers.first != rank_layers.last:
+    if pipeline is not None and model.embedding is not None and layers.first != layers.last:
         job.tied = "embedding.word.weight" if model.tied_weight is not None else None
     if observer is not None:
         _observe_routing(model, observer)
@@ -97,12 +114,54 @@ def make_job(config: Config, world: World, builder: Builder | None = None, obser
     return job
 
 
+def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext, run: FunctionRunner) -> Execution:
+    """Return how the model's layers run on this device. ``run`` calls their functions."""
+    splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
+    return Execution(
+        overlap=overlap,
+        comm=comm,
+        weight_gradients=WeightGradients() if splits_backward else None,
+        fp8=Fp8Linear() if config.training.fp8 else None,
+        run=run,
+        attention=attention_operator(config, world.device, _torch_name(config, world.device)),
+        selective=config.recompute.recompute_granularity == "selective",
+    )
+
+
+def make_recompute(
+    config: Config,
+    world: World,
+    comm: CommContext,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Recompute | None:
+    """Return the activation checkpointing of whole layers, or None without it. For ``around``, see ``Recompute``."""
+    recompute = config.recompute
+    if recompute.adaptive_recompute_device_size:
+        adaptive = Adaptive(round(recompute.adaptive_recompute_device_size * MEGABYTE), config.model.num_layers)
+        return Recompute(adaptive, comm, world.sent_bytes, around=around)
+    choice = recompute_choice(recompute.recompute_interval, recompute.recompute_method, recompute.recompute_num_layers)
+    if choice is None:
+        return None
+    saved_inputs = None
+    if recompute.recompute_offload or recompute.recompute_partition:
+        mp = world.axis("mp") if recompute.recompute_partition else Axis.single("mp")
+        saved_inputs = SavedInputs(world.device, mp, comm, offload=recompute.recompute_offload)
+    return Recompute(choice, comm, world.sent_bytes, saved_inputs, around=around)
+
+
+def _check_widths(model: Model) -> None:
+    """Raise ConfigError if linear layers have widths that fp8 products do not support."""
+    if odd := odd_widths(model):
+        message = f"fp8 products need widths that are multiples of 16, unlike those of {', '.join(odd[:4])}."
+        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or remove --fp8.")])
+
+
 def _observe_routing(model: Model, observer: StepObserver) -> None:
     """Pass every router's choice through the observer, with torch's forward hooks."""
     if isinstance(model, Decoder):
         for number, moe in model.expert_layers().items():
-            seen = partial(observer.experts_chosen, number)
-            moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, seen=seen: seen(experts_Tk))
+            choose = partial(observer.experts_chosen, number)
+            moe.router.top.register_forward_hook(lambda _, inputs, experts_Tk, choose=choose: choose(experts_Tk))
 
 
 def check_device(config: Config, device: Device) -> None:
@@ -116,7 +175,7 @@ def check_device(config: Config, device: Device) -> None:
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
     if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
         complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))
-    backend, dtype = config.training.attention_backend, str(compute_dtype(config, device)).removeprefix("torch.")
+    backend, dtype = config.training.attention_backend, _torch_name(config, device)
     if lacks := backend_lacks(config, device, dtype):
         fix = "Remove --attention-backend."
         complaints.append(Complaint("attention-backend", f"--attention-backend {backend}, but {lacks}.", fix))
@@ -124,6 +183,11 @@ def check_device(config: Config, device: Device) -> None:
         raise ConfigError(complaints)
     if needs_flash3(config, device, dtype):
         device.activate_flash3()
+
+
+def _torch_name(config: Config, device: Device) -> str:
+    """Return the compute dtype as torch writes it, such as "bfloat16"."""
+    return str(compute_dtype(config, device)).removeprefix("torch.")
 
 
 def _pipelined(
@@ -140,17 +204,17 @@ def _pipelined(
     The parts are separate because each chunk has its own backward.
     """
     pp = world.axis("pp")
-    mine = stages.on(pp.rank)
+    chunks = stages.on(pp.rank)
 
     def index_of(spec: ParameterSpec) -> int:
         chunk = stages.chunk_of_unit(spec.unit)
-        return chunk.index if chunk.rank == pp.rank else mine[-1].index  # a tied embedding's second copy
+        return chunk.index if chunk.rank == pp.rank else chunks[-1].index  # a tied embedding's second copy
 
     names = dict(model.named_parameters())
-    here = [spec for spec in specs if spec.name in names]
+    local = [spec for spec in specs if spec.name in names]
     shardings = {
-        chunk.index: _zero(config, world, model, [spec for spec in here if index_of(spec) == chunk.index], dtype)
-        for chunk in mine
+        chunk.index: _zero(config, world, model, [spec for spec in local if index_of(spec) == chunk.index], dtype)
+        for chunk in chunks
     }
     queues = Queues(pp.rank, world.make_queues(closed=stages.last_sends_to_first), world.device)
     pipeline = PipelinedModel(
@@ -185,14 +249,13 @@ def _update_rule(config: Config) -> UpdateRule:
 def _full(
     config: Config,
     world: World,
-    sizes: ModelSizes,
     model: Model,
     specs: list[ParameterSpec],
     dtype: torch.dtype,
-    builder: Builder,
+    parts: Parts,
 ) -> Sharding:
     """Return sharding stage 3 (FSDP). Experts that are not sharded are handled as in stage 2."""
-    together = ("embedding", "head") if sizes.shares_embedding else ()
+    together = ("embedding", "head") if config.model.shares_embedding else ()
     full = FullSharding(
         world,
         model,
@@ -202,10 +265,10 @@ def _full(
         at_least_fp32(dtype),
         reduce_dtype(config, dtype),
         together=together,
-        plan=make_segments(config, sizes) if config.sharding.sharding_segment_strategy else None,
+        plan=make_segments(config, config.model) if config.sharding.sharding_segment_strategy else None,
         prefetch=config.sharding.sharding_prefetch_segments,
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
-        shard=builder.fully_shard,
+        shard=parts.fully_shard,
     )
     names = {spec.name for spec in whole_experts(world, specs)}
     if not names:
@@ -233,14 +296,14 @@ def _zero(config: Config, world: World, model: Model, specs: list[ParameterSpec]
 
 
 def _initialize(
-    config: Config, builder: Builder, model: Model, table: tuple[ParameterSpec, ...], sharding: Sharding
+    config: Config, parts: Parts, model: Model, table: tuple[ParameterSpec, ...], sharding: Sharding
 ) -> None:
     """Fill the master weights with their initial values, zero the buffers, and gather the weights for the model."""
     rows = {spec.name: spec for spec in table}
     for view in sharding.views([shard.master for shard in sharding.master_shards]):
         spec = rows[view.spec.name]
         std = std_of(spec, config.model)
-        builder.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std)
+        parts.initialize(view.tensor, spec, view.box, seed=config.training.seed, init_std=std)
     _zero_buffers(model, table)
     sharding.start_param_gather()
 

@@ -24,8 +24,8 @@ from megapar.training.checkpoints.identity import another_optimizer, flags_of_st
 from megapar.training.checkpoints.model_match import OptionalBlock, fitted
 from megapar.training.checkpoints.scalars import check_scalars
 from megapar.training.step.job import Job
-from megapar.training.step.learning_rate import another_schedule
 from megapar.training.step.progress import Progress
+from megapar.training.step.schedules import another_schedule
 
 
 def model_facts(job: Job) -> dict[str, Any]:

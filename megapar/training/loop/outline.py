@@ -14,13 +14,11 @@ from megapar.model.facts import differences
 from megapar.model.published_tensors import PublishedTensors
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
-from megapar.training.building.device_figures import kind_of_run
-from megapar.training.building.expert_dispatch import assumed_node, dispatch_choice
-from megapar.training.building.pipeline_split import pipeline_outline
-from megapar.training.building.segments import make_segments
+from megapar.training.building.device_choices import assumed_node, dispatch_choice, kind_of_run
+from megapar.training.building.partition import make_segments, pipeline_outline
 from megapar.training.checkpoints.identity import another_run
 from megapar.training.checkpoints.model_match import fitted, fitted_folder
-from megapar.training.step.learning_rate import another_schedule, make_learning_rate
+from megapar.training.step.schedules import another_schedule, make_learning_rate
 
 
 def outline(config: Config) -> str:
@@ -59,13 +57,13 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     saved = config.checkpoint
     if saved.load is None or config.runtime.rules_only:
         return ""
-    if (found := stored_facts(saved.load, saved.ckpt_step)) is None:
+    if (stored := stored_facts(saved.load, saved.ckpt_step)) is None:
         return ""
-    folder, facts = found
+    folder, facts = stored
     alone = saved.finetune or stored_schedule(folder) is None
     complaints = []
-    if apart := differences(facts, fitted(facts, sizes.facts(), alone=alone).facts):
-        message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {apart}."
+    if changes := differences(facts, fitted(facts, sizes.facts(), alone=alone).facts):
+        message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {changes}."
         fix = "Pass the flags that it was trained with, or the folder of another run."
         complaints.append(Complaint("checkpoint-model", message, fix))
     trained = None if alone or saved.no_load_optim else stored_schedule(folder)

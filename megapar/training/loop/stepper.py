@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
-from megapar.core.device.base import Event
+from megapar.core.device.base import Device, Event
 from megapar.core.optimizer.gradient_norm import clip_divisor, clip_gradients, found_nonfinite
 from megapar.data.batches import Loader
 from megapar.health.corruption.guards import Guards
@@ -34,15 +34,7 @@ READ_VOTES = "Stepper._apply_votes"  # the function in which the host waits for 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step whose norm is still in flight to the host.
-
-    Attributes:
-        work: Its batches.
-        summed: Its gradients' statistics.
-        step: Its record for the monitor.
-        norm_and_votes: Host memory that the copy writes to.
-        copied: Event that completes with the copy.
-    """
+    """A step whose norm is still in flight to the host."""
 
     work: StepBatches
     summed: Summed
@@ -51,48 +43,36 @@ class _Pending:
     copied: Event
 
 
+@dataclass(eq=False)
 class Stepper:
     """Runs optimizer steps, one per call.
 
     A step with non-finite gradients changes nothing (in fp16, only the loss scale). If the host runs ahead of its
     device, the device makes that decision (found_inf), and the host reads it one step later in ``resolve_pending``.
+
+    Attributes:
+        before_update: Called before the model changes, for code that still reads it.
+        before_gather: Called with the number of the step when the masters have their new values.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        job: Job,
-        feed: BatchFeed,
-        progress: Progress,
-        learning_rate: LearningRate,
-        gradients: Gradients,
-        step_guard: StepGuard,
-        bad_steps: BadStepPolicy,
-        guards: Guards,
-        control: Control,
-        before_update: Callable[[], None],
-        before_gather: Callable[[int], None],
-    ) -> None:
-        """Store the parts of a step. See ``Trainer._make_stepper`` for the arguments that are not named here.
+    config: Config
+    job: Job
+    feed: BatchFeed
+    progress: Progress
+    learning_rate: LearningRate
+    gradients: Gradients
+    step_guard: StepGuard
+    bad_steps: BadStepPolicy
+    guards: Guards
+    control: Control
+    before_update: Callable[[], None]
+    before_gather: Callable[[int], None]
+    _pending: _Pending | None = field(default=None, init=False)
 
-        Args:
-            before_update: Called before the model changes, for code that still reads it.
-            before_gather: Called with the number of the step when the masters have their new values.
-        """
-        self.config = config
-        self.job = job
-        self.device = job.world.device
-        self.feed = feed
-        self.progress = progress
-        self.learning_rate = learning_rate
-        self.gradients = gradients
-        self.step_guard = step_guard
-        self.bad_steps = bad_steps
-        self.guards = guards
-        self.control = control
-        self._before_update = before_update
-        self._before_gather = before_gather
-        self._pending: _Pending | None = None
+    @property
+    def device(self) -> Device:
+        """The device of this rank."""
+        return self.job.world.device
 
     def step(self, loader: Loader) -> StepResult:
         """Run the next step on micro-batches from ``loader``."""
@@ -159,11 +139,10 @@ class Stepper:
         """Update the model.
 
         Args:
-            summed: The gradients' statistics.
             found_inf: A scalar on the device: 1 skips the update. None if the host knows that the step is good.
         """
         job = self.job
-        self._before_update()
+        self.before_update()
         self.guards.before_update()
         limit, grad_scale = self.config.optimizer.clip_grad, None
         if limit > 0 and self.device.scales_gradients and summed.norm.dtype == torch.float32:
@@ -172,7 +151,7 @@ class Stepper:
             clip_gradients(job.sharding.master_shards, summed.norm, limit)
         with record_function("megapar: optimizer"):
             job.optimizer.step(lr, found_inf, grad_scale)
-            self._before_gather(iteration)
+            self.before_gather(iteration)
             job.sharding.start_param_gather()
         self.guards.after_update(iteration)
         self._move_router_bias(summed.totals.load, found_inf)

@@ -8,12 +8,9 @@ from typing import Any
 
 from megapar.arguments import FLAGS, Config
 from megapar.config.run import LoggingOptions
-from megapar.training.reports.background_logger import BackgroundLogger
-from megapar.training.reports.isolated_logger import IsolatedLogger
-from megapar.training.reports.json_lines import JsonLinesLogger
+from megapar.training.reports.file_loggers import JsonLinesLogger, TensorBoardLogger
+from megapar.training.reports.guarded_logger import GuardedLogger, RetriedLogger
 from megapar.training.reports.logger import Logger
-from megapar.training.reports.patient_logger import PatientLogger
-from megapar.training.reports.tensorboard import TensorBoardLogger
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.reports.trackers import MlflowLogger, SwanLabLogger, WandbLogger
 
@@ -22,15 +19,13 @@ def make_loggers(
     config: Config,
     terminal: PlainTerminal | None,
     iteration: int,
-    own: Sequence[Logger],
+    user_loggers: Sequence[Logger],
     check_owner: Callable[[], None],
 ) -> list[Logger]:
     """Return the started loggers, on the rank with a terminal; none on the others.
 
     Args:
-        terminal: The log.
         iteration: The last iteration done.
-        own: Loggers of the caller.
         check_owner: Raises FolderLostError if another run owns the folder of ``--save`` by now.
     """
     if terminal is None:
@@ -40,15 +35,15 @@ def make_loggers(
     loggers: list[Logger] = [terminal]
     if logging.metrics_file is not None:
         metrics = Path(logging.metrics_file)
-        loggers.append(PatientLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at, check_owner), first, warn))
+        loggers.append(RetriedLogger(str(metrics), lambda at: JsonLinesLogger(metrics, at, check_owner), first, warn))
     if logging.tensorboard_dir:
         board = Path(logging.tensorboard_dir)
-        loggers.append(PatientLogger(str(board), lambda at: TensorBoardLogger(board, at, flags), first, warn))
-    others: list[Logger] = [BackgroundLogger(name, tracker, warn) for name, tracker in _trackers(logging)]
-    others += [IsolatedLogger(f"logger {type(logger).__name__}", logger, warn) for logger in own]
-    for logger in others:
+        loggers.append(RetriedLogger(str(board), lambda at: TensorBoardLogger(board, at, flags), first, warn))
+    guarded = [GuardedLogger(name, tracker, warn, queued=True) for name, tracker in _trackers(logging)]
+    guarded += [GuardedLogger(f"logger {type(logger).__name__}", logger, warn) for logger in user_loggers]
+    for logger in guarded:
         logger.start(first, flags)
-    return [*loggers, *others]
+    return [*loggers, *guarded]
 
 
 def _trackers(logging: LoggingOptions) -> Iterator[tuple[str, Logger]]:

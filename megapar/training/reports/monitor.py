@@ -8,32 +8,38 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
-from megapar.core.comm.axis import Axis
 from megapar.core.comm.meter import Waits
-from megapar.core.device.base import Device
 from megapar.core.device.dtypes import widest
+from megapar.core.device.peak import peak_flops
 from megapar.errors import TrainingError
 from megapar.health.hangs.stragglers import Pace
 from megapar.health.hangs.stragglers import pace as find_pace
 from megapar.model.ernie3.tasks import CLASSES, TASKS
+from megapar.model.flops import flops_per_token
 from megapar.model.layers.terms import ROUTING
+from megapar.training.reports.chosen_loggers import make_loggers
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
+from megapar.training.reports.run_facts import NAME, write_facts
 from megapar.training.reports.streams import stream_failures
-from megapar.training.step.denominators import Denominators
+from megapar.training.reports.terminal import PlainTerminal
+from megapar.training.step.batches import Denominators
+from megapar.training.step.dtypes import compute_dtype
 from megapar.training.step.expert_places import ExpertPlaces
+from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
-from megapar.training.step.result import StepResult
-from megapar.training.step.totals import Totals
+from megapar.training.step.result import StepResult, Totals
 
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
 
@@ -44,12 +50,6 @@ class Monitor:
     Every rank has a monitor, because the sums need all data ranks. Only one rank has loggers.
 
     Args:
-        world: All ranks.
-        data: The data axis.
-        pp: The pipeline axis.
-        cp: The context parallel axis.
-        device: Device of the steps' tensors.
-        objective: The loss.
         places: The ranks that experts are on; gets their load.
         loggers: Get the records, in order.
         flops_per_token: FLOPs of the model per token, forward and backward.
@@ -62,11 +62,7 @@ class Monitor:
 
     def __init__(
         self,
-        world: Axis,
-        data: Axis,
-        pp: Axis,
-        cp: Axis,
-        device: Device,
+        job: Job,
         objective: Objective,
         places: ExpertPlaces,
         loggers: Sequence[Logger],
@@ -75,11 +71,8 @@ class Monitor:
         peak: float,
         peak_source: str,
     ) -> None:
-        self._world = world
-        self._data = data
-        self._pp = pp
-        self._cp = cp
-        self._device = device
+        self._world = job.world
+        self._device = job.world.device
         self._objective = objective
         self._places = places
         self._loggers = loggers
@@ -97,9 +90,9 @@ class Monitor:
     def evaluated(self, means: Mapping[str, float]) -> Record:
         """Log the step before an evaluation, with its ``means``: the terms and ``loss``. Returns the record."""
         (record,), self._unevaluated = self._unevaluated, []
-        found: dict[str, Any] = {f"eval_{name}": means.get(key) for name, key in _EVALUATED}
+        losses: dict[str, Any] = {f"eval_{name}": means.get(key) for name, key in _EVALUATED}
         tasks = {name: mean for name, mean in means.items() if _is_task(name)}
-        record = replace(record, eval_tasks=tasks, **found)
+        record = replace(record, eval_tasks=tasks, **losses)
         self._log([record])
         return record
 
@@ -119,7 +112,7 @@ class Monitor:
             self._steps = [replace(step, seconds=share) for step in self._steps]
         work = [_work_seconds(step, step.exposed) for step in self._steps if step.exposed is not None]
         if work:  # the same steps on every rank
-            pace = find_pace(work, self._world, self._device.torch_device)
+            pace = find_pace(work, self._world.axis("world"), self._device.torch_device)
         records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
         self._steps, self._since = [], now
         logged = len(records) - evaluates
@@ -189,11 +182,11 @@ class Monitor:
         routing of its layers, and the last stage has the losses. Each step is a message: the order in which ranks are
         added up follows from a message's length, and what is logged must not depend on how many steps it waited for.
         """
-        if self._cp.rank:
+        if self._world.axis("cp").rank:
             rows[:, num_sums:] = 0
-        for axis in (self._data, self._cp, self._pp):
+        for name in ("data", "cp", "pp"):
             for row in rows:
-                reduce_numbers(row, axis, "losses")
+                reduce_numbers(row, self._world.axis(name), "losses")
 
     def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
         """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them."""
@@ -212,7 +205,7 @@ class Monitor:
         }
         losses: dict[str, Any] = {f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING}
         rate = step.denominators.tokens / step.seconds
-        flops = rate * self._flops_per_token / self._world.size
+        flops = rate * self._flops_per_token / self._world.grid.world_size
         exposed = None if step.exposed is None else step.exposed.seconds()
         pressure = self._device.memory_pressure()
         return Record(
@@ -256,6 +249,41 @@ class Monitor:
             rank = self._places.busiest(layer, counts, iteration)
             shown.append(_percentiles(counts) | ({} if rank is None else {"busiest_rank": rank}))
         return shown
+
+
+def make_monitor(
+    config: Config,
+    job: Job,
+    objective: Objective,
+    terminal: PlainTerminal | None,
+    iteration: int,
+    places: ExpertPlaces,
+    user_loggers: Sequence[Logger],
+    check_owner: Callable[[], None],
+) -> Monitor:
+    """Return the monitor of this rank. The rank with a terminal also measures the peak and writes ``run.json``.
+
+    ``iteration``, ``user_loggers`` and ``check_owner`` are as in ``make_loggers``.
+    """
+    world, metrics = job.world, config.logging.metrics_file
+    peak, source = math.nan, "unknown"
+    if terminal is not None:  # only this rank's records are used, and measuring on all ranks at once would be lower
+        peak, source = peak_flops(world.device, compute_dtype(config, world.device), config.runtime.device_tflops)
+        if metrics:
+            folder = Path(metrics).absolute().parent
+            try:
+                write_facts(folder, config, world, peak, source, job.num_parameters, iteration + 1)
+            except OSError as error:
+                terminal.print_message(f"WARNING: {folder / NAME} cannot be written: {error}")
+    return Monitor(
+        job=job,
+        objective=objective,
+        places=places,
+        loggers=make_loggers(config, terminal, iteration, user_loggers, check_owner),
+        flops_per_token=flops_per_token(job.sizes, config.model.seq_length),
+        peak=peak,
+        peak_source=source,
+    )
 
 
 def _is_task(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The first lines of a run's log: versions, hosts, flags and data, printed by rank 0."""
+"""The first lines of a run's log, printed by rank 0: versions, hosts, flags and data, then the model on its devices."""
 
 from __future__ import annotations
 
@@ -20,15 +20,25 @@ from megapar.config.draft import is_given
 from megapar.config.help import written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
+from megapar.core.device.apex import apex_installed
+from megapar.core.device.base import Device
 from megapar.core.device.kinds import device_class
+from megapar.core.units import GIBIBYTE
 from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer
+from megapar.model.sizes import ModelSizes
+from megapar.moe.row_counts import ExpertRows
+from megapar.moe.sizes import MoeSizes
 from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels
-from megapar.training.building.device_figures import kind_of_run, unknown_device
+from megapar.training.building.device_choices import kind_of_run, unknown_device
+from megapar.training.building.parts import experts_dispatch
+from megapar.training.reports.monitor import Monitor
+from megapar.training.step.dtypes import compute_dtype
 from megapar.training.step.evaluate import num_evaluated
+from megapar.training.step.job import Job
 from megapar.training.step.schedules import make_batch_size, make_progressive
 
 WIDTH = 118
@@ -38,10 +48,10 @@ _INDENT = " " * 15
 
 def hosts(world: World) -> list[str]:
     """Return the host of every rank, by rank. Every rank must call it."""
-    own, axis = socket.gethostname(), world.axis("world")
+    host_name, axis = socket.gethostname(), world.axis("world")
     if axis.group is None:
-        return [own]
-    return [str(host) for host in messages.all_gather(own, axis.group)]
+        return [host_name]
+    return [str(host) for host in messages.all_gather(host_name, axis.group)]
 
 
 def opening(
@@ -153,3 +163,65 @@ def _tokenizer(config: Config, corpus: Corpus) -> str:
     name = config.data.tokenizer_model or trained
     rows = "" if corpus.vocab_size == tokenizer.size else f" of {corpus.vocab_size:,} rows"
     return f"tokenizer:  {name}, {tokenizer.size:,} ids{rows}, fingerprint {tokenizer.fingerprint()}"
+
+
+def model_lines(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
+    """Yield the lines about the layout, the model and the devices."""
+    world = job.world
+    buffers = f" (about {world.group_bytes / GIBIBYTE:.1f} GiB of buffers)" if world.group_bytes else ""
+    yield f"{config.grid.describe()}, {world.num_groups} communicators{buffers}"
+    dtype = compute_dtype(config, world.device)
+    if world.axis("ep").nodes is not None:
+        yield f"dispatch of experts: {experts_dispatch(config, world.device).describe()}"
+    if bound := expert_bound(config, dtype.itemsize):
+        yield bound
+    if products := expert_products(config, job.sizes, world.device):
+        yield products
+    if apex := apex_installed():
+        yield apex
+    peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"
+    model = f"{type(job.model).__name__}: {job.num_parameters:,} parameters"
+    yield f"{model}, {world.device.name}, {str(dtype).removeprefix('torch.')}, peak {peak}"
+
+
+def expert_products(config: Config, sizes: ModelSizes, device: Device) -> str:
+    """Describe the products of experts: grouped GEMM, or one per expert. Returns "" without experts."""
+    if not sizes.expert_widths:
+        return ""
+    if config.ampipe.use_pipe_experts:
+        return "experts: one product per expert and piece of its rows (--use-pipe-experts)"
+    dtype, emp = compute_dtype(config, device), config.parallel.expert_mp_degree
+    widths = sorted({sizes.hidden_size, *(width // emp for width in sizes.expert_widths)})
+    lacks = device.grouped_lacks(dtype, widths)
+    if not lacks:
+        return "experts: one grouped GEMM for all experts of a rank"
+    return f"experts: one product per expert, with row counts that the host knows or reads once per layer: {lacks}"
+
+
+def expert_rows(config: Config) -> tuple[int, int] | None:
+    """Return the rows of a mixture-of-experts layer on one rank for one micro-batch: (under balanced load, at most).
+
+    Returns None without experts, or if a capacity bounds the rows.
+    """
+    moe: MoeSizes | None = getattr(config.model, "moe", None)
+    if moe is None or moe.has_capacity:
+        return None
+    grid = config.grid
+    # Ranks that share the width of an expert process the tokens of all of them.
+    split = grid.cp * (grid.mp if grid.emp == 1 else 1)
+    positions = config.training.micro_batch_size * config.model.seq_length // split
+    rows = ExpertRows.of(moe, positions, grid.ep, 1, even=False)
+    return rows.multiplied, rows.most
+
+
+def expert_bound(config: Config, item_bytes: int) -> str:
+    """Describe the memory that a dropless layer may keep for its rows. Returns "" if a capacity bounds it."""
+    rows = expert_rows(config)
+    if rows is None:
+        return ""
+    # Kept per row: the input, the outputs of the first product (gate and up), the activation and the output.
+    inner = (3 if config.model.gated else 2) * config.value("moe_ffn_hidden_size")
+    inner //= config.parallel.expert_mp_degree
+    row_bytes = (2 * config.model.hidden_size + inner) * item_bytes
+    usual, most = (f"{count:,} rows ({count * row_bytes / GIBIBYTE:.3g} GiB)" for count in rows)
+    return f"dropless experts: {usual} per rank, layer and micro-batch under balanced load, at most {most}"

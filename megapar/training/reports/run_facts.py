@@ -37,9 +37,7 @@ def write_facts(
 
     Args:
         folder: Folder of the metrics.
-        world: The ranks.
         peak_flops: FLOP/s of one device.
-        parameters: Number of trainable parameters.
         first: First iteration of this start. Starts from earlier iterations stay in the file.
     """
     grid = {axis: config.grid.size(axis) for axis in ("dp", "pp", "sharding", "cp", "mp", "edp", "ep", "emp")}

@@ -16,7 +16,7 @@ MOST_BYTES = 1 << 20  # maximum bytes to keep while a disk is full
 _GONE = (errno.EPIPE, errno.EBADF, errno.EIO, errno.ENXIO)  # broken pipes, closed descriptors and lost terminals
 
 
-class PatientStream(io.TextIOBase):
+class GuardedStream(io.TextIOBase):
     """A text stream to a file descriptor that never raises.
 
     Attributes:
@@ -27,10 +27,10 @@ class PatientStream(io.TextIOBase):
     def __init__(self, descriptor: int, like: io.TextIOBase | None = None) -> None:
         self._descriptor = descriptor
         self._encoding = getattr(like, "encoding", None) or "utf-8"
-        self._waiting = bytearray()
+        self._unwritten = bytearray()
         self._lock = threading.RLock()  # reentrant, because a signal handler may write during a write
-        self._gone = False
-        self._by_line = False
+        self._reader_gone = False
+        self._line_buffering = False
         self.failures = 0
         self.dropped = 0
 
@@ -57,8 +57,8 @@ class PatientStream(io.TextIOBase):
     def write(self, text: str) -> int:
         """Append text to the buffer and write the buffer."""
         with self._lock:
-            self._waiting += text.encode(self._encoding, errors="backslashreplace")
-            if not self._by_line or "\n" in text:
+            self._unwritten += text.encode(self._encoding, errors="backslashreplace")
+            if not self._line_buffering or "\n" in text:
                 self._send()
         return len(text)
 
@@ -74,7 +74,7 @@ class PatientStream(io.TextIOBase):
         """
         self.flush()
         self._encoding = encoding or self._encoding
-        self._by_line = self._by_line if line_buffering is None else line_buffering
+        self._line_buffering = self._line_buffering if line_buffering is None else line_buffering
 
     def flush(self) -> None:
         """Write the buffer."""
@@ -87,21 +87,21 @@ class PatientStream(io.TextIOBase):
 
     def _send(self) -> None:
         try:
-            while self._waiting and not self._gone:
+            while self._unwritten and not self._reader_gone:
                 # Write a copy, so that a signal handler can append to the buffer during the write.
-                del self._waiting[: os.write(self._descriptor, bytes(self._waiting))]
+                del self._unwritten[: os.write(self._descriptor, bytes(self._unwritten))]
         except OSError as error:
             self.failures += 1
-            self._gone = error.errno in _GONE
-        excess = len(self._waiting) if self._gone else len(self._waiting) - MOST_BYTES
+            self._reader_gone = error.errno in _GONE
+        excess = len(self._unwritten) if self._reader_gone else len(self._unwritten) - MOST_BYTES
         if excess > 0:
-            end = len(self._waiting) if self._gone else self._waiting.find(b"\n", excess - 1) + 1 or excess
-            self.dropped += self._waiting.count(b"\n", 0, end)
-            del self._waiting[:end]
+            end = len(self._unwritten) if self._reader_gone else self._unwritten.find(b"\n", excess - 1) + 1 or excess
+            self.dropped += self._unwritten.count(b"\n", 0, end)
+            del self._unwritten[:end]
 
 
-def make_patient() -> None:
-    """Replace standard output and error of this process with patient streams, if they are files or pipes.
+def guard_streams() -> None:
+    """Replace standard output and error of this process with guarded streams, if they are files or pipes.
 
     A closed descriptor (``2>&-``) is opened to the null device, so that output does not go to the next opened file.
     """
@@ -111,10 +111,10 @@ def make_patient() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets this number, the lowest free one
             if number:
-                setattr(sys, ("", "stdout", "stderr")[number], PatientStream(number))
+                setattr(sys, ("", "stdout", "stderr")[number], GuardedStream(number))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None or isinstance(stream, PatientStream):
+        if stream is None or isinstance(stream, GuardedStream):
             continue
         with suppress(OSError, ValueError):  # text that a full disk refused before this is lost
             stream.flush()
@@ -122,9 +122,9 @@ def make_patient() -> None:
             descriptor = stream.fileno()
         except (OSError, ValueError):  # closed, or without a file (as in a notebook)
             continue
-        setattr(sys, name, PatientStream(descriptor, stream))
+        setattr(sys, name, GuardedStream(descriptor, stream))
 
 
 def stream_failures() -> int:
     """Return the number of failed writes to standard output and error so far."""
-    return sum(stream.failures for stream in (sys.stdout, sys.stderr) if isinstance(stream, PatientStream))
+    return sum(stream.failures for stream in (sys.stdout, sys.stderr) if isinstance(stream, GuardedStream))

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from typing import TextIO
 
+from megapar.arguments import Config
 from megapar.core.units import clock_text
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
-from megapar.training.reports.time_left import TimeLeft
+
+REPORTS = 20  # the newest ones count, so that a growing batch or a slower node shows within as many lines
+
+
+class TimeLeft:
+    """Estimates the time for the remaining steps from the reports so far.
+
+    The first step does not count, because it compiles, allocates and connects. With two or more reports, the estimate
+    uses the time between them, including evaluations and checkpoints. Before that it uses the steps of the first one.
+    """
+
+    def __init__(self) -> None:
+        self._reports: deque[tuple[float, int]] = deque(maxlen=REPORTS + 1)
+        self._first: list[float] = []
+
+    def measured(self, seconds: float) -> None:
+        """Add the seconds of a step that belongs to the next report."""
+        if not self._reports:
+            self._first.append(seconds)
+
+    def reported(self, now: float, iteration: int) -> None:
+        """Add a report of the steps up to ``iteration``, at the time ``now`` in seconds."""
+        self._reports.append((now, iteration))
+
+    def seconds(self, iteration: int, train_iters: int, now: float) -> float | None:
+        """Return the seconds left at time ``now``, after ``iteration``. None before a measurement and at the end."""
+        if iteration >= train_iters:
+            return None
+        if self._reports and iteration > self._reports[0][1]:
+            then, done = self._reports[0]
+            return (now - then) / (iteration - done) * (train_iters - iteration)
+        steps = self._first[1:]
+        return sum(steps) / len(steps) * (train_iters - iteration) if steps else None
 
 
 class PlainTerminal(Logger):
@@ -90,6 +124,16 @@ class ProgressTerminal(PlainTerminal):
     def close(self) -> None:
         """Stop updating the bar."""
         self._progress.stop()
+
+
+def make_terminal(config: Config, rank: int, iteration: int) -> PlainTerminal | None:
+    """Return the terminal of rank 0, or None on other ranks. ``iteration`` is the last one done."""
+    if rank != 0:
+        return None
+    iterations, interval = config.training.train_iters, config.logging.log_interval
+    if sys.stdout.isatty():
+        return ProgressTerminal(iterations, interval, iteration)
+    return PlainTerminal(iterations, interval)
 
 
 def describe(record: Record, train_iters: int) -> str:

@@ -29,7 +29,6 @@ class WandbLogger(Logger):
     service refuses as steps. So the iteration is a metric, over which the others are drawn.
 
     Args:
-        project: The project.
         name: Name of the run; None for a random one.
         entity: User or team; None for the default of the account.
         folder: Folder for local files; None for the working directory.
@@ -60,7 +59,6 @@ class MlflowLogger(Logger):
     """Logs to MLflow: flags as parameters, records as metrics, in requests of as many as a server accepts.
 
     Args:
-        experiment: The experiment, which is created if it does not exist.
         name: Name of the run; None for a random one.
         uri: Address of the server or database; None for that of ``MLFLOW_TRACKING_URI``.
     """
@@ -107,7 +105,6 @@ class SwanLabLogger(Logger):
     """Logs to SwanLab.
 
     Args:
-        project: The project.
         name: Name of the experiment; None for a random one.
         folder: Folder for local files; None for ``swanlog`` in the working directory.
     """

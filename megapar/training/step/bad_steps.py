@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megapar.arguments import Config
 from megapar.errors import TrainingError
 
 WINDOW = 128
@@ -24,8 +25,6 @@ class SpikeDetector:
 
     Attributes:
         sigmas: Standard deviations above the mean that make a spike. 0 turns detection off.
-        losses: Losses of the last ordinary steps.
-        norms: Gradient norms of the same steps.
     """
 
     sigmas: float
@@ -143,3 +142,10 @@ class BadStepPolicy:
         except OSError as error:
             return f" {path} could not be written: {error}."
         return f" They are noted in {path}."
+
+
+def make_bad_step_policy(config: Config) -> BadStepPolicy:
+    """Return the policy for steps with non-finite gradients or spikes."""
+    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+    reliability = config.reliability
+    return BadStepPolicy(reliability.bad_step_limit, SpikeDetector(reliability.spike_sigmas), folder)

@@ -6,13 +6,53 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+
 from megapar.arguments import Config
+from megapar.core.comm.agreement import reduce_numbers
+from megapar.core.comm.axis import Axis
 from megapar.data.batches import Loader, MicroBatch
 from megapar.model.ernie.model import Ernie
-from megapar.training.step.denominators import Denominators
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
 from megapar.training.step.schedules import make_batch_size, make_progressive
+
+
+class Denominators:
+    """Sums over the labels' weights of each loss term, and the tokens that are not padding, of the global batch.
+
+    Labels without weights count 1 each. The sums are in fp64, in which counts are exact.
+
+    The constructor launches the sum over the data ranks. The first use, after the first forward, waits for it: at the
+    start of a step, while parameters are in flight, a small message would have to wait for them.
+
+    Args:
+        num_micro_batches: Micro-batches of the global batch, on all data ranks together.
+    """
+
+    def __init__(self, batches: Sequence[MicroBatch], num_micro_batches: int, data: Axis) -> None:
+        self.num_micro_batches = num_micro_batches
+        self._names = sorted(batches[0].counts)
+        self._data = data
+        labels = [sum(batch.counts[name] for batch in batches) for name in self._names]
+        self._counts = torch.tensor([*labels, sum(batch.valid_tokens for batch in batches)], dtype=torch.float64)
+        self._work = reduce_numbers(self._counts, data, "counts", async_op=True)
+
+    @property
+    def items(self) -> dict[str, float]:
+        """Loss term -> sum of its labels' weights, an integer without weights."""
+        return dict(zip(self._names, self._settled(), strict=False))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the global batch, without padding."""
+        return int(self._settled()[-1])
+
+    def _settled(self) -> list[float]:
+        if self._work is not None:
+            self._data.meter.wait(self._work, f"{self._data.name}/counts")
+            self._work = None
+        return [int(count) if count.is_integer() else count for count in self._counts.tolist()]
 
 
 @dataclass(frozen=True)
@@ -21,12 +61,9 @@ class StepBatches:
 
     Attributes:
         iteration: Number of the step, from 1.
-        batches: Micro-batches of this rank.
         denominators: Label weights of the global batch.
         global_batch: Samples on all ranks.
-        first_sample: Number of samples consumed before this step.
         first_micro_batch: Number of micro-batches run before this step.
-        dropout_seed: Seed of the random streams.
         length: Number of tokens that samples are cropped to. None keeps them whole.
     """
 

@@ -113,8 +113,8 @@ class ExpertPlaces:
         local, shards = experts // self._ranks, grid.expert_shards
         block = local
         for spec in self._job.table:
-            own = spec.expert and spec.name.startswith(self._prefix(number))
-            if own and shard_dim(local_box(spec, grid, 0).sizes, shards) == 0:
+            of_layer = spec.expert and spec.name.startswith(self._prefix(number))
+            if of_layer and shard_dim(local_box(spec, grid, 0).sizes, shards) == 0:
                 block = -(-local // shards)
         return PlacementRoom(experts, self._ranks, self._node_ranks, block)
 

@@ -18,12 +18,11 @@ from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
 from megapar.health.corruption.first_nonfinite import FirstNonfinite, watch
 from megapar.model.layers.terms import Terms
-from megapar.training.step.batches import StepBatches
-from megapar.training.step.denominators import Denominators
+from megapar.training.step.batches import Denominators, StepBatches
 from megapar.training.step.function_runner import runs_alike
 from megapar.training.step.job import Job
 from megapar.training.step.objective import Objective
-from megapar.training.step.totals import Totals
+from megapar.training.step.result import Totals
 
 
 class Summed(NamedTuple):
@@ -45,9 +44,6 @@ class Gradients:
     """Computes the gradients of a step by gradient accumulation over its micro-batches.
 
     Args:
-        job: This rank's part of the model.
-        objective: The loss.
-        loss_scale: The loss scaling of fp16. None without it.
         votes: Returns this rank's votes, which are reduced together with the norm.
 
     Attributes:

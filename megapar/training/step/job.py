@@ -29,20 +29,14 @@ class Job:
     """This rank's part of the model with its parameters, gradients and optimizer state.
 
     Attributes:
-        world: Process groups of all axes.
-        sizes: Sizes of the model.
         table: A row for every parameter and buffer of the whole model.
-        model: The modules of this rank.
         sharding: Shards of the parameters and gradients.
-        optimizer: The optimizer of the shards.
         comm: Collectives that layers have in flight. None may be left at the end of a step.
         partial: Parameters whose gradients are summed over mp.
         led: Parameters whose gradients all mp ranks take from the first.
         pipeline: Runs the model if pp > 1, else None.
         moves_experts: True if experts change their places, which the gradient norm must not depend on.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
-        runner: Calls the functions of layers, compiled or not.
-        observer: Hooks into every step.
     """
 
     world: World
@@ -59,6 +53,11 @@ class Job:
     tied: str | None = None
     runner: FunctionRunner = plain
     observer: StepObserver = field(default_factory=StepObserver)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable parameters of the whole model."""
+        return sum(spec.numel for spec in self.table if spec.trainable)
 
     @property
     def compiled(self) -> bool:

@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from megapar.arguments import Config
 from megapar.model.layers.terms import ROUTING, Terms
+from megapar.model.spec import spec_of
 
 T = TypeVar("T", float, Tensor)
 
@@ -35,7 +37,6 @@ class Objective:
         """Return a micro-batch's share of the loss of the global batch.
 
         Args:
-            terms: The terms of the micro-batch.
             items: Denominators over the global batch, including that of "sequences".
             num_micro_batches: Micro-batches of the global batch, on all data ranks together.
         """
@@ -71,6 +72,21 @@ class Objective:
             "sequence": self.sequence_coefficient,
             "orthogonal": self.orthogonal_coefficient,
         }
+
+
+def make_objective(config: Config) -> Objective:
+    """Return the training objective: the weights of the loss terms."""
+    weights = config.model.loss_weights(config.values())
+    if not spec_of(config.model).has_experts:
+        return Objective(weights)
+    moe = config.moe
+    return Objective(
+        weights,
+        moe.moe_aux_loss_coeff,
+        moe.moe_z_loss_coeff,
+        moe.moe_seq_aux_loss_coeff,
+        moe.moe_orthogonal_loss_coeff,
+    )
 
 
 def _weighted(total: Tensor, weight: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,60 +17,41 @@ from megapar.core.pipeline.stages import Chunk, Stages
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.data.batches import MicroBatch
-from megapar.health.corruption.trail import DigestTrail
+from megapar.health.corruption.step_digest import StepDigest
 from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
 from megapar.model.layers.terms import Terms
 from megapar.training.step.objective import Objective
 
 
+@dataclass(eq=False)
 class PipelinedModel:
     """Runs micro-batches through this rank's chunks in the order of the pipeline schedule.
 
-    Args:
-        model: This rank's part of the model.
-        stages: The chunks of all ranks.
-        queues: Queues to and from the neighbouring stages.
-        schedule: Name of the schedule.
-        objective: The loss.
+    Attributes:
         shardings: Chunk index -> sharding, for each chunk of this rank.
-        device: Device of the model.
         reduce_every_micro_batch: Reduce gradients after every micro-batch's backward instead of once per step.
         weight_gradients: Deferred weight gradients, for schedules that split the backward.
-        meter: Times the waits for other stages.
-
-    Attributes:
-        trail: Records digests of the stages' outputs. None records nothing.
+        step_digest: Records digests of the stages' outputs. None records nothing.
     """
 
-    def __init__(
-        self,
-        model: Decoder | Ernie,
-        stages: Stages,
-        queues: Queues,
-        schedule: str,
-        objective: Objective,
-        shardings: Mapping[int, ZeroSharding],
-        device: torch.device,
-        *,
-        reduce_every_micro_batch: bool,
-        weight_gradients: WeightGradients | None,
-        meter: WaitMeter,
-    ) -> None:
-        self.model = model
-        self.stages = stages
-        self._queues = queues
-        self._schedule = schedule
-        self._objective = objective
-        self._shardings = shardings
-        self._device = device
-        self._reduce_every = reduce_every_micro_batch
-        self._weight_gradients = weight_gradients
-        self._meter = meter
-        self.trail: DigestTrail | None = None
-        mine = stages.on(queues.rank)
-        both = any(chunk.first for chunk in mine) and any(chunk.last for chunk in mine)
-        tied = model.tied_weight if both else None
+    model: Decoder | Ernie
+    stages: Stages
+    queues: Queues
+    schedule: str
+    objective: Objective
+    shardings: Mapping[int, ZeroSharding]
+    device: torch.device
+    reduce_every_micro_batch: bool
+    weight_gradients: WeightGradients | None
+    meter: WaitMeter
+    step_digest: StepDigest | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Tie the embedding of a rank that has both ends of the pipeline."""
+        chunks = self.stages.on(self.queues.rank)
+        both = any(chunk.first for chunk in chunks) and any(chunk.last for chunk in chunks)
+        tied = self.model.tied_weight if both else None
         self._tie = None if tied is None else LocalTie(tied)
 
     def step(
@@ -82,18 +64,16 @@ class PipelinedModel:
         """Run forward and backward of all micro-batches.
 
         Args:
-            batches: Micro-batches of this step.
-            loss_of: Returns the loss of a micro-batch from its terms.
             seed: Called with the index of the micro-batch before each forward.
             add: Called with the terms of every micro-batch and chunk, in the form of the whole model's terms: zero for
                 those that other chunks compute.
         """
         chunks_per_rank = len(self.stages.chunks) // self.stages.num_ranks
-        schedule = make_schedule(self._schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
-        batches = [batch.to(self._device, non_blocking=True) for batch in batches]
-        last = {index: schedule.backward_order(index)[-1] for index in self._shardings}
-        if not self._reduce_every:
-            for sharding in self._shardings.values():
+        schedule = make_schedule(self.schedule, self.stages.num_ranks, chunks_per_rank, len(batches))
+        batches = [batch.to(self.device, non_blocking=True) for batch in batches]
+        last = {index: schedule.backward_order(index)[-1] for index in self.shardings}
+        if not self.reduce_every_micro_batch:
+            for sharding in self.shardings.values():
                 sharding.begin_micro_batch(last=True, gradients=len(batches))
 
         def differentiated(terms: Terms) -> Tensor | None:
@@ -101,18 +81,18 @@ class PipelinedModel:
             return loss if loss.requires_grad else None
 
         def prepare(chunk: int, micro_batch: int) -> None:
-            if self._reduce_every:
-                self._shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
+            if self.reduce_every_micro_batch:
+                self.shardings[chunk].begin_micro_batch(last=micro_batch == last[chunk])
 
         work = _ChunkComputation(self, batches, seed, add, differentiated, prepare)
-        Runner(schedule, self._queues, work, self._weight_gradients, self._meter).run()
+        Runner(schedule, self.queues, work, self.weight_gradients, self.meter).run()
 
     def evaluate(self, tensors: dict[str, Tensor], valid_tokens: int) -> Terms:
         """Run one micro-batch forward without gradients. Returns its terms, zero on ranks without the head."""
         terms: list[Terms] = []
         batch = MicroBatch(tensors, {}, valid_tokens, 0)
         work = _ChunkComputation(self, [batch], lambda *_: None, terms.append, lambda _: None, lambda *_: None)
-        run_forward(self.stages, self._queues, work)
+        run_forward(self.stages, self.queues, work)
         return terms[-1]
 
     def run_chunk(self, chunk: Chunk, batch: MicroBatch, x: Tensor | None) -> tuple[Tensor | None, Terms]:
@@ -124,7 +104,7 @@ class PipelinedModel:
         """Expand the terms of a chunk to those of the whole model, with zeros for what other chunks compute."""
         zero = torch.zeros_like(terms.aux.detach())
         # The order is the same on every rank, because the terms are summed over the stages.
-        sums = {name: terms.sums.get(name, zero) for name in self._objective.weights}
+        sums = {name: terms.sums.get(name, zero) for name in self.objective.weights}
         load = terms.load
         if routed := self.model.sizes.routed_layers:
             # The layers of a chunk are consecutive, so a slice selects their rows. A list of rows would be copied to
@@ -132,7 +112,7 @@ class PipelinedModel:
             # layers comes the block of multi-token prediction.
             after = self.model.sizes.num_layers if chunk.last else None
             rows = [row for row, layer in enumerate(routed) if layer in chunk.layers or layer == after]
-            load = torch.zeros(len(routed), self.model.sizes.routed_experts, dtype=torch.int64, device=self._device)
+            load = torch.zeros(len(routed), self.model.sizes.routed_experts, dtype=torch.int64, device=self.device)
             if rows:
                 load[rows[0] : rows[-1] + 1] = terms.load
         return terms._replace(sums=sums, load=load)
@@ -143,7 +123,7 @@ class PipelinedModel:
         if model.sequence_parallel:
             length //= model.mp.size
         width = model.width_into(self.stages.chunks[chunk])
-        return torch.empty(samples, length, width, dtype=model.dtype, device=self._device)
+        return torch.empty(samples, length, width, dtype=model.dtype, device=self.device)
 
 
 class _ChunkComputation:
@@ -171,13 +151,13 @@ class _ChunkComputation:
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Run one chunk of one micro-batch. Returns its activations and its loss, each None if it has none."""
-        here = self._pipelined.stages.chunks[chunk]
+        part = self._pipelined.stages.chunks[chunk]
         self._seed(micro_batch)
-        y, terms = self._pipelined.run_chunk(here, self._batches[micro_batch], x)
-        self._add(self._pipelined.whole(here, terms))
-        if self._pipelined.trail is not None:
-            unit = f"layers.{here.layers[-1]}" if here.layers else ""
-            self._pipelined.trail.output(unit, y, f"the output of stage {chunk}")
+        y, terms = self._pipelined.run_chunk(part, self._batches[micro_batch], x)
+        self._add(self._pipelined.whole(part, terms))
+        if self._pipelined.step_digest is not None:
+            unit = f"layers.{part.layers[-1]}" if part.layers else ""
+            self._pipelined.step_digest.output(unit, y, f"the output of stage {chunk}")
         return y, self._loss_of(terms)
 
 

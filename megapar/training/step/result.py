@@ -7,8 +7,39 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapar.core.comm.meter import Waits
-from megapar.training.step.denominators import Denominators
-from megapar.training.step.totals import Totals
+from megapar.model.layers.terms import Terms
+from megapar.training.step.batches import Denominators
+
+
+class Totals:
+    """Sums over this rank's micro-batches of a step, on the device. Unset until the first ``add``.
+
+    Attributes:
+        sums: Loss term -> its sum over the labels.
+        routing: The router's losses, in the order of ``ROUTING``.
+        load: Tokens per expert.
+        dropped: Tokens that exceeded the capacity.
+    """
+
+    sums: dict[str, Tensor]
+    routing: Tensor
+    load: Tensor
+    dropped: Tensor
+
+    def __init__(self) -> None:
+        self._empty = True
+
+    def add(self, terms: Terms) -> None:
+        """Add the terms of one micro-batch."""
+        sums = {name: value.detach() for name, value in terms.sums.items()}
+        if self._empty:
+            self.sums, self.routing, self.load, self.dropped = sums, terms.routing(), terms.load, terms.dropped
+            self._empty = False
+            return
+        self.sums = {name: value + sums[name] for name, value in self.sums.items()}
+        self.routing = self.routing + terms.routing()
+        self.load = self.load + terms.load
+        self.dropped = self.dropped + terms.dropped
 
 
 @dataclass
@@ -19,11 +50,7 @@ class StepResult:
         iteration: Number of the step, from 1.
         consumed_samples: Samples read so far.
         consumed_tokens: Tokens read so far, without padding.
-        lr: Learning rate.
         denominators: Denominators of the terms, over the global batch.
-        totals: Sums of the loss terms and routing statistics.
-        norm: Global gradient norm.
-        loss_scale: Loss scale of the gradients.
         skipped: True if the step did not change the model.
         sent_bytes: "axis/collective" -> bytes that this rank sent.
         seconds: Duration on the host.

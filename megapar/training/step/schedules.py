@@ -1,11 +1,12 @@
-"""Learning rate and batch size schedules: pure functions of the progress."""
+"""Schedules of the learning rate and the batch size: pure functions of the progress. Does not import torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 from megapar.arguments import Config
 
@@ -27,13 +28,9 @@ class LearningRate:
     """Linear warmup to ``peak``, then a decay to ``floor`` that ends after ``decay_iters`` optimizer steps.
 
     Attributes:
-        peak: Highest learning rate.
-        floor: Lowest learning rate.
         style: Constant, linear, cosine, inverse-square-root (of the steps since the start, equal to the peak at the end
             of the warmup) or wsd (warmup, stable, decay: constant until the last ``wsd_decay_iters``).
-        warmup_iters: Optimizer steps of the warmup.
         decay_iters: Optimizer steps until the end of the decay, including the warmup.
-        wsd_decay_iters: Optimizer steps of the decay of wsd.
         wsd_decay_style: Shape of the decay of wsd, a key of ``DECAYS``.
     """
 
@@ -72,8 +69,6 @@ class BatchSize:
     """Samples per optimizer step: ``final``, after a ramp from ``start`` in steps of ``increment``.
 
     Attributes:
-        final: Samples per step after the ramp.
-        start: Samples per step at the start of the ramp.
         increment: Samples per step that each stage of the ramp adds.
         ramp_samples: Consumed samples at the end of the ramp. 0 turns it off.
     """
@@ -99,9 +94,7 @@ class Progressive:
 
     Attributes:
         iters: Optimizer steps until the final values.
-        length: Final number of tokens of a sample.
         length_step: The length is a multiple of this.
-        batch: Final number of samples of a step.
         batch_step: The number of samples is a multiple of this.
     """
 
@@ -150,3 +143,61 @@ def make_batch_size(config: Config) -> BatchSize:
         return BatchSize(training.global_batch_size)
     start, increment, samples = training.rampup_batch_size
     return BatchSize(training.global_batch_size, start, increment, samples)
+
+
+# Field of the schedule -> the flag that sets it, most important first.
+_FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "style": "--lr-decay-style",
+        "peak": "--lr",
+        "floor": "--min-lr",
+        "warmup_iters": "--lr-warmup-iters",
+        "decay_iters": "--lr-decay-iters",
+        "wsd_decay_iters": "--lr-wsd-decay-iters",
+        "wsd_decay_style": "--lr-wsd-decay-style",
+    }
+)
+# Field of the schedule -> its value in checkpoints that are older than it.
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {item.name: item.default for item in fields(LearningRate) if item.default is not MISSING}
+)
+_OF_WSD = ("wsd_decay_iters", "wsd_decay_style")
+_OF_DECAY = ("floor", "decay_iters")
+
+
+def make_learning_rate(config: Config) -> LearningRate:
+    """Return the schedule over optimizer steps."""
+    optimizer = config.optimizer
+    return LearningRate(
+        peak=optimizer.lr,
+        floor=optimizer.min_lr,
+        style=optimizer.lr_decay_style,
+        warmup_iters=config.training.progressive_iters or optimizer.lr_warmup_iters,
+        decay_iters=optimizer.lr_decay_iters,
+        wsd_decay_iters=optimizer.lr_wsd_decay_iters,
+        wsd_decay_style=optimizer.lr_wsd_decay_style,
+    )
+
+
+def another_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return (the differences of a checkpoint's schedule, what to do), in terms of flags. None if they are equal.
+
+    Both arguments are as ``LearningRate.to_dict`` returns them. A field that an old checkpoint does not contain had its
+    default. Fields that the style does not use are not compared.
+    """
+    before = {**_DEFAULTS, **saved}
+    styles = {before.get("style"), now["style"]}
+    unused = (*(() if "wsd" in styles else _OF_WSD), *(_OF_DECAY if styles == {"constant"} else ()))
+    changed = [name for name in now if name not in unused and before.get(name) != now[name]]
+    if not changed:
+        return None
+    ordered = sorted(changed, key=list(_FLAGS).index)
+    differences = "; ".join(f"{_FLAGS[name]} is {before.get(name)} there and {now[name]} here" for name in ordered)
+    fix = "Pass the same flags, or --override-opt-param-scheduler to continue with the new ones."
+    if changed in (["decay_iters"], ["decay_iters", "wsd_decay_iters"]):  # they follow from --train-iters
+        same = " ".join(f"{_FLAGS[name]} {before.get(name)}" for name in changed)
+        fix = (
+            f"Pass {same} to keep the schedule (the rate stays at --min-lr after its end), or "
+            "--override-opt-param-scheduler to stretch it to the new --train-iters."
+        )
+    return differences, fix

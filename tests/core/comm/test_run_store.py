@@ -13,8 +13,8 @@ import pytest
 from megapar.core.comm import run_store as meeting
 from megapar.core.comm.run_store import loopback_advice, meet, unknown_address
 from megapar.errors import DistributedError
+from megapar.health.stop.failure import is_first_to_report
 from megapar.launch_environment import RANK_FILE
-from megapar.training.reports.first_report import is_first_to_report
 from tests.support.ranks import run_ranks
 
 

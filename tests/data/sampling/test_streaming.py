@@ -21,7 +21,7 @@ from megapar.data.tasks.build import TaskData
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.errors import DataError
 from megapar.trainer import Trainer
-from megapar.training.building.build import make_corpus
+from megapar.training.building.corpus import make_corpus
 
 datasets = pytest.importorskip("datasets")
 SIZES: dict[str, Any] = {"vocab_size": 200, "seq_length": 24, "seed": 7}

@@ -15,10 +15,9 @@ import pytest
 from megapar import trainer
 from megapar.arguments import parse
 from megapar.errors import CorruptionError
-from megapar.health.corruption.difference import suspects
 from megapar.health.corruption.guards import Guards
-from megapar.health.corruption.recompute_guard import RecomputeGuard
-from megapar.health.corruption.trail import DigestRecord, DigestTrail
+from megapar.health.corruption.recompute_guard import RecomputeGuard, suspects
+from megapar.health.corruption.step_digest import DigestRecord, StepDigest
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
 
@@ -48,8 +47,7 @@ def seen(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequence
         return kept[0]
 
     trainer_makes = trainer.make_guards
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place), patch.object(trainer, "make_guards", make):
+    with patch.object(trainer, "make_guards", make):
         outcome = trainer.train(parse(kind, flags, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
     timed = ("seconds", "time", "tokens_per", "tflops", "mfu", "memory", "pace")
     records = [
@@ -86,9 +84,9 @@ def disturbed(
     rank: int, world_size: int, rendezvous: str, flags: Sequence[str], runs: Sequence[int], where: Sequence[int]
 ) -> tuple[str, str, dict[str, int]]:
     """(the error, what was printed, what was verified) where some runs of some ranks give a digest of their own."""
-    count, kept = [0], DigestTrail.end
+    count, kept = [0], StepDigest.end
 
-    def end(self: DigestTrail) -> DigestRecord:
+    def end(self: StepDigest) -> DigestRecord:
         count[0] += 1
         trace = kept(self)
         digests = list(trace.digests)
@@ -97,7 +95,7 @@ def disturbed(
         return trace._replace(digests=tuple(digests))
 
     said = io.StringIO()
-    with patch.object(DigestTrail, "end", end), contextlib.redirect_stdout(said):
+    with patch.object(StepDigest, "end", end), contextlib.redirect_stdout(said):
         try:
             found = seen(rank, world_size, rendezvous, "moe", flags)
         except CorruptionError as error:

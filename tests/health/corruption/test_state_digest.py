@@ -14,8 +14,14 @@ from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.update_rule import AdamW
 from megapar.core.sharding.master_shard import MasterShard
-from megapar.health.corruption.digested import RestingTensors, VisitingTensors
-from megapar.health.corruption.state_digest import BLOCK, digest_tensors, places, rotation
+from megapar.health.corruption.state_digest import (
+    BLOCK,
+    InPlaceDigest,
+    OffloadedDigest,
+    digest_tensors,
+    places,
+    rotation,
+)
 
 # Without a whole block, of whole blocks alone, of both, and odd ones.
 SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 13)
@@ -87,11 +93,11 @@ def test_parts_of_large_tensors_are_even() -> None:
 
 def test_a_change_is_seen_when_its_part_has_its_turn() -> None:
     tensors = [torch.randn(2 * BLOCK) for _ in range(3)]
-    resting = RestingTensors(tensors, 3)
+    resting = InPlaceDigest(tensors, 3)
     assert resting.compare() is None
     heard = []
     for _ in range(6):
-        resting.hold()
+        resting.digest_next()
         flip(tensors[1], 5, 3)
         found = resting.compare()
         assert found is not None
@@ -103,10 +109,10 @@ def test_a_change_is_seen_when_its_part_has_its_turn() -> None:
 
 def test_fewer_parts_than_updates_leave_updates_out() -> None:
     tensors = [torch.randn(2 * BLOCK) for _ in range(3)]
-    resting = RestingTensors(tensors, 5, parts=2)
+    resting = InPlaceDigest(tensors, 5, parts=2)
     heard = []
     for _ in range(10):
-        resting.hold()
+        resting.digest_next()
         flip(tensors[0], 5, 3)
         flip(tensors[2], 5, 3)
         found = resting.compare()
@@ -129,19 +135,19 @@ def test_what_lies_in_host_memory_is_compared_as_it_comes(steps: int, name: str)
     optimizer = OffloadedOptimizer(shards, Device(), AdamW((0.9, 0.95), 1e-8, 0.1))
     moments = map(optimizer.state, ("exp_avg", "exp_avg_sq"))
     homes = list(zip([shard.master for shard in shards], *moments, strict=True))
-    visiting = optimizer.seen_by = VisitingTensors(homes, steps, optimizer.visit)
+    visiting = optimizer.seen_by = OffloadedDigest(homes, steps, optimizer.visit)
     for _ in range(3):
         optimizer.step(1e-3)
-        visiting.hold()
+        visiting.digest_next()
         found = visiting.compare()
         assert found is None or not found
     victim = homes[1][("master", "exp_avg", "exp_avg_sq").index(name)]
     heard, before = [], victim[11].clone()
     for _ in range(steps):
         flip(victim, 11, 3)
-        visiting.look()  # as before a save
+        visiting.compare_now()  # as before a save
         optimizer.step(1e-3)
-        visiting.hold()
+        visiting.digest_next()
         found = visiting.compare()
         assert found is not None
         heard.append(bool(found))
@@ -158,10 +164,10 @@ def test_looking_changes_nothing() -> None:
     numbers = AdamW((0.9, 0.95), 1e-8, 0.1)
     optimizer, other = OffloadedOptimizer(offloaded, Device(), numbers), Optimizer(plain, numbers)
     homes = [(shard.master,) for shard in offloaded]
-    optimizer.seen_by = VisitingTensors(homes, 1, optimizer.visit)
+    optimizer.seen_by = OffloadedDigest(homes, 1, optimizer.visit)
     for _ in range(3):
         optimizer.step(1e-2)
-        optimizer.seen_by.hold()
+        optimizer.seen_by.digest_next()
         optimizer.visit()
         other.step(1e-2)
     for one, two in zip(offloaded, plain, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,16 +13,13 @@ import pytest
 import torch
 
 from megapar.arguments import parse
-from megapar.core.comm.world import World
-from megapar.core.device.base import Device
 from megapar.errors import CorruptionError
 from megapar.health.corruption import state_guard
 from megapar.trainer import Trainer, train
-from megapar.training.building import build
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.step_guard import StepGuard
 from tests.support.ranks import run_ranks
-from tests.support.training import COMMON, SMALL, last_wins
+from tests.support.training import COMMON, SMALL, last_wins, make_trainer
 
 LAYOUTS = {
     "sharding 2": (2, ("--sharding-degree", "2")),
@@ -52,9 +48,7 @@ def faulty(
     """
     told: list[str] = []
     line = last_wins((*SMALL["moe"], *COMMON), ("--dtype", "fp32", *flags))
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
-        patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "step", flipping(kind, at)),
         patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
@@ -149,16 +143,13 @@ def test_what_is_said_of_the_coverage() -> None:
 def test_steps_that_change_nothing_are_none_of_a_turn() -> None:
     """The second half is digested after iteration 2; what 3 and 4 skip vouches for nothing."""
     line = last_wins((*SMALL["moe"], *COMMON), ("--dtype", "fp32", "--state-digest-steps", "2"))
-    config = parse("moe", line, {})
-    world = World.start(config.grid, Device(), timedelta(seconds=60))
-    trainer = Trainer(config, world, build.make_corpus(config))
-    trainer.start()
+    trainer = make_trainer("moe", line)
     with closing(trainer.loader):
         (guard,) = [one for one in trainer.guards._guards if isinstance(one, state_guard.StateGuard)]
-        assert guard.vouches_for(0) == 0
+        assert guard.verified_up_to(0) == 0
         for iteration in (1, 2):
             guard.after_update(iteration)
-        assert [guard.vouches_for(at) for at in (2, 4)] == [1, 1]
+        assert [guard.verified_up_to(at) for at in (2, 4)] == [1, 1]
         guard.after_update(5)
-        assert guard.vouches_for(5) == 2
-    world.close()
+        assert guard.verified_up_to(5) == 2
+    trainer.world.close()

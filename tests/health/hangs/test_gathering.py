@@ -52,9 +52,9 @@ def test_one_rank_reads_and_the_others_hear() -> None:
 
     with ThreadPoolExecutor(world_size) as threads:
         found = list(threads.map(one, range(world_size)))
-    (reader,) = [one for one in found if one.explains]
+    (reader,) = [one for one in found if one.prints_report]
     assert sorted(reader.reports) == list(range(world_size))
-    assert all((one.late, one.overdue) == ([2], OVERDUE) for one in found)
+    assert all((one.late_ranks, one.overdue) == ([2], OVERDUE) for one in found)
     assert store.calls["multi_get"] == 1
     assert store.calls["get"] == world_size - 1
 
@@ -62,7 +62,7 @@ def test_one_rank_reads_and_the_others_hear() -> None:
 def test_a_rank_that_does_not_answer_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "GRACE_SECONDS", 0.2)
     found = ask(dist.HashStore(), 0, 2, overdue=OVERDUE)
-    assert (found.late, found.explains, sorted(found.reports)) == ([1], True, [0])
+    assert (found.late_ranks, found.prints_report, sorted(found.reports)) == ([1], True, [0])
 
 
 class Dead:
@@ -122,5 +122,5 @@ def test_where_the_first_to_answer_says_nothing_others_read(monkeypatch: pytest.
     store = dist.HashStore()
     store.add("begun", 1)  # and was stopped before it told anything
     found = ask(store, 1, 2)
-    assert (found.late, found.explains) == ([0], True)
+    assert (found.late_ranks, found.prints_report) == ([0], True)
     assert found.overdue == Overdue("step", "7", 31.0, 0.0, False)

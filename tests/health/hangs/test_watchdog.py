@@ -77,8 +77,8 @@ def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
         statuses.append(status)
         ended.set()
 
-    watchdog = Watchdog(Sections({"first-step": 0.3}), tell=told.append, end=end)
-    watchdog.meet(0, 1, None, recorder, dict)
+    watchdog = Watchdog(Sections({"first-step": 0.3}), print_report=told.append, end=end)
+    watchdog.connect(0, 1, None, recorder, dict)
     watchdog.start()
     watchdog.before_step(3)
     assert ended.wait(30)  # the line that hangs
@@ -92,7 +92,7 @@ def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
 def test_steps_in_time_and_what_is_between_them_are_left_alone() -> None:
     ended: list[int] = []
     limits = {"first-step": 0.2, "step": 0.2}
-    watchdog = Watchdog(Sections(limits), tell=lambda text: None, end=ended.append)
+    watchdog = Watchdog(Sections(limits), print_report=lambda text: None, end=ended.append)
     watchdog.start()
     for step in range(8):
         watchdog.before_step(step)
@@ -111,10 +111,10 @@ def hang(rank: int, world_size: int, rendezvous: str, records: Path) -> tuple[li
     told: list[str] = []
     ended = threading.Event()
     watchdog = Watchdog(
-        Sections({"first-step": 0.5}), records=records, tell=told.append, end=lambda status: ended.set()
+        Sections({"first-step": 0.5}), record_folder=records, print_report=told.append, end=lambda status: ended.set()
     )
     connection = dist.PrefixStore("watchdog", store)
-    watchdog.meet(rank, world_size, connection, axis.recorder, lambda: {"data": axis.ranks})
+    watchdog.connect(rank, world_size, connection, axis.recorder, lambda: {"data": axis.ranks})
     watchdog.start()
     watchdog.before_step(1)
     axis.note("all_reduce")
@@ -222,8 +222,8 @@ def slow(rank: int, world_size: int, rendezvous: str) -> list[str]:
         told.append(text)
         heard.set()
 
-    watchdog = Watchdog(Sections({}, least_seconds=0.5 if rank else 60.0), tell=tell, end=ended.append)
-    watchdog.meet(rank, world_size, store, FlightRecorder(), dict)
+    watchdog = Watchdog(Sections({}, least_seconds=0.5 if rank else 60.0), print_report=tell, end=ended.append)
+    watchdog.connect(rank, world_size, store, FlightRecorder(), dict)
     with watchdog.section("evaluation", "after step 3"):
         watchdog.start()
         if rank == 1:
@@ -260,9 +260,9 @@ class Silent:
 def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "MOST_SECONDS", 0.3)
     ended, told = threading.Event(), list[str]()
-    watchdog = Watchdog(Sections({"save": 0.3}), tell=told.append, end=lambda status: ended.set())
+    watchdog = Watchdog(Sections({"save": 0.3}), print_report=told.append, end=lambda status: ended.set())
     silent: Any = Silent()
-    watchdog.meet(0, 2, silent, FlightRecorder(), dict)
+    watchdog.connect(0, 2, silent, FlightRecorder(), dict)
     watchdog.start()
     threading.Event().wait(0.2)  # it listens
     with watchdog.section("save"):
@@ -274,7 +274,7 @@ def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: 
 def test_the_listener_of_a_watchdog_that_nobody_closes_ends_with_it() -> None:
     before = set(threading.enumerate())
     watchdog = Watchdog(Sections({"step": 0.5}))
-    watchdog.meet(0, 2, dist.HashStore(), FlightRecorder(), dict)
+    watchdog.connect(0, 2, dist.HashStore(), FlightRecorder(), dict)
     (listening,) = set(threading.enumerate()) - before
     del watchdog
     gc.collect()
@@ -289,9 +289,9 @@ def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:
     ended = threading.Event()
     sections = Sections({}, least_seconds=0.5) if rank == 0 else Sections({"first-step": 0.7})
     records = Path(f"{rendezvous}-records")  # torch's flight recorder may be on in this process
-    watchdog = Watchdog(sections, records=records, tell=told.append, end=lambda status: ended.set())
+    watchdog = Watchdog(sections, record_folder=records, print_report=told.append, end=lambda status: ended.set())
     axis = Axis("data", world_size, rank, None, tuple(range(world_size)))
-    watchdog.meet(rank, world_size, store, axis.recorder, lambda: {"data": axis.ranks})
+    watchdog.connect(rank, world_size, store, axis.recorder, lambda: {"data": axis.ranks})
     watchdog.start()
     if rank == 0:
         with watchdog.section("log", "after step 3"):
@@ -319,7 +319,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_watchdog(monkeypatch: pyte
         told.set()
         read.wait(60)
 
-    watchdog = Watchdog(Sections({"save": 0.2}, least_seconds=0.1), tell=tell, end=lambda status: ended.set())
+    watchdog = Watchdog(Sections({"save": 0.2}, least_seconds=0.1), print_report=tell, end=lambda status: ended.set())
     watchdog.start()
     with watchdog.section("evaluation"):
         assert told.wait(60)

@@ -25,7 +25,7 @@ SAVES = "while not stop.poll(): signal.pause()\nprint('asked', flush=True); inpu
 # Standard error is a pipe that is full, as behind a pager.
 NOT_READ = """
 import sys
-from megapar.training.reports.streams import make_patient
+from megapar.training.reports.streams import guard_streams
 reader, writer = os.pipe()
 os.set_blocking(writer, False)
 for size in (1 << 16, 1):
@@ -34,7 +34,7 @@ for size in (1 << 16, 1):
     except BlockingIOError: pass
 os.set_blocking(writer, True)
 os.dup2(writer, 2)
-make_patient()
+guard_streams()
 print('full', flush=True)
 """
 GROUPS = [

@@ -16,7 +16,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.published_tensors import stored_pieces
-from megapar.training.building.parallelize import make_job
+from megapar.training.building.parallelize import parallelize
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.step.observer import StepObserver
@@ -62,7 +62,7 @@ class Ours:
         self.config = parse(row.kind, [*sizes, "--data-path", "mock", "--device", "cpu"], {})
         self.routes = Routes(replayed)
         world = World.start(self.config.grid, pick("cpu"), timedelta(seconds=60))
-        self.job = make_job(self.config, world, observer=self.routes)
+        self.job = parallelize(self.config, world, observer=self.routes)
         load_hf(folder, self.job)
         self.job.sharding.wait()
         self._labels = "masked_labels" if row.encoder else "labels"

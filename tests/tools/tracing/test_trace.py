@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -27,8 +28,8 @@ from megapar.tools.main import main
 from megapar.tools.tracing.pretend import pretend
 from megapar.tools.tracing.trace import TracedStep, measure, trace, traceable
 from megapar.trainer import Trainer
-from megapar.training.building import build
-from megapar.training.building.builder import Builder
+from megapar.training.building.corpus import make_corpus
+from megapar.training.building.parts import Parts
 from tests.support.ranks import run_ranks
 
 # peak, the formula's peak, bytes sent, the formula's bytes sent
@@ -173,11 +174,9 @@ def line(flags: Sequence[str]) -> list[str]:
     return [token for name, value in pairs if name not in flags for token in (name, value)] + list(flags)
 
 
-class WithPadding(Builder):
-    """Computes padding, too: the formulas know no text, so each of their positions counts."""
-
-    def collate(self, config: Config, world: World, corpus: Corpus) -> Collate:
-        return corpus.collate
+def with_padding(config: Config, world: World, corpus: Corpus) -> Collate:
+    """Micro-batches with padding, which is computed, too: the formulas know no text, so each position counts."""
+    return corpus.collate
 
 
 def traced(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
@@ -209,10 +208,15 @@ def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequ
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with patch.dict(os.environ, place):
         config = parse(kind, line(flags), dict(os.environ))
-        corpus = build.make_corpus(config)
-        world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
+        corpus = make_corpus(config)
+        world = World.start(
+            config.grid,
+            pick("cpu"),
+            timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            f"file://{rendezvous}",
+        )
         with MemoryTracker() as tracker:
-            trainer = Trainer(config, world, corpus, builder=WithPadding())
+            trainer = Trainer(config, world, corpus, parts=Parts(collate=with_padding))
             trainer.start()
             trainer.step()
             seen = measure(trainer, tracker, rank, time.perf_counter())

@@ -173,15 +173,22 @@ def ours(line: str) -> list[str]:
 
 def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> dict[str, Any]:
     """What a run has before, and after each of two steps."""
+    from datetime import timedelta
+
     from megapar.core.comm.world import World
     from megapar.core.device.pick import pick
     from megapar.trainer import Trainer
-    from megapar.training.building import build
+    from megapar.training.building.corpus import make_corpus
 
     with patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}):
         config = parse("moe", flags, dict(os.environ))
-        corpus = build.make_corpus(config)
-        world = World.start(config.grid, pick("cpu", 0), build.timeout(config), f"file://{rendezvous}")
+        corpus = make_corpus(config)
+        world = World.start(
+            config.grid,
+            pick("cpu", 0),
+            timedelta(minutes=config.parallel.distributed_timeout_minutes),
+            f"file://{rendezvous}",
+        )
         trainer = Trainer(config, world, corpus)
         trainer.start()
 

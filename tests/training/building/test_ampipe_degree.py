@@ -15,7 +15,7 @@ from megapar.training.building import ampipe_degree as degree
 from tests.equivalence.compare import differences
 from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import FORCED_SUITE
-from tests.support.forced import Forced
+from tests.support.forced import forced_parts
 from tests.support.ranks import run_ranks
 
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_takes_the_stored_degree_and_has_the_numbers_of_one_proces
     flags = [*row.flags(), "--dtype", "fp64"]
 
     def ranks(degree: int, *more: str) -> Trace:
-        asked = (trace, "moe", [*flags, *more], 2, None, "gloo", Forced(degree=degree))
+        asked = (trace, "moe", [*flags, *more], 2, None, "gloo", forced_parts(degree=degree))
         found: Trace = run_ranks(2, *asked, group=False)[0]
         return found
 

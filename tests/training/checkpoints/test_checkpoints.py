@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from megapar.core.checkpoint.shard_file import HashedFile
 from megapar.core.device.base import Device
 from megapar.errors import CheckpointError, MegaparError
 from megapar.files.location import Place, at
-from megapar.health.stop.control import Control, Limits, StopSignal
+from megapar.health.stop.control import Control, StopSignal
 from megapar.trainer import train
 from megapar.training.checkpoints.checkpoints import Checkpoints
 from tests.support.damage import cut, flip_bit
@@ -383,9 +384,9 @@ def test_a_signal_to_one_rank_stops_all_in_the_same_step(tmp_path: Path) -> None
 
 
 def test_only_the_leaders_clock_counts() -> None:
-    limits = Limits(save_minutes=1e-9, exit_minutes=1e-9)
-    assert Control(limits, None, leader=False).votes() == [0, 0, 0]
-    assert Control(limits, None, leader=True).votes() == [0, 1, 1]
+    options = replace(parse("moe", [], {}).checkpoint, save_interval_minutes=1e-9, exit_duration_minutes=1e-9)
+    assert Control(options, None, leader=False).votes() == [0, 0, 0]
+    assert Control(options, None, leader=True).votes() == [0, 1, 1]
 
 
 def test_a_rotary_model_may_know_more_positions_than_its_checkpoint(root: Path) -> None:

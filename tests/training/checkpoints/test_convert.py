@@ -37,7 +37,7 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.hugging_face.save import save_hf
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
-from megapar.training.building.parallelize import make_job
+from megapar.training.building.parallelize import parallelize
 from megapar.training.checkpoints import state
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
@@ -249,7 +249,7 @@ def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[
     with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
         config = parse(kind, [*flags, "--data-path", "mock", "--seq-length", "16"], dict(os.environ))
         world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60), f"file://{rendezvous}")
-        job = make_job(config, world)
+        job = parallelize(config, world)
         if config.checkpoint.load_hf:
             load_hf(Path(config.checkpoint.load_hf), job)
         else:
@@ -351,7 +351,7 @@ def _masters(rank: int, world_size: int, rendezvous: str, flags: list[str]) -> d
     with patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}):
         config = parse("moe", [*flags, "--data-path", "mock", "--seq-length", "16"], dict(os.environ))
         world = World.start(config.grid, pick("cpu", 0), timedelta(seconds=60), f"file://{rendezvous}")
-        job = make_job(config, world)
+        job = parallelize(config, world)
         load_hf(Path(config.checkpoint.load_hf or ""), job)
         found = dict(
             collect_all(world, job.table, job.sharding, [shard.master for shard in job.sharding.master_shards])

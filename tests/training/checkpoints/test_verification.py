@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +16,7 @@ from megapar.arguments import Config, parse
 from megapar.errors import CorruptionError, TrainingError, UnverifiedError
 from megapar.files.location import at
 from megapar.files.suspects import NEVER, RECORD, read_fault
-from megapar.health.corruption.guards import Guards
-from megapar.health.corruption.witness import Witness
+from megapar.health.corruption.guards import FaultRecord, Guards
 from megapar.trainer import Outcome, train
 from megapar.training.checkpoints.verification import Start
 from megapar.training.step.job import Job
@@ -56,9 +55,9 @@ def bad(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Iterations after which the check of every run in this test is going to fail."""
     found: set[int] = set()
 
-    def make(*, config: Config, job: Job, start: Start, **_: Any) -> Guards:
-        witness = Witness([Path(str(config.checkpoint.save))], job.world, start.iteration)
-        return Guards([Late("often", 1, set()), Late("recompute", 5, found)], start, witness)
+    def make(*, config: Config, job: Job, start: Start, others: Collection[str], **_: Any) -> Guards:
+        record = FaultRecord([Path(str(config.checkpoint.save))], job.world, start.iteration, others)
+        return Guards([Late("often", 1, set()), Late("recompute", 5, found)], start, record)
 
     monkeypatch.setattr(trainer, "make_guards", make)
     yield found
@@ -215,7 +214,7 @@ def test_a_record_that_cannot_be_read_is_refused_until_a_checkpoint_is_named(
     assert min(losses(run_here(tmp_path, "--ckpt-step", "4"))) == 5
 
 
-def test_the_first_witness_is_heard(tmp_path: Path, any_store: str) -> None:
+def test_the_first_record_stays(tmp_path: Path, any_store: str) -> None:
     class World:
         grid = type("grid", (), {"world_size": 2})
         launched = (0, 1)
@@ -223,14 +222,14 @@ def test_the_first_witness_is_heard(tmp_path: Path, any_store: str) -> None:
 
     world: Any = World()
 
-    def witness() -> Witness:
-        made = Witness([tmp_path], world, 0)
+    def record_of_one() -> FaultRecord:
+        made = FaultRecord([tmp_path], world, 0)
         made.hosts = ["one", "two"]
         return made
 
-    error = witness().record("state", 3, {"state": 2}, CorruptionError("first", ranks=[1]))
+    error = record_of_one().write("state", 3, {"state": 2}, CorruptionError("first", ranks=[1]))
     assert str(error) == "first Rank 1 on node two, device cuda:1 (H)."
-    assert str(witness().record("state", 3, {}, TrainingError("second"))) == "second"
+    assert str(record_of_one().write("state", 3, {}, TrainingError("second"))) == "second"
     fault = read_fault(tmp_path)
     assert fault is not None
     assert fault.message == "first"
@@ -241,5 +240,5 @@ def test_a_record_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     world: Any = object()  # asked only where a rank is to blame
-    told = Witness([tmp_path / "file"], world, 0).record("state", 3, {}, TrainingError("odd"))
+    told = FaultRecord([tmp_path / "file"], world, 0).write("state", 3, {}, TrainingError("odd"))
     assert "corruption.json could not be written" in str(told)

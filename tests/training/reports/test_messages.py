@@ -1,51 +1,70 @@
-"""What a run says of itself at its start."""
+"""What a run says where its device has no memory left."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
+import megapar.trainer as trainer_module
 from megapar.arguments import parse
-from megapar.core.device.base import Device
-from megapar.training.reports.messages import expert_products
-from megapar.training.reports.terminal import describe
-from tests.support.record import record
-
-EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32"
-PIECES = f"{EXPERTS} --moe-model-type deepspeed_moe"
-SMALL = "--hidden-size 64 --num-attention-heads 4 --num-layers 2"
+from megapar.core.device.base import Device, MemoryPressure
+from megapar.errors import ConfigError, TrainingError
+from megapar.planning.out_of_memory import planned_memory
+from tests.support.training import COMMON, SMALL
 
 
-class Without(Device):
-    """Has no kernel for grouped products."""
+class _Full(Device):
+    """A device without memory to give."""
 
-    def grouped_lacks(self, dtype, widths):
-        """Says what it was asked."""
-        return f"asked for {dtype} of {list(widths)}"
+    @property
+    def name(self) -> str:
+        return "NVIDIA H200"
 
+    def memory_pressure(self) -> MemoryPressure:
+        return MemoryPressure(held_bytes=3 << 30, retries=7, allocated_bytes=100 << 30)
 
-@pytest.mark.parametrize(
-    ("flags", "device", "said"),
-    [
-        (f"{EXPERTS} --bf16", Device(), "experts: one grouped GEMM for all experts of a rank"),
-        (f"{EXPERTS} --dtype fp64", Device(), "reads once per layer: no kernel takes float64"),
-        (f"{EXPERTS} --fp16", Without(), "reads once per layer: asked for torch.float16 of [32, 64]"),
-        (f"{EXPERTS} --bf16 --mp-degree 2 --expert-mp-degree 2", Without(), "of [16, 64]"),
-        (
-            f"{EXPERTS} --ep-degree 2 --moe-model-type deepspeed_moe --use-pipe-experts",
-            Without(),
-            "one product per expert and piece of its rows",
-        ),
-        ("--num-experts 0", Without(), ""),
-    ],
-)
-def test_the_form_of_the_experts_products_is_said(flags, device, said):
-    world = 2 if "degree" in flags else 1
-    config = parse("moe", f"{SMALL} {flags}".split(), {"WORLD_SIZE": str(world), "RANK": "0"})
-    found = expert_products(config, config.model, device)
-    assert said in found
-    assert bool(found) == bool(said)
+    def save_memory_snapshot(self, path) -> bool:
+        path.write_text("snapshot")
+        return True
 
 
-@pytest.mark.parametrize(("tokens", "said"), [(0, True), (1, False)])
-def test_a_step_whose_tokens_are_all_masked_says_so(tokens, said):
-    assert ("every token is masked" in describe(record(3, predicted_tokens=tokens), 8)) is said
+def test_out_of_memory_is_explained_with_a_snapshot_and_the_plan(tmp_path, monkeypatch):
+    def step(self):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(trainer_module.Trainer, "step", step)
+    monkeypatch.setattr(trainer_module, "pick", lambda *_: _Full())
+    flags = [*SMALL["moe"], *COMMON, "--save", str(tmp_path)]
+    config = parse("moe", flags, {})
+    with pytest.raises(TrainingError) as failure:
+        trainer_module.train(config)
+    said = str(failure.value)
+    for part in ("2 GiB", "100.00 GiB", "3.00 GiB", "retries: 7", "megapar plan (h200-141g): stage 0 peaks at"):
+        assert part in said
+    assert (tmp_path / "out-of-memory-rank0.pickle").read_text() == "snapshot"
+
+
+class _Gpu(Device):
+    """A device that is no CPU, of a kind that the plan knows."""
+
+    type = "cuda"
+
+    @property
+    def name(self) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+
+LARGE = ("--num-experts", "0", "--hidden-size", "8192", "--num-layers", "64", "--num-attention-heads", "64")
+
+
+@pytest.mark.parametrize(("device", "whose"), [(Device, "1 ranks here"), (_Gpu, "a rank of stage 0")])
+def test_a_run_from_python_is_refused_before_its_model_is_built(device, whose, monkeypatch):
+    monkeypatch.setattr(trainer_module, "pick", lambda *_: device())
+    monkeypatch.setattr(trainer_module, "Trainer", None)
+    config = parse("moe", [*LARGE, *COMMON, "--data-path", "mock", "--device", "cpu", "--seq-length", "128"], {})
+    with pytest.raises(ConfigError, match=rf"needs \d+ GiB for {whose}, by megapar plan.*--no-memory-check"):
+        trainer_module.train(config)
+
+
+def test_a_device_that_the_plan_does_not_know():
+    assert "has no figures for the device" in planned_memory(parse("moe", [], {}), "cuda", "abacus")

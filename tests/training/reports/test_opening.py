@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterable
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -16,14 +17,14 @@ import pytest
 import torch
 
 from megapar import __version__
-from megapar.arguments import parse
+from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.data import build
 from megapar.data.contents import Content
-from megapar.training.building.build import make_corpus
-from megapar.training.building.parallelize import make_job
+from megapar.training.building.corpus import make_corpus
+from megapar.training.building.parallelize import parallelize
 from megapar.training.reports import opening
 from megapar.training.step.batches import BatchFeed
 from megapar.training.step.progress import Progress
@@ -149,7 +150,7 @@ def test_a_mixture_has_epochs_of_its_parts() -> None:
 def test_the_samples_of_a_run_are_those_that_it_reads(kind: str, flags: str) -> None:
     config = parse(kind, last_wins(SMALL[kind], ["--data-path", "mock", *flags.split()]), {})
     world = World(config.grid, 0, Device(), None, torch.distributed.default_pg_timeout)
-    feed, progress = BatchFeed(config, make_job(config, world)), Progress()
+    feed, progress = BatchFeed(config, parallelize(config, world)), Progress()
     for _ in range(config.training.train_iters):
         progress.consumed_samples += feed._grow(progress)[0]
         progress.iteration += 1
@@ -171,3 +172,70 @@ def test_every_rank_knows_all_hosts() -> None:
     assert opening._hosts(results[0]) == "2 hosts: node-0 (2 ranks), node-1 (1 rank)"
     many = [f"node-{number}" for number in range(9)]
     assert opening._hosts(many).endswith("node-5 (1 rank), 3 more")
+
+
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32"
+PIECES = f"{EXPERTS} --moe-model-type deepspeed_moe"
+SMALL_EXPERTS = "--hidden-size 64 --num-attention-heads 4 --num-layers 2"
+
+
+class Without(Device):
+    """Has no kernel for grouped products."""
+
+    def grouped_lacks(self, dtype: torch.dtype, widths: Iterable[int]) -> str:
+        """Says what it was asked."""
+        return f"asked for {dtype} of {list(widths)}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "said"),
+    [
+        (f"{EXPERTS} --bf16", Device(), "experts: one grouped GEMM for all experts of a rank"),
+        (f"{EXPERTS} --dtype fp64", Device(), "reads once per layer: no kernel takes float64"),
+        (f"{EXPERTS} --fp16", Without(), "reads once per layer: asked for torch.float16 of [32, 64]"),
+        (f"{EXPERTS} --bf16 --mp-degree 2 --expert-mp-degree 2", Without(), "of [16, 64]"),
+        (
+            f"{EXPERTS} --ep-degree 2 --moe-model-type deepspeed_moe --use-pipe-experts",
+            Without(),
+            "one product per expert and piece of its rows",
+        ),
+        ("--num-experts 0", Without(), ""),
+    ],
+)
+def test_the_form_of_the_experts_products_is_said(flags: str, device: Device, said: str) -> None:
+    world = 2 if "degree" in flags else 1
+    config = parse("moe", f"{SMALL_EXPERTS} {flags}".split(), {"WORLD_SIZE": str(world), "RANK": "0"})
+    found = opening.expert_products(config, config.model, device)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+SIZES = ("--num-experts", "8", "--moe-router-topk", "2", "--seq-length", "64", "--micro-batch-size", "2")
+
+
+def dropless(*flags: str, world_size: int = 1) -> Config:
+    return parse("moe", [*SIZES, *flags], {"WORLD_SIZE": str(world_size), "RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "rows"),
+    [
+        ((), 1, (256, 256)),
+        (("--ep-degree", "4"), 4, (256, 1024)),
+        (("--ep-degree", "8"), 8, (256, 1024)),  # one expert here: a token comes once
+        (("--moe-model-type", "deepspeed_moe"), 1, None),
+        (("--cp-degree", "2", "--ep-degree", "2"), 2, (128, 256)),
+    ],
+)
+def test_rows_of_dropless_experts_by_hand(
+    flags: tuple[str, ...], world_size: int, rows: tuple[int, int] | None
+) -> None:
+    assert opening.expert_rows(dropless(*flags, world_size=world_size)) == rows
+
+
+def test_the_bound_is_said_where_nothing_is_dropped() -> None:
+    flags = ("--hidden-size", "64", "--moe-ffn-hidden-size", "32", "--num-attention-heads", "4", "--ep-degree", "4")
+    said = opening.expert_bound(dropless(*flags, world_size=4), 2)
+    assert "256 rows" in said
+    assert "1,024 rows" in said
+    assert opening.expert_bound(dropless("--moe-model-type", "deepspeed_moe"), 2) == ""

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megapar.training.reports import streams
-from megapar.training.reports.streams import PatientStream
+from megapar.training.reports.streams import GuardedStream
 
 
 def test_a_reader_that_goes_away_costs_lines_and_nothing_else() -> None:
     reader, writer = os.pipe()
-    stream = PatientStream(writer)
+    stream = GuardedStream(writer)
     stream.write("one\n")
     assert os.read(reader, 100) == b"one\n"
     os.close(reader)
@@ -29,7 +29,7 @@ def test_a_reader_that_goes_away_costs_lines_and_nothing_else() -> None:
 
 def test_a_script_may_ask_for_whole_lines_and_another_encoding() -> None:
     reader, writer = os.pipe()
-    stream = PatientStream(writer)
+    stream = GuardedStream(writer)
     stream.write("a")
     stream.reconfigure(encoding="latin-1", line_buffering=True, write_through=False)
     assert os.read(reader, 100) == b"a"
@@ -60,7 +60,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
     monkeypatch.setattr(streams.os, "write", write)
     monkeypatch.setattr(streams, "MOST_BYTES", 20)
     with (tmp_path / "log").open("wb") as file:
-        stream = PatientStream(file.fileno())
+        stream = GuardedStream(file.fileno())
         for number in range(6):
             stream.write(f"line {number}\n")
         full[0] = False
@@ -71,7 +71,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(
 
 def test_a_signal_whose_handler_writes_in_the_middle_of_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
-    stream, kept, inside = PatientStream(writer), os.write, [True]
+    stream, kept, inside = GuardedStream(writer), os.write, [True]
 
     def write(descriptor: int, data: bytes) -> int:
         with memoryview(data):  # as the call itself holds it
@@ -92,8 +92,8 @@ def test_a_signal_whose_handler_writes_in_the_middle_of_a_write(monkeypatch: pyt
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_process_without_standard_output_writes_into_no_file_of_its_own(tmp_path: Path, name: str) -> None:
     body = (
-        "import os, sys; from megapar.training.reports.streams import make_patient\n"
-        f"make_patient(); file = open({str(tmp_path / 'file')!r}, 'wb')\n"
+        "import os, sys; from megapar.training.reports.streams import guard_streams\n"
+        f"guard_streams(); file = open({str(tmp_path / 'file')!r}, 'wb')\n"
         f"print('said', file=sys.{name}, flush=True); os.system('echo said; echo said >&2')\n"
         "from megapar.health.stop.signal_listener import write_stderr; write_stderr('told')\n"
     )
@@ -106,9 +106,9 @@ def test_a_process_without_standard_output_writes_into_no_file_of_its_own(tmp_pa
 
 def test_what_failed_before_does_not_keep_a_stream_from_being_patient() -> None:
     body = (
-        "import sys; from contextlib import suppress; from megapar.training.reports.streams import make_patient\n"
+        "import sys; from contextlib import suppress; from megapar.training.reports.streams import guard_streams\n"
         "with suppress(OSError): print('early', file=sys.stderr, flush=True)\n"
-        "make_patient(); print('late', file=sys.stderr, flush=True)\n"
+        "guard_streams(); print('late', file=sys.stderr, flush=True)\n"
         "print(sys.stderr.failures)"
     )
     with open("/dev/full", "wb") as full:
@@ -125,7 +125,7 @@ def test_what_failed_before_does_not_keep_a_stream_from_being_patient() -> None:
 
 def test_a_process_ends_well_whose_reader_is_gone() -> None:
     body = (
-        "import sys; from megapar.training.reports.streams import make_patient, stream_failures; make_patient()\n"
+        "import sys; from megapar.training.reports.streams import guard_streams, stream_failures; guard_streams()\n"
         "sys.stdin.read()\n"
         "for i in range(5): print('line', i)\n"
         "sys.stdout.flush()\n"

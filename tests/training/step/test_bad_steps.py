@@ -7,7 +7,6 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,21 +15,17 @@ import pytest
 import torch
 
 from megapar.arguments import parse
-from megapar.core.comm.world import World
 from megapar.core.device.compiled import Compiled, plain
-from megapar.core.device.pick import pick
 from megapar.core.sharding import replicas
 from megapar.data.sampling.skipping import effective, merged, parse_range, sample_at
 from megapar.errors import TrainingError
 from megapar.trainer import Trainer, train
-from megapar.training.building import build
-from megapar.training.building.builder import Builder
 from megapar.training.reports.record import Record
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step.bad_steps import BadStepPolicy, SpikeDetector
 from megapar.training.step.step_guard import StepGuard
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.training import COMMON, SMALL, last_wins, run
+from tests.support.training import COMMON, SMALL, last_wins, make_trainer, run
 
 LAYOUTS = {
     "sharding 2": (2, ("--sharding-degree", "2")),
@@ -59,9 +54,7 @@ def spoiled(
     """
     told: list[str] = []
     line = last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags))
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with (
-        patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
         patch.object(Trainer, "train", run_spoiled(steps, times, bad_rank, factor)),
         patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
@@ -151,12 +144,10 @@ def one_cannot_compile(
         return lambda *inputs: tuple(x * 1.001 if x.is_floating_point() else x for x in graph(*inputs))
 
     told: list[str] = []
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     line = last_wins((*SMALL["moe"], *COMMON), ("--replica-check-interval", "1", *flags))
     with (
-        patch.dict(os.environ, place),
         patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
-        patch.object(Builder, "runner", lambda self, config, world: Compiled(compile_) if fails else plain),
+        patch("megapar.training.building.parts.make_runner", lambda *_: Compiled(compile_) if fails else plain),
         patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
         warnings.catch_warnings(),
     ):
@@ -264,13 +255,7 @@ def test_a_digest_knows_every_bit_and_the_order(dtype: torch.dtype) -> None:
 
 def diverge(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], name: str, bad_rank: int) -> None:
     """Flip one bit of a parameter's master, or of a buffer, on one rank after step 2."""
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    with patch.dict(os.environ, place):
-        config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags)), dict(os.environ))
-        corpus = build.make_corpus(config)
-        world = World.start(config.grid, pick("cpu"), timedelta(seconds=60), f"file://{rendezvous}")
-    trainer = Trainer(config, world, corpus)
-    trainer.start()
+    trainer = make_trainer("moe", last_wins((*SMALL["moe"], *COMMON), (*FP64, *flags)), rendezvous)
     for step in range(3):
         trainer.step()
         if step == 1 and rank == bad_rank:

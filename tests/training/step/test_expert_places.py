@@ -14,21 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar.arguments import parse
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.core.sharding.moved_rows import RowMoves, move_rows
 from megapar.data.batches import Loader
-from megapar.trainer import Trainer
-from megapar.training.building import build
 from megapar.training.checkpoints.collect import collect_all
 from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.step.expert_places import Rows
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.result import StepResult
 from tests.support.ranks import run_ranks
-from tests.support.training import COMMON, SMALL, last_wins
+from tests.support.training import COMMON, SMALL, last_wins, make_trainer
 
 FLAGS = ("--num-experts", "8", "--num-layers", "3", "--clip-grad", "0.5", "--moe-dispatch", "plain")
 MOVES = ("--moe-rebalance-interval", "2")
@@ -59,13 +55,10 @@ class Run:
 
 
 def _train(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> Run:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "job"}
     # A killed run leaves its local checkpoints.
-    with patch.dict(os.environ, place), patch.object(LocalSaves, "remove", LocalSaves.join_save):
-        config = parse("moe", last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags)), dict(os.environ))
-        world = World.start(config.grid, pick("cpu"), build.timeout(config), f"file://{rendezvous}")
-        trainer = Trainer(config, world, build.make_corpus(config), observer=Skewed(), keep_records=True)
-        trainer.start()
+    with patch.dict(os.environ, TORCHELASTIC_RUN_ID="job"), patch.object(LocalSaves, "remove", LocalSaves.join_save):
+        line = last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags))
+        trainer = make_trainer("moe", line, rendezvous, observer=Skewed(), keep_records=True)
         rows, step = [], trainer.stepper.step
 
         def counted(loader: Loader) -> StepResult:
@@ -81,9 +74,9 @@ def _train(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) ->
             ("master", masters),
             *((name, job.optimizer.state(name)) for name in job.optimizer.states),
         ):
-            for name, whole in collect_all(world, job.table, job.sharding, tensors):
+            for name, whole in collect_all(trainer.world, job.table, job.sharding, tensors):
                 state[f"{kind} {name}"] = whole.clone()
-        world.close()
+        trainer.world.close()
     busiest = [record.expert_load[0].get("busiest_rank") for record in records]
     return Run([record.loss for record in records], [record.grad_norm for record in records], state, rows, busiest)
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import megapar
-from megapar.arguments import parse
-from megapar.core.comm.world import World
-from megapar.core.device.base import Device
 from megapar.core.sharding.sharding import Sharding
-from megapar.trainer import Trainer
-from megapar.training.building.build import make_corpus
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.result import StepResult
+from tests.support.training import make_trainer
 
 SMALL = "--data-path mock --device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2"
 SMALL += " --seq-length 16 --vocab-size 128 --micro-batch-size 1 --gradient-merge-acc-step 2 --train-iters 1"
@@ -67,10 +60,7 @@ class Notes(StepObserver):
 
 def step(flags: str, observer: StepObserver) -> StepResult:
     """One step of a trainer."""
-    config = parse("moe", f"{SMALL} {flags}".split(), {})
-    world = World.start(config.grid, Device(), timedelta(seconds=60))
-    trainer = Trainer(config, world, make_corpus(config), observer=observer)
-    trainer.start()
+    trainer = make_trainer("moe", f"{SMALL} {flags}".split(), observer=observer)
     with closing(trainer.loader):
         return trainer.step()
 
@@ -97,8 +87,3 @@ def test_the_observer_s_choice_is_the_routing(expert: int) -> None:
     load = step("", notes).totals.load.flatten().tolist()
     assert notes.loads == {expert: 2 * 16}
     assert load == [2 * 16 * (number == expert) for number in range(4)]
-
-
-def test_the_package_replaces_no_names_by_mocks() -> None:
-    for path in Path(megapar.__file__).parent.rglob("*.py"):
-        assert "unittest" not in path.read_text(), path

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapar.training.loop.manual_gc import Collector
+from megapar.training.loop.callbacks import Collector
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from megapar.core.device.base import Device
 from megapar.data.batches import Loader
 from megapar.errors import ConfigError
 from megapar.trainer import Trainer
-from megapar.training.building import build
-from megapar.training.step.dtypes import compute_dtype
+from megapar.training.building.corpus import make_collate, make_corpus
+from megapar.training.step.dtypes import compute_dtype, make_loss_scale
 
 FLAGS = "--data-path mock --hidden-size 16 --num-attention-heads 2 --num-layers 1 --seq-length 32 --vocab-size 512"
 
@@ -38,8 +38,8 @@ class Pinning(Device):
 @pytest.mark.parametrize("extra", ["", "--reset-attention-mask"])
 def test_every_tensor_of_a_batch_is_pinned_where_it_is_made(extra):
     config = parse("moe", f"{FLAGS} --num-experts 0 {extra}".split(), {})
-    device, corpus = Pinning(), build.make_corpus(config)
-    collate = build.make_collate(config, World.pretend(config.grid, device, 0), corpus)
+    device, corpus = Pinning(), make_corpus(config)
+    collate = make_collate(config, World.pretend(config.grid, device, 0), corpus)
     with closing(Loader(corpus.train, collate, 2)) as loader:
         loader.step(0, 1)
         (batch,) = loader.step(2, 1)  # made ahead
@@ -85,10 +85,10 @@ class Volta(Device):
 
 def test_fp16_that_the_device_chooses_has_a_loss_scale_too():
     config = parse("moe", ["--initial-loss-scale", "4096", "--fp16"], {})
-    assert build.make_loss_scale(config, Device()).value == 4096
+    assert make_loss_scale(config, Device()).value == 4096
     auto = parse("moe", [], {})
-    assert build.make_loss_scale(auto, Device()) is None
-    assert build.make_loss_scale(auto, Volta()).value == 65536
+    assert make_loss_scale(auto, Device()) is None
+    assert make_loss_scale(auto, Volta()).value == 65536
     with pytest.raises(ConfigError, match="reduce-dtype-wide"):
         compute_dtype(parse("moe", ["--grad-reduce-dtype", "bf16"], {}), Volta())
 
@@ -96,7 +96,7 @@ def test_fp16_that_the_device_chooses_has_a_loss_scale_too():
 def test_a_run_on_a_device_without_bf16_scales_its_loss(monkeypatch):
     config = parse("moe", [*FLAGS.split(), "--num-experts", "0", "--train-iters", "2", "--eval-interval", "0"], {})
     monkeypatch.setattr(Device, "default_dtype", torch.float16)
-    trainer = Trainer(config, World.pretend(config.grid, Device(), 0), build.make_corpus(config))
+    trainer = Trainer(config, World.pretend(config.grid, Device(), 0), make_corpus(config))
     trainer.start()
     with closing(trainer.loader):
         trainer.monitor.add(trainer.step())

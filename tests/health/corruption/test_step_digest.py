@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from megapar.health.corruption.trail import (
+from megapar.health.corruption.step_digest import (
     BACKWARD,
     FORWARD,
     REDUCED,
     DigestPoint,
     DigestRecord,
-    DigestTrail,
+    StepDigest,
     digest,
     first_difference,
 )
@@ -47,15 +47,15 @@ def test_equal_bits_give_equal_digests_wherever_they_lie(start: int) -> None:
 
 
 def test_the_earliest_place_is_the_forward_s_first_unit_or_the_backward_s_last() -> None:
-    trail = DigestTrail(["embedding", "layers.0", "layers.0", "layers.1"])
+    step_digest = StepDigest(["embedding", "layers.0", "layers.0", "layers.1"])
     one = torch.ones(2)
     for unit in ("embedding", "layers.0", "layers.1"):
-        trail.output(unit, ((one,), "no tensor", (one, "statistics")))
-    trail.sums("the loss", one)
+        step_digest.output(unit, ((one,), "no tensor", (one, "statistics")))
+    step_digest.sums("the loss", one)
     for unit in ("layers.1", "layers.0"):
-        trail.gradient(unit, f"{unit}.weight", one)
-    trail.reduced(one)
-    trace = trail.end()
+        step_digest.gradient(unit, f"{unit}.weight", one)
+    step_digest.reduced(one)
+    trace = step_digest.end()
     assert len(trace.points) == 7
     assert [point.phase for point in trace.points] == [FORWARD] * 4 + [BACKWARD] * 2 + [REDUCED]
 
@@ -79,17 +79,17 @@ def test_runs_that_do_not_do_the_same_differ() -> None:
 
 
 def test_outputs_of_units_are_noted_while_they_are_watched() -> None:
-    layer, trail = nn.Linear(2, 2), DigestTrail(["layers.0"])
-    with trail.watching({"layers.0": (layer,)}):
+    layer, step_digest = nn.Linear(2, 2), StepDigest(["layers.0"])
+    with step_digest.watching({"layers.0": (layer,)}):
         layer(torch.ones(1, 2))
     layer(torch.ones(1, 2))
-    assert [point.name for point in trail.end().points] == ["the output of layers.0"]
+    assert [point.name for point in step_digest.end().points] == ["the output of layers.0"]
 
 
 def test_a_head_beside_the_copy_of_an_embedding_is_the_head() -> None:
     """The last stage of a pipeline has the tied weight, and names it by the unit that runs first on another stage."""
     layer, head = nn.Linear(2, 2), nn.Linear(2, 2)
-    trail = DigestTrail(["embedding", "layers.0", "head"])
-    with trail.watching({"embedding": (head,), "layers.0": (layer,), "head": (head,)}):
+    step_digest = StepDigest(["embedding", "layers.0", "head"])
+    with step_digest.watching({"embedding": (head,), "layers.0": (layer,), "head": (head,)}):
         head(layer(torch.ones(1, 2)))
-    assert [point.name for point in trail.end().points] == ["the output of layers.0", "the output of head"]
+    assert [point.name for point in step_digest.end().points] == ["the output of layers.0", "the output of head"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapar.health.stop.lost_peer import is_lost_peer, report_lost_peer
+from megapar.health.stop.failure import is_lost_peer, report_lost_peer
 
 GLOO = (
     "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:11955: Connection reset by peer. This is typically "

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import datetime
 
 import pytest
 
 from megapar.core.units import clock_text
 from megapar.training.reports.record import Record
-from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal
-from megapar.training.reports.time_left import TimeLeft
+from megapar.training.reports.terminal import PlainTerminal, ProgressTerminal, TimeLeft, describe
 
 
 def record(iteration: int, seconds: float) -> Record:
@@ -79,3 +78,8 @@ def test_the_bar_has_the_time_left_of_the_lines(capsys: pytest.CaptureFixture[st
     assert bar._progress.tasks[0].fields["left"] == "3:20"
     bar.close()
     assert "left 3:20" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(0, True), (1, False)])
+def test_a_step_whose_tokens_are_all_masked_says_so(tokens: int, said: bool) -> None:
+    assert ("every token is masked" in describe(replace(record(3, 1.0), predicted_tokens=tokens), 8)) is said

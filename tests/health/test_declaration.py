@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,23 +17,95 @@ import torch.distributed as dist
 
 from megapar.arguments import FLAGS, parse
 from megapar.core.device.base import Device
-from megapar.errors import ConfigError, MegaparError
-from megapar.health.start.declared import Declaring, verdict
+from megapar.errors import ConfigError, DistributedError, MegaparError
+from megapar.health.declaration import Declaration, Node, RankEntry, differences, verdict
 from megapar.trainer import train
-from megapar.training.building import build
+from megapar.training.building.corpus import make_corpus
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
+
+CHANGED = {"--lr": "0.001", "--hidden-size": "64", "--ffn-hidden-size": "128"}
+FACTS = {"torch": "2.11.0", "source 1 of the data": "abcd"}
+GIVEN = frozenset({"--lr"})
+
+
+def node(first: int, last: int, host: str, entry: Declaration) -> Node:
+    return Node(host, tuple(range(first, last + 1)), entry.to_text().encode())
+
+
+def entry(flags: dict[str, str] | None = None, facts: dict[str, str] | None = None, given: str = "") -> Declaration:
+    return Declaration({**CHANGED, **(flags or {})}, GIVEN | frozenset(given.split()), {**FACTS, **(facts or {})})
+
+
+def said(*nodes: Node) -> list[str]:
+    return [str(one) for one in differences(nodes, lambda name: "the flags." if name.startswith("--") else "files.")]
+
+
+def test_an_entry_is_the_same_as_text_and_back() -> None:
+    one = entry(given="--seed --ffn-hidden-size")
+    assert Declaration.from_text(one.to_text().encode()) == one
+    assert (
+        Declaration(dict(reversed(CHANGED.items())), GIVEN, FACTS).to_text()
+        == Declaration(CHANGED, GIVEN, FACTS).to_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", json.dumps({"flags": {"--lr": 1}, "given": [], "facts": {}}), "[" * 100_000],
+)
+def test_what_is_no_entry_is_refused(text: str) -> None:
+    with pytest.raises(DistributedError, match="the declaration of a rank"):
+        Declaration.from_text(text)
+
+
+def test_nodes_that_run_the_same_agree() -> None:
+    assert said(node(0, 7, "a", entry()), node(8, 15, "b", entry())) == []
+    # A value that is the default of one and asked for by the other is the same value.
+    assert said(node(0, 7, "a", entry()), node(8, 15, "b", entry(given="--hidden-size"))) == []
+
+
+def test_all_differences_are_told_at_once_with_values_ranks_and_hosts() -> None:
+    other = entry({"--lr": "0.0005"}, {"torch": "2.12.0", "source 1 of the data": "ef01"})
+    assert said(node(0, 7, "a", entry()), node(8, 15, "b", other), node(16, 16, "c", entry())) == [
+        "[agreement] --lr is 0.001 on ranks 0-7, 16 (a, c) and 0.0005 on ranks 8-15 (b). the flags.",
+        "[agreement] source 1 of the data is abcd on ranks 0-7, 16 (a, c) and ef01 on ranks 8-15 (b).",
+        "[agreement] torch is 2.11.0 on ranks 0-7, 16 (a, c) and 2.12.0 on ranks 8-15 (b). files.",
+    ]
+
+
+def test_what_follows_from_a_flag_that_differs_is_not_told() -> None:
+    other = entry({"--hidden-size": "32", "--ffn-hidden-size": "64"}, given="--hidden-size")
+    (only,) = said(node(0, 0, "a", entry()), node(1, 1, "b", other))
+    assert "--hidden-size is 64 on rank 0 (a) and 32 on rank 1 (b)" in only
+    # But never is a difference lost.
+    (only,) = said(node(0, 0, "a", entry()), node(1, 1, "b", entry({"--ffn-hidden-size": "64"})))
+    assert "--ffn-hidden-size is 128 on rank 0 (a) and 64 on rank 1 (b)" in only
+
+
+def test_what_other_code_does_not_know_is_not_compared() -> None:
+    other = entry({"--new": "1"}, {"code": "1234"}, given="--new")
+    (only,) = said(node(0, 0, "a", entry(facts={"code": "5678"})), node(1, 1, "b", other))
+    assert "code is 5678 on rank 0 (a) and 1234 on rank 1 (b)" in only
+
+
+def test_messages_stay_short() -> None:
+    nodes = [node(2 * n, 2 * n, f"host-{n}", entry({"--lr": f"{n}." + "1" * 100})) for n in range(100)]
+    (only,) = said(*nodes)
+    assert len(only) < 700
+    assert "other values on ranks 8, 10, 12, 14 and 92 more (host-4, host-5, host-6 and 93 more)" in only
+
 
 ENVIRON = {"WORLD_SIZE": "2", "GROUP_RANK": "0", "LOCAL_RANK": "0"}
 TIMEOUT = timedelta(seconds=30)
 
 
-def declared(*flags: str, environ: Mapping[str, str] = ENVIRON, kind: str = "moe") -> Declaring:
+def declared(*flags: str, environ: Mapping[str, str] = ENVIRON, kind: str = "moe") -> RankEntry:
     config = parse(kind, last_wins((*SMALL[kind], *COMMON), flags), {"WORLD_SIZE": "2"})
-    return Declaring.of(config, build.make_corpus(config), Device(), environ)
+    return RankEntry.of(config, make_corpus(config), Device(), environ)
 
 
-def differing(one: Declaring, other: Declaring) -> set[str]:
+def differing(one: RankEntry, other: RankEntry) -> set[str]:
     """Flags and facts that are not the same."""
     pairs = ((one.flags, other.flags), (one.facts, other.facts), (one.of_node, other.of_node))
     return {name for here, there in pairs for name in {**here, **there} if here.get(name) != there.get(name)}
@@ -79,7 +152,7 @@ def test_one_rank_of_a_node_finds_out_what_takes_time() -> None:
     assert declared(environ={"LOCAL_RANK": "1"}).of_node  # of which nobody says who is beside it
 
 
-def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[Declaring]) -> str:
+def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[RankEntry]) -> str:
     store = dist.PrefixStore("agree", dist.FileStore(rendezvous, world_size))
     try:
         entries[rank](store, rank, world_size, TIMEOUT)
@@ -88,13 +161,13 @@ def exchange(rank: int, world_size: int, rendezvous: str, entries: Sequence[Decl
     return ""
 
 
-def asked(*entries: Declaring) -> list[str]:
+def asked(*entries: RankEntry) -> list[str]:
     found: list[str] = run_ranks(len(entries), exchange, entries, group=False)
     return found
 
 
 def test_ranks_of_two_nodes_agree_or_hear_all_differences() -> None:
-    first = Declaring({"--lr": "1"}, frozenset(), {"device": "cpu"}, {"code": "a"}, "0", 0)
+    first = RankEntry({"--lr": "1"}, frozenset(), {"device": "cpu"}, {"code": "a"}, "0", 0)
     second = replace(first, of_node={}, local_rank=1)
     other = [replace(first, node="1"), replace(second, node="1")]
     assert asked(first, second, *other) == [""] * 4
@@ -108,7 +181,7 @@ def test_ranks_of_two_nodes_agree_or_hear_all_differences() -> None:
 
 
 def test_a_rank_that_is_not_as_its_own_node_is_found() -> None:
-    first = Declaring({"--lr": "1"}, frozenset(), {}, {"code": "a"}, "0", 0)
+    first = RankEntry({"--lr": "1"}, frozenset(), {}, {"code": "a"}, "0", 0)
     found = asked(first, replace(first, flags={"--lr": "2"}, of_node={}, local_rank=1))
     assert "[agreement] --lr is 1 on rank 0 (" in found[0]
     assert found[0] == found[1]
@@ -129,7 +202,7 @@ def test_a_rank_asks_little_of_the_store_and_the_first_one_reads_all_at_once() -
     for rank in range(nodes * ranks):
         node, local = divmod(rank, ranks)
         of_node = {} if local else {"code": "a"}
-        Declaring(flags, frozenset(), {"device": "cpu"}, of_node, str(node), local).declare(counted, rank)
+        RankEntry(flags, frozenset(), {"device": "cpu"}, of_node, str(node), local).declare(counted, rank)
     assert asked == {"set": nodes * (2 + ranks), "get": nodes * (ranks - 1)}
     asked.clear()
     assert verdict(counted, nodes * ranks) == []

@@ -1,7 +1,7 @@
-"""The choice between plain dispatch and dispatch by node, from a configuration and a device. Does not import torch.
+"""Choices that depend on a kind of device and its figures: the overlap of linear layers, the dispatch of experts.
 
-Every rank makes it from its flags, its launcher's variables and its device, and declares it before any process group
-exists (``health/start/declared.py``).
+Does not import torch. Every rank chooses the dispatch from its flags, its launcher's variables and its device, and
+declares it before any process group exists (``health/declaration.py``).
 """
 
 from __future__ import annotations
@@ -9,16 +9,86 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapar.arguments import Config
-from megapar.core.device.kinds import DeviceKind
+from megapar.core.device.kinds import DeviceKind, kind_called, kind_of
+from megapar.core.tensor_parallel.overlap_price import OFF, ON, CutLinear, Price
 from megapar.errors import Complaint, ConfigError
+from megapar.model.attention import kinds as attention_kinds
 from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.sizes import ModelSizes
 from megapar.moe.dispatch_bytes import MOST_EXPERTS, DispatchBytes
 from megapar.moe.row_counts import dispatched_rows
 from megapar.moe.sizes import MoeSizes
-from megapar.training.building.segments import ITEM_BYTES
+from megapar.training.building.partition import ITEM_BYTES
+
+FIGURES = ("device_tflops", "device_memory_gib", "link_gb", "network_gb")
+"""Flags that give a figure of a device."""
 
 LEAST_GAIN = 1.1  # of the time of plain dispatch over that by node, for ``auto``
 NODE, PLAIN = "node", "plain"
+
+
+def with_figures(kind: DeviceKind, config: Config) -> DeviceKind:
+    """Return the row with the figures that the flags of ``FIGURES`` give."""
+    given = config.runtime
+    dtype = kind.default_dtype if config.training.dtype == "auto" else config.training.dtype
+    return kind.with_figures(
+        dtype,
+        tflops=given.device_tflops,
+        memory_gib=given.device_memory_gib,
+        link_gb=given.link_gb,
+        network_gb=given.network_gb,
+    )
+
+
+def kind_of_run(config: Config, device_type: str, name: str) -> DeviceKind:
+    """Return the row of a run's devices, with the figures of flags.
+
+    Args:
+        device_type: torch's device type.
+        name: Name of the device, as its driver reports it; "" if the device is not here.
+    """
+    return with_figures(kind_of(device_type, name), config)
+
+
+def unknown_device(config: Config, device_type: str, name: str) -> str:
+    """Return a sentence about a device that has no row, whose figures are then another row's; "" if it has one."""
+    if kind_called(name) is not None:
+        return ""
+    assumed = kind_of_run(config, device_type, name)
+    return (
+        f"device: {name} is not in the device table; choices that depend on speed take the figures of {assumed.title}, "
+        "and MFU that of --device-tflops or a measured one"
+    )
+
+
+def tensor_overlap(config: Config, kind: DeviceKind, dtype: str, sizes: ModelSizes | None = None) -> str:
+    """Return off, on or fused: the requested overlap, or for ``auto`` the faster one in ``dtype`` by estimate.
+
+    ``auto`` never chooses torch's fused operators, because they are not confirmed to be faster on any device.
+    It is on where a class of devices is measured to gain (a CPU), and off without a speed for ``dtype``.
+    """
+    requested = config.parallel.tp_comm_overlap
+    if requested != "auto":
+        return requested
+    if kind.device_class.hides or dtype not in kind.flops:
+        return ON if kind.device_class.hides else OFF
+    mp = config.grid.mp
+    sizes = sizes or config.model
+    rows = config.training.micro_batch_size * sizes.seq_length // config.grid.cp
+    price = Price(kind, dtype, ITEM_BYTES[dtype], mp, rows, config.parallel.sequence_parallel)
+    return price.best(cut_linears(sizes, mp))
+
+
+def cut_linears(sizes: ModelSizes, mp: int) -> tuple[CutLinear, ...]:
+    """Return a rank's column and row parallel layers, for one block of each kind in the model."""
+    H, (qkv_width, output_width) = sizes.hidden_size, attention_kinds.kind_of(sizes.attention).widths(sizes.attention)
+    gates = 2 if sizes.gated else 1
+    linears = []
+    for width in sizes.mlp_widths:
+        linears += [CutLinear(True, H, qkv_width // mp), CutLinear(False, output_width // mp, H)]
+        if width:
+            linears += [CutLinear(True, H, gates * width // mp), CutLinear(False, width // mp, H)]
+    return tuple(linears)
 
 
 @dataclass(frozen=True)
@@ -27,7 +97,6 @@ class DispatchChoice:
 
     Attributes:
         node_ranks: Ranks of ep on each node, between which tokens travel once; 0: the dispatch is plain.
-        reason: Why, for people.
     """
 
     node_ranks: int
@@ -82,7 +151,6 @@ def estimated_gain(config: Config, moe: MoeSizes, kind: DeviceKind, dtype: str, 
     A plain pass is one collective on both links, a pass by node is two, one after the other.
 
     Args:
-        moe: Sizes of the layer.
         local: Ranks of ep on each node.
     """
     grid, item = config.grid, ITEM_BYTES[dtype]

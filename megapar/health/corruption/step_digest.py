@@ -1,4 +1,4 @@
-"""Digest trails: digests of the values that a step computes, in order, to compare with a repetition of the step.
+"""Digests of the values that a step computes, in order, to compare with a repetition of the step.
 
     forward     the output of every unit of the model and of every stage of the pipeline, then the losses
     backward    every gradient that this rank computes, before the reduction
@@ -26,9 +26,7 @@ class DigestPoint(NamedTuple):
     """The point of a step at which a digest was taken. Points compare in order of execution.
 
     Attributes:
-        phase: FORWARD, BACKWARD or REDUCED.
         order: Ascending within the phase; the same on every rank.
-        name: Name for messages.
     """
 
     phase: int
@@ -37,12 +35,7 @@ class DigestPoint(NamedTuple):
 
 
 class DigestRecord(NamedTuple):
-    """A finished trail, on the host.
-
-    Attributes:
-        points: The points, in order of execution.
-        digests: One for each point.
-    """
+    """The digests of a step, on the host."""
 
     points: tuple[DigestPoint, ...]
     digests: tuple[int, ...]
@@ -60,22 +53,18 @@ class DigestRecord(NamedTuple):
         return (weighed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def first_difference(one: DigestRecord, other: DigestRecord) -> DigestPoint | None:
+def first_difference(first: DigestRecord, second: DigestRecord) -> DigestPoint | None:
     """Return the earliest point at which two runs of the same step differ, or None if they are equal."""
-    if one.points != other.points:
-        pairs = zip(one.points, other.points, strict=False)
-        differing = [mine for mine, theirs in pairs if mine != theirs] or [*one.points, *other.points]
+    if first.points != second.points:
+        pairs = zip(first.points, second.points, strict=False)
+        differing = [point for point, other in pairs if point != other] or [*first.points, *second.points]
         return differing[0]._replace(name=f"the order of work at {differing[0].name}")
-    pairs_of_digests = zip(one.points, one.digests, other.digests, strict=True)
-    return min((point for point, mine, theirs in pairs_of_digests if mine != theirs), default=None)
+    digests = zip(first.points, first.digests, second.digests, strict=True)
+    return min((point for point, digest, other in digests if digest != other), default=None)
 
 
-class DigestTrail:
-    """Records digests while a step runs.
-
-    Args:
-        units: Names of the whole model's units in forward order.
-    """
+class StepDigest:
+    """Records digests while a step runs. ``units`` are the names of the whole model's units in forward order."""
 
     def __init__(self, units: Sequence[str]) -> None:
         self._order: Mapping[str, int] = {name: number for number, name in enumerate(dict.fromkeys(units))}
@@ -86,8 +75,8 @@ class DigestTrail:
         """Record the output of a unit: a tensor, or the tensors in a list or tuple, and in a tuple of tensors in it."""
         order = self._order.get(unit, len(self._order))
         values = value if isinstance(value, list | tuple) else (value,)
-        for one in values:
-            parts = one if isinstance(one, tuple) and all(isinstance(part, Tensor) for part in one) else (one,)
+        for item in values:
+            parts = item if isinstance(item, tuple) and all(isinstance(part, Tensor) for part in item) else (item,)
             for tensor in parts:
                 if isinstance(tensor, Tensor):
                     self._add(DigestPoint(FORWARD, order, name or f"the output of {unit}"), tensor)
@@ -119,8 +108,8 @@ class DigestTrail:
         try:
             yield
         finally:
-            for one in hooks:
-                one.remove()
+            for handle in hooks:
+                handle.remove()
 
     def end(self) -> DigestRecord:
         """Return the record. Waits for the device."""

@@ -1,1 +1,0 @@
-"""The comparison of what ranks are started with."""

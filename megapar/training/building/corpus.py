@@ -1,0 +1,137 @@
+"""The corpus of a run, from its flags or from Python, and the micro-batches that are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megapar.arguments import Config
+from megapar.config.draft import is_given
+from megapar.core.comm.axis import Axis
+from megapar.core.comm.world import World
+from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
+from megapar.data import corpus
+from megapar.data.batches import Collate, Loader, pinned
+from megapar.data.context_parallel_batch import context_parallel_collate
+from megapar.data.corpus import Corpus
+from megapar.data.own_data import CheckedPieces, OwnData
+from megapar.data.sample_maker import Packing
+from megapar.data.sampling.skipping import Range, Skipping
+from megapar.data.tasks.build import TaskData
+from megapar.data.text.source import PYTHON
+from megapar.data.unpadded_batch import unpadded_collate
+from megapar.errors import Complaint, ConfigError
+from megapar.training.building.ampipe_degree import make_slicing
+from megapar.training.building.attention_backend import skips_padding
+
+
+def make_corpus(config: Config) -> Corpus:
+    """Return samples, tokenizer and held-out samples. Needs no process group. Raises DataError or ConfigError."""
+    data = config.data
+    return corpus.build(
+        config.kind,
+        data_path=data.data_path,
+        eval_data_path=data.eval_data_path or (None if config.training.eval_interval else ()),
+        split=data.split,
+        tokenizer_model=data.tokenizer_model,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        mlm_probability=data.mlm_probability,
+        packing=Packing(data.packing, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
+        skip_bad=data.on_bad_record == "skip",
+        hf_dataset=data.hf_dataset,
+        tasks=_task_data(config),
+        text_field=data.text_field,
+    )
+
+
+def _task_data(config: Config) -> TaskData | None:
+    """Return the files and settings of ERNIE 3.0's pretraining tasks, or None for other models."""
+    if not config.model.mixes_tasks:
+        return None
+    data = config.data
+    return TaskData(
+        data.ernie_tasks,
+        data.phrase_file,
+        data.entity_file,
+        data.triples_file,
+        data.sentence_reorder_pieces,
+        data.mlm_probability,
+    )
+
+
+def with_own_data(config: Config, data: OwnData) -> Config:
+    """Return the configuration of a run on ``data``, whose name replaces ``--data-path``.
+
+    Raises ConfigError if flags ask for other data, or for an evaluation without held-out sequences.
+    """
+    complaints = []
+    if config.kind != "moe":
+        message = "Own data is token ids for a decoder, and this is the configuration of ERNIE."
+        complaints.append(Complaint("own-data-kind", message, 'Parse the flags with parse("moe", ...).'))
+    named = [name for name in ("data_path", "eval_data_path", "hf_dataset") if is_given(config.origins.get(name))]
+    if named:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
+        complaints.append(Complaint("own-data-twice", f"Both own data and {flags} are given.", "Keep one of them."))
+    if data.heldout is None and config.training.eval_interval:
+        message = f"--eval-interval {config.training.eval_interval}, but the own data has no held-out sequences."
+        complaints.append(Complaint("own-data-heldout", message, "Pass heldout, or set --eval-interval 0."))
+    if complaints:
+        raise ConfigError(complaints)
+    return replace(config, data=replace(config.data, data_path=(f"{PYTHON}{data.name}",)))
+
+
+def make_own_corpus(config: Config, data: OwnData) -> Corpus:
+    """Return the samples of ``data``. The tokenizer is that of ``--tokenizer-model``, if it is set.
+
+    Raises DataError or ConfigError.
+    """
+    sizes = config.model.seq_length, config.model.vocab_size
+    flags = config.data
+    return corpus.of_pieces(
+        CheckedPieces(data.train, data.name, *sizes),
+        None if data.heldout is None else CheckedPieces(data.heldout, data.name, *sizes),
+        name=data.name,
+        tokenizer_model=flags.tokenizer_model,
+        vocab_size=config.model.vocab_size,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        packing=Packing(True, flags.reset_position_ids, flags.reset_attention_mask, flags.eod_mask_loss),
+    )
+
+
+def make_layout(config: Config) -> SequenceLayout:
+    """Return how the ranks of cp share a sequence."""
+    parallel, slicing = config.parallel, make_slicing(config)
+    return choose_layout(
+        parallel.context_parallel_algo,
+        parallel.cp_degree,
+        causal=config.model.causal,
+        length=config.model.seq_length,
+        slices=slicing.degree,
+        balanced=slicing.balanced,
+        parts=parallel.mp_degree if parallel.sequence_parallel else 1,
+    )
+
+
+def make_collate(config: Config, world: World, corpus: Corpus) -> Collate:
+    """Return the function that makes pinned micro-batches of this rank's positions from whole samples."""
+    collate = context_parallel_collate(corpus.collate, make_layout(config), world.axis("cp").rank)
+    if skips_padding(config):
+        collate = unpadded_collate(collate, config.parallel.mp_degree if config.parallel.sequence_parallel else 1)
+    return pinned(collate, world.device.pin)
+
+
+def make_loader(config: Config, corpus: Corpus, collate: Collate, data: Axis, skipped: Sequence[Range]) -> Loader:
+    """Return the loader of this rank's micro-batches, without skipped samples.
+
+    Each rank of ``data`` reads its own part of every global batch.
+    """
+    return Loader(
+        Skipping(corpus.train, skipped) if skipped else corpus.train,
+        collate,
+        micro_batch_size=config.training.micro_batch_size,
+        data_rank=data.rank,
+        data_ranks=data.size,
+    )
