@@ -18,6 +18,14 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import Config
+from megapar.checkpoints.export import export
+from megapar.checkpoints.export.from_hf import load_hf
+from megapar.checkpoints.ownership.continuation import continue_run
+from megapar.checkpoints.ownership.identity import RECORD
+from megapar.checkpoints.ownership.scalars import NAMES, Loaded, Start
+from megapar.checkpoints.save_load import local_saves, state
+from megapar.checkpoints.save_load.checkpoints import Checkpoints
+from megapar.checkpoints.save_load.resume import resume
 from megapar.core.comm.run_store import unknown_address
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
@@ -41,14 +49,6 @@ from megapar.training.building import ampipe_degree as degree
 from megapar.training.building.corpus import make_corpus, make_loader, make_own_corpus, with_own_data
 from megapar.training.building.parallelize import check_device, parallelize
 from megapar.training.building.parts import Parts
-from megapar.training.checkpoints import export, local_saves, state
-from megapar.training.checkpoints.checkpoints import Checkpoints
-from megapar.training.checkpoints.continued import continue_run
-from megapar.training.checkpoints.identity import RECORD
-from megapar.training.checkpoints.lineage import NAMES
-from megapar.training.checkpoints.load_hf import load_hf
-from megapar.training.checkpoints.resume import resume
-from megapar.training.checkpoints.verification import Start
 from megapar.training.loop.callbacks import TrainerCallback, connect, make_callbacks, make_watchdog
 from megapar.training.loop.stepper import Stepper
 from megapar.training.reports import messages, opening
@@ -275,7 +275,7 @@ class Trainer:
         self.world.sent_bytes.clear()  # bytes sent so far are not part of a step
         self._make_stepper(loaded)
 
-    def load(self) -> state.Loaded | None:
+    def load(self) -> Loaded | None:
         """Fill the model, and the optimizer state, from a checkpoint or published weights.
 
         Sets ``progress`` to that of the checkpoint. Returns None without a checkpoint. Raises CheckpointError.
@@ -283,7 +283,7 @@ class Trainer:
         with self.watch.section("load"):
             return self._load()
 
-    def _continue(self, loaded: state.Loaded | None) -> None:
+    def _continue(self, loaded: Loaded | None) -> None:
         """Compare the identity of the loaded run with this one, and choose the data to continue with."""
         config, world = self.config, self.world
         self._identity, self.corpus, notes = continue_run(
@@ -293,7 +293,7 @@ class Trainer:
         if config.checkpoint.save and world.rank == 0:
             self._notes += store_tokenizer(self.corpus.tokenizer, config.checkpoint.save)
 
-    def _make_stepper(self, loaded: state.Loaded | None) -> None:
+    def _make_stepper(self, loaded: Loaded | None) -> None:
         """Make the terminal, the monitor, the guards and the stepper."""
         config, iteration = self.config, self.progress.iteration
         self.terminal = make_terminal(config, self.world.rank, iteration)
@@ -522,7 +522,7 @@ class Trainer:
             self._evaluation = evaluate(self.config, self.job, heldout, self.collate, self.objective)
         return self._evaluation
 
-    def _load(self) -> state.Loaded | None:
+    def _load(self) -> Loaded | None:
         checkpoint = self.config.checkpoint
         loaded = resume(
             config=self.config,
@@ -536,7 +536,7 @@ class Trainer:
         self._notes += tuple(self.checkpoints.notes)
         if loaded is None:
             if checkpoint.load_hf:
-                self._notes += load_hf(Path(checkpoint.load_hf), self.job)
+                self._notes += load_hf(checkpoint.load_hf, self.job)
             return None
         self.progress, before = loaded.progress, [tuple(pair) for pair in loaded.scalars.get("skip_samples", [])]
         self._skipped = effective(self._skipped, before, self.progress.consumed_samples)

@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.storage import WriteResult
 
+from megapar.checkpoints.format.layout import read_layout
+from megapar.checkpoints.format.names import LAYOUT_FILE, SCALARS_FILE, shard_name
+from megapar.checkpoints.format.shards import Shard, TensorPlan, file_order, write_bytes, write_shards
+from megapar.checkpoints.save_load import collective_io
+from megapar.checkpoints.save_load.planner import GlobalPlan
+from megapar.checkpoints.save_load.storage import make_layout
 from megapar.core.box import Box
-from megapar.core.checkpoint import store
-from megapar.core.checkpoint.shard import Shard
-from megapar.core.checkpoint.shard_file import TensorPlan, file_order, write_bytes, write_shards
-from megapar.core.checkpoint.storage import WrittenPiece, make_layout
-from megapar.files.checkpoint_names import LAYOUT_FILE, SCALARS_FILE, shard_name
 
 MP = 8
 # name -> (rows per file, columns per file, dim sharded by mp); sharding splits dim 0 of the local part
@@ -56,21 +55,17 @@ def write(folder: Path, files: int) -> None:
     """Write the checkpoint of ``files`` ranks from one process."""
     folder.mkdir()
     shapes = {name: shape_of(name, files) for name in TENSORS}
-    results = []
-    for rank in range(files):
-        boxes = {name: box_of(name, shape, rank, files // MP, MP) for name, shape in shapes.items()}
-        values = {name: true_values(box, shapes[name]) for name, box in boxes.items()}
-        plans = file_order(TensorPlan(name, torch.int32, box.sizes) for name, box in boxes.items())
-        file = write_shards(folder / shard_name(rank), plans, values.__getitem__, sync=False)
-        results += [
-            WriteResult(MetadataIndex(name, box.offsets), 0, WrittenPiece(file, box)) for name, box in boxes.items()
-        ]
-    properties = TensorProperties(dtype=torch.int32)
-    metadata = Metadata(
-        {name: TensorStorageMetadata(properties, torch.Size(shape), []) for name, shape in shapes.items()}
-    )
+    boxes = [
+        {name: box_of(name, shape, rank, files // MP, MP) for name, shape in shapes.items()} for rank in range(files)
+    ]
+    entries = []
+    for rank, own in enumerate(boxes):
+        values = {name: true_values(box, shapes[name]) for name, box in own.items()}
+        plans = file_order(TensorPlan(name, torch.int32, box.sizes) for name, box in own.items())
+        entries.append(write_shards(folder / shard_name(rank), plans, values.__getitem__, sync=False))
+    plan = GlobalPlan({name: (shape, torch.int32) for name, shape in shapes.items()}, boxes, {})
     scalars = write_bytes(folder / SCALARS_FILE, b'{"iteration": 1}')
-    layout = make_layout(metadata, results, scalars, {"model": {}, "grid": {"sharding": files // MP, "mp": MP}})
+    layout = make_layout(plan, entries, scalars, {"model": {}, "grid": {"sharding": files // MP, "mp": MP}})
     write_bytes(folder / LAYOUT_FILE, layout.to_bytes())
 
 
@@ -93,7 +88,7 @@ def opened_files(suffix: str) -> Iterator[list[str]]:
 
 def load(folder: Path, files: int, rank: int, sharding: int, mp: int) -> dict[str, float]:
     """Load as one rank of another run. Return the numbers of opened and of overlapping files, and the duration."""
-    layout = store.read_layout(folder)
+    layout = read_layout(folder)
     targets, needed = {}, set()
     for name in TENSORS:
         shape = shape_of(name, files)
@@ -104,7 +99,7 @@ def load(folder: Path, files: int, rank: int, sharding: int, mp: int) -> dict[st
                 needed.add(layout.files[writer].name)
     start = time.monotonic()
     with opened_files(".safetensors") as opened:
-        store.load(folder, targets, expect_model=None, group=None)
+        collective_io.load(folder, targets, expect_model=None, group=None)
     seconds = time.monotonic() - start
     for name, shard in targets.items():
         if not torch.equal(shard.tensor, true_values(shard.box, shape_of(name, files))):
@@ -133,7 +128,7 @@ def main() -> None:
         write(folder, files)
         written = time.monotonic() - start
         start = time.monotonic()
-        store.read_layout(folder)
+        read_layout(folder)
         parsed = time.monotonic() - start
         layout_bytes = (folder / LAYOUT_FILE).stat().st_size
         print(f"{files} files written in {written:.1f} s; layout.json: {layout_bytes} bytes, read in {parsed:.3f} s")

@@ -1,6 +1,6 @@
 """Files from strangers: whatever they hold, reading them ends in what was asked for or in the parser's own error.
 
-Checkpoints have theirs in tests/core/checkpoint, indexed data and safetensors in tests/data and tests/training.
+Checkpoints have theirs in tests/checkpoints, indexed data and safetensors in tests/data and tests/training.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.arguments import FLAGS, Config, parse
+from megapar.checkpoints.format import layout
+from megapar.checkpoints.format.faults import read_fault
+from megapar.checkpoints.format.names import stored_facts, stored_scalars, stored_schedule
+from megapar.checkpoints.ownership.owner import highest_epoch, read_lease
+from megapar.checkpoints.save_load.folder import candidates
 from megapar.config.check_data import check_data
 from megapar.config.files import check_files
 from megapar.config.published import Unsupported, flags_of, wrong_values
 from megapar.config.published import read_config as read_published
-from megapar.config.stored import stored_facts, stored_scalars, stored_schedule
-from megapar.core.checkpoint import layout
-from megapar.core.checkpoint.folder import candidates
-from megapar.core.checkpoint.lease import highest
-from megapar.core.checkpoint.lease import read as read_lease
-from megapar.core.checkpoint.manifest import Manifest
 from megapar.data.fingerprint import fingerprint_of_dataset
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokens.parts import claims
 from megapar.data.tokens.prepared import read_hashes
 from megapar.errors import CheckpointError, ConfigError, DataError, MegaparError
-from megapar.files.suspects import read_fault
-from megapar.files.tokenizer_folder import stored_fingerprint
-from megapar.files.vocabulary import BadTokenizer, vocabulary_of
+from megapar.files.manifest import Manifest
+from megapar.files.tokenizer_files import BadTokenizer, stored_fingerprint, vocabulary_of
 from megapar.model.architectures import ARCHITECTURES
 from megapar.planning.expert_load import recorded_imbalance
 from megapar.tools.launcher.failures import failed_ranks, first_failure
@@ -128,7 +126,7 @@ def test_special_and_endless_files_are_refused_at_once(tmp_path: Path, kind: str
     assert stored_facts(tmp_path, 1) is None
     assert stored_scalars(folder) == {}
     with pytest.raises(CheckpointError, match=r"layout\.json"):
-        layout.read(folder)
+        layout.read_layout(folder)
     found, problem = candidates(tmp_path)
     assert "latest" in problem or not found
     assert time.monotonic() - start < 10
@@ -145,7 +143,7 @@ DAMAGE = {
 }
 READERS: dict[str, Callable[[Path], object]] = {
     "corruption.json": lambda path: read_fault(path.parent),
-    "latest": lambda path: (highest(path.parent), candidates(path.parent)),
+    "latest": lambda path: (highest_epoch(path.parent), candidates(path.parent)),
     "owner/1.json": lambda path: read_lease(path.parents[1], 1),
     "run.json": lambda path: _earlier_starts(path, 3),
     "metrics.jsonl": lambda path: path.is_file() and JsonLinesLogger(path, 3).close(),

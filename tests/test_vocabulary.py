@@ -14,7 +14,7 @@ from megapar.arguments import Config, parse
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train
 from megapar.errors import ConfigError
-from megapar.files.vocabulary import BadTokenizer, vocabulary_of
+from megapar.files.tokenizer_files import BadTokenizer, vocabulary_of
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from megapar.core.checkpoint import store
-from megapar.core.checkpoint.background import Background
-from megapar.core.checkpoint.shard import Shard
+from megapar.checkpoints.format.shards import Shard
+from megapar.checkpoints.save_load import collective_io
+from megapar.checkpoints.save_load.background import Background
 from megapar.core.device.pick import pick
 
 LAYOUT: dict[str, dict[str, int]] = {"model": {}, "grid": {}}
@@ -67,8 +67,10 @@ def one_round(
     root.mkdir()
     scalars = {"iteration": 1}
     figures = {"torch.save": seconds(lambda: torch_save(root / "plain.pt", state))}
-    figures["save"] = seconds(lambda: store.save(root / "ours", state, scalars, layout=LAYOUT, group=None))
-    background.begin(state, lambda copies: store.save(root / "behind", copies, scalars, layout=LAYOUT, group=None))
+    figures["save"] = seconds(lambda: collective_io.save(root / "ours", state, scalars, layout=LAYOUT, group=None))
+    background.begin(
+        state, lambda copies: collective_io.save(root / "behind", copies, scalars, layout=LAYOUT, group=None)
+    )
     compute(step_seconds, device)
     background.wait_for_copy()
     figures["stall"] = background.written.stall_seconds
@@ -79,7 +81,7 @@ def one_round(
     figures["torch.load"] = seconds(lambda: torch.load(root / "plain.pt", map_location=device, weights_only=True))
     for verify in ("full", "size"):
         figures[f"load {verify}"] = seconds(
-            lambda: store.load(root / "ours", state, expect_model=None, verify=verify, group=None)  # noqa: B023
+            lambda: collective_io.load(root / "ours", state, expect_model=None, verify=verify, group=None)  # noqa: B023
         )
     return figures
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.table import machine, print_json, print_table
-from megapar.core.checkpoint import shard_file
-from megapar.core.checkpoint.shard_file import ShardFile, TensorPlan, file_order, write_shards
+from megapar.checkpoints.format.shards import CODES, ShardFile, TensorPlan, file_order, write_shards
 
 ROOT = Path(__file__).parents[2]
 HEADS, GROUPS, HEAD_DIM, VOCAB = 32, 8, 128, 256
@@ -101,7 +100,7 @@ def write_model(folder: Path, plans: list[TensorPlan]) -> None:
 
 def hashes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Return dtype, shape and SHA-256 of every tensor of a folder, which is read in blocks."""
-    dtypes = {code: dtype for dtype, code in shard_file.CODES.items()}
+    dtypes = {code: dtype for dtype, code in CODES.items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with ShardFile(path) as shards, open(path, "rb") as raw:
@@ -122,7 +121,8 @@ CONVERT = """
 import sys, time
 import torch
 from benchmarks.support.memory import PeakMemory
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
+from megapar.checkpoints.export.from_hf import hf_to_megapar
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 memory = PeakMemory("cpu")
 before, start = memory.read(), time.perf_counter()
 {"in": hf_to_megapar, "out": megapar_to_hf}[sys.argv[1]](sys.argv[2], sys.argv[3])

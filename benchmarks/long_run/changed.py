@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.long_run.shape import EXPERTS, SHAPE, TENSORS
 from benchmarks.support.table import machine, print_json, print_table
+from megapar.checkpoints.export.to_hf import Saved
+from megapar.checkpoints.save_load.folder import find
 from megapar.core.box import Box
-from megapar.core.checkpoint.folder import find
 from megapar.model.spec import table_of
-from megapar.training.checkpoints.saved import Saved
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("loss", "lm_loss", "grad_norm")

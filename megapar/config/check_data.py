@@ -14,22 +14,24 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.vocab_size import known_vocabulary
 from megapar.errors import Complaint, DataError
-from megapar.files.content import look_at
 from megapar.files.data_files import (
+    FIELD,
     INDEXED,
     PARQUET,
     TEXT,
     ZSTANDARD,
     bare_name,
+    blend_of,
+    decoded,
     first_line,
+    inspect,
     kind_of,
     listing,
     nothing_read,
     refusal_of,
+    text_of_line,
 )
-from megapar.files.data_path import blend_of
-from megapar.files.near_path import near_path
-from megapar.files.record import FIELD, decoded, text_of_line
+from megapar.files.paths import near_path
 from megapar.files.regular_file import read_json
 from megapar.files.token_index import check_corpus
 
@@ -167,7 +169,7 @@ def _content(name: str, path: Path, values: Mapping[str, Any]) -> Iterator[Compl
         yield Complaint("package", message, f"Install it (pip install pyarrow), or unpack the file: zstd -d {path}.")
     elif not packed:  # pyarrow takes longer to import than all other checks
         try:
-            defect, records, _ = look_at(path, field)
+            defect, records, _ = inspect(path, field)
         except DataError as error:
             yield Complaint("record", f"{spelling} {error}.")
             return

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megapar.checkpoints.format.faults import suspects
+from megapar.checkpoints.format.names import (
+    FOREIGN_FIX,
+    LAYOUT_FILE,
+    folders_below,
+    foreign_checkpoint,
+    holds_checkpoints,
+    names_in,
+    saved_iterations,
+)
 from megapar.config.check_data import check_data, check_knowledge, missing
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
-from megapar.config.foreign import FIX, foreign_checkpoint
 from megapar.config.run import METRICS_OFF
 from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
-from megapar.files.checkpoint_names import (
-    LAYOUT_FILE,
-    folders_below,
-    holds_checkpoints,
-    names_in,
-    parse_checkpoint_name,
-)
-from megapar.files.metrics_file import METRICS
-from megapar.files.published_names import CONFIG_FILE, INDEX_FILE
+from megapar.files.location import Location, at
+from megapar.files.paths import METRICS
 from megapar.files.regular_file import INDEX_BYTES, read_json
-from megapar.files.suspects import suspects
-from megapar.files.tokenizer_folder import FOLDER, TOKENIZER_FILES, foreign_tokenizer, stored_fingerprint
+from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE
+from megapar.files.tokenizer_files import FOLDER, TOKENIZER_FILES, foreign_tokenizer, stored_fingerprint
 from megapar.launch_environment import starts_before
 from megapar.schema.rule import either, spell
 
@@ -49,7 +52,7 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
         path = values.get(name)
         # A script that is queued repeatedly uses one folder for --load and --save, which its first run creates.
         first_run = name == "load" and _saves_where_it_loads(values)
-        if path is not None and not Path(path).exists() and not first_run:
+        if path is not None and not at(path).exists() and not first_run:
             yield missing(name, path)
     for name in ("phrase_file", "entity_file", "triples_file"):
         if values.get(name) and Path(values[name]).is_file():
@@ -62,8 +65,8 @@ def check_files(values: Mapping[str, Any]) -> Iterator[Complaint]:
     if values.get("load_hf"):
         yield from _published(Path(values["load_hf"]))
     for name in ("save", "save_hf", "tensorboard_dir", "wandb_save_dir", "swanlab_save_dir"):
-        if values.get(name):
-            yield from _folder(name, Path(values[name]))
+        if values.get(name) and (path := at(values[name]).local_path()) is not None:
+            yield from _folder(name, path)
     if values.get("metrics_jsonl") not in (None, METRICS_OFF):
         yield from _metrics(Path(values["metrics_jsonl"]).absolute(), values.get("save"))
     yield from check_trackers(values)
@@ -81,23 +84,24 @@ def _metrics(path: Path, save: str | None) -> Iterator[Complaint]:
 
 
 def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
-    path = Path(values["load"])
-    if path.is_file():
-        yield Complaint("file", f"--load {path} is a file.", "Pass a checkpoint folder.")
+    root = at(values["load"])
+    with suppress(OSError):  # the loader reports a folder that cannot be read
+        if root.is_file():
+            yield Complaint("file", f"--load {root} is a file.", "Pass a checkpoint folder.")
+            return
+    if foreign := foreign_checkpoint(root):
+        yield Complaint("checkpoint-foreign", f"--load {root} is {foreign}.", FOREIGN_FIX)
         return
-    if foreign := foreign_checkpoint(path):
-        yield Complaint("checkpoint-foreign", f"--load {path} is {foreign}.", FIX)
-        return
-    none = [] if _saves_where_it_loads(values) else list(_checkpoint(path))
-    none += _only_suspects(path) if values.get("ckpt_step") is None else []
+    none = [] if _saves_where_it_loads(values) else list(_checkpoint(root))
+    none += _only_suspects(root) if values.get("ckpt_step") is None else []
     yield from none
     if not none and values.get("ckpt_step") is not None:
-        yield from _step(path, values["ckpt_step"])
+        yield from _step(root, values["ckpt_step"])
 
 
 def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
     load, save = values.get("load"), values.get("save")
-    return load is not None and save is not None and Path(load) == Path(save)
+    return load is not None and save is not None and at(load) == at(save)
 
 
 def _tokenizer(path: Path) -> Iterator[Complaint]:
@@ -111,47 +115,44 @@ def _tokenizer(path: Path) -> Iterator[Complaint]:
         )
 
 
-def _checkpoint(path: Path) -> Iterator[Complaint]:
+def _checkpoint(root: Location) -> Iterator[Complaint]:
     """Complain about a folder without checkpoints: usually one level too high or too low, or another format."""
-    if not path.is_dir() or holds_checkpoints(path):
+    if not root.exists() or holds_checkpoints(root):
         return
+    names = names_in(root)
+    saves = [name for name in names if name.startswith("iter_")]
     fix = "Nothing has been saved there yet."
-    if below := folders_below(path):
+    if below := folders_below(root):
         fix = f"Did you mean {either(below[:3])}?"
-    elif (path / LAYOUT_FILE).exists():
-        fix = f"It is a single checkpoint: pass the folder that contains it, --load {path.absolute().parent}."
-    elif (path / CONFIG_FILE).exists():
-        fix = f"It contains a Hugging Face model: did you mean --load-hf {path}?"
-    elif any(".tmp-" not in one.name for one in path.glob("iter_*")):
+    elif LAYOUT_FILE in names:
+        fix = f"It is a single checkpoint: pass the folder that contains it, --load {root.resolve().parent}."
+    elif CONFIG_FILE in names:
+        fix = f"It contains a Hugging Face model: did you mean --load-hf {root}?"
+    elif any(".tmp-" not in name for name in saves):
         fix = "It is another program's checkpoint: convert it to Hugging Face format there, and pass it with --load-hf."
-    elif any(path.glob("iter_*")):
+    elif saves:
         fix = "It contains only an unfinished save: start without --load."
-    yield Complaint("checkpoint-missing", f"--load {path} contains no checkpoint (no iter_*/{LAYOUT_FILE}).", fix)
+    yield Complaint("checkpoint-missing", f"--load {root} contains no checkpoint (no iter_*/{LAYOUT_FILE}).", fix)
 
 
-def saved_steps(path: Path) -> list[int]:
-    """Return the iterations of the checkpoints in a folder, oldest first."""
-    return sorted({parsed[0] for name in names_in(path) if (parsed := parse_checkpoint_name(name))})
-
-
-def _only_suspects(path: Path) -> Iterator[Complaint]:
+def _only_suspects(root: Location) -> Iterator[Complaint]:
     """Complain if only checkpoints that were set aside remain.
 
     This keeps a run that found wrong numbers from being continued, or overwritten by a fresh start, by accident.
     """
-    aside = [folder.name for folder in suspects(path).values()]
-    if aside and not saved_steps(path):
+    aside = [folder.name for folder in suspects(root).values()]
+    if aside and not saved_iterations(root):
         more = ", ".join(aside[-MOST_STEPS:])
-        message = f"--load {path} contains only checkpoints that were set aside because they may be corrupt: {more}."
+        message = f"--load {root} contains only checkpoints that were set aside because they may be corrupt: {more}."
         yield Complaint("checkpoint", message, "Set --ckpt-step N to load one nevertheless.")
 
 
-def _step(path: Path, step: int) -> Iterator[Complaint]:
-    steps = sorted({*saved_steps(path), *suspects(path)})
+def _step(root: Location, step: int) -> Iterator[Complaint]:
+    steps = sorted({*saved_iterations(root), *suspects(root)})
     if steps and step not in steps:
         yield Complaint(
             "checkpoint-missing",
-            f"--load {path} has no checkpoint of --ckpt-step {step}.",
+            f"--load {root} has no checkpoint of --ckpt-step {step}.",
             f"It has those of {', '.join(map(str, steps[-MOST_STEPS:]))}.",
         )
 
@@ -217,7 +218,7 @@ def take_stored_tokenizer(draft: Draft) -> None:
         return
     restarted_from = draft.values.get("save") if starts_before(draft.environ) else None
     for root in (restarted_from, draft.values.get("load")):
-        if root and stored_fingerprint(Path(root) / FOLDER) is not None and saved_steps(Path(root)):
-            draft.values["tokenizer_model"] = str(Path(root) / FOLDER)
+        if root and stored_fingerprint(at(root) / FOLDER) is not None and saved_iterations(root):
+            draft.values["tokenizer_model"] = str(at(root) / FOLDER)
             draft.origins["tokenizer_model"] = "derived"
             return

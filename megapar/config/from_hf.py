@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megapar.checkpoints.format.names import names_in
 from megapar.config.config import FLAGS
 from megapar.config.draft import Draft
 from megapar.config.published import Unsupported, architecture_of, flags_of, read_config, remarks
-from megapar.files.published_names import CONFIG_FILE
+from megapar.files.location import Place, at
+from megapar.files.tensor_file import CONFIG_FILE
 from megapar.schema.flag import SCRIPTS
 
 BESIDE = "hf"
@@ -17,11 +19,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _FREE = ("hidden_dropout", "attention_dropout")  # properties of training, not of the model
 
 
+def has_tokenizer(folder: Place) -> bool:
+    """Return True if a published folder has a tokenizer."""
+    return not {*TOKENIZER_FILES}.isdisjoint(names_in(folder))
+
+
 def published_folder(load_hf: str | None, load: str | None) -> str | None:
     """Return the Hugging Face folder of a run's model: --load-hf, or the one inside a converted checkpoint's folder."""
     if load_hf or not load:
         return load_hf
-    beside = Path(load) / BESIDE
+    beside = at(load) / BESIDE
     return str(beside) if (beside / CONFIG_FILE).is_file() else None
 
 
@@ -32,7 +39,7 @@ def take_published(draft: Draft) -> str | None:
     """
     load_hf, load = (draft.values.get(name) for name in ("load_hf", "load"))
     name = published_folder(load_hf, load)
-    if not name or not Path(name).is_dir():
+    if not name or (load_hf and not Path(load_hf).is_dir()):
         return None
     source = f"--load-hf {name}" if load_hf else f"--load {load} (its {BESIDE}/config.json)"
     try:
@@ -48,8 +55,7 @@ def take_published(draft: Draft) -> str | None:
     draft.warnings += [f"{source}: {remark}" for remark in remarks(config)]
     architecture = architecture_of(config)
     _take_sizes(draft, source, flags, free_depth=architecture.sets("mtp_depth"))
-    has_tokenizer = any((Path(name) / one).exists() for one in TOKENIZER_FILES)
-    if draft.origins.get("tokenizer_model") == "default" and has_tokenizer:
+    if draft.origins.get("tokenizer_model") == "default" and has_tokenizer(name):
         draft.values["tokenizer_model"] = name
         draft.origins["tokenizer_model"] = "derived"
     return architecture.name

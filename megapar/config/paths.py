@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.config.values import BadValue
-from megapar.files.remote_path import is_url
+from megapar.files.paths import is_url
 from megapar.schema.flag import Flag
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")

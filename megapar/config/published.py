@@ -7,10 +7,9 @@ from typing import Any
 from megapar.config.config import FLAGS
 from megapar.config.shown import shown
 from megapar.config.values import BadValue, convert
-from megapar.files.content import HEAD_BYTES, not_this
 from megapar.files.location import Place, at
-from megapar.files.published_names import CONFIG_FILE
-from megapar.files.regular_file import json_object
+from megapar.files.regular_file import HEAD_BYTES, json_object, not_this
+from megapar.files.tensor_file import CONFIG_FILE
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.schema.published import Json, PublishedArchitecture
 

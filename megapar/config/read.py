@@ -19,9 +19,8 @@ from megapar.config.presets import located, near_preset
 from megapar.config.shown import shown
 from megapar.config.text_form import MAX_BYTES, loader
 from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
-from megapar.files.content import not_itself
-from megapar.files.near_path import near_path
-from megapar.files.regular_file import read_regular_text
+from megapar.files.paths import near_path
+from megapar.files.regular_file import not_itself, read_regular_text
 from megapar.schema.flag import SCRIPTS, SWITCH, Flag
 from megapar.schema.flag import normal as normal
 

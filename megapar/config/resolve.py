@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from megapar.files.metrics_file import METRICS
+from megapar.files.paths import METRICS
 from megapar.model.attention.latent_exchange import KEYS_AND_VALUES, cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3

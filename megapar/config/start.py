@@ -6,14 +6,18 @@ Only the check of the folder gives the same result on every machine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megapar.config.files import saved_steps
-from megapar.config.stored import MAX_BYTES
+from megapar.checkpoints.format.names import (
+    names_in,
+    newest_name,
+    parse_checkpoint_name,
+    read_latest,
+    saved_iterations,
+    stored_scalars,
+)
 from megapar.errors import Complaint
-from megapar.files.checkpoint_names import SCALARS_FILE, newest_name, parse_checkpoint_name, read_latest
-from megapar.files.regular_file import read_json
+from megapar.files.location import Location, at
 from megapar.launch_environment import job_id, starts_before
 from megapar.machine import no_device
 
@@ -59,33 +63,25 @@ def _check_attention(values: Mapping[str, Any]) -> list[Complaint]:
 def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """Complain if a run would overwrite another run's checkpoints; a restarted job may find its own."""
     load, save = values.get("load"), values.get("save")
-    if save is None or (load is not None and Path(load) == Path(save)):
+    if save is None or (load is not None and at(load) == at(save)):
         return []
-    saved = saved_steps(Path(save))
+    saved = saved_iterations(save)
     unnamed_restart = starts_before(environ) and not job_id(environ)  # the owner cannot be determined
-    if not saved or unnamed_restart or _saved_by(environ, _best(Path(save), saved[-1])):
+    if not saved or unnamed_restart:
+        return []
+    if job_id(environ) and stored_scalars(_best(at(save), saved[-1])).get("job") == job_id(environ):
         return []
     message = f"--save {save} contains checkpoints of another run, up to iteration {saved[-1]}."
     return [Complaint("checkpoint", message, f"Resume from them with --load {save}, or choose another folder.")]
 
 
-def _best(save: Path, last: int) -> Path:
+def _best(save: Location, last: int) -> Location:
     """Return the checkpoint that a run would continue from: the latest, else the newest of the last iteration."""
     try:
-        latest = read_latest(save)
+        name = (read_latest(save) or ("", 0))[0]
     except OSError:
-        latest = None
-    named = latest is not None and parse_checkpoint_name(latest[0]) is not None and (save / latest[0]).is_dir()
-    return save / (latest[0] if latest is not None and named else newest_name(save, last))
-
-
-def _saved_by(environ: Mapping[str, str], folder: Path) -> bool:
-    """Return True if this job saved the checkpoint."""
-    try:
-        saved = read_json(folder / SCALARS_FILE, MAX_BYTES).get("job")
-    except (OSError, ValueError):
-        return False
-    return bool(job_id(environ)) and saved == job_id(environ)
+        name = ""
+    return save / (name if parse_checkpoint_name(name) and name in names_in(save) else newest_name(save, last))
 
 
 def _is_number(text: str) -> bool:

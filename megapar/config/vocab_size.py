@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar.config.stored import stored_facts
+from megapar.checkpoints.format.names import stored_facts
 from megapar.errors import Complaint
-from megapar.files.vocabulary import TRAINED_SIZE, BadTokenizer, Vocabulary, too_large, vocabulary_of
+from megapar.files.tokenizer_files import TRAINED_SIZE, BadTokenizer, Vocabulary, too_large, vocabulary_of
 
 MOCK = ("mock",)
 

@@ -14,8 +14,7 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
 from megapar.data.tokens.token_cache import EncodedText, TokenCache
 from megapar.errors import DataError
-from megapar.files.data_path import blend_of
-from megapar.files.record import FIELD
+from megapar.files.data_files import FIELD, blend_of
 
 
 class Group(NamedTuple):

@@ -27,8 +27,8 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
 from megapar.errors import ConfigError, DataError
-from megapar.files.record import FIELD, LONGEST_LINE
-from megapar.files.vocabulary import too_large
+from megapar.files.data_files import FIELD, LONGEST_LINE
+from megapar.files.tokenizer_files import too_large
 
 ERNIE = "ernie"
 KINDS = ("moe", ERNIE)

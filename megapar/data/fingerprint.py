@@ -23,8 +23,7 @@ from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.errors import DataError
-from megapar.files.data_files import bare_name
-from megapar.files.record import FIELD
+from megapar.files.data_files import FIELD, bare_name
 from megapar.files.regular_file import read_regular_text
 
 BLOCKS = 64  # blocks of a file of tokens that are hashed

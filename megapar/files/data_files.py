@@ -1,38 +1,55 @@
-"""Files that ``--data-path`` may name: their kinds by name, and reading of compressed ones.
+"""Files that ``--data-path`` may name: their kinds by name and by their first bytes, their records, compression.
 
-Standard library only, except that Zstandard needs pyarrow below Python 3.14.
+Zstandard needs pyarrow below Python 3.14.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from megapar.errors import DataError
-from megapar.files.record import JSONL
+from megapar.files.regular_file import HEAD_BYTES, PAGE, not_itself, not_this
+
+JSONL = (".jsonl", ".json", ".ndjson")
+"""Suffixes of files with one JSON record per line."""
+
+FIELD = "text"
+"""Field of a JSONL record, and column of a parquet file, that contains the document."""
+
+LONGEST_LINE = 1 << 24
+"""Maximum bytes of a record or a line. Tokenizing needs some 50 times the memory of the document; a long book has a
+third of this."""
 
 GZIP, ZSTANDARD = ".gz", ".zst"
 COMPRESSED = (GZIP, ZSTANDARD)
 TEXT = (".txt", ".text", ".md")
 PARQUET = ".parquet"
 INDEXED = (".bin", ".idx")
-MOST_TOLD = 8  # files in a message
+MOST_LISTED = 8  # files in a message
+NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_BLOCK_BYTES = 1 << 18
+_BYTE_ORDER_MARK = "\ufeff"  # json accepts it in bytes, but not in str
+_RECORDS = 64  # lines that must be records in a file whose name does not say so
+_MOST_BYTES = 1 << 22  # read for that many lines
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "citation", "changelog", "contributing")
 _ARCHIVE = "an archive: unpack it, and pass the folder"
 _NUMBERS = "numbers, not text"
 _OFFICE = "an office document: extract its text to a .txt or .jsonl file"
 
 
-def _others() -> Mapping[str, str]:
-    table = {
+NO_TEXT: Mapping[str, str] = MappingProxyType(
+    {
         ".csv": "a table: convert it to a parquet file, {convert}",
         ".tsv": "a table: convert it to a parquet file, {convert}",
         **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), _ARCHIVE),
@@ -41,11 +58,81 @@ def _others() -> Mapping[str, str]:
         **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".pkl", ".h5", ".safetensors"), _NUMBERS),
         ".arrow": "a file of a datasets folder: pass the folder with --data-source hf --hf-dataset",
     }
-    return MappingProxyType(table)
-
-
-NO_TEXT = _others()
+)
 """Content of the files that are not read as text, by suffix, and the alternative."""
+
+
+def too_long(place: str) -> DataError:
+    """Return the error for a line or a document of more than LONGEST_LINE bytes. ``place``: for the message."""
+    return DataError(
+        f"{place}: it has more than {LONGEST_LINE:,} bytes, the maximum for one document; split it into several, or "
+        "set --on-bad-record skip"
+    )
+
+
+def rest_of_line(file: IO[bytes]) -> tuple[bytes, int]:
+    """Return (rest of the current line, its bytes); if the line is too long, only its beginning."""
+    line = file.readline(LONGEST_LINE + 1)
+    size, piece = len(line), line
+    while len(line) > LONGEST_LINE and piece and not piece.endswith(b"\n"):
+        piece = file.readline(_BLOCK_BYTES)
+        size += len(piece)
+    return line, size
+
+
+def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (number, line), counted from 1; the line is None if it has more than LONGEST_LINE bytes."""
+    number = 0
+    while True:
+        line, size = rest_of_line(file)
+        if not size:
+            return
+        number += 1
+        yield number, line if size <= LONGEST_LINE else None
+
+
+def text_of_line(line: bytes | str, place: str, field: str = FIELD) -> str:
+    """Return the document of a JSONL line, decoded or not. ``place``: for messages. Raises DataError."""
+    try:
+        record = json.loads(line.removeprefix(_BYTE_ORDER_MARK) if isinstance(line, str) else line)
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise DataError(
+            f"{place}: not a JSON record ({error}); repair or remove the line, or set --on-bad-record skip"
+        ) from error
+    return checked_text(record.get(field) if isinstance(record, dict) else None, record, place, field)
+
+
+def decoded(line: bytes, place: str, more: str = ", or set --on-bad-record skip") -> str:
+    """Decode a line of a text file. Raises DataError if it is not UTF-8, which names ``more`` ways out."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 text ({error.reason}); convert the file, for example with iconv -t UTF-8{more}"
+        ) from error
+
+
+def checked_text(text: Any, record: Any, place: str, field: str = FIELD) -> str:
+    """Return the text of a record's field. Raises DataError if it is missing, not a string, or not valid Unicode."""
+    if isinstance(text, str):
+        try:
+            if not text.isascii():
+                text.encode()
+            return text
+        except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair
+            raise DataError(f"{place}: field {field!r} is not valid Unicode ({error.reason})") from error
+    if isinstance(record, dict) and field not in record:
+        names = ", ".join(map(repr, list(record)[:8])) or "no fields"
+        texts = {name: len(value) for name, value in record.items() if isinstance(value, str)}
+        name = max(texts, key=texts.__getitem__) if texts else "NAME"
+        raise DataError(
+            f"{place}: no field {field!r}; the record has {names}. Name the field that contains the text: "
+            f"--text-field {name} (in megapar data: --field {name})"
+        )
+    kind = type(text if isinstance(record, dict) else record).__name__
+    where = f"field {field!r} is" if isinstance(record, dict) else "the record is"
+    wanted = "a string" if isinstance(record, dict) else f"an object with a field {field!r}"
+    raise DataError(f"{place}: {where} of type {kind}, not {wanted}")
 
 
 def bare_name(name: str) -> str:
@@ -75,12 +162,7 @@ def refusal_of(path: Path) -> str:
 
 
 class Listing(NamedTuple):
-    """Entries of a folder, sorted by name.
-
-    Attributes:
-        taken: Files that are read.
-        skipped: (name, reason) of the other entries.
-    """
+    """Entries of a folder, sorted by name: files that are read, and (name, reason) of the others."""
 
     taken: tuple[Path, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -99,7 +181,7 @@ def listing(folder: Path) -> Listing:
 
 def nothing_read(folder: Path) -> str:
     """Describe a folder without readable files: its content, and the kinds that are read."""
-    skipped = listing(folder).skipped[:MOST_TOLD]
+    skipped = listing(folder).skipped[:MOST_LISTED]
     content = f"only {', '.join(f'{name} ({reason})' for name, reason in skipped)}" if skipped else "no files"
     return f"the folder contains {content}; text, JSONL and parquet files are read"
 
@@ -148,12 +230,12 @@ def first_line(path: Path, longest: int) -> tuple[int, bytes]:
     At most ``longest`` bytes are read; a longer line, or that much white space, is returned as ``longest`` bytes.
     """
     with opened(path) as file:
-        left, number = longest, 0
-        while left > 0 and (line := file.readline(longest)):
-            number, left = number + 1, left - len(line)
+        budget, number = longest, 0
+        while budget > 0 and (line := file.readline(longest)):
+            number, budget = number + 1, budget - len(line)
             if line.strip():
                 return number, line
-        return (0, b"") if left > 0 else (number, b" " * longest)
+        return (0, b"") if budget > 0 else (number, b" " * longest)
 
 
 _Opened = tuple[Any, tuple[type[BaseException], ...]]
@@ -176,3 +258,94 @@ def _zstandard(path: Path) -> _Opened:
         ) from error
     stream = pyarrow.input_stream(str(path), compression="zstd")
     return io.BufferedReader(stream, 1 << 18), (pyarrow.ArrowException, OSError)
+
+
+def blend_of(paths: Sequence[str]) -> tuple[tuple[Fraction | None, str], ...]:
+    """Parse ``0.7 A 0.3 B`` into pairs of weight and path; paths without weights have None.
+
+    There are weights if the first item is a number; a file whose name is a number is written as ``./7``. Raises
+    ValueError if weights and paths do not alternate, or a weight is 0.
+    """
+    if not paths or not NUMBER.fullmatch(paths[0]):
+        if any(NUMBER.fullmatch(path) for path in paths):
+            raise ValueError("a weight follows its path instead of preceding it")
+        return tuple((None, path) for path in paths)
+    weights, names = paths[::2], paths[1::2]
+    if len(weights) != len(names) or any(NUMBER.fullmatch(name) for name in names):
+        raise ValueError("weights and paths do not alternate")
+    if not all(NUMBER.fullmatch(weight) and Fraction(weight) > 0 for weight in weights):
+        raise ValueError("not every weight is a number above 0")
+    return tuple((Fraction(weight), name) for weight, name in zip(weights, names, strict=True))
+
+
+def inspect(path: Path, field: str = FIELD) -> tuple[str, bool, str]:
+    """Return (defect, records, note) of a text, JSONL or parquet file.
+
+    The defect concerns the whole file and is a predicate with the remedy, or "". ``records`` is True if each line is a
+    JSON record. The note says how a file is read whose name does not. Raises OSError, and DataError for a compressed
+    file that is damaged.
+    """
+    kind, named = kind_of(path), kind_of(path) in JSONL
+    if is_compressed(path) and (refused := not_itself(path)):
+        return refused, False, ""
+    with opened(path) as file:
+        head = file.read(HEAD_BYTES)
+        other = not_this(head)
+        if other and (named or kind == PARQUET or not PAGE.match(head)):  # text may consist of web pages
+            return other, False, ""
+        if kind == PARQUET:
+            return "", False, ""
+        refused = _encoding(head, file) or _json_form(head, named, field)
+        return (refused, named, "") if refused or named else ("", *_records(head, file, field))
+
+
+def _encoding(head: bytes, file: IO[bytes]) -> str:
+    start = head[:64]
+    marked = start.startswith((b"\xff\xfe", b"\xfe\xff"))
+    zeros = not any(start[::2]), not any(start[1::2])
+    wide = len(start) >= 16 and zeros[0] != zeros[1]  # ASCII in units of two bytes
+    if marked or wide:
+        name = "UTF-16" if marked else "UTF-16LE" if start[0] else "UTF-16BE"
+        return f"is UTF-16 text: convert it with `iconv -f {name} -t UTF-8`"
+    if b"\r" in head.rstrip(b"\r") and b"\n" not in head and b"\n" not in file.read(_MOST_BYTES):
+        return r"has lines that end with CR alone: convert them with `tr '\r' '\n'`"
+    return ""
+
+
+def _json_form(head: bytes, named: bool, field: str) -> str:
+    text = head.decode("utf-8", "ignore").lstrip("\ufeff \t\r\n")
+    first, _, rest = text.partition("\n")
+    if not (named or (re.match(r'\[?\s*\{\s*"', text) and f'"{field}"' in text)):
+        return ""
+    if text.startswith("[") and (_parsed(first) is None or not rest.strip()):  # else one bad record
+        return "is a JSON array: write one record per line, for example with `jq -c '.[]'`"
+    if text.startswith("{") and _parsed(first) is None:
+        try:
+            whole = json.JSONDecoder().raw_decode(text)[1] > len(first)
+        except (ValueError, RecursionError):
+            whole = first.strip() == "{" and bool(rest.strip())
+        if whole:
+            return "has records over several lines: write one per line, for example with `jq -c .`"
+    return ""
+
+
+def _records(head: bytes, file: IO[bytes], field: str) -> tuple[bool, str]:
+    if not head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+        return False, ""
+    block = head
+    while block and head.count(b"\n") < _RECORDS and len(head) < _MOST_BYTES:
+        head += (block := file.read(len(head)))
+    lines = head.split(b"\n")[: None if not block else -1]
+    records = [_parsed(line) for line in lines if line.strip()][:_RECORDS]
+    if not records or not all(isinstance(record, dict) for record in records):
+        return False, ""
+    if all(field in record for record in records):
+        return True, "read as JSON lines, as its first records are, whatever its name"
+    return False, f"read as text; its lines are JSON objects without the field {field!r}"
+
+
+def _parsed(line: str | bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -58,8 +58,8 @@ class DiskStore:
             return
         if os.path.lexists(new) and not (new.is_dir() and (replace or not any(new.iterdir()))):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
-        for place, _, _ in os.walk(old, topdown=False):
-            sync_folder(Path(place))
+        for folder, _, _ in os.walk(old, topdown=False):
+            sync_folder(Path(folder))
         if replace:
             rename(old, new)
         else:
@@ -106,8 +106,8 @@ class DiskStore:
 
     def free_bytes(self, path: PurePath) -> int:
         """Return the bytes that are free on the disk of a path, which need not exist."""
-        here = Path(path).absolute()
-        return shutil.disk_usage(next(folder for folder in (here, *here.parents) if folder.is_dir())).free
+        absolute = Path(path).absolute()
+        return shutil.disk_usage(next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())).free
 
     def local_path(self, path: PurePath) -> Path:
         """Return the path itself."""
@@ -223,11 +223,11 @@ def sync_tree(path: Path) -> None:
     if not path.is_dir():
         sync_file(path)
         return
-    for place, _, files in os.walk(path, topdown=False):
+    for folder, _, files in os.walk(path, topdown=False):
         for name in files:
-            if (file := Path(place, name)).is_file() and not file.is_symlink():
+            if (file := Path(folder, name)).is_file() and not file.is_symlink():
                 sync_file(file)
-        sync_folder(Path(place))
+        sync_folder(Path(folder))
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -270,17 +270,17 @@ def rename(made: Path, path: Path) -> None:
     away.rename(made)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two files or folders in one step. Return False, and do nothing, if that is unsupported."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
-    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) == 0:
+    if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), ctypes.c_uint(_EXCHANGE)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNSUPPORTED:
         return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def remove(path: Path) -> None:

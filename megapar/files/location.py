@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path, PurePath
 from typing import Any, Protocol, TypeAlias
@@ -87,12 +88,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Location:
-    """A name in a store, with the verbs of the store.
-
-    Attributes:
-        store: The store.
-        path: The name.
-    """
+    """A name in a store, with the verbs of the store."""
 
     store: Store
     path: PurePath
@@ -158,6 +154,15 @@ class Location:
         """Return its path, as ``Store.local_path``."""
         return self.store.local_path(self.path)
 
+    def free_bytes(self) -> int | None:
+        """Return what ``Store.free_bytes`` does."""
+        return self.store.free_bytes(self.path)
+
+    def exists(self) -> bool:
+        """Return True if there is such a file or folder. In a store without folders, every folder exists."""
+        path = self.local_path()
+        return path is None or path.exists()
+
     def is_file(self) -> bool:
         """Return True if it is a file. Raises OSError if that cannot be found out."""
         try:
@@ -165,6 +170,17 @@ class Location:
         except (FileNotFoundError, NotADirectoryError, UnfitFileError):
             return False
         return True
+
+    def glob(self, pattern: str) -> Iterator[Location]:
+        """Yield the files and folders in it whose names match, as ``Path.glob``; an unreadable folder has none."""
+        first, _, rest = pattern.partition("/")
+        try:
+            names = sorted(self.list())
+        except OSError:
+            return
+        for name in names:
+            if fnmatchcase(name, first):
+                yield from (self / name).glob(rest) if rest else (self / name,)
 
     def resolve(self) -> Location:
         """Return the same location by a name without links."""

@@ -9,6 +9,7 @@ import errno
 import io
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,10 @@ SMALL = 1 << 24
 
 INDEX_BYTES = 1 << 28
 """Maximum bytes of an index with a line for every tensor of a model."""
+
+
+HEAD_BYTES = 1 << 13
+PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 
 
 class UnfitFileError(OSError):
@@ -77,12 +82,12 @@ def read_json(path: str | os.PathLike[str], limit: int = SMALL) -> dict[str, Any
 def json_object(content: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises ValueError for any other content."""
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("it does not contain a JSON object")
-    return found
+    return value
 
 
 def text_of(content: bytes) -> str:
@@ -99,3 +104,21 @@ def _up_to(content: bytes, limit: int, path: object) -> bytes:
 def _too_large(size: int | None, limit: int) -> str:
     actual = "it is longer" if size is None else f"it has {size:,} bytes"
     return f"{actual}, and at most {limit:,} bytes are read"
+
+
+def not_itself(path: Path | str) -> str:
+    """Return what a file is in place of its content, and the remedy, as a predicate; "" for others. Raises OSError."""
+    with open_regular(path) as file:
+        return not_this(file.read(HEAD_BYTES))
+
+
+def not_this(head: bytes) -> str:
+    """Return the same, given the file's first bytes."""
+    if head.startswith(b"version https://git-lfs.github.com/spec/v1\n"):
+        size = re.search(rb"\nsize ([0-9]{1,18})\n", head)
+        shown = f" ({int(size[1]):,} bytes)" if size else ""
+        fix = "run `git lfs pull`, or download it with `hf download`"
+        return f"is a Git LFS pointer, not the file itself{shown}: {fix}"
+    if PAGE.match(head):
+        return "is a web page, not the file itself: download it again, and look at the page for the reason"
+    return "" if head else "is empty: download or write it again"

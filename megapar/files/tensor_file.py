@@ -18,12 +18,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megapar.errors import CheckpointError
-from megapar.files.content import HEAD_BYTES, not_this
 from megapar.files.location import Place, at
-from megapar.files.regular_file import UnfitFileError
+from megapar.files.regular_file import HEAD_BYTES, UnfitFileError, not_this
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 MAX_NUMBER = 1 << 60
@@ -145,3 +145,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{duplicate:.100} is there twice")
     return unique
+
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def weights_name(number: int, count: int) -> str:
+    """Return the name of a file of weights. number: from 1 to ``count``, the number of files."""
+    return WEIGHTS_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megapar.errors import DataError
-from megapar.files.content import not_itself
+from megapar.files.regular_file import not_itself
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -33,8 +33,6 @@ class Head(NamedTuple):
     """Header of an index.
 
     Attributes:
-        dtype: Type of an element.
-        sequences: Number of sequences.
         documents: Number of document indices, one more than there are documents.
         modes: The index has a mode for each sequence.
     """

@@ -20,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megapar.arguments import FLAGS, Config
+from megapar.checkpoints.ownership.data_facts import KNOWLEDGE, DataFacts
+from megapar.checkpoints.ownership.identity import made_by
 from megapar.config.draft import is_given
 from megapar.config.help import written
 from megapar.core.comm.world import roll_call
@@ -29,8 +31,6 @@ from megapar.data.fingerprint import Fingerprint, fingerprints_of
 from megapar.errors import Complaint, ConfigError, DistributedError
 from megapar.schema.flag import SCRIPTS, Flag
 from megapar.training.building.parts import experts_dispatch
-from megapar.training.checkpoints.data_facts import KNOWLEDGE, DataFacts
-from megapar.training.checkpoints.identity import made_by
 
 RULE = "agreement"
 _LAST_WORD = timedelta(seconds=30)  # for all ranks to read a refusal before the first one exits

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.errors import CheckpointError
-from megapar.files.content import HEAD_BYTES, not_this
 from megapar.files.location import Location, Place, at
-from megapar.files.published_names import INDEX_FILE, WEIGHTS_FILE
-from megapar.files.regular_file import INDEX_BYTES, json_object
-from megapar.files.tensor_file import ITEM_BYTES, TensorFile
+from megapar.files.regular_file import HEAD_BYTES, INDEX_BYTES, json_object, not_this
+from megapar.files.tensor_file import INDEX_FILE, ITEM_BYTES, WEIGHTS_FILE, TensorFile
 from megapar.model.parameter import ALL, HfPiece, ParameterSpec
 from megapar.schema.published import PublishedArchitecture
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapar.files.data_path import NUMBER, blend_of
+from megapar.files.data_files import NUMBER, blend_of
 from megapar.schema.flag import MOE
 from megapar.schema.rule import Facts, Rule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.files.remote_path import MOUNT, REMOTE
+from megapar.files.paths import MOUNT, REMOTE
 from megapar.rules.sections import SECTIONS, is_section_limits
 from megapar.schema.rule import NO_EFFECT, PADDLE_SHARDING, Facts, Rule, Test, either, near_multiples, spell
 

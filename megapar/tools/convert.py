@@ -47,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from megapar.checkpoints.export.export import UNDROPPED
+    from megapar.checkpoints.export.from_hf import hf_to_megapar
+    from megapar.checkpoints.export.to_hf import megapar_to_hf
     from megapar.data.tokenizers.load import load_tokenizer
-    from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
-    from megapar.training.checkpoints.export import UNDROPPED
     from megapar.training.step.dtypes import DTYPES
 
     if args.command == "hf-to-megapar":

@@ -18,19 +18,25 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from megapar.arguments import FLAGS, Config, parse_or_exit, resolved_values
+from megapar.checkpoints.format.names import (
+    LAYOUT_FILE,
+    folders_below,
+    newest_name,
+    parse_checkpoint_name,
+    stored_facts,
+    stored_scalars,
+)
+from megapar.checkpoints.ownership.data_facts import SEPARATE, DataFacts
+from megapar.checkpoints.ownership.identity import RECORD, Identity
 from megapar.config.report import refusal
-from megapar.config.stored import stored_facts, stored_scalars
 from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
-from megapar.files.checkpoint_names import LAYOUT_FILE, folders_below, newest_name, parse_checkpoint_name
 from megapar.model.spec import STORED
 from megapar.planning.candidate import spelled
 from megapar.schema.rule import either
 from megapar.tools.parser import Parser
 from megapar.tools.pretrain import prepare_process
-from megapar.training.checkpoints.data_facts import APART, DataFacts
-from megapar.training.checkpoints.identity import RECORD, Identity
 from megapar.training.loop.outline import outline
 
 NO_TRAINING = ("--finetune", "--train-iters", "0", "--eval-interval", "1")
@@ -142,14 +148,14 @@ def _data(identity: Identity | None, options: Namespace, rest: Sequence[str]) ->
         return ["--data-path", *options.data_path] if options.data_path else []
     split, names = identity.data.split, [source.name for source in identity.data.sources]
     if not options.data_path and ("--hf-dataset" in rest or identity.flags.get("data_source") == "hf"):
-        return [] if split in (APART, DEFAULT_SPLIT) else ["--split", split]
+        return [] if split in (SEPARATE, DEFAULT_SPLIT) else ["--split", split]
     known = names if len(names) == 1 and names[0] in IN_PACKAGE else None
     paths = options.data_path or known
-    if paths is None or (split == APART and paths != ["mock"]):
-        where = "separate held-out text (--eval-data-path)" if split == APART else f"{', '.join(names)}"
+    if paths is None or (split == SEPARATE and paths != ["mock"]):
+        where = "separate held-out text (--eval-data-path)" if split == SEPARATE else f"{', '.join(names)}"
         message = f"the checkpoint is of a run with {where}, and records no path of it."
         fix = "Pass --eval-data-path PATH, all of which is evaluated"
-        fix += "." if split == APART else ", or --data-path with the data of the run, whose held-out share is."
+        fix += "." if split == SEPARATE else ", or --data-path with the data of the run, whose held-out share is."
         raise ConfigError([Complaint("evaluate-data", message, fix)])
     plain = split == DEFAULT_SPLIT or paths == ["mock"] or "--split" in rest
     return ["--data-path", *paths, *([] if plain else ["--split", split])]
@@ -191,7 +197,7 @@ def _other_data(config: Config) -> Iterator[str]:
         here = DataFacts.of(config)
     except DataError:  # which the run reports
         return
-    apart = [one.text for one in identity.data.apart(here) if one.field in ("sources", "split")]
+    apart = [one.text for one in identity.data.differences(here) if one.field in ("sources", "split")]
     if apart:
         yield f"the data is not that of the run: {'; '.join(apart)}. Its held-out part may have been trained on"
 

@@ -80,9 +80,9 @@ def generate(options: Namespace) -> list[str]:
     import torch
     import transformers
 
+    from megapar.checkpoints.export.export import exported
     from megapar.core.device.pick import pick
     from megapar.data.tokenizers.load import load_tokenizer
-    from megapar.training.checkpoints.exported import exported
     from megapar.training.step.dtypes import DTYPES
 
     device = pick(options.device).torch_device

@@ -10,7 +10,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from megapar import __version__
-from megapar.files.remote_path import MOUNT, REMOTE, is_url
+from megapar.files.paths import MOUNT, REMOTE, is_url
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

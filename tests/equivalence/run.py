@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.export import collect_buffers
 from megapar.core.comm.world import World
 from megapar.core.device import kinds
 from megapar.core.device.base import Device
@@ -28,7 +29,6 @@ from megapar.model.decoder.model import Decoder
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus, make_layout, make_own_corpus
 from megapar.training.building.parts import Parts
-from megapar.training.checkpoints.collect import collect_buffers
 from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports.record import Record
 from megapar.training.step import bad_steps

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megapar.core.checkpoint import folder, shard_file, storage
+from megapar.checkpoints.format import shards
+from megapar.checkpoints.save_load import collective_io, folder, storage
 from megapar.tools.launcher.stopper import children
 from megapar.trainer import Trainer
 from megapar.training.step import expert_places
@@ -85,9 +86,9 @@ def at_random() -> None:
 # Phase -> the call that begins it, among how many calls one is drawn, and which ranks make it.
 PHASES: dict[str, tuple[Any, str, int, str]] = {
     "step": (Gradients, "make", 12, "any"),
-    "shard": (shard_file, "_write_tensor", 100, "any"),
+    "shard": (shards, "_write_tensor", 100, "any"),
     "scalars and manifest": (storage, "write_bytes", 8, "0"),
-    "rename": (storage, "move_into_place", 4, "0"),
+    "rename": (collective_io, "move_into_place", 4, "0"),
     "latest": (folder, "publish", 4, "0"),
 }
 
@@ -113,7 +114,7 @@ def in_phase_at_random() -> None:
 
 def freeze() -> None:
     """The disk of the checkpoints answers no more while this rank writes, after the others have."""
-    kept, struck = shard_file._write_tensor, []
+    kept, struck = shards._write_tensor, []
 
     def write(file: Any, tensor: Any) -> int:
         place = Path(str(file._path))
@@ -127,7 +128,7 @@ def freeze() -> None:
             subprocess.run(["fsfreeze", "-f", str(place.parents[2])], check=True)
         return kept(file, tensor)
 
-    shard_file._write_tensor = write
+    shards._write_tensor = write
 
 
 def launcher_and_ranks(order: str) -> list[int]:
@@ -181,7 +182,7 @@ def two_signals_around_a_slow_save() -> None:
         return False
 
     before(Gradients, "make", begin)
-    before(shard_file, "_write_tensor", write)
+    before(shards, "_write_tensor", write)
 
 
 def stop_and_signal() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megapar.core.checkpoint.manifest import Manifest
+from megapar.files.manifest import Manifest
 from tests.faults.cases_identity import TEXT, write_text
 from tests.faults.cases_watching import NO_RIGHT, make_ext4, mounted
 from tests.faults.job import Ended, _environ, ended_as, flags_of

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megapar.files.checkpoint_names import read_latest
+from megapar.checkpoints.format.names import read_latest
 from megapar.health.stop.process import Process
 from tests.faults.job import PATIENCE_SECONDS, PATIENT, ROOT, Ended, Fault, _ended, _environ, flags_of, run_job
 from tests.faults.outcome import NONE, SHARDING, Outcome, compared, uninterrupted, verdict

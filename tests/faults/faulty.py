@@ -18,11 +18,12 @@ from typing import Any
 
 from megapar import trainer
 from megapar.arguments import parse_or_exit
-from megapar.core.checkpoint import folder, shard_file, storage
+from megapar.checkpoints.format import shards
+from megapar.checkpoints.format.names import LAYOUT_FILE
+from megapar.checkpoints.save_load import collective_io, folder, storage
 from megapar.core.device.base import Device
 from megapar.errors import DataError
 from megapar.files import disk
-from megapar.files.checkpoint_names import LAYOUT_FILE
 from megapar.trainer import Trainer, main
 from tests.faults import state_flips, wrong_products
 from tests.faults.blows import (
@@ -61,12 +62,12 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGTERM": lambda: in_step(signal.SIGTERM),
     "SIGUSR1": lambda: in_step(signal.SIGUSR1),
     "SIGSTOP": lambda: in_step(signal.SIGSTOP),
-    "kill in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, tensor: file._path),
+    "kill in shard": lambda: in_save(shards, "_write_tensor", lambda file, tensor: file._path),
     "kill in scalars": lambda: in_save(storage, "write_bytes", lambda path, content: path),
     "kill in manifest": lambda: in_save(
         storage, "write_bytes", lambda path, _: path if path.name == LAYOUT_FILE else ""
     ),
-    "kill before rename": lambda: in_save(storage, "move_into_place", lambda aside, folder, *_: folder),
+    "kill before rename": lambda: in_save(collective_io, "move_into_place", lambda aside, folder, *_: folder),
     "kill after rename": after_rename,
     "kill in latest": in_latest,
     "SIGSTOP in rename": stop_in_rename,
@@ -82,7 +83,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "damage disk": damage_disk,
     "no space check": no_space_check,
     "freeze": freeze,
-    "SIGSTOP in shard": lambda: in_save(shard_file, "_write_tensor", lambda file, _: file._path, signal.SIGSTOP),
+    "SIGSTOP in shard": lambda: in_save(shards, "_write_tensor", lambda file, _: file._path, signal.SIGSTOP),
     "SIGSTOP in evaluation": lambda: before(
         trainer, "evaluate", lambda *_, **__: STEPS[0] == SPEC["iteration"], signal.SIGSTOP
     ),

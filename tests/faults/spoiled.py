@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megapar import trainer
-from megapar.core.checkpoint import folder, storage
+from megapar.checkpoints.save_load import folder, storage
 from megapar.errors import CheckpointError
 from megapar.health.corruption.guards import ReplicaGuard
 from megapar.trainer import Trainer

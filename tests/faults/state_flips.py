@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megapar.checkpoints.save_load.checkpoints import Checkpoints
 from megapar.trainer import Trainer
-from megapar.training.checkpoints.checkpoints import Checkpoints
 from megapar.training.step.job import Job
 
 

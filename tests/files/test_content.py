@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import parse
+from megapar.checkpoints.format.shards import ShardFile
 from megapar.config.published import Unsupported, read_config
-from megapar.core.checkpoint.shard_file import ShardFile
 from megapar.data.text.source import JsonlFile, TextFile, all_documents, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError

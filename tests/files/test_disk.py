@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.core.checkpoint.manifest import FILE_NAME, Manifest
 from megapar.files import disk
+from megapar.files.manifest import FILE_NAME, Manifest
 
 
 def folder_of(path: Path, **files: str) -> Path:

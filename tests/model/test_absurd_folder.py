@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from megapar.errors import CheckpointError
-from megapar.files.published_names import INDEX_FILE
+from megapar.files.tensor_file import INDEX_FILE
 from megapar.model.hugging_face.folder import HfFolder
 
 MAX_MEMORY = 8 << 20

@@ -38,7 +38,7 @@ R = TypeVar("R")
 # The server imports these once; otherwise each worker of a pool would.
 # Torch's compiler is imported by its optimizers, at the first step.
 PRELOADED = [
-    *("pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.optim"),
+    *("pytest", "torch.distributed.fsdp", "torch._dynamo", "torch.optim"),
     *("megapar.trainer", "megapar.tools.launcher.agent"),
 ]
 # gloo's threads outlive their groups if something holds these (DTensor's caches hold every mesh) and wake a hundred

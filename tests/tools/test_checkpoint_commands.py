@@ -14,6 +14,9 @@ import torch
 import transformers
 
 from megapar.arguments import FLAGS, SCRIPTS, parse
+from megapar.checkpoints.export import export as exported
+from megapar.checkpoints.ownership.data_facts import DataFacts
+from megapar.checkpoints.ownership.identity import DataPhase, Identity, flags_of
 from megapar.config.presets import preset_names
 from megapar.config.read import about
 from megapar.data.fingerprint import Fingerprint
@@ -23,9 +26,6 @@ from megapar.tools import evaluate
 from megapar.tools.generate import loaded, prompt_ids
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
-from megapar.training.checkpoints import exported
-from megapar.training.checkpoints.data_facts import DataFacts
-from megapar.training.checkpoints.identity import DataPhase, Identity, flags_of
 from tests.support.training import SMALL
 
 TEXT = "a rank holds a part of every layer and sends the rest of its rows to the others in turn"
@@ -225,9 +225,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(exported.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     assert generate(run, "--prompt", "a", "--hf-cache", str(tmp_path / "new")) == 1
-    assert f"GiB in {tmp_path}, where 0.00 GiB are free. Choose another disk" in capsys.readouterr().err
+    assert f"GiB in {tmp_path / 'new'}, where 0.00 GiB are free. Choose another disk" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from megapar.arguments import FLAGS, parse, parse_or_exit
 from megapar.config.hints import ELSEWHERE
 from megapar.config.read import normal, spellings
 from megapar.errors import ConfigError
-from megapar.files.near_path import near_path
+from megapar.files.paths import near_path
 from megapar.machine import memory_bytes
 from megapar.tools.launcher.launch import _validate
 from megapar.tools.launcher.launch_options import read

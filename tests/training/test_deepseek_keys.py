@@ -12,12 +12,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.from_hf import hf_to_megapar, published
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.hugging_face.save import config_of, save_hf
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
+from tests.checkpoints.export.test_convert import MODELS, SIZES, _tensors
 from tests.model.small import build, named_tensors
-from tests.training.checkpoints.test_convert import MODELS, SIZES, _tensors
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,9 @@ import transformers
 from safetensors.torch import load_file
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.export import UNDROPPED
+from megapar.checkpoints.export.from_hf import hf_to_megapar
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, token_ids
@@ -20,8 +23,6 @@ from megapar.errors import CheckpointError, ConfigError
 from megapar.rules.exports import LIMITS, RULES
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
-from megapar.training.checkpoints.export import UNDROPPED
 from megapar.training.reports.terminal import PlainTerminal
 
 SMALL = (

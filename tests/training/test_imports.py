@@ -15,14 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.from_hf import hf_to_megapar, published
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.errors import CheckpointError, ConfigError
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.published_tensors import pieces_of
 from megapar.model.spec import table_of
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
+from tests.checkpoints.export.test_convert import MODELS, _expected, _logits
 from tests.support.ranks import run_ranks
-from tests.training.checkpoints.test_convert import MODELS, _expected, _logits
 
 
 @pytest.fixture(scope="module")

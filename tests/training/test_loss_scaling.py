@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapar.checkpoints.export.export import collect_all
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.trainer import Trainer
-from megapar.training.checkpoints.collect import collect_all
 from megapar.training.reports.record import Record
 from megapar.training.step.batches import Denominators
 from megapar.training.step.objective import Objective

@@ -13,6 +13,8 @@ import torch
 import transformers
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.from_hf import hf_to_megapar, published
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.config.published import Unsupported, flags_of, read_config
 from megapar.errors import ConfigError
 from megapar.model.architectures import ARCHITECTURES
@@ -21,9 +23,8 @@ from megapar.model.decoder.rope_keys import rope_settings
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.hugging_face.save import config_of, save_hf
 from megapar.model.rope_scaling import RopeScaling
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
+from tests.checkpoints.export.test_convert import DECODER, ERNIE_MOE, GLM, GRANITE, LATENT, QWEN, _expected
 from tests.model import small
-from tests.training.checkpoints.test_convert import DECODER, ERNIE_MOE, GLM, GRANITE, LATENT, QWEN, _expected
 from tests.training.test_imports import _logits_of
 
 LINEAR = {"rope_type": "linear", "factor": 2.5}

@@ -28,9 +28,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megapar.core.checkpoint.manifest import FILE_NAME, Manifest
 from megapar.errors import DataError
 from megapar.files.disk import put, rename
+from megapar.files.manifest import FILE_NAME, Manifest
 from megapar.files.regular_file import read_json
 from megapar.health.stop.process import boot_id
 

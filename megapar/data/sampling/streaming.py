@@ -14,7 +14,7 @@ from megapar.data.text.hf_dataset import open_dataset
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
-from megapar.files.record import checked_text
+from megapar.files.data_files import checked_text
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,12 +15,13 @@ from typing import IO, Any
 
 from megapar.data.text.bad_records import BadRecords
 from megapar.errors import DataError
-from megapar.files.data_files import is_compressed, opened
-from megapar.files.record import (
+from megapar.files.data_files import (
     FIELD,
     LONGEST_LINE,
     checked_text,
     decoded,
+    is_compressed,
+    opened,
     rest_of_line,
     text_of_line,
     too_long,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.errors import DataError
-from megapar.files.record import FIELD
+from megapar.files.data_files import FIELD
 
 
 def open_dataset(name: str, part: str = "train", field: str = FIELD) -> Any:

@@ -16,21 +16,23 @@ from megapar.data.text import builtin
 from megapar.data.text.bad_records import BadRecords
 from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
 from megapar.errors import DataError
-from megapar.files.content import look_at
 from megapar.files.data_files import (
+    FIELD,
     INDEXED,
-    MOST_TOLD,
+    MOST_LISTED,
     PARQUET,
     first_line,
+    inspect,
     is_compressed,
     kind_of,
     listing,
     nothing_read,
+    numbered_lines,
     opened,
     refusal_of,
+    text_of_line,
 )
-from megapar.files.near_path import near_path
-from megapar.files.record import FIELD, numbered_lines, text_of_line
+from megapar.files.paths import near_path
 
 BUILTIN = "builtin"
 MOCK = "mock"
@@ -218,8 +220,8 @@ def open_sources(
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
     for text, names in notes.items():
-        more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-        report(f"{', '.join(names[:MOST_TOLD])}{more}: {text}")
+        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        report(f"{', '.join(names[:MOST_LISTED])}{more}: {text}")
     return tuple(sources)
 
 
@@ -257,9 +259,9 @@ def _of_folder(
         else:
             skipped.append(f"{file.name} (the same content as {first.name})")
     if skipped:
-        more = f" and {len(skipped) - MOST_TOLD} more" if len(skipped) > MOST_TOLD else ""
+        more = f" and {len(skipped) - MOST_LISTED} more" if len(skipped) > MOST_LISTED else ""
         entries = f"{len(sources)} of {len(sources) + len(skipped)} entries"
-        report(f"{folder}: {entries} are read, skipped: {', '.join(skipped[:MOST_TOLD])}{more}")
+        report(f"{folder}: {entries} are read, skipped: {', '.join(skipped[:MOST_LISTED])}{more}")
     return sources
 
 
@@ -286,7 +288,7 @@ def _file_source(path: Path, field: str, notes: dict[str, list[str]]) -> TextSou
         raise DataError(f"{path}: contains tokens, but text is needed; pass the text, JSONL or parquet file")
     if reason := refusal_of(path):
         raise DataError(f"{path}: {reason}")
-    defect, records, note = look_at(path, field)
+    defect, records, note = inspect(path, field)
     if defect:
         raise DataError(f"{path} {defect}")
     if note:

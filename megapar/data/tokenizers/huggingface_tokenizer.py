@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapar.data.tokenizers.tokenizer import SpecialTokens, WordMarks
 from megapar.errors import DataError
-from megapar.files.vocabulary import check_largest, vocabulary_of
+from megapar.files.tokenizer_files import check_largest, vocabulary_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megapar.core.checkpoint.manifest import sha256_of
 from megapar.data.cache.cache import hash_parts, known, made_once
 from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
+from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import read_json
 
 _VERSION = "2"  # version of the facts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.errors import DataError
-from megapar.files.tokenizer_folder import foreign_tokenizer
+from megapar.files.tokenizer_files import foreign_tokenizer
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -12,7 +12,7 @@ from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from megapar.errors import CheckpointError, DataError
 from megapar.files.location import Place, at, read_locally, written_locally
-from megapar.files.tokenizer_folder import FACTS, FOLDER, stored_fingerprint
+from megapar.files.tokenizer_files import FACTS, FOLDER, stored_fingerprint
 
 
 def store_tokenizer(tokenizer: Tokenizer, root: Place) -> tuple[str, ...]:

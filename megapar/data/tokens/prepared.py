@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapar.core.checkpoint.manifest import sha256_of
 from megapar.data.cache.remembered import remembered
 from megapar.errors import DataError
+from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import open_regular
 
 if TYPE_CHECKING:

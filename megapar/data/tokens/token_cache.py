@@ -22,7 +22,7 @@ from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
 from megapar.data.tokens.encode_process import encode_in_process
 from megapar.data.tokens.indexed import IndexedDataset
-from megapar.files.record import LONGEST_LINE
+from megapar.files.data_files import LONGEST_LINE
 from megapar.health.stop.process import cores
 
 VERSION = 2

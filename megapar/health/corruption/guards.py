@@ -7,24 +7,23 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from megapar.arguments import Config
-from megapar.core.checkpoint.shard_file import write_bytes
+from megapar.checkpoints.format.faults import RECORD, Blamed, Fault
+from megapar.checkpoints.format.shards import write_bytes
+from megapar.checkpoints.ownership.scalars import Start
+from megapar.checkpoints.save_load.local_saves import LocalSaves
 from megapar.core.comm.world import World
 from megapar.core.sharding import replicas
 from megapar.data.batches import Loader
 from megapar.errors import CorruptionError, TrainingError
 from megapar.files.location import Place, at
-from megapar.files.suspects import RECORD, Blamed, Fault
 from megapar.health.corruption.recompute_guard import RecomputeGuard
 from megapar.health.corruption.state_guard import StateGuard
 from megapar.training.building.partition import effective_schedule
-from megapar.training.checkpoints.local_saves import LocalSaves
-from megapar.training.checkpoints.verification import Start
 from megapar.training.step.gradients import Gradients
 from megapar.training.step.job import Job, copies
 
@@ -95,8 +94,8 @@ class FaultRecord:
         hosts: Host of every rank, once known.
     """
 
-    def __init__(self, folders: Sequence[Path], world: World, began: int, others: Collection[str] = ()) -> None:
-        self._folders = tuple(folders)
+    def __init__(self, folders: Sequence[Place], world: World, began: int, others: Collection[str] = ()) -> None:
+        self._folders = tuple(map(at, folders))
         self._world = world
         self._began = began
         self._others = others
@@ -282,7 +281,7 @@ def make_guards(
         )
     if steps := config.reliability.state_digest_steps:
         guards.append(StateGuard(job, steps))
-    folders = [Path(config.checkpoint.save)] if config.checkpoint.save else []
+    folders: list[Place] = [config.checkpoint.save] if config.checkpoint.save else []
     if local_saves is not None:
-        folders.append(local_saves.folder)
+        folders.append(local_saves.local.folder)
     return Guards(guards, start, FaultRecord(folders, job.world, start.iteration, others))

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from megapar.checkpoints.format.shards import DTYPES, ShardFile
 from megapar.core.box import Box
-from megapar.core.checkpoint.shard_file import DTYPES, ShardFile
 from megapar.errors import CheckpointError
 from megapar.files.tensor_file import ITEM_BYTES
 from megapar.model.hugging_face.block_fp8 import dequantized, stored_rows

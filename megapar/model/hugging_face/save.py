@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapar.errors import CheckpointError
 from megapar.files.location import Place
-from megapar.files.published_names import CONFIG_FILE, INDEX_FILE, weights_name
+from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE, weights_name
 from megapar.model.architectures import not_exportable, own_architecture
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.hugging_face.whole_folder import written_aside

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from typing import Any
 
-from megapar.files.remote_path import MOUNT, REMOTE, is_url
+from megapar.files.paths import MOUNT, REMOTE, is_url
 from megapar.tools.launcher.program import arguments_of, complaints_about, wants_warm_start
 from megapar.tools.parser import Parser, count, seconds, whole
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megapar.files.near_path import near_path
+from megapar.files.paths import near_path
 from megapar.schema.flag import KINDS, SCRIPTS
 from megapar.tools.launcher.run_module import module_command
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from megapar.errors import DistributedError
-from megapar.files.path_part import path_part
+from megapar.files.paths import path_part
 from megapar.health.stop.signal_listener import write_stderr
 from megapar.launch_environment import starts_before
 

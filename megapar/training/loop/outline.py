@@ -6,8 +6,9 @@ Does not import torch, because the entry scripts import this module before the c
 from __future__ import annotations
 
 from megapar.arguments import Config
+from megapar.checkpoints.format.names import stored_facts, stored_schedule
+from megapar.checkpoints.ownership.identity import another_run, match_folder, match_model
 from megapar.config.published import architecture_of, read_config
-from megapar.config.stored import stored_facts, stored_schedule
 from megapar.core.units import MEGABYTE, billions
 from megapar.errors import CheckpointError, Complaint, ConfigError
 from megapar.model.facts import differences
@@ -16,8 +17,6 @@ from megapar.model.sizes import ModelSizes
 from megapar.model.spec import parameter_counts, table_of
 from megapar.training.building.device_choices import assumed_node, dispatch_choice, kind_of_run
 from megapar.training.building.partition import make_segments, pipeline_outline
-from megapar.training.checkpoints.identity import another_run
-from megapar.training.checkpoints.model_match import fitted, fitted_folder
 from megapar.training.step.schedules import another_schedule, make_learning_rate
 
 
@@ -44,7 +43,7 @@ def _check_published(config: Config, sizes: ModelSizes) -> None:
     if folder is None or config.runtime.rules_only:
         return
     try:
-        fitted_folder(PublishedTensors(folder), table_of(sizes), architecture_of(read_config(folder)))
+        match_folder(PublishedTensors(folder), table_of(sizes), architecture_of(read_config(folder)))
     except CheckpointError as error:
         raise ConfigError([Complaint("load-hf", f"--load-hf {error}.")]) from error
 
@@ -60,19 +59,19 @@ def _check_saved(config: Config, sizes: ModelSizes) -> str:
     if (stored := stored_facts(saved.load, saved.ckpt_step)) is None:
         return ""
     folder, facts = stored
-    alone = saved.finetune or stored_schedule(folder) is None
+    weights_only = saved.finetune or stored_schedule(folder) is None
     complaints = []
-    if changes := differences(facts, fitted(facts, sizes.facts(), alone=alone).facts):
+    if changes := differences(facts, match_model(facts, sizes.facts(), weights_only=weights_only).facts):
         message = f"--load {saved.load}: {folder.name} is a checkpoint of another model: {changes}."
         fix = "Pass the flags that it was trained with, or the folder of another run."
         complaints.append(Complaint("checkpoint-model", message, fix))
-    trained = None if alone or saved.no_load_optim else stored_schedule(folder)
+    trained = None if weights_only or saved.no_load_optim else stored_schedule(folder)
     if trained is not None and not config.optimizer.override_opt_param_scheduler:
         other = another_schedule(trained, make_learning_rate(config).to_dict())
         if other is not None:
             message = f"--load {saved.load}: {folder.name} was trained on another learning-rate schedule: {other[0]}."
             complaints.append(Complaint("checkpoint-schedule", message, other[1]))
-    others, not_compared = ([], "") if alone else another_run(config, folder)
+    others, not_compared = ([], "") if weights_only else another_run(config, folder)
     if complaints or others:
         raise ConfigError([*complaints, *others])
     return not_compared

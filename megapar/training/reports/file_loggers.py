@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from megapar.files.metrics_file import EXPERTS
+from megapar.files.paths import EXPERTS
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record
 

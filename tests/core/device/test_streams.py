@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megapar.checkpoints.format.shards import Shard
+from megapar.checkpoints.save_load.background import Background
 from megapar.core.box import Box
-from megapar.core.checkpoint.background import Background
-from megapar.core.checkpoint.shard import Shard
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllToAll, Unsent
 from megapar.core.comm.in_flight import CommContext

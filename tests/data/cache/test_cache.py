@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megapar.core.checkpoint import manifest
 from megapar.data.cache import cache
 from megapar.data.cache.cache import cache_folder, hash_parts, known, made_once
 from megapar.data.cache.remembered import remembered
 from megapar.errors import DataError
+from megapar.files import manifest
 
 
 def test_an_entry_is_made_once(fresh_cache: Path) -> None:

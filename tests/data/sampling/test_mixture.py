@@ -24,7 +24,7 @@ from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
-from megapar.files.data_path import blend_of
+from megapar.files.data_files import blend_of
 from tests.support.unigram import unigram_entropy
 
 SMALL: dict[str, Any] = {"vocab_size": 1000, "seq_length": 16, "seed": 5}

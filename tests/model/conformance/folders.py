@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.from_hf import hf_to_megapar
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.trainer import train
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf
 
 FREE = ("transformers_version", "_name_or_path")  # keys of config.json that may differ
 

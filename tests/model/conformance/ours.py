@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.export import collect_all
+from megapar.checkpoints.export.from_hf import load_hf
 from megapar.config.published import architecture_of, read_config
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.published_tensors import stored_pieces
 from megapar.training.building.parallelize import parallelize
-from megapar.training.checkpoints.collect import collect_all
-from megapar.training.checkpoints.load_hf import load_hf
 from megapar.training.step.observer import StepObserver
 from tests.model.conformance.answer import IGNORED, LENGTHS, Answer, Batch
 from tests.model.conformance.exact import NarrowMade

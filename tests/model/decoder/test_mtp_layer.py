@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.checkpoints.ownership.identity import match_model
 from megapar.model.architectures import ARCHITECTURES
 from megapar.model.decoder.model import Decoder
 from megapar.model.decoder.sizes import DecoderSizes
@@ -22,7 +23,6 @@ from megapar.model.facts import differences
 from megapar.model.hugging_face.tensors import export_piece
 from megapar.model.spec import parameter_counts, table_of
 from megapar.moe.sizes import MoeSizes
-from megapar.training.checkpoints.model_match import fitted
 from tests.model.small import DENSE, LATENT, MOE, batch_for, build, named_tensors
 
 ROUTED = MoeSizes(
@@ -223,5 +223,5 @@ def test_weights_alone_come_with_or_without_the_block(block: str, old: bool) -> 
         del plain["mtp_block"]
     for stored, expected in ((plain, ahead), (ahead, plain)):
         written = json.loads(json.dumps(stored))
-        assert differences(written, fitted(written, expected, alone=True).facts) == ""
-        assert "mtp_depth" in differences(written, fitted(written, expected, alone=False).facts)
+        assert differences(written, match_model(written, expected, weights_only=True).facts) == ""
+        assert "mtp_depth" in differences(written, match_model(written, expected, weights_only=False).facts)

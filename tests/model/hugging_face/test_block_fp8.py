@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megapar.arguments import parse
+from megapar.checkpoints.export.from_hf import hf_to_megapar, published
+from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.model.architectures import ARCHITECTURES
@@ -21,9 +23,8 @@ from megapar.model.hugging_face.block_fp8 import dequantized, stored_rows
 from megapar.model.hugging_face.folder import HfFolder
 from megapar.model.published_tensors import BLOCK, scale_shape
 from megapar.model.spec import table_of
-from megapar.training.checkpoints.convert import hf_to_megapar, megapar_to_hf, published
+from tests.checkpoints.export.test_convert import _logits
 from tests.support.ranks import run_ranks
-from tests.training.checkpoints.test_convert import _logits
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 NAME = "model.layers.0.self_attn.q_proj.weight"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megapar.arguments import Config, parse
+from megapar.checkpoints.ownership.identity import flags_of
 from megapar.core.comm.axis import Axis
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import kind_of, kinds
@@ -35,7 +36,6 @@ from megapar.training.building.device_choices import (
 )
 from megapar.training.building.parallelize import check_device
 from megapar.training.building.parts import make_overlap
-from megapar.training.checkpoints.identity import flags_of
 from megapar.training.loop.outline import outline
 from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, build
 

@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megapar.errors import FolderLostError
-from megapar.files.metrics_file import EXPERTS
+from megapar.files.paths import EXPERTS
 from megapar.training.reports.file_loggers import LAYOUT, LOSS, JsonLinesLogger, TensorBoardLogger
 from tests.support.record import record
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.checkpoints.export.export import collect_all
+from megapar.checkpoints.save_load.local_saves import LocalSaves
 from megapar.core.comm.axis import Axis
 from megapar.core.device.pick import pick
 from megapar.core.sharding.moved_rows import RowMoves, move_rows
 from megapar.data.batches import Loader
-from megapar.training.checkpoints.collect import collect_all
-from megapar.training.checkpoints.local_saves import LocalSaves
 from megapar.training.step.expert_places import Rows
 from megapar.training.step.observer import StepObserver
 from megapar.training.step.result import StepResult

@@ -1,0 +1,1 @@
+"""Checkpoints: their files (format), whose they are (ownership), saving and loading, and other formats (export)."""

@@ -1,0 +1,1 @@
+"""Conversion between checkpoints and Hugging Face folders."""

@@ -1,0 +1,1 @@
+"""Files of a checkpoint: names, layout, shards, records of faults."""

@@ -1,0 +1,1 @@
+"""Saving, loading and resuming on any parallel layout, without pickles."""

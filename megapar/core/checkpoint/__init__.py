@@ -1,1 +1,0 @@
-"""Checkpoints that any parallel layout can write and any other can read, without pickles."""

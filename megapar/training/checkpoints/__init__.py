@@ -1,1 +1,0 @@
-"""Saving, loading, resuming and exporting a run."""
