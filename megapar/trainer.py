@@ -44,7 +44,7 @@ from megapar.health.stop import failure
 from megapar.health.stop.control import Control, StopSignal
 from megapar.health.stop.parent import end_with_launcher
 from megapar.launch_environment import job_id
-from megapar.planning.out_of_memory import check_memory, planned_memory
+from megapar.planning.devices import check_memory, planned_memory
 from megapar.training.building import ampipe_degree as degree
 from megapar.training.building.corpus import make_corpus, make_loader, make_own_corpus, with_own_data
 from megapar.training.building.parallelize import check_device, parallelize

@@ -23,8 +23,8 @@ from megapar.core.context_parallel.positions import SequenceLayout  # noqa: E402
 from megapar.core.grid import Grid  # noqa: E402
 from megapar.core.units import GIBIBYTE  # noqa: E402
 from megapar.planning.devices import device_kind  # noqa: E402
-from megapar.planning.layer_timeline import layer_timeline  # noqa: E402
 from megapar.planning.plan import Plan  # noqa: E402
+from megapar.planning.text import layer_timeline  # noqa: E402
 from megapar.tools.plan import show_schedule  # noqa: E402
 from scripts.svg import COLORS, GREY, Drawing, lanes, stacked_bars  # noqa: E402
 

@@ -12,8 +12,8 @@ from megapar.arguments import SCRIPTS, Config, parse
 from megapar.config.read import about
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
-from megapar.planning.nearest import nearest
 from megapar.planning.plan import Plan
+from megapar.planning.variation import nearest
 from megapar.training.loop.outline import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"

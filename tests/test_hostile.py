@@ -34,7 +34,7 @@ from megapar.errors import CheckpointError, ConfigError, DataError, MegaparError
 from megapar.files.manifest import Manifest
 from megapar.files.tokenizer_files import BadTokenizer, stored_fingerprint, vocabulary_of
 from megapar.model.architectures import ARCHITECTURES
-from megapar.planning.expert_load import recorded_imbalance
+from megapar.planning.assume import recorded_imbalance
 from megapar.tools.launcher.failures import failed_ranks, first_failure
 from megapar.tools.translation.source import UnreadableError, read_source
 from megapar.training.reports.file_loggers import JsonLinesLogger

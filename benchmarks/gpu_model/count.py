@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu_model.work import DEPTHS, Counted, Gemm, Operation
+from benchmarks.gpu_model.model import DEPTHS, Counted, Gemm, Operation
 from megapar.arguments import parse
 from megapar.model.cost.rank_view import RankView
 from megapar.model.flops import step_flops
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
     tracer = Tracer()
     for name in argv:
         run = next(run for run in LAYERS if run.name == name)
-        print(json.dumps(count(tracer, run).to_dict()), flush=True)
+        print(json.dumps(asdict(count(tracer, run))), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,128 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_model.inputs import Inputs
-from benchmarks.gpu_model.work import DEPTHS, Counted, Gemm, Operation
 from megapar.core.device.kinds import DeviceKind, kinds
 
+BF16_BYTES = 2
+# Layers of the two counts. The first layer also hides or shows the start of a step.
+DEPTHS = (2, 3)
 GPU = "h200-141g"
 DTYPE = "bf16"
 ALL_TO_ALL, ALL_REDUCE = "alltoall_base_", "allreduce_"
 EXPOSED = frozenset({ALL_TO_ALL, ALL_REDUCE})
 PRODUCTS, ATTENTION, BYTES, GAPS, EXPOSED_MESSAGES = "products", "attention", "bytes", "gaps", "messages"
+
+
+class Gemm(NamedTuple):
+    """Matrix product [rows, inner] x [inner, columns].
+
+    Attributes:
+        rows: Rows of the result, of all groups together.
+        columns: Columns of the result.
+        inner: Dimension that is summed over.
+        groups: Products of the kernel, whose results are separate (grouped GEMM).
+    """
+
+    rows: float
+    columns: int
+    inner: float
+    groups: int = 1
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all groups."""
+        return 2 * self.rows * self.columns * self.inner
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of inputs and result in bf16, each once."""
+        inputs = self.rows * self.inner + self.groups * self.inner * self.columns
+        return BF16_BYTES * (inputs + self.rows * self.columns)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator, or several of which only the sums are known.
+
+    Attributes:
+        name: "OPERATOR in CALLER".
+        kernels: Kernels that it launches.
+        bytes: Bytes that it reads and writes in order, apart from products, attention and messages.
+        gathered_bytes: The same of operators that pick rows.
+        gemms: Its products.
+        attention_flops: FLOPs of its attention, of causal scores only the lower half.
+        message: Its collective, or "".
+        message_bytes: Bytes that the message sends to other ranks.
+        unaligned: Parts of the message are not aligned to 16 bytes.
+        waits: Times that the host waits for the device before it.
+    """
+
+    name: str
+    kernels: int = 0
+    bytes: float = 0.0
+    gathered_bytes: float = 0.0
+    gemms: tuple[Gemm, ...] = ()
+    attention_flops: float = 0.0
+    message: str = ""
+    message_bytes: float = 0.0
+    unaligned: bool = False
+    waits: int = 0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A run, counted at both depths.
+
+    Attributes:
+        name: Name of the layer in ``scripts/trace_cuda_budgets.py``.
+        few: Operators of a step of the last rank, at the smaller depth.
+        more: The same with one more layer.
+        layer_flops: Model FLOPs of a layer in a step of one rank, forward and backward.
+        beside_flops: The same of everything beside the layers.
+    """
+
+    name: str
+    few: tuple[Operation, ...]
+    more: tuple[Operation, ...]
+    layer_flops: float
+    beside_flops: float
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Counted:
+        """Return the counts that ``dataclasses.asdict`` gave."""
+        return cls(**{**found, **{key: tuple(map(_operation, found[key])) for key in ("few", "more")}})
+
+
+def _operation(found: Mapping[str, Any]) -> Operation:
+    return Operation(**{**found, "gemms": tuple(Gemm(*gemm) for gemm in found["gemms"])})
+
+
+def totals(operations: Sequence[Operation]) -> dict[str, float]:
+    """Return the sums over operators; of messages their bytes, by collective."""
+    gemms = [gemm for operation in operations for gemm in operation.gemms]
+    sums = {
+        "kernels": sum(operation.kernels for operation in operations),
+        "bytes": sum(operation.bytes + operation.gathered_bytes for operation in operations),
+        "gemms": len(gemms),
+        "gemm_flops": sum(gemm.flops for gemm in gemms),
+        "attention_flops": sum(operation.attention_flops for operation in operations),
+        "waits": sum(operation.waits for operation in operations),
+    }
+    for operation in operations:
+        if operation.message:
+            sums[operation.message] = sums.get(operation.message, 0) + operation.message_bytes
+    return sums
+
+
+def of_a_layer(counted: Counted) -> dict[str, float]:
+    """Return the sums over the operators of one more layer."""
+    few = totals(counted.few)
+    return {name: size - few.get(name, 0) for name, size in totals(counted.more).items()}
 
 
 @dataclass(frozen=True)

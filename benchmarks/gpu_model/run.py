@@ -18,8 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks.gpu_model.inputs import MIDDLE, WAYS, Inputs, read, with_findings
-from benchmarks.gpu_model.model import GPU, Gpu
-from benchmarks.gpu_model.work import DEPTHS, Counted, Totals, totals
+from benchmarks.gpu_model.model import DEPTHS, GPU, Counted, Gpu, of_a_layer, totals
 from benchmarks.support.table import print_json, print_table
 
 ROOT = Path(__file__).parents[2]
@@ -41,56 +40,45 @@ def count(names: Sequence[str]) -> list[Counted]:
 
 def print_inputs(inputs: Inputs) -> None:
     """Print every input with its source."""
-    print_table(
-        ("input", *WAYS, "unit", "of", "source", "date"),
-        [
-            (name, *(f"{value:.4g}" for value in x.values), x.unit, x.what, x.source, x.date)
-            for name, x in inputs.items()
-        ],
-    )
+    rows = []
+    for name, figure in inputs.items():
+        values = (f"{value:.4g}" for value in figure.values)
+        rows.append((name, *values, figure.unit, figure.what, figure.source, figure.date))
+    print_table(("input", *WAYS, "unit", "of", "source", "date"), rows)
 
 
 def report(counted: Counted, inputs: Inputs) -> dict[str, object]:
     """Print the prediction of a layer, and return it."""
-    few, more = totals(counted.few), totals(counted.more)
-    layer, depth = _difference(more, few), MODELS.get(counted.name, 1)
-    kernels, moved = (getattr(few, name) - DEPTHS[0] * getattr(layer, name) for name in ("kernels", "bytes"))
+    few, layer, depth = totals(counted.few), of_a_layer(counted), MODELS.get(counted.name, 1)
+    kernels, moved = (few[name] - DEPTHS[0] * layer[name] for name in ("kernels", "bytes"))
     print(
-        f"{counted.name}: {layer.kernels} kernels, {layer.bytes / 1e9:.1f} GB outside products, "
-        f"{layer.gemms} products, {layer.waits} waits; beside the layers {kernels} kernels, {moved / 1e9:.1f} GB"
+        f"{counted.name}: {layer['kernels']} kernels, {layer['bytes'] / 1e9:.1f} GB outside products, "
+        f"{layer['gemms']} products, {layer['waits']} waits; beside the layers {kernels} kernels, {moved / 1e9:.1f} GB"
     )
-    rows, ways = [], {}
+    rows, ways, parts = [], {}, list[str]()
     for way in WAYS:
         gpu = Gpu(inputs, way)
         found = gpu.predict(counted)
+        parts = list(found.device)
         seconds, mfu = gpu.step(counted, depth)
         ways[way] = {**asdict(found), "step_seconds": seconds, "step_mfu": mfu}
         times = (found.layer_seconds, *found.device.values(), found.host_seconds, found.beside_seconds, seconds)
         rows.append((way, *(f"{MILLI * value:.2f}" for value in times), f"{found.layer_mfu:.1%}", f"{mfu:.1%}"))
-    parts = list(Gpu(inputs, MIDDLE).predict(counted).device)
     header = ("inputs", "layer ms", *parts, "host", "beside ms", f"step of {depth} layers ms", "MFU layer", "MFU step")
     print_table(header, rows)
-    return {"layers": depth, "layer": asdict(layer), "predicted": ways}
+    return {"layers": depth, "layer": layer, "predicted": ways}
 
 
 def print_operators(counted: Counted, inputs: Inputs, number: int) -> None:
     """Print the operators of a layer that take the most device time, with the inputs in the middle."""
     gpu, seconds, kernels = Gpu(inputs, MIDDLE), defaultdict[str, float](float), Counter[str]()
     for sign, operations in ((1, counted.more), (-1, counted.few)):
-        for one in operations:
-            seconds[one.name] += sign * sum(gpu.parts(one).values())
-            kernels[one.name] += sign * one.kernels
+        for operation in operations:
+            seconds[operation.name] += sign * sum(gpu.parts(operation).values())
+            kernels[operation.name] += sign * operation.kernels
     slowest = sorted(seconds, key=lambda name: -seconds[name])[:number]
-    print_table(
-        ("operator", "kernels", "device ms"),
-        [(name, str(kernels[name]), f"{MILLI * seconds[name]:.2f}") for name in slowest],
-    )
-
-
-def _difference(more: Totals, few: Totals) -> Totals:
-    sent = {name: more.message_bytes[name] - few.message_bytes.get(name, 0.0) for name in more.message_bytes}
-    names = ("kernels", "bytes", "gemms", "gemm_flops", "attention_flops")
-    return Totals(*(getattr(more, name) - getattr(few, name) for name in names), sent, more.waits - few.waits)
+    rows = [(name, str(kernels[name]), f"{MILLI * seconds[name]:.2f}") for name in slowest]
+    print_table(("operator", "kernels", "device ms"), rows)
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-"""Fit the planner's constants to the rows of ``rows.yaml`` that are for it, and write ``megapar/planning/fitted.py``.
+"""Fit of the planner's constants to the rows of ``rows.yaml`` that are for it; writes ``calibration.yaml``.
 
 python -m benchmarks.prediction.fit            print the constants and the errors
 python -m benchmarks.prediction.fit --write    also write them, and the residuals to results/fit.jsonl
@@ -17,19 +17,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import yaml
 
 from benchmarks.prediction.rows import published_rows
 from benchmarks.prediction.run import ROWS, attention_flops, published_plan
-from megapar.planning import fitted
-from megapar.planning.calibration import CALIBRATIONS, MEGATRON, Calibration, Software
+from megapar.planning.calibration import CALIBRATIONS, MEGATRON, TABLE, Calibration
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import model_flops, predict
 
-TARGET = Path(fitted.__file__)
 RESIDUALS = Path(__file__).with_name("results") / "fit.jsonl"
 MOST = 0.9  # share of its peak that any device is taken to reach
 HUBER, DAMPING, STEPS, NUDGE = 0.15, 1e-3, 12, 0.02
@@ -85,23 +83,10 @@ class Constants:
         clocks = {name: (min(value[name] * value["wide"], most), value[name]) for name in value if name.endswith("g")}
         clocks |= {name: clocks[other] for name, other in SAME_CLOCK.items()}
         base = CALIBRATIONS[MEGATRON]
-        software = Software(
-            MEGATRON,
-            scores=value["scores"],
-            memory=value["memory"],
-            bytes={
-                "head": HEAD,
-                **dict.fromkeys(LINEAR, value["linear_bytes"]),
-                **dict.fromkeys(EXPERT, value["expert_bytes"]),
-            },
-            grouped=value["grouped"],
-            launches=base.software.launches,
-            wait=value["wait"],
-            launches_per_expert=base.software.launches_per_expert,
-            launch=base.software.launch,
-            fp8_launches_per_expert=value["fp8_launches_per_expert"],
-            cast=value["cast"],
-        )
+        names = ("scores", "memory", "grouped", "wait", "fp8_launches_per_expert", "cast")
+        linear, expert = dict.fromkeys(LINEAR, value["linear_bytes"]), dict.fromkeys(EXPERT, value["expert_bytes"])
+        costs: dict[str, Any] = {name: value[name] for name in names}
+        software = replace(base.software, bytes={"head": HEAD, **linear, **expert}, **costs)
         shares = {name: value[name] for name in ("product", "fp8", "small")}
         return replace(base, **shares, clocks=clocks, software=software)
 
@@ -187,28 +172,23 @@ def fit(rows: Sequence[Target]) -> np.ndarray:
     return at
 
 
-def module(calibration: Calibration) -> str:
-    """Return the text of ``fitted.py``, as the formatter leaves it."""
-    names = ("product", "small", "fp8", "inside", "between", "shown", "jitter")
-    shares = {name: getattr(calibration, name) for name in names}
-    fields = {**vars(calibration.software)}
-    software = {**fitted.SOFTWARE, fields.pop("name"): fields}
-    text = '"""Numbers of ``calibration.py``, written by ``python -m benchmarks.prediction.fit --write``."""\n\n'
-    text += "from typing import Any\n\n"
-    text += f"SHARES: dict[str, Any] = {written(shares)}\n"
-    text += f"CLOCKS: dict[str, tuple[float, float]] = {written(dict(calibration.clocks))}\n"
-    return text + f"SOFTWARE: dict[str, dict[str, Any]] = {written(software)}\n"
+def table(calibration: Calibration) -> str:
+    """Return the text of ``calibration.yaml``, floats with four digits."""
+    numbers: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    numbers["shares"] = {name: getattr(calibration, name) for name in numbers["shares"]}
+    numbers["clocks"] = {name: list(clocks) for name, clocks in calibration.clocks.items()}
+    costs = {name: getattr(calibration.software, name) for name in numbers["software"][MEGATRON]}
+    numbers["software"][MEGATRON] = costs
+    head = "# Numbers of calibration.py, written by ``python -m benchmarks.prediction.fit --write``.\n"
+    return head + yaml.safe_dump(_rounded(numbers), sort_keys=False, default_flow_style=None, width=120)
 
 
-def written(value: object, indent: str = "") -> str:
-    """Return a value as Python writes it, floats with four digits and an entry of a mapping on each line."""
-    if isinstance(value, dict) and value:
-        inner = indent + "    "
-        lines = (f'{inner}"{key}": {written(part, inner)},\n' for key, part in value.items())
-        return "{\n" + "".join(lines) + indent + "}"
-    if isinstance(value, tuple):
-        return "(" + ", ".join(written(part) for part in value) + ")"
-    return repr(float(f"{value:.4g}")) if isinstance(value, float) else repr(value)
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> None:
@@ -222,10 +202,10 @@ def main() -> None:
     for row, error in zip(rows, errors(rows, calibration), strict=True):
         lines.append(json.dumps({"row": row.name, "table": row.table, "residual": round(math.exp(error) - 1, 4)}))
         print(lines[-1])
-    text = module(calibration)
+    text = table(calibration)
     print(text)
     if args.write:
-        TARGET.write_text(text, encoding="utf-8")
+        TABLE.write_text(text, encoding="utf-8")
         RESIDUALS.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

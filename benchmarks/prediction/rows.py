@@ -20,22 +20,17 @@ CONFIGS = HERE.parents[1] / "configs"
 # Rows of the busiest expert rank over the mean, assumed for natural routing early in training, which no source states.
 NATURAL_IMBALANCE = 1.3
 # Keys of a file in configs/ that are not of its model.
-_NOT_OF_THE_MODEL = (
-    *("script", "world_size", "device_kind", "assume", "mp_degree", "pp_degree", "ep_degree", "sharding_degree"),
-    *("sequence_parallel", "pp_seg_method", "micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length"),
-    "recompute_interval",
-    *(
-        "train_iters",
-        "dtype",
-        "lr",
-        "min_lr",
-        "lr_decay_style",
-        "lr_warmup_iters",
-        "lr_wsd_decay_style",
-        "lr_decay_iters",
-    ),
-    *("lr_wsd_decay_iters", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad", "max_position_embeddings"),
-)
+_NOT_OF_THE_MODEL = """
+    script world_size device_kind assume mp_degree pp_degree ep_degree sharding_degree sequence_parallel pp_seg_method
+    micro_batch_size global_batch_size rampup_batch_size seq_length recompute_interval train_iters dtype lr min_lr
+    lr_decay_style lr_warmup_iters lr_wsd_decay_style lr_decay_iters lr_wsd_decay_iters weight_decay adam_beta1
+    adam_beta2 clip_grad max_position_embeddings
+"""
+# Columns that are flags.
+_FLAGS = {
+    **{"mbs": "micro-batch-size", "gbs": "global-batch-size", "seq": "seq-length", "tp": "mp-degree"},
+    **{"pp": "pp-degree", "cp": "cp-degree", "vp": "vpp-degree", "ep": "ep-degree"},
+}
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,15 @@ class PublishedRow:
             **{axis.upper(): c[axis] for axis in ("tp", "pp", "cp", "vp", "ep")},
         }
         layout = " ".join(f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1)
-        words = [f"{c['gpus']}x {c['device'].partition('-')[0]}", c["precision"], layout, self._habits()]
+        words = [f"{c['gpus']}x {c['device'].partition('-')[0]}", c["precision"], layout]
+        words += ["drops" if self.more.get("drops") else "", "natural" if self.natural else ""]
         batch = f"{c['gbs']}/{c['mbs']}x{c['seq']}"
         return f"{c['model']} {' '.join(word for word in words if word)} {batch}"
 
-    def _habits(self) -> str:
-        words = [word for word in ("drops",) if self.more.get(word)]
-        words += ["natural"] if self.more.get("routing") == "natural" else []
-        return " ".join(words)
+    @property
+    def natural(self) -> bool:
+        """Experts get the tokens that the router sends, not as many each."""
+        return self.more.get("routing") == "natural"
 
     @property
     def left_out(self) -> str:
@@ -98,19 +94,9 @@ class PublishedRow:
     def line(self) -> list[str]:
         """Return the command line that plans the row."""
         c = self.columns
-        line = [
-            *_model_flags(c["model"], self.more.get("without", "")),
-            "--world-size",
-            str(c["gpus"]),
-            "--validate-only",
-            "--dtype",
-            "bf16",
-        ]
-        for flag, column in (
-            *(("micro-batch-size", "mbs"), ("global-batch-size", "gbs"), ("seq-length", "seq"), ("mp-degree", "tp")),
-            *(("pp-degree", "pp"), ("cp-degree", "cp"), ("vpp-degree", "vp"), ("ep-degree", "ep")),
-        ):
-            line += [f"--{flag}", str(c[column])]
+        line = [*_model_flags(c["model"], self.more.get("without", "")), "--world-size", str(c["gpus"])]
+        line += ["--validate-only", "--dtype", "bf16"]
+        line += [word for column, flag in _FLAGS.items() for word in (f"--{flag}", str(c[column]))]
         if c["tp"] > 1:
             line += ["--sequence-parallel", "--tp-comm-overlap", "on"]
         if c["pp"] > 1:
@@ -129,7 +115,7 @@ class PublishedRow:
         c = self.columns
         words = ["fp8", "fp8-activations"] if c["precision"].startswith("fp8") else []
         words += str(self.more.get("assume", "")).split()
-        imbalance = NATURAL_IMBALANCE if self.more.get("routing") == "natural" else 1.0
+        imbalance = NATURAL_IMBALANCE if self.natural else 1.0
         assumption = replace(assumed(words), software="megatron", expert_imbalance=imbalance)
         return Plan(parse("moe", self.line(), {}, planning=True), device_kind(c["device"]), assumption)
 
@@ -153,9 +139,8 @@ def _model_flags(name: str, without: str) -> tuple[str, ...]:
     path = here if here.exists() else CONFIGS / f"{name}.yaml"
     flags: list[str] = []
     for key, value in yaml.safe_load(path.read_text(encoding="utf-8")).items():
-        if key not in _NOT_OF_THE_MODEL and key not in without.split():
+        if key not in _NOT_OF_THE_MODEL.split() and key not in without.split():
             word = key.replace("_", "-")
-            flags += (
-                [f"--{word}" if value else f"--no-{word}"] if isinstance(value, bool) else [f"--{word}", str(value)]
-            )
+            switch = f"--{word}" if value else f"--no-{word}"
+            flags += [switch] if isinstance(value, bool) else [f"--{word}", str(value)]
     return tuple(flags)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, SENDS_PER_CHUNK, ZERO_BUBBLE
 from megapar.core.pipeline.stages import Chunk
 from megapar.core.recompute.choice import NEWEST_WHOLE
 from megapar.model.cost.model_cost import UnitCost
-from megapar.planning.kept_inputs import kept_share
 from megapar.planning.planned_run import PlannedRun, units_of
+from megapar.planning.traffic import kept_share
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,18 @@ class _Walk:
 
 def stages_held(run: PlannedRun, stage: int) -> tuple[int, ...]:
     """Return the stages whose layers a rank runs; with DualPipe also the mirrored stage, for the other direction."""
-    return (stage, run.config.grid.pp - 1 - stage) if run.assumed.dualpipe else (stage,)
+    return (stage, run.config.grid.pp - 1 - stage) if run.assumed.both_directions else (stage,)
 
 
 def activations(run: PlannedRun, stage: int) -> Activations:
     """Return the bytes of activations at all moments of a step on a stage."""
     costs = run.largest_costs
-    chunks = [chunk for held in stages_held(run, stage) for chunk in run.stages.on(held)]
+    chunks = [chunk for each in stages_held(run, stage) for chunk in run.stages.on(each)]
     flights = in_flight(run, stage)
-    alone = max(flights) == 1
+    last_in_flight = max(flights) == 1
     walks = [
-        _walk(run, units_of(costs, chunk), costs.context, received=not chunk.first, alone=alone) for chunk in chunks
+        _walk(run, units_of(costs, chunk), costs.context, received=not chunk.first, last_in_flight=last_in_flight)
+        for chunk in chunks
     ]
     total = sum(walk.kept * flight for walk, flight in zip(walks, flights, strict=True))
     total += max(walk.whole for walk in walks)
@@ -121,72 +123,65 @@ def _sent(run: PlannedRun, chunks: Sequence[Chunk], flights: Sequence[int]) -> i
     return min(sent, SENDS_PER_CHUNK * len(every))
 
 
-def _walk(run: PlannedRun, units: Sequence[UnitCost], context: float, *, received: bool, alone: bool) -> _Walk:
+def _walk(run: PlannedRun, units: Sequence[UnitCost], context: float, *, received: bool, last_in_flight: bool) -> _Walk:
     """Return one micro-batch's bytes in a chunk's units, without those of the head after the final norm.
 
     Args:
         context: Bytes that recomputed layers share.
         received: The input is from another stage, and held for its gradient.
-        alone: No later micro-batch is in flight, so that the newest units still have their whole inputs.
+        last_in_flight: No later micro-batch is in flight, so that the newest units still have their whole inputs.
     """
     layers = [unit for unit in units if unit.is_layer]
     spans = [(layers[span.start : span.stop], span.recomputed) for span in run.recompute_spans(len(layers))]
     share = kept_share(run)
     share, host_share = (0.0, share) if run.config.recompute.recompute_offload else (share, 0.0)
-    first_whole = sum(again for _, again in spans) - NEWEST_WHOLE
+    first_whole = sum(recomputed for _, recomputed in spans) - NEWEST_WHOLE
     kept = sum(unit.kept for unit in units if unit.name == "embedding")
-    kept += context * any(again for _, again in spans)
+    kept += context * any(recomputed for _, recomputed in spans)
     if received and not spans[0][1]:
         kept += layers[0].input - layers[0].input_kept
     whole = host = fetched = peak = oldest = newest = 0.0
     number = 0
-    for span, again in spans:
-        if again:
+    for span, recomputed in spans:
+        if recomputed:
             x = span[0].input
             stored, newest = x * share, 0.0
-            held = x if received and number == 0 and share < 1.0 else 0.0
-            fetches = share < 1.0 and not (alone and number >= first_whole)
+            also_received = x if received and number == 0 and share < 1.0 else 0.0
+            fetches = share < 1.0 and not (last_in_flight and number >= first_whole)
             # Its own input, what that is fetched from, and the previous one, which is fetched meanwhile.
-            here = _again_peak(span) + x + fetched + (stored + held if fetches else 0.0)
-            before = whole if alone else 0.0
-            whole += x - stored if number >= first_whole and not held else 0.0
+            unit_peak = _again_peak(span) + x + fetched + (stored + also_received if fetches else 0.0)
+            before = whole if last_in_flight else 0.0
+            whole += x - stored if number >= first_whole and not also_received else 0.0
             host, fetched, number = host + x * host_share, x if fetches else 0.0, number + 1
-            stored += held
+            stored += also_received
         else:
-            here, before = _span_peak(span), whole if alone else 0.0
+            unit_peak, before = _span_peak(span), whole if last_in_flight else 0.0
             stored = newest = sum(unit.kept for unit in span)
-        peak = max(peak, kept + before + here)
+        peak = max(peak, kept + before + unit_peak)
         oldest = oldest or peak
         kept += stored
     last = next((unit.operators[0] for unit in units if unit.name == "head"), None)
-    before = whole if alone else 0.0
+    before = whole if last_in_flight else 0.0
     if last is not None and last.transient:
         peak = max(peak, kept + before + last.kept + last.transient)
     return _Walk(kept, whole, host, max(0.0, peak - kept - before), oldest, newest)
 
 
 def _again_peak(span: Sequence[UnitCost]) -> float:
-    """Return the most bytes alive while layers run again and in their backward, beside their input."""
-    most = max(_span_peak(span), _span_working(span))
-    return most + sum(unit.kept_again for unit in span) - span[0].input_kept
+    """Return the most bytes alive while layers run again, with the gradient of their output, and in their backward."""
+    working = _highest(span, [unit.working for unit in span]) + span[-1].arriving + span[-1].input
+    return max(_span_peak(span), working) + sum(unit.kept_again for unit in span) - span[0].input_kept
 
 
 def _span_peak(span: Sequence[UnitCost]) -> float:
     """Return the most bytes alive in the backward of layers, all of whose activations are there when it starts."""
-    most = before = 0.0
-    for unit in span:
-        most = max(most, before + unit.peak)
-        before += unit.kept
-    return most
+    return _highest(span, [unit.peak for unit in span])
 
 
-def _span_working(span: Sequence[UnitCost]) -> float:
-    """Return the most bytes alive while layers run again, with the gradient of their output."""
-    most = before = 0.0
-    for unit in span:
-        most = max(most, before + unit.working)
-        before += unit.kept
-    return most + span[-1].arriving + span[-1].input
+def _highest(span: Sequence[UnitCost], peaks: Sequence[float]) -> float:
+    """Return the highest of the units' peaks, each on top of what the units before it keep."""
+    kept = accumulate((unit.kept for unit in span), initial=0.0)
+    return max(before + peak for before, peak in zip(kept, peaks, strict=False))
 
 
 def in_flight(run: PlannedRun, stage: int) -> list[int]:
@@ -200,7 +195,7 @@ def in_flight(run: PlannedRun, stage: int) -> list[int]:
     name = run.schedule
     if p == 1:
         return [1]
-    if run.assumed.dualpipe:
+    if run.assumed.both_directions:
         return [min(m, p - stage)] * v + [min(m, stage + 1)] * v
     if name == GPIPE:
         return [m] * v

@@ -4,22 +4,23 @@ Devices, models and layouts share one calibration. A prediction names its softwa
 bytes of this package's budgets (``scripts/trace_cuda_budgets.py``), or ``megatron``, with those of Megatron-LM and its
 fused kernels, by which published runs are predicted. They differ in the costs of operators alone.
 
-The numbers are in ``fitted.py``, which ``benchmarks/prediction/fit.py`` writes. Those of ``megatron`` and the shares of
-devices are fitted to published runs. ``scores``, ``memory`` and ``grouped`` of ``megapar`` were measured on one H200
-(``benchmarks/throughput/results/2026-11-26-h200-day.jsonl``), inside steps: attention at 420 to 434 TFLOP/s if causal,
-about 525 otherwise; grouped products at 665 beside 733 of others, 0.91 of their rate, of which ``small`` explains 0.96.
-Its other costs are counts of the budgets.
+The numbers are in ``calibration.yaml``, which ``benchmarks/prediction/fit.py`` writes. Those of ``megatron`` and the
+shares of devices are fitted to published runs. ``scores``, ``memory`` and ``grouped`` of ``megapar`` were measured on
+one H200 (``benchmarks/throughput/results/2026-11-26-h200-day.jsonl``), inside steps: attention at 420 to 434 TFLOP/s if
+causal, about 525 otherwise; grouped products at 665 beside 733 of others, 0.91 of their rate, of which ``small``
+explains 0.96. Its other costs are counts of the budgets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from megapar.planning.fitted import CLOCKS, SHARES, SOFTWARE
+import yaml
 
+TABLE = Path(__file__).with_suffix(".yaml")
 MEGAPAR, MEGATRON = "megapar", "megatron"
 NAMES = (MEGAPAR, MEGATRON)
 
@@ -40,6 +41,7 @@ class Software:
         fp8_launches_per_expert: Those of a grouped product in fp8, with its casts.
         cast: Bytes that a product in fp8 moves per element of its input, to cast it for both directions.
         launch: Time of a launch, relative to that of the class of device.
+        casts_groups: Grouped products in fp8 cast their inputs, too.
     """
 
     name: str
@@ -53,11 +55,7 @@ class Software:
     fp8_launches_per_expert: float
     cast: float
     launch: float
-
-    @classmethod
-    def of(cls, name: str, values: Mapping[str, Any]) -> Software:
-        """Return a software of the values in ``fitted.py``."""
-        return cls(name, **values)
+    casts_groups: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,22 @@ class Calibration:
     between: float
     shown: float
     jitter: float
-    clocks: Mapping[str, tuple[float, float]] = field(default_factory=lambda: MappingProxyType(CLOCKS))
-    software: Software = field(default_factory=lambda: Software.of(MEGAPAR, SOFTWARE[MEGAPAR]))
+    clocks: Mapping[str, tuple[float, float]]
+    software: Software
 
 
 # Kinds of device with a published run that plans are held against (benchmarks/prediction): the shares are theirs.
 COMPARED = frozenset(
     ("h100-80g", "h200-141g", "h800-80g", "b200-180g", "b300-288g", "gb200-186g", "gb300-288g"),
 )
-CALIBRATIONS: Mapping[str, Calibration] = MappingProxyType(
-    {name: Calibration(**SHARES, software=Software.of(name, values)) for name, values in SOFTWARE.items()}
-)
+
+
+def _calibrations() -> Mapping[str, Calibration]:
+    """Return the calibration of each software."""
+    numbers = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    shares, clocks = numbers["shares"], {name: (wide, narrow) for name, (wide, narrow) in numbers["clocks"].items()}
+    found = {name: Software(name, **costs) for name, costs in numbers["software"].items()}
+    return {name: Calibration(**shares, clocks=clocks, software=software) for name, software in found.items()}
+
+
+CALIBRATIONS: Mapping[str, Calibration] = MappingProxyType(_calibrations())

@@ -1,4 +1,4 @@
-"""Parser of ``--device-kind``, whose figures flags may replace. The rows are in ``megapar/core/device/kinds.yaml``."""
+"""Devices of plans: the parser of ``--device-kind``, and a run's memory by its plan against that of its device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from megapar.arguments import FLAGS, Config
-from megapar.core.device.kinds import DeviceKind, kinds
+from megapar.core.device.kinds import DeviceKind, kind_called, kind_of, kinds
+from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
-from megapar.machine import memory_bytes
+from megapar.machine import memory_bytes, no_device
+from megapar.planning.memory import StageMemory
+from megapar.planning.plan import Plan
 from megapar.training.building.device_choices import FIGURES
 
+ROOM = 1.25  # a plan of a CPU is at most 1.15 times what runs need
+LONG_MINUTES = 5
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         **{"h800": "h800-80g", "h100": "h100-80g", "h200": "h200-141g", "a100": "a100-80g", "v100": "v100-32g"},
@@ -53,3 +58,79 @@ def check_named(config: Config, kind: str) -> None:
     )
     fix = f"Name the row that is nearest to the device with --device-kind: {', '.join(kinds())}."
     raise ConfigError([Complaint("device-figures", message, fix)])
+
+
+def check_host(config: Config, environ: Mapping[str, str]) -> str:
+    """Return a remark about a step of many minutes on this machine's CPU; "" if there is none, or on another device.
+
+    Raises ConfigError if the ranks of this machine need more memory than it has.
+    """
+    runtime = config.runtime
+    on_cpu = runtime.device == "cpu" or (runtime.device == "auto" and all(map(no_device, ("cuda", "npu"))))
+    if not on_cpu or runtime.validate_only or runtime.rules_only:
+        return ""
+    try:
+        plan = Plan(config, device_kind("cpu"))
+        peaks, seconds = [stage.peak for stage in plan.memory], plan.speed.step_seconds
+    except (ConfigError, NotImplementedError):  # nothing is planned for it
+        return ""
+    first = int(environ.get("RANK") or 0) - int(environ.get("LOCAL_RANK") or 0)
+    ranks = range(first, first + int(environ.get("LOCAL_WORLD_SIZE") or 1))
+    needed, available = sum(peaks[config.grid.coordinates(rank)["pp"]] for rank in ranks), memory_bytes()
+    if runtime.memory_check and needed > ROOM * available:
+        raise _refusal(plan, needed, f"{len(ranks)} ranks here", available, "this machine")
+    remark = f"megapar: a step takes about {seconds / 60:,.0f} minutes on this CPU, by megapar plan\n"
+    return remark if seconds / 60 > LONG_MINUTES and first == 0 == int(environ.get("LOCAL_RANK") or 0) else ""
+
+
+def check_memory(config: Config, environ: Mapping[str, str], device_type: str, device: str) -> None:
+    """Compare the plan with the memory of this machine's CPU or of the device; one without figures is not compared.
+
+    Raises ConfigError, on every rank, if the fullest stage needs more than the device has.
+    """
+    if device_type == "cpu":
+        check_host(config, environ)
+        return
+    planned = _plan(config, device_type, device)
+    if isinstance(planned, str) or not config.runtime.memory_check:
+        return
+    plan, stage = planned
+    if stage.peak > ROOM * plan.kind.memory_bytes:
+        ranks, where = f"a rank of stage {stage.stage}", f"a device ({device})"
+        raise _refusal(plan, stage.peak, ranks, plan.kind.memory_bytes, where)
+
+
+def planned_memory(config: Config, device_type: str, device: str) -> str:
+    """Describe the plan's figures for the fullest stage, and settings that need less memory."""
+    planned = _plan(config, device_type, device)
+    if isinstance(planned, str):
+        return f"megapar plan has no figures{planned}"
+    plan, stage = planned
+    advice = plan.advice()
+    return f"megapar plan ({plan.kind.title}): {_parts(stage)}" + (f"; {advice}" if advice else "")
+
+
+def _plan(config: Config, device_type: str, device: str) -> tuple[Plan, StageMemory] | str:
+    """Return the plan on a device and its fullest stage, or the reason why there is none."""
+    kind = kind_called(device)
+    if kind is None and config.runtime.device_memory_gib is None:
+        return f" for the device {device!r}; --device-memory-gib gives its memory"
+    try:
+        plan = Plan(config, kind or kind_of(device_type, device))
+        return plan, plan.fullest
+    except (ConfigError, NotImplementedError) as error:
+        return f": {error}"
+
+
+def _refusal(plan: Plan, needed: float, ranks: str, available: float, where: str) -> ConfigError:
+    message = (
+        f"the run needs {needed / GIBIBYTE:,.0f} GiB for {ranks}, by megapar plan, and {where} has "
+        f"{available / GIBIBYTE:,.0f} GiB."
+    )
+    return ConfigError([Complaint("memory", message, f"{plan.advice()}. --no-memory-check starts it all the same.")])
+
+
+def _parts(stage: StageMemory) -> str:
+    names = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    listed = ", ".join(f"{name} {getattr(stage, name) / GIBIBYTE:.2f}" for name in names)
+    return f"stage {stage.stage} peaks at {stage.peak / GIBIBYTE:.2f} GiB ({listed}), {stage.moment}"

@@ -17,7 +17,7 @@ from megapar.config.config import FLAGS
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES
 from megapar.core.pipeline.schedule import GPIPE, INTERLEAVED, ZERO_BUBBLE
 from megapar.model.sizes import ModelSizes
-from megapar.planning.candidate import Candidate
+from megapar.schema.role import OUTSIDE, TRIED
 from megapar.schema.rule import divisors
 
 ALGORITHMS = (RING, ULYSSES, GATHERED)
@@ -31,6 +31,86 @@ SHORTEST_PIECE = 1024  # positions of a sequence on a rank of cp, in the first g
 RANK_ORDERS = tuple(("dp", *inner, "mp") for inner in permutations(("pp", "sharding", "cp")))
 
 Values = Mapping[str, Any]
+NO_RECOMPUTE: Values = {
+    **{"recompute_interval": 0, "recompute_granularity": "full", "recompute_method": None},
+    "recompute_num_layers": None,
+}
+
+
+def _flags_with(role: str) -> tuple[str, ...]:
+    return tuple(name for name, flag in FLAGS.items() if flag.role.kind == role)
+
+
+TRIED_FLAGS = _flags_with(TRIED)
+"""Flags that a search tries (``schema/role.py``)."""
+
+WITHOUT_EFFECT = _flags_with(OUTSIDE)
+"""Flags that change neither time nor memory of a step in the plan."""
+
+DROPPED = (
+    *(name for name in TRIED_FLAGS if name not in ("sharding_segment_strategy", "segment_broadcast_mb")),
+    *("use_nanopipe", "gradient_merge_acc_step", "adaptive_recompute_device_size"),
+)
+"""Flags whose values in files a search drops. Segments stay: any size, even the default, selects a strategy."""
+
+# Flags that have no effect, and are refused, beside a value of another one: (other flag, that value, flags).
+_OVER_MP = "sequence_parallel tp_comm_overlap expert_mp_degree recompute_partition ampipe_tp_sp_comm_overlap"
+_OF_SLICES = "ampipe_slicing ampipe_cross_layer ampipe_tp_sp_comm_overlap"
+_IDLE_BESIDE: tuple[tuple[str, Any, str], ...] = (
+    ("mp_degree", 1, _OVER_MP),
+    ("sequence_parallel", False, "expert_mp_degree pipe_experts_multi_stream"),
+    ("pp_degree", 1, "pp_schedule vpp_degree pp_seg_method"),
+    ("cp_degree", 1, "context_parallel_algo mla_cp_exchange"),
+    ("ep_degree", 1, f"ampipe_degree {_OF_SLICES} moe_dispatch"),
+    ("ampipe_degree", 1, _OF_SLICES),
+    ("use_pipe_experts", False, "pipe_experts_multi_data pipe_experts_multi_stream"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Values of knobs.
+
+    Attributes:
+        values: (field name, value) of the knobs that differ from their defaults, by name.
+    """
+
+    values: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Candidate:
+        """Return the candidate with these values, without those that have no effect beside the others."""
+        kept = {name: value for name, value in values.items() if value != default(name)}
+        for other, value, flags in _IDLE_BESIDE:
+            if kept.get(other, default(other)) == value:
+                for name in flags.split():
+                    kept.pop(name, None)
+        if "recompute_interval" not in kept and "recompute_method" not in kept:
+            for name in ("recompute_offload", "recompute_partition"):
+                kept.pop(name, None)
+        return cls(tuple(sorted(kept.items())))
+
+    def get(self, name: str) -> Any:
+        """Return the value of a knob."""
+        return dict(self.values).get(name, default(name))
+
+    def flags(self) -> dict[str, Any]:
+        """Return the values that differ from their defaults, by field name."""
+        return dict(self.values)
+
+    def but(self, changes: Mapping[str, Any]) -> Candidate:
+        """Return the candidate with other values of some knobs."""
+        return Candidate.of({**dict(self.values), **changes})
+
+    def differences(self, other: Candidate) -> dict[str, Any]:
+        """Return the values of this candidate, defaults included, that the other one has not."""
+        names = [name for name, _ in (*self.values, *other.values)]
+        return {name: self.get(name) for name in dict.fromkeys(names) if self.get(name) != other.get(name)}
+
+
+def default(name: str) -> Any:
+    """Return the default of a knob, which is the same for both trainers."""
+    return FLAGS[name].defaults["moe"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +119,6 @@ class Scope:
 
     Attributes:
         kind: ``moe`` or ``ernie``.
-        sizes: Sizes of the model.
-        world_size: Number of ranks.
         node: Ranks of a node.
         batch: Samples of the global batch.
         latent: The model has multi-latent attention.
@@ -174,19 +252,15 @@ def _micro_batch(candidate: Candidate, scope: Scope) -> Iterator[Values]:
 
 def _recompute(candidate: Candidate, scope: Scope) -> Iterator[Values]:
     """Yield the forms of recompute, least memory first."""
-    none: Values = {
-        **{"recompute_interval": 0, "recompute_granularity": "full", "recompute_method": None},
-        "recompute_num_layers": None,
-    }
     layers = scope.sizes.num_layers // (candidate.get("pp_degree") * candidate.get("vpp_degree"))
-    yield from ({**none, "recompute_interval": count} for count in INTERVALS if count <= max(1, layers))
+    yield from ({**NO_RECOMPUTE, "recompute_interval": count} for count in INTERVALS if count <= max(1, layers))
     now = candidate.get("recompute_num_layers") or 0
     counts = {*range(1, layers, max(1, layers // MOST_BLOCKS)), now - 1, now + 1}
     for count in sorted(counts, reverse=True):
         if 0 < count < layers:
-            yield {**none, "recompute_method": "block", "recompute_num_layers": count}
-    yield {**none, "recompute_granularity": "selective"}
-    yield none
+            yield {**NO_RECOMPUTE, "recompute_method": "block", "recompute_num_layers": count}
+    yield {**NO_RECOMPUTE, "recompute_granularity": "selective"}
+    yield NO_RECOMPUTE
 
 
 def _slices(candidate: Candidate, scope: Scope) -> Iterator[Values]:
@@ -222,7 +296,6 @@ def _stage(candidate: Candidate, scope: Scope) -> Iterator[Values]:
     yield from ({"sharding_stage": stage, "gradient_merge_mode": "step"} for stage in (2, 3))
 
 
-_RECOMPUTE_FLAGS = ("recompute_interval", "recompute_granularity", "recompute_method", "recompute_num_layers")
 DEGREES: tuple[Knob, ...] = (
     Knob(("mp_degree", "sequence_parallel"), _tensor),
     Knob(("pp_degree",), _pipeline),
@@ -231,7 +304,7 @@ DEGREES: tuple[Knob, ...] = (
     Knob(("expert_mp_degree",), _expert_tensor),
 )
 MICRO_BATCH = Knob(("micro_batch_size",), _micro_batch)
-RECOMPUTE = Knob(_RECOMPUTE_FLAGS, _recompute)
+RECOMPUTE = Knob(tuple(NO_RECOMPUTE), _recompute)
 SCHEDULE = Knob(("pp_schedule", "vpp_degree"), _schedule)
 STAGE = Knob(("sharding_stage", "gradient_merge_mode"), _stage)
 PAIRED: tuple[Knob, ...] = (MICRO_BATCH, RECOMPUTE, SCHEDULE, STAGE)

@@ -11,24 +11,31 @@ Memory can peak at only a few moments of a step, and each is a sum:
 Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
 buffers of the reduction's dtype (stage 2). torch has no caching allocator on a CPU, so communication buffers are kept
 for the next step (``core/comm/buffers.py``), and a reduce-scatter needs a buffer for its result.
+
+On a CPU a peak is a bound: a run needs at most that, and at least 1 / 1.15 of it
+(``tests/tools/tracing/test_trace.py``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megapar.core.comm.rounds import axis_rounds, queue_rounds
 from megapar.core.device.kinds import COMMUNICATORS
+from megapar.core.sharding.bucket_plan import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.activations import Activations, activations, stages_held
-from megapar.planning.gathered_groups import Unsharded, unsharded
+from megapar.planning.gathered_groups import StageBucket, Unsharded, buckets_of, unsharded
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.pool import buckets_of, pool_bytes
 from megapar.planning.traffic import link
 
 # In addition to tensors and communicators: the driver's context, and fragmentation of the caching allocator.
 RESERVED_BYTES = round(0.75 * 2**30)
 RESERVED_SHARE = 0.02
+# Token ids, masks, scalars, and the words that ERNIE masks beyond the mean. On accelerators they are in RESERVED_SHARE.
+UNCOUNTED_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,6 @@ class StageMemory:
     """Bytes on a rank of one stage.
 
     Attributes:
-        stage: Number of the stage.
         parameters: Parameters in the compute dtype.
         gradients: Main gradients before and after their reduction.
         optimizer: Master weights and optimizer state.
@@ -115,15 +121,18 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     waiting = _waiting(run, stage)
     moments = {
         "forward": (kept.forward, early, kept.forward_transient + there.forward),
-        "backward": (kept.backward, early, kept.backward_transient + state.tied + there.opened),
-        "reduction": (kept.reduction, early, state.tied + there.closed + waiting[0]),
+        "backward": (
+            *(kept.backward, early + there.opened_shards),
+            kept.backward_transient + state.tied + there.opened,
+        ),
+        "reduction": (kept.reduction, early + there.closed_shards, state.tied + there.closed + waiting[0]),
         "oldest layer": (kept.oldest, whole, state.tied + there.oldest),
         "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + there.end),
         "gather": (0.0, whole if pooled else state.row + state.alone, 0.0 if pooled else state.gathered),
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     live, gradients, _ = moments[moment]
-    peak = steady + sum(moments[moment])
+    peak = (steady + sum(moments[moment])) * (1 + UNCOUNTED_SHARE * pooled)
     groups = group_bytes(run, stage)
     reserved = groups + (peak if pooled else peak * (1 + RESERVED_SHARE) + RESERVED_BYTES)
     return StageMemory(
@@ -148,12 +157,10 @@ def _waiting(run: PlannedRun, stage: int) -> tuple[float, float]:
     """
     sharding = run.config.sharding
     mixed = run.config.grid.pp > 1 and run.micro_batches > 1  # a bucket has gradients of several micro-batches
-    if mixed or run.cuts_parameters or sharding.gradient_merge_mode != "step":
+    packs = run.kind.device_class.packs_rows and sharding.gradient_merge_mode == "step"
+    if mixed or run.cuts_parameters or not packs:
         return 0.0, 0.0
-    if not run.kind.device_class.packs_rows:
-        return 0.0, 0.0
-    buckets = buckets_of(run, stage)
-    sizes = [float(bucket.row * bucket.shards * bucket.item * (bucket.shards > 1)) for bucket in buckets]
+    sizes = [float(bucket.whole * bucket.item * (bucket.shards > 1)) for bucket in buckets_of(run, stage)]
     return max(sizes[1:-1] or sizes), sizes[0]
 
 
@@ -178,7 +185,7 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
     e, w, reduce = run.view.item_bytes, run.view.wide_bytes, run.reduce_bytes
     parameters = masters = states = whole = row_bytes = alone = scratch = 0.0
     left = False  # stage 3 treats experts that are whole on their ranks like stage 2
-    for spec in run.held(stage):
+    for spec in run.rows(stage):
         item = w if spec.fp32 else e
         local = run.local_numel(spec)
         if not spec.trainable:
@@ -199,11 +206,11 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
             if reduce < w and not full and not travels:
                 scratch += row * shards * reduce
     for other in stages_held(run, stage)[1:]:
-        trained = (spec for spec in run.held(other) if spec.trainable)
+        trained = (spec for spec in run.rows(other) if spec.trainable)
         parameters += sum(run.local_numel(spec) * (w if spec.fp32 else e) for spec in trained)
     pool = 0.0
     if run.kind.kernels == "cpu" and (left or not stage_three):
-        pool = float(pool_bytes(run, stage, experts_only=left))
+        pool = float(kept_buffers(run, buckets_of(run, stage, experts_only=left)))
     optimizer = masters + states
     host = optimizer if sharding.optimizer_offload else 0.0
     pending = 0.0
@@ -219,5 +226,46 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
 
 def _gathered(run: PlannedRun, stage: int) -> float:
     """Return the bytes of gathered parameters and of this rank's shards of them (stages 1 and 2)."""
-    sizes = [float(one.row * (one.shards + 1) * one.item * one.cast) for one in buckets_of(run, stage)]
-    return sum(sorted(sizes, reverse=True)[: run.config.sharding.sharding_prefetch_segments + 1])
+    sizes = [bucket.row * (bucket.shards + 1) * bucket.item * bucket.cast for bucket in buckets_of(run, stage)]
+    return _largest(sizes, run.config.sharding.sharding_prefetch_segments + 1)
+
+
+def kept_buffers(run: PlannedRun, buckets: Sequence[StageBucket]) -> int:
+    """Return a bound of the communication buffers that a CPU keeps for the next step (``core/comm/buffers.py``).
+
+    Of each size there are as many as reductions use at once. Gathers, which a save lets run all at once, have buffers
+    beside those: for the segments that are gathered ahead, and where there are more segments than other buffers.
+    """
+    sharding, wide, reduced = run.config.sharding, run.view.wide_bytes, run.reduce_bytes
+    each = sharding.gradient_merge_mode == "micro_batch"
+    main = reduced if each else wide
+    cut = [bucket for bucket in buckets if bucket.shards > 1]
+    wholes, rows = Counter[int](), Counter[int]()
+    for in_flight in _in_flight(cut, reduced):
+        accumulated = in_flight if each or run.micro_batches == 1 else cut
+        messages = [bucket.whole * reduced for bucket in in_flight] * (1 if main == reduced else 2)
+        wholes |= Counter([*messages, *(bucket.whole * main for bucket in accumulated)])
+        if reduced < wide or (each and run.micro_batches > 1):
+            rows |= Counter(bucket.row * reduced for bucket in in_flight)
+    ahead = sharding.sharding_prefetch_segments if sharding.overlap_param_gather != "off" else 0
+    gathered = _largest([bucket.whole * bucket.item for bucket in cut], max(ahead + 1, len(cut) - wholes.total()))
+    casts = [bucket.row * bucket.item for bucket in buckets if bucket.cast]
+    gathered += _largest(casts, max(ahead + 1, len(casts) - rows.total()))
+    gradients = sum(bucket.row * wide for bucket in buckets)
+    return gradients + gathered + sum(size * count for size, count in (*wholes.items(), *rows.items()))
+
+
+def _in_flight(buckets: Sequence[StageBucket], reduced: int) -> Iterator[list[StageBucket]]:
+    """Yield the buckets whose reductions are in flight when one more is started (``core/sharding/zero.py``)."""
+    in_flight: list[StageBucket] = []
+    for bucket in reversed(buckets):
+        if in_flight and in_flight[-1].replicated:
+            del in_flight[:-1]
+        in_flight.append(bucket)
+        yield in_flight
+        while len(in_flight) > LEAST_IN_FLIGHT and sum(each.whole * reduced for each in in_flight) > IN_FLIGHT_BYTES:
+            del in_flight[0]
+
+
+def _largest(sizes: Sequence[int], count: int) -> int:
+    return sum(sorted(sizes, reverse=True)[:count])

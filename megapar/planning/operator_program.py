@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 from megapar.core.tensor_parallel.overlap_price import FUSED, OFF
 from megapar.model.cost.model_cost import CommCost, OpCost
-from megapar.planning.kept_inputs import HOST, TO_HOST
 from megapar.planning.operator_time import HOPS, OperatorTime
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.timeline import BETWEEN, INSIDE, TO_DEVICE, Event, Flight, ProgramPart, Send, Wait, Work
-from megapar.planning.timeline import TO_HOST as OUT
+from megapar.planning.timeline import BETWEEN, INSIDE, Event, Flight, ProgramPart, Send, Wait, Work
+from megapar.planning.traffic import HOST
 
 # How collectives are called in names of messages that are waited for at once.
 LETTERS: Mapping[str, str] = MappingProxyType(
@@ -60,8 +59,6 @@ class OperatorPrograms:
     """Programs of the operators of one run.
 
     Attributes:
-        run: The run.
-        time: Times of operators and messages.
         defers: The schedule runs weight gradients apart from the backward.
     """
 
@@ -74,9 +71,8 @@ class OperatorPrograms:
     def flight(self, message: CommCost, share: float = 1.0) -> Flight:
         """Return ``share`` of a message; the pieces of one have a share each."""
         if message.axis == HOST:
-            link = OUT if message.kind == TO_HOST else TO_DEVICE
             rate = self.run.kind.host * self.time.calibration.inside
-            return Flight(link, ((link, message.bytes * share / rate),))
+            return Flight(message.kind, ((message.kind, message.bytes * share / rate),))
         time = self.time.message(message)
         loads = [(INSIDE, time.inside * share), (BETWEEN, time.between * share)]
         stream = "experts" if self._chained and message.axis in ("ep", "emp", *HOPS) else message.axis
@@ -86,8 +82,8 @@ class OperatorPrograms:
         """Return launches of messages, each of which is waited for at once."""
         events: list[Event] = []
         for number, message in enumerate(messages):
-            one = f"{name} {LETTERS.get(message.kind, 'm')}{number}"
-            events += [Send(one, self.flight(message, share)), Wait(one)]
+            label = f"{name} {LETTERS.get(message.kind, 'm')}{number}"
+            events += [Send(label, self.flight(message, share)), Wait(label)]
         return events
 
     def seconds(self, operator: OpCost, share: SliceShare = WHOLE, parts: float = 1.0) -> Seconds:
@@ -102,8 +98,8 @@ class OperatorPrograms:
         products, moved = time.products(operator.products, 1 / rows), time.rest(operator) * rows
         core = time.scores(operator.scores) * share.core / parts
         forward, backward = moved + core, 2 * moved + 2.5 * core
-        forward += time.products([one for phase, one in operator.extra if phase == "forward"], 1 / rows)
-        backward += time.products([one for phase, one in operator.extra if phase == "backward"], 1 / rows)
+        forward += time.products([product for phase, product in operator.extra if phase == "forward"], 1 / rows)
+        backward += time.products([product for phase, product in operator.extra if phase == "backward"], 1 / rows)
         if self.run.view.selective_recompute and operator.name in ("core", "activation"):
             backward += moved + core
         if operator.recomputed:
@@ -115,12 +111,12 @@ class OperatorPrograms:
         self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE, parts: float = 1.0
     ) -> ProgramPart:
         """Return consecutive operators without their messages. The host launches their kernels ahead."""
-        found = [self.seconds(operator, share, parts) for operator in operators]
-        products = sum(one.product for one in found)
-        forward = products + sum(one.forward for one in found)
-        backward = products * (1 if self.defers else 2) + sum(one.backward for one in found)
-        forward = max(forward, sum(one.launches[0] for one in found))
-        backward = max(backward, sum(one.launches[1] for one in found))
+        each = [self.seconds(operator, share, parts) for operator in operators]
+        products = sum(part.product for part in each)
+        forward = products + sum(part.forward for part in each)
+        backward = products * (1 if self.defers else 2) + sum(part.backward for part in each)
+        forward = max(forward, sum(part.launches[0] for part in each))
+        backward = max(backward, sum(part.launches[1] for part in each))
         weight = products if self.defers else 0.0
         return ProgramPart((Work(name, forward),), (Work(name, backward),), weight)
 
@@ -128,7 +124,7 @@ class OperatorPrograms:
         """Return consecutive operators with their messages."""
         program, quiet = [], list[OpCost]()
         for number, operator in enumerate(operators):
-            if not any(self.flight(one).seconds for one in operator.sent):
+            if not any(self.flight(message).seconds for message in operator.sent):
                 quiet.append(operator)
                 continue
             program += [self.work(name, quiet, share)] if quiet else []
@@ -142,7 +138,7 @@ class OperatorPrograms:
 
     def communicating(self, name: str, operator: OpCost, share: SliceShare) -> ProgramPart:
         """Return an operator with its messages."""
-        if any(one.axis == "cp" and one.hidden for one in operator.sent):
+        if any(message.axis == "cp" and message.hidden for message in operator.sent):
             return self._attention(name, operator, share)
         weight = self.seconds(operator, share).product if self.defers else 0.0
         return ProgramPart(
@@ -181,12 +177,12 @@ class OperatorPrograms:
 
     def _sorted(self, operator: OpCost, phase: str) -> tuple[list[CommCost], ...]:
         """Return the messages waited for before and after the work, and those hidden under it, coming and going."""
-        sent = [one for one in operator.sent if one.phase == phase]
+        sent = [message for message in operator.sent if message.phase == phase]
         kinds: tuple[list[CommCost], ...] = ([], [], [], [])
-        for one in sent:
-            leaves = one.kind in ("reduce_scatter", "all_reduce", "send")
-            hidden = self.hidden(one) and not kinds[2 + leaves]
-            kinds[2 * hidden + leaves].append(one)
+        for message in sent:
+            leaves = message.kind in ("reduce_scatter", "all_reduce", "send")
+            hidden = self.hidden(message) and not kinds[2 + leaves]
+            kinds[2 * hidden + leaves].append(message)
         return kinds
 
     def _pieces(self, operator: OpCost, message: CommCost, share: SliceShare) -> int:
@@ -194,7 +190,7 @@ class OperatorPrograms:
         device, ranks = self.run.kind.device_class, self.run.config.grid.mp
         if self.run.hiding == FUSED:
             return ranks
-        rows = min((one.rows for one in operator.products), default=0.0) * share.rows
+        rows = min((product.rows for product in operator.products), default=0.0) * share.rows
         sent = message.bytes * share.rows / max(1, ranks - 1)
         return max(1, min(device.pieces, int(sent // device.piece_bytes), int(rows // device.least_rows)))
 
@@ -221,12 +217,12 @@ class OperatorPrograms:
         seconds = self.seconds(operator, share)
         forward = max(seconds.product + seconds.forward, seconds.launches[0])
         backward = max(2 * seconds.product + seconds.backward, seconds.launches[1])
-        keys = next(one for one in operator.sent if one.phase == "forward" and one.axis == "cp")
-        back = [one for one in operator.sent if one.phase == "backward" and one.axis == "cp"]
+        keys = next(message for message in operator.sent if message.phase == "forward" and message.axis == "cp")
+        back = [message for message in operator.sent if message.phase == "backward" and message.axis == "cp"]
         again, gradient = (back[0] if len(back) > 1 else None), back[-1]
-        others = [one for one in operator.sent if one.axis != "cp"]
-        first = self.together(name, [one for one in others if one.phase == "forward"], share.rows)
-        last = self.together(f"{name}'", [one for one in others if one.phase == "backward"], share.rows)
+        others = [message for message in operator.sent if message.axis != "cp"]
+        first = self.together(name, [message for message in others if message.phase == "forward"], share.rows)
+        last = self.together(f"{name}'", [message for message in others if message.phase == "backward"], share.rows)
         cp = self.run.config.grid.cp
         if share is not WHOLE and share.core:
             remote = min(1.0, (cp - 1) / cp * share.rows**2 / share.core)

@@ -47,14 +47,15 @@ class OperatorTime:
     """
 
     def __init__(self, run: PlannedRun, calibration: Calibration | None = None) -> None:
-        self.calibration = c = calibration or CALIBRATIONS[run.assumed.software]
         self._run, self._kind = run, run.kind
+        self._experts: MoeSizes | None = getattr(run.sizes, "moe", None)
+        base, experts = calibration or CALIBRATIONS[run.assumed.software], self._experts is not None
+        self.calibration = c = run.assumed.calibration(base, experts=experts)
         clock, fp8_clock = c.clocks.get(run.kind.name, (1.0, 1.0))
         self._rate = run.kind.peak(run.dtype) * c.product * clock
         self._fp8_rate = run.kind.flops.get("fp8", 0.0) * c.fp8 * fp8_clock
         self._scores_rate = run.kind.peak(run.dtype) * c.software.scores * clock
         self._launch = run.kind.device_class.launch_seconds * c.software.launch
-        self._experts: MoeSizes | None = getattr(run.sizes, "moe", None)
         self._counts_rows = self._experts is not None and not self._experts.has_capacity and run.config.grid.ep > 1
         self._link = cache(lambda axis: link(run.config.grid, axis, run.node))
 
@@ -64,10 +65,9 @@ class OperatorTime:
         for product in products:
             least = min(product.rows / product.groups / parts, product.inner, product.columns)
             narrow, grouped = self._narrow(product), product.groups > 1
-            fused = grouped and self._run.assumed.fused_experts
-            rate = (self._fp8_rate if narrow else self._rate) * (c.software.grouped if grouped and not fused else 1.0)
+            rate = (self._fp8_rate if narrow else self._rate) * (c.software.grouped if grouped else 1.0)
             total += product.flops / parts * (1 + c.small / max(1.0, least)) / rate
-            if narrow and not fused:
+            if narrow and (c.software.casts_groups or not grouped):
                 total += self.moved(product.rows / parts * product.inner * c.software.cast)
         return total
 
@@ -77,29 +77,21 @@ class OperatorTime:
 
     def rest(self, operator: OpCost) -> float:
         """Return the time of the memory-bound kernels of an operator's forward."""
-        assumed, name = self._run.assumed, operator.name
-        inside = {
-            "activation": assumed.fused_experts,
-            "dispatch": assumed.hybrid_ep,
-        }  # the products' or messages' kernels
-        apart = self._experts is None or not inside.get(name, False)
-        return self.moved(operator.moved * self.calibration.software.bytes.get(name, 1.0)) if apart else 0.0
+        return self.moved(operator.moved * self.calibration.software.bytes.get(operator.name, 1.0))
 
     def launches(self, operator: OpCost) -> tuple[float, float]:
         """Return the times that the host takes to launch an operator's forward and its backward.
 
         A dispatch that sends as many rows as experts have begins when the host knows them.
         """
-        software, assumed = self.calibration.software, self._run.assumed
-        if assumed.cuda_graphs:
-            return 0.0, 0.0
+        software = self.calibration.software
         there, back = software.launches.get(operator.name, (1.0, 2.0))
         for product in operator.products:
-            if product.groups > 1 and not assumed.fused_experts:
+            if product.groups > 1:
                 narrow = self._narrow(product)
                 each = product.groups * (software.fp8_launches_per_expert if narrow else software.launches_per_expert)
                 there, back = there + each, back + 2 * each
-        if operator.name == "dispatch" and operator.sent and self._counts_rows and not assumed.fused_experts:
+        if operator.name == "dispatch" and operator.sent and self._counts_rows:
             there += software.wait
         return there * self._launch, back * self._launch
 
@@ -108,8 +100,7 @@ class OperatorTime:
         return size / (self._kind.memory_bandwidth * self.calibration.software.memory)
 
     def _narrow(self, product: Product) -> bool:
-        fp8 = self._run.assumed.fp8
-        return self._fp8_rate > 0 and not product.wide and (fp8 == "all" or (fp8 == "mlp" and product.mlp))
+        return self._fp8_rate > 0 and self._run.assumed.narrow(product)
 
     def message(self, message: CommCost) -> MessageTime:
         """Return the time of a collective; of an all-to-all of rows, of the busiest expert rank."""
@@ -134,7 +125,7 @@ class OperatorTime:
         Under hybrid-ep a token with k copies reaches r (1 - (1 - 1/r)^k) of r ranks or nodes once if all are as likely.
         """
         far, load = group.outside("all_to_all"), self._run.assumed.expert_imbalance
-        if not self._run.assumed.hybrid_ep:
+        if not self._run.assumed.sends_tokens_once:
             return (1 - far) * load, far * load
         k = experts.topk
 

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
 from typing import Any
 
 from megapar.arguments import Config
+from megapar.config.config import NOT_BUILT_NOTE
 from megapar.core.device.kinds import DeviceKind
 from megapar.core.units import GIBIBYTE
-from megapar.errors import ConfigError
+from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import ParameterCounts
-from megapar.planning.assume import Assumed, check_assumed
+from megapar.planning.assume import NO_FORMULA, Assumed
 from megapar.planning.calibration import COMPARED
-from megapar.planning.kept_inputs import host_traffic
 from megapar.planning.memory import StageMemory, stage_memory
-from megapar.planning.planned_run import PlannedRun
-from megapar.planning.shared import Shared
+from megapar.planning.planned_run import PlannedRun, Shared
 from megapar.planning.speed import Speed, predict
-from megapar.planning.traffic import Link, link, stage_traffic
-from megapar.planning.unpriced import check_priced
+from megapar.planning.traffic import Link, host_traffic, link, stage_traffic
+from megapar.planning.variation import changed, differing, widened
 from megapar.schema.rule import divisors
 from megapar.training.building.device_choices import with_figures
 
 SECONDS_PER_DAY = 86400
 MOST_DOUBLED = 10
+_AXES = ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")
+_FULL = {"recompute_interval": 1, "recompute_granularity": "full"}
+_STAGE_2, _STAGE_3 = ({"sharding_stage": stage, "gradient_merge_mode": "micro_batch"} for stage in (2, 3))
+_SAVINGS: Mapping[str, Mapping[str, Any]] = {
+    "--recompute-granularity selective": {"recompute_granularity": "selective"},
+    "--recompute-interval 1": _FULL,
+    "--sharding-stage 2": _STAGE_2,
+    "--sharding-stage 3": _STAGE_3,
+    "--optimizer-offload": {"optimizer_offload": True},
+    "--recompute-interval 1 --optimizer-offload": {**_FULL, "optimizer_offload": True},
+}
+"""Settings that need less memory, by their flags."""
 
 
 class Plan:
@@ -33,14 +45,10 @@ class Plan:
     and for settings whose cost no formula gives.
 
     Attributes:
-        config: The configuration.
-        kind: Kind of the devices.
+        kind: Kind of the devices, with the figures that flags replace.
         run: Input of the formulas.
 
     Args:
-        config: The configuration.
-        kind: Kind of the devices, whose figures those of flags replace.
-        assumed: Techniques that the plan assumes.
         token_budget: Tokens of the whole run; None for those of ``--train-iters``.
         shared: Parts that it has in common with other plans of a search.
     """
@@ -53,12 +61,12 @@ class Plan:
         token_budget: float | None = None,
         shared: Shared | None = None,
     ) -> None:
-        kind = with_figures(kind, config)
-        check_assumed(assumed or Assumed(), config.grid.pp)
-        check_priced(config, kind, assumed or Assumed())
+        kind, assumed = with_figures(kind, config), assumed or Assumed()
+        if complaints := [*assumed.complaints(config, kind), *_unpriced(config)]:
+            raise ConfigError(complaints)
         self.config = config
         self.kind = kind
-        self.run = PlannedRun(config, kind, assumed or Assumed(), shared or Shared())
+        self.run = PlannedRun(config, kind, assumed, shared or Shared())
         self._token_budget = token_budget
 
     @cached_property
@@ -146,7 +154,7 @@ class Plan:
             f"stage {self.fullest.stage} needs {_gib(self.fullest.reserved)}, {_gib(over)} more than the "
             f"{_gib(self.kind.memory_bytes)} of {self.kind.title}"
         )
-        options = [f"{setting}: {_gib(plan.fullest.reserved)}" for setting, plan in self._ways() if plan.fits]
+        options = [f"{flags}: {_gib(plan.fullest.reserved)}" for flags, plan in self._with_savings() if plan.fits]
         if options:
             return f"{text}; it would fit with {', or '.join(options[:4])}"
         wider = self._wider()
@@ -156,62 +164,44 @@ class Plan:
 
     def _wider(self) -> str:
         """Describe the smallest doubling of the ranks on which the model fits, with the flags; "" if there is none."""
-        options = []
-        saving = {"recompute_interval": 1, "recompute_granularity": "full"}
-        whole = {**saving, "sharding_stage": 3, "gradient_merge_mode": "micro_batch"}
         worlds = [self.config.grid.world_size << doubled for doubled in range(1, MOST_DOUBLED + 1)]
-        ways = [("--recompute-interval 1", saving), ("--recompute-interval 1 --sharding-stage 3", whole)]
-        if mp := self._most_mp(whole, worlds[-1]):
+        sharded = {**_FULL, **_STAGE_3}
+        ways = {"--recompute-interval 1": _FULL, "--recompute-interval 1 --sharding-stage 3": sharded}
+        if mp := self._largest_mp(sharded, worlds[-1]):
             text = f"--recompute-interval 1 --sharding-stage 3 --mp-degree {mp} --sequence-parallel"
-            ways.append((text, {**whole, "mp_degree": mp, "sequence_parallel": True}))
-        for text, flags in ways:
-            held = bisect_left(worlds, True, key=partial(self._held_by, flags))
-            if held < len(worlds):
-                options.append((worlds[held], text))
+            ways[text] = {**sharded, "mp_degree": mp, "sequence_parallel": True}
+        options = []
+        for text, flags in ways.items():
+            place = bisect_left(worlds, True, key=partial(self._fits_on, flags))
+            if place < len(worlds):
+                options.append((worlds[place], text))
         return "{} ranks with {}".format(*min(options)) if options else ""
 
-    def _most_mp(self, flags: dict[str, Any], ranks: int) -> int:
+    def _largest_mp(self, flags: Mapping[str, Any], ranks: int) -> int:
         """Return the largest degree of mp inside a node that the rules accept; 0 if there is none.
 
         A node may have any number of devices, 72 in an NVL72, which rarely divides heads, widths and positions.
         """
-        from megapar.planning.change import widened
-
         for mp in reversed([degree for degree in divisors(ranks) if 1 < degree <= self.kind.node]):
             if widened(self.config, {**flags, "mp_degree": mp, "sequence_parallel": True}, ranks) is not None:
                 return mp
         return 0
 
-    def _held_by(self, flags: dict[str, Any], ranks: int) -> bool:
-        from megapar.planning.change import widened
-
+    def _fits_on(self, flags: Mapping[str, Any], ranks: int) -> bool:
         config = widened(self.config, flags, ranks)
         try:
-            return config is not None and Plan(config, self.kind, self.run.assumed, self._token_budget).fits
+            return config is not None and Plan(config, self.kind, self.run.assumed).fits
         except ConfigError:  # nodes that do not fit a requested dispatch
             return False
 
-    def _ways(self) -> list[tuple[str, Plan]]:
-        """Return legal variations of the run that need less memory."""
-        from megapar.planning.change import changed, differing
-
-        plans, seen = [], []
-        for text, flags in (
-            ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
-            ("--recompute-interval 1", {"recompute_interval": 1, "recompute_granularity": "full"}),
-            ("--sharding-stage 2", {"sharding_stage": 2, "gradient_merge_mode": "micro_batch"}),
-            ("--sharding-stage 3", {"sharding_stage": 3, "gradient_merge_mode": "micro_batch"}),
-            ("--optimizer-offload", {"optimizer_offload": True}),
-            (
-                "--recompute-interval 1 --optimizer-offload",
-                {"recompute_interval": 1, "recompute_granularity": "full", "optimizer_offload": True},
-            ),
-        ):
+    def _with_savings(self) -> Iterator[tuple[str, Plan]]:
+        """Yield the legal plans of this run with settings that need less memory, and the flags of these."""
+        tried = []
+        for text, flags in _SAVINGS.items():
             config, new = changed(self.config, flags), differing(self.config, flags)
-            if config is not None and new not in seen:
-                seen.append(new)
-                plans.append((text, Plan(config, self.kind, self.run.assumed, self._token_budget)))
-        return plans
+            if config is not None and new not in tried:
+                tried.append(new)
+                yield text, Plan(config, self.kind, self.run.assumed)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints, in bytes, seconds and shares."""
@@ -259,8 +249,31 @@ class Plan:
         }
 
 
-_AXES = ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")
-
-
 def _gib(size: float) -> str:
     return f"{size / GIBIBYTE:.1f} GiB"
+
+
+def _unpriced(config: Config) -> Iterator[Complaint]:
+    """Yield the settings whose cost no formula gives."""
+    for note in config.notes:
+        if note.startswith(NOT_BUILT_NOTE):
+            missing = note.removeprefix(NOT_BUILT_NOTE)
+            yield Complaint(NO_FORMULA, f"A plan has no formula for what megapar does not run: {missing}")
+    if config.recompute.adaptive_recompute_device_size > 0:
+        yield Complaint(
+            NO_FORMULA,
+            "--adaptive-recompute-device-size chooses the layers by what the run measures, which a plan does not know.",
+            "Plan --recompute-interval 1, which needs the least memory, and no recompute, which is the fastest.",
+        )
+    if config.ampipe.ampipe_degree == 0:
+        yield Complaint(
+            NO_FORMULA,
+            "--ampipe-degree auto chooses the degree by what the run measures, which a plan does not know.",
+            "Plan --ampipe-degree 1, 2 and 4, which are what it chooses from.",
+        )
+    if config.training.fp8:
+        yield Complaint(
+            NO_FORMULA,
+            "A plan has no formula for --fp8, which leaves the experts in bf16 and adds the scaling of tensors.",
+            "Leave it out, or plan all linear layers in fp8, the experts too: --assume fp8.",
+        )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from megapar.arguments import Config
 from megapar.core.context_parallel.positions import RING, ULYSSES
@@ -26,10 +26,34 @@ from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of
 from megapar.planning.assume import Assumed
-from megapar.planning.shared import Shared
 from megapar.training.building.attention_backend import repeats_keys
 from megapar.training.building.device_choices import DispatchChoice, assumed_node, dispatch_choice, tensor_overlap
 from megapar.training.building.partition import ITEM_BYTES, effective_schedule, make_stages
+
+T = TypeVar("T")
+
+
+@dataclass
+class Shared:
+    """Parts by what they are made from."""
+
+    parts: dict[Hashable, Any] = field(default_factory=dict)
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the part of a key, made if it is missing."""
+        if key not in self.parts:
+            self.parts[key] = make()
+        part: T = self.parts[key]
+        return part
+
+    def of(self, owner: object, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the part of a key that belongs to ``owner``, made if it is missing or belongs to another object."""
+        known = self.parts.get(key)
+        if known is None or known[0] != owner:
+            known = self.parts[key] = owner, make()
+        part: T = known[1]
+        return part
+
 
 MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before
 
@@ -43,9 +67,6 @@ class PlannedRun:
     """A configuration on a kind of device.
 
     Attributes:
-        config: The configuration.
-        kind: Kind of the devices.
-        assumed: Techniques that the plan assumes.
         shared: Parts that it has in common with other runs of a search.
     """
 
@@ -66,12 +87,12 @@ class PlannedRun:
         """Description of a rank for the cost formulas."""
         config, grid = self.config, self.config.grid
         item = ITEM_BYTES[self.dtype]
-        return RankView(
+        view = RankView(
             seq_length=self.sizes.seq_length,
             samples=config.training.micro_batch_size,
             item_bytes=item,
-            stored_item_bytes=1 if self.assumed.fp8_activations else item,
-            expert_item_bytes=1 if self.assumed.fp8_swiglu else item,
+            stored_item_bytes=item,
+            expert_item_bytes=item,
             kernels=self.kind.kernels,
             logits_bytes=self.kind.device_class.logits_bytes,
             mp=grid.mp,
@@ -92,9 +113,9 @@ class PlannedRun:
             repeats_heads=repeats_keys(config, self.kind, self.dtype),
             sends_latents=config.parallel.mla_cp_exchange == LATENT,
             expert_imbalance=self.assumed.expert_imbalance if grid.ep > 1 else 1.0,
-            recomputed_operators=self.assumed.operators,
             task_counts=cache(partial(task_counts, config)),
         )
+        return self.assumed.rank_view(view)
 
     @property
     def _in_triton(self) -> bool:
@@ -211,42 +232,42 @@ class PlannedRun:
         """Micro-batches per optimizer step of one data parallel rank."""
         return self.config.sharding.gradient_merge_acc_step
 
-    def held(self, stage: int) -> list[ParameterSpec]:
+    def rows(self, stage: int) -> list[ParameterSpec]:
         """Return the rows of the table on a stage; on the last one this includes the copy of a tied embedding."""
-        return self._held.get(stage, [])
+        return self._by_stage.get(stage, [])
 
-    def alike(self, stage: int) -> list[tuple[ParameterSpec, int]]:
+    def distinct_rows(self, stage: int) -> list[tuple[ParameterSpec, int]]:
         """Return the rows of the table on a stage, each with the number of rows of layers that differ in name only."""
-        return self._alike.get(stage, [])
+        return self._distinct.get(stage, [])
 
     @cached_property
-    def _alike(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
-        return self.shared.get(("alike", self.sizes, self.stages, self.costs.tied), self._make_alike)
+    def _distinct(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
+        return self.shared.get(("distinct rows", self.sizes, self.stages, self.costs.tied), self._make_distinct)
 
-    def _make_alike(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
-        found = {}
-        for stage, rows in self._held.items():
+    def _make_distinct(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
+        distinct = {}
+        for stage, rows in self._by_stage.items():
             counts: dict[Any, list[Any]] = {}
             for row in rows:
                 key = row.shape, row.axes, row.expert, row.fp32, row.trainable, row.mp_partial
                 counts.setdefault(key, [row, 0])[1] += 1
-            found[stage] = [(row, count) for row, count in counts.values()]
-        return found
+            distinct[stage] = [(row, count) for row, count in counts.values()]
+        return distinct
 
     @cached_property
-    def _held(self) -> dict[int, list[ParameterSpec]]:
-        return self.shared.get(("held", self.sizes, self.stages, self.costs.tied), self._make_held)
+    def _by_stage(self) -> dict[int, list[ParameterSpec]]:
+        return self.shared.get(("rows", self.sizes, self.stages, self.costs.tied), self._make_by_stage)
 
-    def _make_held(self) -> dict[int, list[ParameterSpec]]:
+    def _make_by_stage(self) -> dict[int, list[ParameterSpec]]:
         stage_of = {row.unit: 0 for row in self.table}
         stage_of = {unit: self.stages.rank_of_unit(unit) for unit in stage_of}
-        held: dict[int, list[ParameterSpec]] = {}
+        by_stage: dict[int, list[ParameterSpec]] = {}
         for row in self.table:
-            held.setdefault(stage_of[row.unit], []).append(row)
+            by_stage.setdefault(stage_of[row.unit], []).append(row)
         last = self.config.grid.pp - 1
         if self.costs.tied and stage_of["embedding"] != last and stage_of["head"] == last:
-            held[last] = [row for row in self.table if row.name == "embedding.word.weight"] + held[last]
-        return held
+            by_stage[last] = [row for row in self.table if row.name == "embedding.word.weight"] + by_stage[last]
+        return by_stage
 
     def local_numel(self, row: ParameterSpec) -> int:
         """Return the elements of a parameter on the first rank of its stage."""

@@ -11,6 +11,8 @@ faster than the best one so far.
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,17 +20,29 @@ from itertools import product
 from math import inf
 from typing import Any
 
+from megapar.config.config import FLAGS
 from megapar.core.context_parallel.positions import GATHERED
 from megapar.core.device.kinds import DeviceKind
+from megapar.core.units import GIBIBYTE
 from megapar.errors import ConfigError
 from megapar.planning.assume import Assumed
-from megapar.planning.candidate import Candidate
-from megapar.planning.flag_roles import KNOBS as FREE
-from megapar.planning.knobs import DEGREES, KNOBS, MICRO_BATCH, PAIRED, SCHEDULE, Knob, Scope
+from megapar.planning.knobs import (
+    DEGREES,
+    KNOBS,
+    MICRO_BATCH,
+    NO_RECOMPUTE,
+    PAIRED,
+    SCHEDULE,
+    TRIED_FLAGS,
+    Candidate,
+    Knob,
+    Scope,
+)
 from megapar.planning.memory import stage_memory
 from megapar.planning.plan import Plan
-from megapar.planning.shared import Shared
-from megapar.planning.variations import MISSING, Variations
+from megapar.planning.planned_run import Shared
+from megapar.planning.variation import MISSING, Variations, command_line
+from megapar.schema.flag import SCRIPTS
 from megapar.schema.rule import divisors
 
 FASTER = 1 - 1e-9  # of two times that differ by less, neither is faster
@@ -38,6 +52,8 @@ MEASURED, CLOSEST = 20, 3  # layouts whose stages are all computed if none fits,
 TUNED, DESCENDED = 10, 3  # layouts that are tuned, and of these those whose other knobs are varied
 LEAST: Mapping[str, Any] = {"recompute_interval": 1}
 FORMS: tuple[Mapping[str, Any], ...] = ({}, {"recompute_granularity": "selective"}, LEAST)
+SHOWN = 10  # layouts
+SHORT = {"mp": "mp_degree", "pp": "pp_degree", "cp": "cp_degree", "ep": "ep_degree", "mbs": "micro_batch_size"}
 
 
 @dataclass
@@ -45,7 +61,6 @@ class Result:
     """Result of a candidate.
 
     Attributes:
-        candidate: The layout.
         plan: Its plan; None if it is refused.
         refusal: Reason of the refusal, or "".
     """
@@ -76,31 +91,20 @@ class Result:
 
 
 class Search:
-    """A search, and the results of all candidates that it has tried.
-
-    Attributes:
-        scope: Facts about the model and the cluster.
-        results: All results so far.
-
-    Args:
-        variations: The command line, varied.
-        scope: Facts about the model and the cluster.
-        kind: Kind of the devices.
-        assumed: Techniques that the plan assumes.
-    """
+    """A search, and the results of all candidates that it has tried."""
 
     def __init__(self, variations: Variations, scope: Scope, kind: DeviceKind, assumed: Assumed) -> None:
         self.scope = scope
         self.results: dict[Candidate, Result] = {}
         self._variations, self._kind, self._assumed, self._shared = variations, kind, assumed, Shared()
-        fixed = {name: variations.fixed(name) for name in FREE}
+        fixed = {name: variations.fixed(name) for name in TRIED_FLAGS}
         self._fixed = {name: value for name, value in fixed.items() if value is not MISSING}
 
     def run(self) -> None:
         """Search. Without any layout to try, the flags of the command line alone are tried, for their reason."""
         alone = [Candidate.of({"micro_batch_size": 1, **self._fixed})] if self._fixed else []
-        layouts = sorted((self.result(each) for each in [*self.grid()] or alone), key=lambda result: result.seconds)
-        layouts = [result for result in layouts if result.plan is not None]
+        timed = _fastest(self.result(candidate) for candidate in [*self.grid()] or alone)
+        layouts = [result for result in timed if result.plan is not None]
         entries = self._entries(layouts, {}) + self._entries(layouts, {"sharding_stage": 3})
         if self.results:
             of_files = self.result(self._of_files())
@@ -118,15 +122,14 @@ class Search:
     @property
     def best(self) -> list[Result]:
         """Results that are known to fit, fastest first; of equally fast ones, the one that was found first."""
-        known = [result for result in self.results.values() if "fits" in vars(result) and result.fits]
-        return sorted(known, key=lambda result: result.seconds)
+        return _fastest(result for result in self.results.values() if "fits" in vars(result) and result.fits)
 
     @property
     def closest(self) -> list[Result]:
         """Legal results that do not fit, of those with the smallest first stages the one that needs least first."""
         known = [result for result in self.results.values() if "fits" in vars(result) and not result.fits]
-        small = sorted((each for each in known if each.plan is not None), key=lambda each: each.first_stage)
-        return sorted(small[:MEASURED], key=lambda each: each.reserved)
+        small = sorted((result for result in known if result.plan is not None), key=lambda result: result.first_stage)
+        return sorted(small[:MEASURED], key=lambda result: result.reserved)
 
     def grid(self) -> Iterator[Candidate]:
         """Yield the combinations of degrees, with one sample per micro-batch and without recompute."""
@@ -192,28 +195,28 @@ class Search:
             if not self.result(layout.candidate.but({**saving, **LEAST})).fits:
                 continue
             forms = (self.result(layout.candidate.but({**saving, **form})) for form in FORMS)
-            entries.append(next(result for result in sorted(forms, key=lambda each: each.seconds) if result.fits))
+            entries.append(next(result for result in _fastest(forms) if result.fits))
         return entries
 
     def _tuned(self, start: Result) -> Result:
         """Return the fastest result over micro-batches, schedules and forms of recompute together."""
-        few = divisors(max(1, self.scope.sizes.num_layers // start.candidate.get("pp_degree")))
-        others = SCHEDULE.others(start.candidate, self.scope)
-        schedules = [start.candidate, *(each for each in others if each.get("vpp_degree") in (2, 3, *few))]
-        sizes = [each for one in schedules for each in (one, *MICRO_BATCH.others(one, self.scope))]
+        chunks = {2, 3, *divisors(max(1, self.scope.sizes.num_layers // start.candidate.get("pp_degree")))}
+        schedules = [start.candidate, *SCHEDULE.others(start.candidate, self.scope)]
+        schedules = [each for each in schedules if each == start.candidate or each.get("vpp_degree") in chunks]
+        sizes = [each for schedule in schedules for each in (schedule, *MICRO_BATCH.others(schedule, self.scope))]
         sizes = [each for each in sizes if each.get("micro_batch_size") <= LARGEST_TUNED]
-        keeping = [each.but({**_NO_RECOMPUTE, **form}) for each in sizes for form in FORMS]
-        return self._fastest_that_fits((self.result(each.but(self._fixed)) for each in keeping), start)
+        candidates = (each.but({**NO_RECOMPUTE, **form}).but(self._fixed) for each in sizes for form in FORMS)
+        return self._fastest_that_fits(map(self.result, candidates), start)
 
     def _paired(self, best: Result) -> Result:
         """Return the fastest result with another degree and another micro-batch, recompute, schedule or stage."""
-        near = [each for each in self.neighbours(best.candidate, DEGREES) if each.seconds < best.seconds * NEAR]
-        pairs = (pair for each in near for pair in self.neighbours(each.candidate, PAIRED))
+        near = [result for result in self.neighbours(best.candidate, DEGREES) if result.seconds < best.seconds * NEAR]
+        pairs = (pair for result in near for pair in self.neighbours(result.candidate, PAIRED))
         return self._fastest_that_fits(pairs, best)
 
     def _of_files(self) -> Candidate:
         """Return the layout of the files; replicas outside sharding only if their number is given."""
-        values = {name: value for name, value in self._variations.of_files.items() if name in FREE}
+        values = {name: value for name, value in self._variations.of_files.items() if name in TRIED_FLAGS}
         values.pop("sharding_degree", None)
         if "dp_degree" not in values:
             values.pop("hybrid_dp", None)
@@ -239,22 +242,146 @@ class Search:
     @staticmethod
     def _fastest_that_fits(results: Iterable[Result], best: Result) -> Result:
         faster = (result for result in results if result.seconds < best.seconds * FASTER)
-        return next((result for result in sorted(faster, key=lambda each: each.seconds) if result.fits), best)
-
-
-_NO_RECOMPUTE: Mapping[str, Any] = {
-    **{"recompute_interval": 0, "recompute_granularity": "full", "recompute_method": None},
-    "recompute_num_layers": None,
-}
+        return next((result for result in _fastest(faster) if result.fits), best)
 
 
 def _unlike(results: Iterable[Result], count: int) -> list[Result]:
     """Return the fastest results, at most one for each pair of mp and pp, so that the starts are far apart."""
-    found: dict[tuple[int, int], Result] = {}
-    for result in sorted(results, key=lambda each: each.seconds):
-        found.setdefault((result.candidate.get("mp_degree"), result.candidate.get("pp_degree")), result)
-    return list(found.values())[:count]
+    fastest: dict[tuple[int, int], Result] = {}
+    for result in _fastest(results):
+        fastest.setdefault((result.candidate.get("mp_degree"), result.candidate.get("pp_degree")), result)
+    return list(fastest.values())[:count]
 
 
-def _fastest(results: Iterable[Result], count: int) -> list[Result]:
+def _fastest(results: Iterable[Result], count: int | None = None) -> list[Result]:
     return sorted(results, key=lambda result: result.seconds)[:count]
+
+
+def describe(search: Search, near: Sequence[Result], command: str) -> str:
+    """Format the best layouts, the command of the first, and its neighbours."""
+    results, best = search.results.values(), search.best
+    legal = [result.plan for result in results if result.plan is not None]
+    lines = [f"{len(results):,} layouts tried, {len(legal):,} legal", ""]
+    if not best:
+        if not legal:
+            return "\n".join([*lines, f"no layout is legal: {_refusal(results)}", ""])
+        closest = search.closest[0].plan
+        assert closest is not None
+        return "\n".join([*lines, f"no layout fits; the closest: {closest.advice()}", ""])
+    lines.append(f"{'step s':>9} {'MFU':>6} {'bubble':>7} {'GiB':>6}  layout")
+    for result in best[:SHOWN]:
+        assert result.plan is not None
+        speed, memory = result.plan.speed, result.plan.fullest.reserved / GIBIBYTE
+        lines.append(
+            f"{speed.step_seconds:9.3f} {speed.mfu:6.1%} {speed.bubble_share:7.1%} {memory:6.1f}  "
+            f"{_named(result.candidate)}"
+        )
+    lines += ["", "the command of the first", f"  {command}"]
+    lines += ["", "one knob of it changed, and why that is not better", *_reasons(near, best[0])]
+    return "\n".join([*lines, ""])
+
+
+def to_dict(search: Search, near: Sequence[Result], command: str) -> dict[str, Any]:
+    """Return the object that ``--json`` prints: the best plans with their flags, the command, and the neighbours."""
+    best = search.best
+    shown = [(result.candidate, result.plan) for result in best[:SHOWN] if result.plan is not None]
+    plans = [{"flags": candidate.flags(), **plan.to_dict()} for candidate, plan in shown]
+    reasons = {_change(result, best[0]): why_not(result, best[0]) for result in near}
+    return {"looked_at": len(search.results), "best": plans, "command": command, "neighbours": reasons}
+
+
+def launch_command(
+    candidate: Candidate, variations: Variations, given: Sequence[str], world_size: int, node: int
+) -> str:
+    """Return the command that starts a candidate.
+
+    On several nodes it is run on each: NODE is the node's number, HEAD the address of one of them.
+
+    Args:
+        given: Files and flags that the layout belongs to.
+        node: Ranks of a node.
+    """
+    local = min(node, world_size)
+    nodes = -(-world_size // local)
+    start = f"megapar launch --nproc-per-node {local} "
+    start += f"--nnodes {nodes} --node-rank $NODE --rdzv-endpoint $HEAD:29500 " if nodes > 1 else ""
+    words = [SCRIPTS[variations.kind], *given, *command_line(variations.unstated(candidate.flags()))]
+    if variations.file_world_size not in (None, world_size):
+        words += ["--world-size", str(world_size)]
+    return start + shlex.join(words)
+
+
+def why_not(result: Result, best: Result) -> str:
+    """Describe why a candidate is not better than the best one."""
+    if result.plan is None:
+        return result.refusal
+    assert best.plan is not None
+    if result.seconds * FASTER > best.seconds:
+        return f"{result.seconds / best.seconds - 1:.1%} slower: {_slower(result.plan, best.plan)}"
+    if not result.fits:
+        over = (result.plan.fullest.reserved - result.plan.kind.memory_bytes) / GIBIBYTE
+        return f"needs {over:.1f} GiB more than a device has, on stage {result.plan.fullest.stage}"
+    return "as fast"
+
+
+def why_none(scope: Scope) -> str:
+    """Explain why a search has no candidates: the global batch is too small or not divisible."""
+    heads = scope.sizes.num_attention_heads
+    mps = [degree for degree in scope.degrees if degree <= scope.node and heads % degree == 0]
+    used = [mp * cp for mp, cp in product(mps, scope.contexts) if scope.world_size % (mp * cp) == 0]
+    least = scope.world_size // max(used)
+    return (
+        f"no layout of {scope.world_size:,} ranks can share a global batch of {scope.batch:,}: with the highest mp and "
+        f"cp that the model allows, one sample for each stage of each data parallel rank is {least:,} samples. Set "
+        f"--global-batch-size to a multiple of {least:,}, or use fewer ranks.\n"
+    )
+
+
+def _reasons(near: Sequence[Result], best: Result) -> Iterator[str]:
+    """Yield a line for each neighbour; the refused ones, whose reasons ``--json`` has, are one line."""
+    refused = []
+    for result in near:
+        words = _change(result, best)
+        if result.plan is None:
+            refused.append(f"{words} [{result.refusal[1:].partition(']')[0]}]")
+        else:
+            yield f"  {words}: {why_not(result, best)}"
+    if refused:
+        yield f"  refused: {'; '.join(refused)}"
+
+
+def _change(result: Result, best: Result) -> str:
+    """Return the flags in which a candidate differs from the best one, and those that it leaves to the default."""
+    changes = result.candidate.differences(best.candidate)
+    flags = command_line({name: value for name, value in changes.items() if value is not None})
+    unset = [f"without {FLAGS[name].spelling}" for name, value in changes.items() if value is None]
+    return " ".join([*flags, *unset])
+
+
+def _named(candidate: Candidate) -> str:
+    """Return the degrees and the micro-batch in short, and the other knobs as flags."""
+    short = ", ".join(f"{word} {candidate.get(name)}" for word, name in SHORT.items())
+    more = {name: value for name, value in candidate.flags().items() if name not in SHORT.values()}
+    return f"{short}  {' '.join(command_line(more))}".rstrip()
+
+
+def _refusal(results: Iterable[Result]) -> str:
+    """Return a refusal by the rule that refuses most."""
+    refusals = [result.refusal for result in results]
+    most, _ = Counter(text.partition("]")[0] for text in refusals).most_common(1)[0]
+    return next(text for text in refusals if text.startswith(most))
+
+
+def _slower(plan: Plan, best: Plan) -> str:
+    """Describe the part of the time that grew most."""
+    slow, fast = plan.speed, best.speed
+    bubble = slow.bubble_share - fast.bubble_share
+    exposed = slow.exposed_seconds / slow.step_seconds - fast.exposed_seconds / fast.step_seconds
+    optimizer = (slow.optimizer_seconds - fast.optimizer_seconds) / slow.step_seconds
+    if optimizer > max(bubble, exposed, 0.005):
+        return f"the optimizer takes {slow.optimizer_seconds:.3f} s"
+    if bubble > max(exposed, 0.005):
+        return f"the bubble is {slow.bubble_share:.1%}"
+    if exposed > 0.005:
+        return f"{slow.exposed_seconds:.3f} s of communication are exposed"
+    return "its matrix products are smaller, or it recomputes more"

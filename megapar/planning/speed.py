@@ -13,12 +13,11 @@ from megapar.model.cost.model_cost import CommCost
 from megapar.model.flops import step_flops
 from megapar.planning.calibration import CALIBRATIONS, Calibration
 from megapar.planning.gathered_groups import gathered_groups
-from megapar.planning.kept_inputs import HOST, TO_HOST
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.stage_time import StagePrograms, StageTime
-from megapar.planning.timeline import LINKS, Flight, Span
-from megapar.planning.traffic import pipeline_traffic, step_traffic
+from megapar.planning.timeline import LINKS, TO_HOST, Flight, Span
+from megapar.planning.traffic import HOST, pipeline_traffic, step_traffic
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _ends(pp: int) -> list[int]:
 
 def _fill(run: PlannedRun) -> float:
     """Return the fill and drain time, relative to that of a plain pipeline."""
-    if run.assumed.dualpipe:
+    if run.assumed.both_directions:
         return 0.3
     return {ZERO_BUBBLE: 1 / 3, GPIPE: 1.0}.get(run.schedule, 1.0)
 
@@ -121,7 +120,7 @@ def hops(run: PlannedRun) -> int:
     p, v, m = run.config.grid.pp, run.config.pipeline.vpp_degree, run.micro_batches
     if p == 1:
         return 0
-    if run.assumed.dualpipe or run.schedule == GPIPE:
+    if run.assumed.both_directions or run.schedule == GPIPE:
         return 2 * (p - 1)
     if run.schedule == ZERO_BUBBLE:
         if v == 2:  # V-shaped
@@ -186,7 +185,7 @@ class Clock:
     def _optimizer(self, stage: int) -> float:
         """Return the time of the update, under which offloaded state is copied from the host and back."""
         run = self._run
-        rows = sum(run.row_numel(row) * count for row, count in run.alike(stage) if row.trainable)
+        rows = sum(run.row_numel(row) * count for row, count in run.distinct_rows(stage) if row.trainable)
         update = self._time.moved(rows * (3 + 2 * run.optimizer_states) * run.view.wide_bytes)
         if not run.config.sharding.optimizer_offload:
             return update
@@ -217,10 +216,10 @@ class _GroupOrder:
             for unit, size in group.sizes.items():
                 units[unit] += size
         layers = [unit for unit in units if unit.startswith("layers.")]
-        total, once = sum(units.values()) or 1.0, sum(group.bytes for group in groups if group.stays)
+        total, once = sum(units.values()) or 1.0, sum(group.bytes for group in groups if group.stays_gathered)
         self.number, self.again = len(groups), (total - once) / (2 * total - once)
         self._sizes = [group.bytes / total for group in groups]
-        self._sizes_again = [0.0 if group.stays else group.bytes / max(1.0, total - once) for group in groups]
+        self._sizes_again = [0.0 if group.stays_gathered else group.bytes / max(1.0, total - once) for group in groups]
         self._windows = [
             sum(group.sizes.get(unit, 0.0) / units[unit] for unit in layers) / max(1, len(layers)) for group in groups
         ]

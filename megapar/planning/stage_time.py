@@ -14,12 +14,12 @@ from typing import NamedTuple
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
 from megapar.core.pipeline.stages import Chunk
 from megapar.model.cost.model_cost import CommCost, UnitCost
-from megapar.planning.kept_inputs import recompute_messages
 from megapar.planning.layer_program import LayerPrograms, Place
 from megapar.planning.operator_program import OperatorPrograms
 from megapar.planning.operator_time import HOPS, OperatorTime
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.timeline import ProgramPart, Send, Span, Timeline, Wait, backward_of, forward_of
+from megapar.planning.traffic import recompute_messages
 
 SIMULATED = 3  # equal units of a chain that are run; further ones take as long as the last
 IDLE = Span()
@@ -30,7 +30,6 @@ class StageTime:
     """One micro-batch on a stage.
 
     Attributes:
-        forward: Its forward.
         backward: Its backward, with recomputation.
         weight: Seconds of weight gradients that the schedule runs apart from the backward.
     """
@@ -62,8 +61,6 @@ class Unit(NamedTuple):
     """Consecutive layers that are recomputed together, or one layer.
 
     Attributes:
-        layers: The layers.
-        recomputed: They are recomputed.
         inputs: Messages that keep the unit's input elsewhere and fetch it.
     """
 
@@ -78,11 +75,7 @@ class Unit(NamedTuple):
 
 
 class StagePrograms:
-    """Programs and times of the stages of one run.
-
-    Attributes:
-        operators: Programs of single operators.
-    """
+    """Programs and times of the stages of one run."""
 
     def __init__(self, run: PlannedRun, time: OperatorTime) -> None:
         self._run = run
@@ -101,7 +94,7 @@ class StagePrograms:
     @property
     def passes_slices(self) -> bool:
         """Slices pass from layer to layer in flight (``--ampipe-cross-layer``)."""
-        return self._layers.cross
+        return self._layers.passes_slices
 
     def stage(self, stage: int) -> StageTime:
         """Return the time of one micro-batch on one stage."""
@@ -110,7 +103,7 @@ class StagePrograms:
         for chunk in self._run.stages.on(stage):
             total = total.plus(self._ends(costs.embedding)) if chunk.first else total
             units = self.units(chunk, messages)
-            if self._layers.cross:
+            if self.passes_slices:
                 total = total.plus(self._chain(units))
             else:
                 alike = Counter(unit.key for unit in units)
@@ -143,8 +136,8 @@ class StagePrograms:
         shorter = [
             self._timed([*units[: place + kept], *units[place + count :]]) for kept in (SIMULATED, SIMULATED - 1)
         ]
-        one = shorter[0].plus(shorter[1], -1)
-        return shorter[0].plus(one, count - SIMULATED)
+        last = shorter[0].plus(shorter[1], -1)
+        return shorter[0].plus(last, count - SIMULATED)
 
     def _timed(self, units: Sequence[Unit]) -> StageTime:
         key = tuple(unit.key for unit in units)
@@ -174,8 +167,8 @@ class StagePrograms:
             program: list[ProgramPart] = []
             for inner, layer in enumerate(unit.layers):
                 ends = inner == len(unit.layers) - 1
-                follows = self._layers.cross and not (ends and number == len(units) - 1)
-                place = Place(f"{number}.{inner}", leaves=follows, ends=unit.recomputed and ends)
+                follows = self.passes_slices and not (ends and number == len(units) - 1)
+                place = Place(f"{number}.{inner}", passes_slices=follows, ends_unit=unit.recomputed and ends)
                 arriving, more = self._layers.layer(layer, place, arriving)
                 program += more
             programs.append(self._fetched(unit, program, number))
@@ -188,15 +181,15 @@ class StagePrograms:
         """
         if not unit.inputs:
             return program
-        away = [one for one in unit.inputs if one.phase == "forward"]
-        back = [one for one in unit.inputs if one.phase == "backward"]
+        away = [message for message in unit.inputs if message.phase == "forward"]
+        back = [message for message in unit.inputs if message.phase == "backward"]
         out, home = f"input|{number}", f"input'|{number}"
         launches = tuple(
-            Send(f"{home}/{n}", self.operators.flight(one), f"{home}/{n - 1}" if n else "")
-            for n, one in enumerate(back)
+            Send(f"{home}/{n}", self.operators.flight(message), f"{home}/{n - 1}" if n else "")
+            for n, message in enumerate(back)
         )
         first = ProgramPart(
-            tuple(Send(f"{out}/{n}", self.operators.flight(one)) for n, one in enumerate(away)),
+            tuple(Send(f"{out}/{n}", self.operators.flight(message)) for n, message in enumerate(away)),
             tuple(Wait(f"{home}/{n}") for n in range(len(back))),
             again=(),
         )
@@ -228,6 +221,6 @@ def _longest_run(keys: Sequence[object]) -> tuple[int, int]:
     start = 0
     for place in range(1, len(keys) + 1):
         if place == len(keys) or keys[place] != keys[start]:
-            best = max(best, (start, place - start), key=lambda found: found[1])
+            best = max(best, (start, place - start), key=lambda place_and_length: place_and_length[1])
             start = place
     return best

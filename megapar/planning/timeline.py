@@ -37,12 +37,7 @@ class Flight(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A computation.
-
-    Attributes:
-        name: Name in a drawing.
-        seconds: Its duration on the compute stream.
-    """
+    """A computation."""
 
     name: str
     seconds: float
@@ -52,8 +47,6 @@ class Send(NamedTuple):
     """The launch of a message, which nothing waits for here.
 
     Attributes:
-        name: Name that a wait refers to.
-        flight: The message.
         after: Name of a launched message that must end first; "" for none.
     """
 
@@ -63,11 +56,7 @@ class Send(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The wait of the compute stream for a message.
-
-    Attributes:
-        name: Name of its launch.
-    """
+    """The wait of the compute stream for a message."""
 
     name: str
 
@@ -80,9 +69,6 @@ class Bar(NamedTuple):
 
     Attributes:
         lane: ``compute``, ``wait`` or a link.
-        name: Name of the computation or message.
-        start: Start in seconds.
-        end: End in seconds.
     """
 
     lane: str
@@ -130,7 +116,6 @@ class Timeline:
         now: Time of the compute stream.
         waited: Seconds waited so far.
         bars: What each lane did, if ``drawn``.
-        drawn: Keep the bars.
         aside: Streams whose messages nothing waits for, because another computation covers them.
     """
 

@@ -7,17 +7,20 @@ gathers of its inputs. A few scalars per step that are summed over all ranks are
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from megapar.core.grid import Grid
+from megapar.core.pipeline.schedule import GPIPE
+from megapar.core.recompute.choice import NEWEST_WHOLE
+from megapar.model.cost.model_cost import CommCost
 from megapar.model.parameter import led_names
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.gathered_groups import gathered_groups
-from megapar.planning.kept_inputs import HOST, recompute_messages
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
+from megapar.planning.timeline import TO_DEVICE, TO_HOST
 
 _INNER_FIRST = ("mp", "cp", "sharding", "dp")
 
@@ -28,9 +31,7 @@ class Link:
 
     Attributes:
         axis: Name of the group.
-        ranks: Number of ranks.
         local: Most ranks on one node.
-        nodes: Number of nodes.
     """
 
     axis: str
@@ -117,10 +118,7 @@ def _link_over(axis: str, dims: Sequence[tuple[int, int]], node: int) -> Link:
     Strides divide each other like the digits of a number: each step of a stride that is a multiple of ``node`` leads to
     another node, and the sums of the smaller strides stay between two such steps.
 
-    Args:
-        axis: Name of the group.
-        dims: (number of multiples, stride) pairs.
-        node: Ranks per node.
+    dims: (number of multiples, stride) pairs.
     """
     merged: list[tuple[int, int]] = []
     for count, stride in sorted(dims, key=lambda dim: dim[1]):
@@ -146,12 +144,12 @@ def stage_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
     sent: defaultdict[str, float] = defaultdict(float)
     for chunk in run.stages.on(stage):
         for unit in units_of(run.costs, chunk):
-            for one in unit.sent():
-                sent[f"{one.axis}/{one.kind}"] += one.bytes * run.micro_batches
+            for message in unit.sent():
+                sent[f"{message.axis}/{message.kind}"] += message.bytes * run.micro_batches
     for messages in recompute_messages(run, stage).values():
-        for one in messages:
-            if one.axis != HOST:
-                sent[f"{one.axis}/{one.kind}"] += one.bytes * run.micro_batches
+        for message in messages:
+            if message.axis != HOST:
+                sent[f"{message.axis}/{message.kind}"] += message.bytes * run.micro_batches
     for name, size in step_traffic(run, stage).items():
         sent[name] += size
     sent["pp/send"] += pipeline_traffic(run, stage)
@@ -177,11 +175,13 @@ def _add_sharding(run: PlannedRun, stage: int, sent: defaultdict[str, float]) ->
     reductions = run.micro_batches if sharding.gradient_merge_mode == "micro_batch" else 1
     full = sharding.sharding_stage == 3
     joint = full and run.config.grid.shard_group(0, expert=True) == run.config.grid.shard_group(0, expert=False)
-    rows = [(row, count, 1) for row, count in run.alike(stage) if row.trainable]
+    rows = [(row, count, 1) for row, count in run.distinct_rows(stage) if row.trainable]
     if run.cuts_parameters:
         groups = gathered_groups(run, stage)
-        again = {row.name: run.micro_batches * (1 if group.stays else 2) for group in groups for row in group.rows}
-        rows = [(row, 1, again.get(row.name, 1)) for row in run.held(stage) if row.trainable]
+        again = {
+            row.name: run.micro_batches * (1 if group.stays_gathered else 2) for group in groups for row in group.rows
+        }
+        rows = [(row, 1, again.get(row.name, 1)) for row in run.rows(stage) if row.trainable]
     for row, count, gathers in rows:
         prefix, shards = ("expert_" if row.expert and not joint else ""), run.shards(row)
         elements = run.row_numel(row) * count
@@ -211,7 +211,110 @@ def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> 
         return
     partial = ("always", "sp") if run.config.parallel.sequence_parallel else ("always",)
     led = led_names(run.table, mp, partial) if run.cuts_parameters else ()
-    alike = ((row, count) for row, count in run.alike(stage) if row.trainable)
+    alike = ((row, count) for row, count in run.distinct_rows(stage) if row.trainable)
     rows = [(row, count) for row, count in alike if row.mp_partial in partial or row.name in led]
     elements = sum(run.local_numel(row) * count / run.shards(row) for row, count in rows)
     sent["mp/all_reduce"] += 2 * elements * run.view.wide_bytes * (mp - 1) / mp
+
+
+HOST = "host"  # axis of copies, whose kind is their link
+
+
+def kept_share(run: PlannedRun) -> float:
+    """Return the share of an input that a rank keeps: 1 / mp with ``--recompute-partition``."""
+    partitions = run.config.recompute.recompute_partition and not run.view.splits_sequence
+    return 1 / run.config.grid.mp if partitions else 1.0
+
+
+def recompute_messages(run: PlannedRun, stage: int) -> Mapping[int, tuple[CommCost, ...]]:
+    """Return the messages for the inputs of a stage's recomputed units in one micro-batch, by each unit's first layer.
+
+    Bytes are means over the micro-batches of a step. A copy to the host (axis ``host``, kind ``to_host``) is launched
+    when the unit's forward begins, and may take as long as the two following units. A copy back (``to_device``), and
+    after it the all-gather over mp, is launched when the backward of the following unit begins.
+    """
+    offloads, share = run.config.recompute.recompute_offload, kept_share(run)
+    if not offloads and share == 1.0:
+        return {}
+    messages: dict[int, tuple[CommCost, ...]] = {}
+    for place, chunk in enumerate(run.stages.on(stage)):
+        spans = [span for span in run.recompute_spans(len(chunk.layers)) if span.recomputed]
+        for newer, span in enumerate(reversed(spans)):
+            layer = chunk.layers[span.start]
+            size = run.costs.layer(layer).input * share
+            fetched = size * fetched_share(run, stage, place, newer)
+            copies = []
+            if offloads:
+                copies = [CommCost(HOST, TO_HOST, size, "forward"), CommCost(HOST, TO_DEVICE, fetched, "backward")]
+            if share < 1.0:
+                copies.append(CommCost("mp", "all_gather", fetched * (run.config.grid.mp - 1), "backward"))
+            messages[layer] = tuple(message for message in copies if message.bytes)
+    return messages
+
+
+def host_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
+    """Return the bytes that a rank of a stage copies between host and device in a step, by "host/kind".
+
+    Offloaded masters and optimizer state are copied both ways once per step.
+    """
+    copied: defaultdict[str, float] = defaultdict(float)
+    for messages in recompute_messages(run, stage).values():
+        for message in messages:
+            if message.axis == HOST:
+                copied[f"{HOST}/{message.kind}"] += message.bytes * run.micro_batches
+    if run.config.sharding.optimizer_offload:
+        rows = sum(run.row_numel(row) for row in run.rows(stage) if row.trainable)
+        for kind in (TO_HOST, TO_DEVICE):
+            copied[f"{HOST}/{kind}"] += (1 + run.optimizer_states) * run.view.wide_bytes * rows
+    return dict(copied)
+
+
+def fetched_share(run: PlannedRun, stage: int, place: int, newer: int) -> float:
+    """Return the share of a stage's micro-batches in which a unit's input is no longer whole when its backward begins.
+
+    Args:
+        place: Number of the unit's chunk on the stage.
+        newer: Recomputed units of the chunk that run after it.
+    """
+    if newer >= NEWEST_WHOLE:
+        return 1.0
+    entered = _entered_before_backward(run, stage)[place]
+    return sum(count for after, count in entered.items() if newer + after >= NEWEST_WHOLE) / run.micro_batches
+
+
+def _entered_before_backward(run: PlannedRun, stage: int) -> list[Counter[int]]:
+    """Return, for each chunk of a stage, how often so many units run between a forward's end and its backward."""
+    chunks = run.stages.on(stage)
+    units = [sum(span.recomputed for span in run.recompute_spans(len(chunk.layers))) for chunk in chunks]
+    ends: list[list[int]] = [[] for _ in chunks]
+    entered_counts: list[Counter[int]] = [Counter() for _ in chunks]
+    seen, entered = [0] * len(chunks), 0
+    for forward, place in _program(run, stage, len(chunks)):
+        if forward:
+            entered += units[place]
+            ends[place].append(entered)
+        else:
+            entered_counts[place][entered - ends[place][seen[place]]] += 1
+            seen[place] += 1
+    return entered_counts
+
+
+def _program(run: PlannedRun, stage: int, chunks: int) -> Iterator[tuple[bool, int]]:
+    """Yield the forwards (True) and backwards of a stage in order, each with the number of its chunk on the stage.
+
+    The orders are those of ``core/pipeline/schedule.py``, whose interleaved one needs torch. Zero bubble does not
+    recompute.
+    """
+    pp, m = run.config.grid.pp, run.micro_batches
+    total = m * chunks
+    warm = pp - stage - 1
+    if pp > 1 and run.schedule == GPIPE:
+        warm = total
+    elif chunks > 1:
+        warm = 2 * warm + (chunks - 1) * pp
+    warm = min(total, warm)
+    for number in range(total + warm):
+        if number < total:
+            yield True, number // pp % chunks
+        if number >= warm:
+            yield False, chunks - 1 - (number - warm) // pp % chunks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megapar.schema.flag import MOE
@@ -23,6 +23,7 @@ from megapar.schema.rule import (
 
 SOURCE = "axes and ranks"
 
+HYBRID_PENALTY = 0.72  # factors of two
 _NAMES = ("sharding_requested", "mp_degree", "pp_degree", "cp_degree")
 
 
@@ -33,24 +34,47 @@ def _factors(f: Facts) -> bool:
     return bool(f.hybrid_dp or f.sharding_requested == -1 or f.world_size == used)
 
 
+def layouts(ranks: int, choices: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """Yield the degrees, one of the choices of each axis, whose product divides the number of ranks."""
+    if not choices:
+        yield {}
+        return
+    (axis, degrees), *others = choices.items()
+    for degree in degrees:
+        if ranks % degree == 0:
+            for more in layouts(ranks // degree, dict(others)):
+                yield {axis: degree, **more}
+
+
+def near_degrees(ranks: int, requested: int, most: int) -> list[int]:
+    """Return the divisors of the number of ranks that are nearest to a degree in ratio, nearest first."""
+    return sorted(divisors(ranks), key=lambda degree: max(degree, requested) / max(1, min(degree, requested)))[:most]
+
+
+def distance(before: Mapping[str, int], after: Mapping[str, int], weights: Mapping[str, float] | None = None) -> float:
+    """Return how far degrees are from the requested ones: the sum of their ratios, in factors of two."""
+    weight = weights or dict.fromkeys(before, 1.0)
+    return sum(weight[axis] * abs(math.log2(after[axis] / before[axis])) for axis in weight)
+
+
 def _near_layouts(f: Facts) -> str:
     """Suggest up to three legal sets of degrees, the nearest in ratio; an axis of size 1 stays at 1.
 
     A degree of mp that does not divide the heads is left out: the next start would refuse it.
     """
     free = [name for name in _NAMES if getattr(f, name) > 1] or ["sharding_requested"]
-    layouts = []
-    for values in product(*(_near(f.world_size, getattr(f, name)) for name in free)):
-        used = math.prod(values)
-        if f.world_size % used or f.num_attention_heads % dict(zip(free, values, strict=True)).get("mp_degree", 1):
+    requested = {name: max(1, getattr(f, name)) for name in free}
+    near = []
+    for degrees in layouts(f.world_size, {name: near_degrees(f.world_size, requested[name], 12) for name in free}):
+        if f.num_attention_heads % degrees.get("mp_degree", 1):
             continue
-        hybrid = f.world_size > used and f.sharding_requested != -1
-        distance = sum(_distance(value, getattr(f, name)) for name, value in zip(free, values, strict=True))
-        text = " ".join(f"{spell(name)} {value}" for name, value in zip(free, values, strict=True))
-        # A penalty of half a factor of e: change --hybrid-dp only if the degrees are clearly nearer that way.
-        layouts.append((distance + (hybrid != f.hybrid_dp) * 0.5, text + (" --hybrid-dp" if hybrid else "")))
+        hybrid = f.world_size > math.prod(degrees.values()) and f.sharding_requested != -1
+        text = " ".join(f"{spell(name)} {degree}" for name, degree in degrees.items())
+        # Change --hybrid-dp only if the degrees are clearly nearer that way.
+        penalty = HYBRID_PENALTY if hybrid != f.hybrid_dp else 0.0
+        near.append((distance(requested, degrees) + penalty, text + (" --hybrid-dp" if hybrid else "")))
     how = " (megapar launch --nproc-per-node N starts several on a node)" if f.world_size == 1 else ""
-    nearest = "; ".join(text for _, text in sorted(layouts)[:3])
+    nearest = "; ".join(text for _, text in sorted(near)[:3])
     return f"Nearest legal: {nearest}; or start {_near_worlds(f)} ranks{how}."
 
 
@@ -78,14 +102,6 @@ def _near_worlds(f: Facts) -> str:
     below = used if whole else max(least, f.world_size // used * used)
     above = used if whole else max(least, -(-f.world_size // used) * used)
     return either(sorted({below, above}))
-
-
-def _near(world: int, wanted: int) -> list[int]:
-    return sorted(divisors(world), key=lambda value: _distance(value, wanted))[:12]
-
-
-def _distance(value: int, wanted: int) -> float:
-    return abs(math.log(value / max(1, wanted)))
 
 
 def _expert_room(f: Facts) -> int:

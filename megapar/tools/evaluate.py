@@ -33,7 +33,7 @@ from megapar.data.corpus import DEFAULT_SPLIT
 from megapar.data.tokenizers.ids import known_facts, same_ids
 from megapar.errors import CheckpointError, Complaint, ConfigError, DataError, MegaparError
 from megapar.model.spec import STORED
-from megapar.planning.candidate import spelled
+from megapar.planning.variation import command_line
 from megapar.schema.rule import either
 from megapar.tools.parser import Parser
 from megapar.tools.pretrain import prepare_process
@@ -132,10 +132,10 @@ def _recorded(kind: str, identity: Identity) -> list[str]:
     defaults = {name: FLAGS[name].defaults[kind] for name in wanted}
     kept = {name: value for name, value in wanted.items() if defaults[name] is not None and value != defaults[name]}
     while True:  # one at a time, because a value that is derived may follow from the one before
-        here = resolved_values(kind, spelled(kept), {})
+        here = resolved_values(kind, command_line(kept), {})
         other = next((name for name in wanted if name not in kept and here.get(name) != wanted[name]), None)
         if other is None:
-            return spelled(kept)
+            return command_line(kept)
         kept[other] = wanted[other]
 
 

@@ -117,9 +117,8 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     files = [part for path in args.config for part in ("--config", path)]
     line = [*files, *more, *flags, "--no-validate-only"]
     world = args.world_size or resolved_values(kind, line, {}).get("world_size", 1)
-    from megapar.planning.assume import assumed
+    from megapar.planning.assume import assumed, expert_imbalance, imbalance_of_any
     from megapar.planning.devices import check_named, device_kind
-    from megapar.planning.expert_load import expert_imbalance, imbalance_of_any
 
     named = args.device_kind or header.device_kind
     device = device_kind(named or DEFAULT_KIND)
@@ -138,7 +137,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     plan = Plan(config, device, replace(assumption, expert_imbalance=load), args.token_budget)
     record, text = plan.to_dict() if args.json else {}, "" if args.json else describe(plan)
     if args.timeline:
-        from megapar.planning.layer_timeline import layer_timeline
+        from megapar.planning.text import layer_timeline
 
         drawn = layer_timeline(plan.run)
         record["timeline"] = drawn.to_dict()
@@ -165,11 +164,9 @@ def _search(
 ) -> int:
     """Print the best layouts for this number of ranks. Knobs of files are searched, those of the line are kept."""
     from megapar.planning.devices import check_named
-    from megapar.planning.flag_roles import DROPPED
-    from megapar.planning.knobs import Scope
-    from megapar.planning.search import Search
-    from megapar.planning.search_text import describe, launch_command, to_dict, why_none
-    from megapar.planning.variations import Variations
+    from megapar.planning.knobs import DROPPED, Scope
+    from megapar.planning.search import Search, describe, launch_command, to_dict, why_none
+    from megapar.planning.variation import Variations
 
     config = _without_layout(kind, line)
     check_named(config, named)
@@ -197,15 +194,15 @@ def _without_layout(kind: str, line: list[str]) -> Config:
 
     Raises ConfigError for the flags that are wrong regardless of the layout.
     """
-    from megapar.planning.candidate import spelled
-    from megapar.planning.flag_roles import DROPPED
+    from megapar.planning.knobs import DROPPED
+    from megapar.planning.variation import command_line
 
     values = resolved_values(kind, [*line, "--rules-only"], {})
     if not values["requested"].get("global_batch_size"):
         message = "--search compares layouts of one global batch size, which is not set."
         raise ConfigError([Complaint("search", message, "Set --global-batch-size.")])
     knobs = {name: FLAGS[name].defaults[kind] for name in DROPPED if kind in FLAGS[name].models}
-    one_rank = spelled({**knobs, "micro_batch_size": 1, "world_size": 1})
+    one_rank = command_line({**knobs, "micro_batch_size": 1, "world_size": 1})
     return parse(kind, [*line, *one_rank, "--rules-only"], {}, planning=True)
 
 
@@ -225,7 +222,7 @@ def _parsed(kind: str, line: list[str], world: int) -> Config:
     try:
         return parse(kind, [*line, "--rules-only", "--world-size", str(world)], {}, planning=True)
     except ConfigError as error:
-        from megapar.planning.nearest import hints
+        from megapar.planning.variation import hints
 
         near = hints(kind, line, world)
         if not near:

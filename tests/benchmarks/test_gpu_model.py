@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchmarks.gpu_model.inputs import FAST, MIDDLE, SLOW, TABLE, UNITS, WAYS, read, with_findings
-from benchmarks.gpu_model.model import Gpu
+from benchmarks.gpu_model.model import DEPTHS, Counted, Gemm, Gpu, Operation, of_a_layer
 from benchmarks.gpu_model.run import MODELS, count, report
-from benchmarks.gpu_model.work import DEPTHS, Counted, Gemm, Operation, totals
 from megapar.arguments import parse
 from megapar.model.flops import step_flops
 from scripts.trace_cuda_budgets import LAYERS
@@ -81,8 +80,8 @@ OLD_MOE = counted(
     ids=lambda x: x.name if isinstance(x, Counted) else None,
 )
 def test_an_earlier_models_figures_follow_from_its_counts(old, kernels, products, gigabytes, low, high):
-    layer = totals(old.more[len(old.few) :])
-    assert (layer.kernels, layer.gemms, layer.bytes / 1e9) == (kernels, products, pytest.approx(gigabytes))
+    layer = of_a_layer(old)
+    assert (layer["kernels"], layer["gemms"], layer["bytes"] / 1e9) == (kernels, products, pytest.approx(gigabytes))
     inputs = read()
     inputs["grouped_gemm"] = replace(inputs["grouped_gemm"], values=(400.0, 460.0, 600.0))  # its estimate
     slow, middle, fast = (Gpu(inputs, way).predict(old).layer_mfu for way in WAYS)
@@ -202,7 +201,7 @@ def test_a_measured_day_replaces_inputs(tmp_path):
 
 
 def test_counts_survive_json():
-    assert Counted.from_dict(json.loads(json.dumps(OLD_MOE.to_dict()))) == OLD_MOE
+    assert Counted.from_dict(json.loads(json.dumps(asdict(OLD_MOE)))) == OLD_MOE
 
 
 def test_a_report_has_each_way_and_the_models_of_the_budgets(capsys):
@@ -218,11 +217,10 @@ def test_a_traced_layer_has_the_products_and_flops_of_its_model():
     found = count(["dense"])
     if not found:
         pytest.skip("this machine cannot build the stub of CUDA")
-    layer, few = totals(found[0].more), totals(found[0].few)
-    old = totals(OLD_DENSE.more[len(OLD_DENSE.few) :])
-    assert layer.gemms - few.gemms == old.gemms
-    assert layer.gemm_flops - few.gemm_flops == pytest.approx(old.gemm_flops)
-    assert layer.attention_flops - few.attention_flops == pytest.approx(old.attention_flops)
-    assert layer.kernels - few.kernels > old.gemms
+    layer, old = of_a_layer(found[0]), of_a_layer(OLD_DENSE)
+    assert layer["gemms"] == old["gemms"]
+    assert layer["gemm_flops"] == pytest.approx(old["gemm_flops"])
+    assert layer["attention_flops"] == pytest.approx(old["attention_flops"])
+    assert layer["kernels"] > old["gemms"]
     assert found[0].layer_flops == OLD_DENSE.layer_flops
     assert Gpu(read(), MIDDLE).predict(found[0]).layer_mfu == pytest.approx(0.47, abs=0.1)

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.prediction import run
-from benchmarks.prediction.fit import TARGET, module
+from benchmarks.prediction.fit import table
 from benchmarks.prediction.rows import published_rows
 from megapar.arguments import parse
 from megapar.core.device.kinds import LINK_SHARE
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
-from megapar.planning.assume import Assumed
-from megapar.planning.calibration import CALIBRATIONS, COMPARED, MEGAPAR, MEGATRON, NAMES
+from megapar.planning.assume import assumed
+from megapar.planning.calibration import CALIBRATIONS, COMPARED, MEGAPAR, MEGATRON, NAMES, TABLE
 from megapar.planning.devices import device_kind
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.plan import Plan
@@ -24,9 +24,9 @@ from megapar.tools.plan import main
 EXPERTS = "--num-experts 32 --moe-router-topk 4 --hidden-size 1024 --moe-ffn-hidden-size 512 --num-layers 4"
 
 
-def plan(flags: str = EXPERTS, ranks: int = 8, **assumed: object) -> Plan:
+def plan(flags: str = EXPERTS, ranks: int = 8, assume: str = "", **more: object) -> Plan:
     line = ["--ep-degree", "8", *flags.split(), "--world-size", str(ranks), "--dtype", "bf16", "--validate-only"]
-    return Plan(parse("moe", line, {}, planning=True), device_kind("b200"), replace(Assumed(), **assumed))
+    return Plan(parse("moe", line, {}, planning=True), device_kind("b200"), replace(assumed(assume.split()), **more))
 
 
 def test_softwares_share_the_shares_of_devices() -> None:
@@ -37,7 +37,7 @@ def test_softwares_share_the_shares_of_devices() -> None:
 
 
 def test_the_numbers_are_as_the_fit_writes_them() -> None:
-    assert module(CALIBRATIONS[MEGATRON]) == TARGET.read_text(encoding="utf-8")
+    assert table(CALIBRATIONS[MEGATRON]) == TABLE.read_text(encoding="utf-8")
 
 
 def test_plans_say_which_devices_were_compared() -> None:
@@ -88,14 +88,14 @@ def test_the_host_launches_what_the_software_has() -> None:
     assert theirs.launches(experts) == pytest.approx((17 * fitted, 34 * fitted))
     dispatch = next(one for one in plan().run.costs.layer(1).operators if one.name == "dispatch")
     assert theirs.launches(dispatch)[0] - theirs.launches(replace(dispatch, sent=()))[0] > 4 * launch  # the wait
-    assert OperatorTime(plan(cuda_graphs=True).run).launches(dispatch) == (0.0, 0.0)
+    assert OperatorTime(plan(assume="cuda-graphs").run).launches(dispatch) == (0.0, 0.0)
 
 
 def test_techniques_of_experts_take_less() -> None:
     flags = f"{EXPERTS} --seq-length 4096 --micro-batch-size 4"
-    plain = plan(flags, software=MEGATRON, fp8="all").speed.step_seconds
-    for technique in ("cuda_graphs", "fused_experts", "hybrid_ep", "expert_overlap"):
-        assert plan(flags, software=MEGATRON, fp8="all", **{technique: True}).speed.step_seconds < plain, technique
+    plain = plan(flags, assume="fp8", software=MEGATRON).speed.step_seconds
+    for technique in ("cuda-graphs", "fused-experts", "hybrid-ep", "expert-overlap"):
+        assert plan(flags, assume=f"fp8 {technique}", software=MEGATRON).speed.step_seconds < plain, technique
 
 
 def test_a_token_travels_once_under_hybrid_ep() -> None:
@@ -104,7 +104,7 @@ def test_a_token_travels_once_under_hybrid_ep() -> None:
     config = parse(
         "moe", [*flags.split(), "--world-size", "16", "--dtype", "bf16", "--validate-only"], {}, planning=True
     )
-    plain, once = (Plan(config, device_kind("b200"), Assumed(hybrid_ep=hybrid)).run for hybrid in (False, True))
+    plain, once = (Plan(config, device_kind("b200"), assumed(words)).run for words in ([], ["hybrid-ep"]))
     copies = CommCost("ep", "all_to_all", 4 * 15 / 16 * 1e9, "forward")
     apart, together = OperatorTime(plain).message(copies), OperatorTime(once).message(copies)
     link = device_kind("b200").between * CALIBRATIONS[MEGAPAR].between

@@ -10,11 +10,10 @@ import pytest
 
 from megapar.arguments import FLAGS, parse
 from megapar.errors import ConfigError
-from megapar.planning.candidate import spelled
 from megapar.planning.devices import device_kind
-from megapar.planning.flag_roles import DROPPED, KNOBS, WITHOUT_EFFECT
-from megapar.planning.knobs import KNOBS as SEARCHED
+from megapar.planning.knobs import DROPPED, KNOBS, TRIED_FLAGS, WITHOUT_EFFECT
 from megapar.planning.plan import Plan
+from megapar.planning.variation import command_line
 from megapar.schema.role import BY_HAND, OUTSIDE, PROPERTY, TRIED
 
 SMALL: Mapping[str, Any] = {
@@ -88,7 +87,7 @@ MOVES: Mapping[str, Move] = {
 
 def figures(values: Mapping[str, Any], kind: str) -> tuple[Any, ...]:
     """Return the time, memory and traffic of a plan on 16 devices."""
-    line = [*spelled({**SMALL, **values}), "--rules-only", "--world-size", "16"]
+    line = [*command_line({**SMALL, **values}), "--rules-only", "--world-size", "16"]
     plan = Plan(parse("moe", line, {}), device_kind(kind))
     return asdict(plan.speed), tuple(asdict(stage) for stage in plan.memory), plan.traffic, plan.crossing
 
@@ -101,12 +100,12 @@ def test_every_role_that_a_search_does_not_try_has_a_reason() -> None:
 
 
 def test_a_search_tries_every_knob() -> None:
-    tried = {name for knob in SEARCHED for name in knob.flags}
+    tried = {name for knob in KNOBS for name in knob.flags}
     # A degree of sharding is the quotient that --dp-degree leaves.
-    assert tried | {"sharding_degree"} == set(KNOBS)
+    assert tried | {"sharding_degree"} == set(TRIED_FLAGS)
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", TRIED_FLAGS)
 def test_a_knob_moves_a_figure(name: str) -> None:
     move = MOVES[name]
     before = figures(move.base, move.kind)
@@ -134,7 +133,7 @@ def test_flags_without_effect_move_nothing() -> None:
 
 
 def test_every_knob_has_a_value_to_move_to() -> None:
-    assert set(MOVES) == set(KNOBS)
+    assert set(MOVES) == set(TRIED_FLAGS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from megapar.arguments import parse
-from megapar.planning.candidate import Candidate, spelled
-from megapar.planning.knobs import KNOBS, MICRO_BATCH, RECOMPUTE, SCHEDULE, Scope
+from megapar.planning.knobs import KNOBS, MICRO_BATCH, RECOMPUTE, SCHEDULE, Candidate, Scope
+from megapar.planning.variation import command_line
 
 
 def scope(**changes: Any) -> Scope:
@@ -32,7 +32,7 @@ def test_differences_name_the_values_to_change() -> None:
     one, other = Candidate.of({"mp_degree": 2}), Candidate.of({"mp_degree": 2, "ep_degree": 4})
     assert one.differences(other) == {"ep_degree": 1}
     assert other.differences(one) == {"ep_degree": 4}
-    assert spelled({"ep_degree": 4, "hybrid_dp": False, "recompute_method": None}) == [
+    assert command_line({"ep_degree": 4, "hybrid_dp": False, "recompute_method": None}) == [
         *("--ep-degree", "4", "--no-hybrid-dp", "--recompute-method", "None")
     ]
 

@@ -15,11 +15,10 @@ import pytest
 
 from megapar.arguments import FLAGS, parse
 from megapar.errors import ConfigError
-from megapar.planning.candidate import spelled
 from megapar.planning.devices import device_kind
-from megapar.planning.flag_roles import KNOBS
-from megapar.planning.knobs import RANK_ORDERS
+from megapar.planning.knobs import RANK_ORDERS, TRIED_FLAGS
 from megapar.planning.plan import Plan
+from megapar.planning.variation import command_line
 from megapar.tools.main import main
 from tests.support.pace import usual_seconds
 
@@ -88,12 +87,12 @@ def single_changes(best: dict[str, Any]) -> Iterator[list[str]]:
     """Yield command lines that set one flag of a search to another value, whatever the others are."""
     numbers = {"segment_broadcast_mb": (8.0, 128.0), "sharding_prefetch_segments": (0, 1, 3, 4)}
     words = {"rank_order": RANK_ORDERS, "pp_seg_method": ("uniform", "balanced"), "ampipe_degree": (1, 2, 3, 4)}
-    for name in KNOBS:
+    for name in TRIED_FLAGS:
         flag = FLAGS[name]
         listed = (True, False) if flag.type == "bool" else flag.choices
         for value in words.get(name) or numbers.get(name) or listed or (-1, 1, 2, 3, 4, 5, 6, 7, 8):
             if value != best.get(name):
-                yield spelled({name: value})
+                yield command_line({name: value})
 
 
 TINY = ("--config", str(CONFIGS / "tiny.yaml"), "--global-batch-size", "16")

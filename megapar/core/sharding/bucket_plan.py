@@ -15,6 +15,8 @@ from fnmatch import fnmatchcase
 
 from megapar.core.sharding.cut import ParameterInfo
 
+IN_FLIGHT_BYTES = 1 << 26  # of gradients in the reductions that run at once on a CPU
+LEAST_IN_FLIGHT = 2  # buckets
 _ATTENTION = "attention"
 
 

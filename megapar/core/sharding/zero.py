@@ -30,14 +30,11 @@ from megapar.core.comm.world import World
 from megapar.core.device.dtypes import WeightProduct
 from megapar.core.device.kinds import device_class
 from megapar.core.sharding.bucket import Bucket
-from megapar.core.sharding.bucket_plan import PlannedBucket
+from megapar.core.sharding.bucket_plan import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT, PlannedBucket
 from megapar.core.sharding.cut import ParameterInfo, is_primary, master_box
 from megapar.core.sharding.gradient_sink import GradientSink, set_gradient_sink
 from megapar.core.sharding.master_shard import MasterShard, ParameterView
 from megapar.health.corruption.step_digest import StepDigest
-
-IN_FLIGHT_BYTES = 1 << 26  # of gradients
-LEAST_IN_FLIGHT = 2  # buckets
 
 
 class ZeroSharding:

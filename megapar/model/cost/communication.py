@@ -33,14 +33,14 @@ class Communication:
         """Return the cost of a collective over emp, the ranks that split the width of an expert."""
         return CommCost("emp", kind, ring_bytes(kind, whole, self._view.emp), phase)
 
-    def shared_sums(self, own: float) -> list[CommCost]:
+    def shared_sums(self, local_bytes: float) -> list[CommCost]:
         """Return the all-gathers of numbers over the ranks that share a sequence, mp first. own: Bytes of one rank."""
         view, sent = self._view, []
         if view.splits_sequence:
-            own *= view.mp
-            sent.append(self.over_mp("all_gather", own, "forward"))
+            local_bytes *= view.mp
+            sent.append(self.over_mp("all_gather", local_bytes, "forward"))
         if view.cp > 1:
-            sent.append(self._over_cp("all_gather", own * view.cp, "forward"))
+            sent.append(self._over_cp("all_gather", local_bytes * view.cp, "forward"))
         return sent
 
     def context(self, queries: float, columns: float, groups: float) -> tuple[CommCost, ...]:

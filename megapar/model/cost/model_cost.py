@@ -52,7 +52,6 @@ class CommCost:
     Attributes:
         axis: Mesh axis, as in the communication counters of a run.
         kind: The collective, or ``send``.
-        bytes: Bytes that this rank sends.
         phase: ``forward`` or ``backward``.
         hidden: Overlaps a matrix product of the same layer.
     """
@@ -113,7 +112,6 @@ class UnitCost:
     Attributes:
         name: ``embedding``, ``head``, or the kind of layer: dense, moe, universal, branches.
         operators: Its operators, in forward order.
-        input: Bytes of its input.
         input_kept: Bytes of what its operators keep that are the input itself.
         arriving: Bytes of gradients that are in flight while it runs again.
     """
@@ -178,10 +176,6 @@ class ModelCost(ABC):
     two forwards, and of causal attention's scores only the lower half counts. Recomputation, norms and activations are
     not counted, and no token is dropped. Source: the appendix of "Reducing Activation Recomputation in Large
     Transformer Models" (arXiv 2205.05198), with the causal half as Megatron-LM has counted it since 2025.
-
-    Attributes:
-        sizes: Sizes of the model.
-        view: The rank.
     """
 
     def __init__(self, sizes: Any, view: RankView) -> None:

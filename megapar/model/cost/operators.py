@@ -12,7 +12,6 @@ from __future__ import annotations
 from math import ceil
 
 from megapar.model.cost.communication import Communication
-from megapar.model.cost.logits import rows_at_a_time
 from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product, UnitCost
 from megapar.model.cost.rank_view import RankView
 
@@ -32,11 +31,9 @@ class Operators:
     """Costs of operators with one hidden size on one rank.
 
     Attributes:
-        view: The rank.
         hidden_size: Features of a token (H).
         normalization: ``layernorm`` or ``rmsnorm``.
         dropout: Hidden states have dropout.
-        communication: Communication of the operators.
     """
 
     def __init__(self, view: RankView, hidden_size: int, *, normalization: str, dropout: bool) -> None:
@@ -201,3 +198,9 @@ class Operators:
         # The forward computes two of the vocabulary's three products; all three are counted as usual.
         operator = OpCost("head", kept, (Product(rows, H, V, wide=True),), moved=4 * w * rows * V, transient=transient)
         return operator, OpCost("head messages", sent=tuple(sent))
+
+
+def rows_at_a_time(rows: int, row_bytes: int, held_bytes: int) -> int:
+    """Return the rows of a chunk of logits, of runs and plans: evenly many, of at most ``held_bytes``; at least 1."""
+    pieces = max(1, -(-rows // max(1, held_bytes // row_bytes)))
+    return max(1, -(-rows // pieces))

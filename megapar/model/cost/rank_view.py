@@ -23,9 +23,6 @@ class RankView:
         expert_item_bytes: Bytes of an element of the inputs that experts' activations keep.
         kernels: Kernels of the device: ``cuda``, ``npu`` or ``cpu``.
         logits_bytes: Most bytes of logits that the head computes at a time.
-        mp: Tensor parallel degree.
-        cp: Context parallel degree.
-        ep: Expert parallel degree.
         node_ep: Ranks of ep on each node, between which tokens travel once; 0: the dispatch of experts is plain.
         emp: Degree over which an expert's width is split: 1 or ``mp``.
         sequence_parallel: Positions are split over mp outside the matrix products.

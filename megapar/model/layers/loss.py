@@ -16,7 +16,7 @@ from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import vocab_parallel_cross_entropy_, vocabulary_range
-from megapar.model.cost.logits import rows_at_a_time
+from megapar.model.cost.operators import rows_at_a_time
 
 IGNORED = -100
 

@@ -106,7 +106,7 @@ def with_layout(argv: Sequence[str], ranks: int) -> tuple[list[str], str]:
     requested, program = argv[0], Program.of(argv[1:])
     if not program.kind or ranks == int(requested):
         return [*argv[1:]], ""
-    from megapar.planning.nearest import nearest  # the planner takes longer to import than a refusal may
+    from megapar.planning.variation import nearest
 
     layout = nearest(program.kind, program.flags, int(requested), ranks)
     if layout is None:

@@ -10,11 +10,11 @@ from megapar.arguments import parse
 from megapar.config.draft import is_given
 from megapar.core.device.kinds import kind_called
 from megapar.errors import ConfigError
-from megapar.planning.change import line_of
 from megapar.planning.devices import device_kind
-from megapar.planning.flag_roles import WITHOUT_EFFECT
+from megapar.planning.knobs import WITHOUT_EFFECT
 from megapar.planning.plan import Plan
 from megapar.planning.speed import Speed
+from megapar.planning.variation import command_line
 from megapar.tools.run_page.curve_sections import values
 from megapar.tools.run_page.figures import COLORS, Curve, Figure, StackedBar, bars, curves
 from megapar.tools.run_page.run_folder import RunFolder
@@ -44,9 +44,11 @@ def _plan_or_reason(facts: Mapping[str, Any]) -> Plan | str:
     given = {
         name: tuple(entry["value"]) if isinstance(entry["value"], list) else entry["value"]
         for name, entry in facts["configuration"].items()
-        if is_given(entry["origin"]) and name not in (*WITHOUT_EFFECT, *_OF_A_RESUME, "world_size")
+        if is_given(entry["origin"])
+        and name not in (*WITHOUT_EFFECT, *_OF_A_RESUME, "world_size")
+        and entry["value"] is not None
     }
-    line = [*line_of(given), "--rules-only", "--world-size", str(facts["world_size"])]
+    line = [*command_line(given), "--rules-only", "--world-size", str(facts["world_size"])]
     device = facts["device"]
     kind = device_kind("cpu") if device["type"] == "cpu" else kind_called(device["name"])
     if kind is None:

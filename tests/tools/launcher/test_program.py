@@ -11,7 +11,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.errors import CheckpointError
-from megapar.planning.nearest import nearest
+from megapar.planning.variation import nearest
 from megapar.tools.launcher.launch_options import make_parser, read
 from megapar.tools.launcher.program import (
     RANK_COMMANDS,

@@ -23,6 +23,7 @@ from megapar.core.device.pick import pick
 from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.planning.devices import device_kind
+from megapar.planning.memory import UNCOUNTED_SHARE
 from megapar.planning.plan import Plan
 from megapar.tools.main import main
 from megapar.tools.tracing.pretend import pretend
@@ -32,8 +33,10 @@ from megapar.training.building.corpus import make_corpus
 from megapar.training.building.parts import Parts
 from tests.support.ranks import run_ranks
 
-# peak, the formula's peak, bytes sent, the formula's bytes sent
-Found = tuple[int, int, dict[str, int], dict[str, float]]
+# peak, the plan's peak, bytes sent, the plan's bytes sent, the most by which the plan's peak may be above
+Found = tuple[int, int, dict[str, int], dict[str, float], float]
+# With communication buffers that a CPU keeps, which a plan bounds; at stage 3, which keeps none; without either.
+KEPT, STAGE_THREE, EXACT = 1.15, 1.05, 1.02
 
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "256"),
@@ -138,7 +141,10 @@ TRACED: dict[str, tuple[int, int, tuple[str, ...]]] = {
 # The suite traces these, traces these in full, and measures these; ``-m table`` the others.
 TRACED_FIRST = ("mp 2, sequence", "third stage", "ep 2, emp 2", "ernie3 mp 2", "stage 3", "odd vocabulary, stage 3")
 FULL_FIRST = ("third stage", "ep 2, emp 2", "stage 3")
-MEASURED_FIRST = ("bf16, two micro-batches", "selective", "ernie", "sharding", "mp, sequence", "pp", "experts")
+MEASURED_FIRST = (
+    *("bf16, two micro-batches", "selective", "ernie", "sharding", "mp, sequence", "pp", "experts"),
+    *("wide, stage 2", "wide, stage 3"),
+)
 FURTHER = {"ernie3": 0.03, "ernie3 mp 2": 0.03}  # known to be further off than 2 %
 # What is remembered comes again in the second layer and micro-batch: a few of them are enough.
 FEW: dict[str, tuple[str, ...]] = {
@@ -152,6 +158,12 @@ FEW: dict[str, tuple[str, ...]] = {
 FP32 = ("--dtype", "fp32")
 # Few products: a CPU without instructions for bf16 takes fifty times as long for them.
 NARROW = ("--hidden-size", "128", "--seq-length", "128", "--vocab-size", "1024", "--num-layers", "2")
+# Layers whose parameters and gradients need more than the activations.
+WIDE = ("--hidden-size", "1024", "--seq-length", "64", "--micro-batch-size", "1")
+THREE = (
+    *("--hidden-size", "512", "--seq-length", "32", "--micro-batch-size", "1", "--num-layers", "3"),
+    *("--vocab-size", "1024"),
+)
 MEASURED: dict[str, tuple[int, tuple[str, ...]]] = {
     "fp32": (1, (*DENSE, *FP32)),
     "bf16, two micro-batches": (1, (*DENSE, *BF16, *NARROW, "--gradient-merge-acc-step", "2")),
@@ -165,6 +177,15 @@ MEASURED: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp": (2, (*GPT, *FP32, "--pp-degree", "2", "--gradient-merge-acc-step", "4")),
     "experts": (2, (*EVEN, *FP32, "--ep-degree", "2")),
     "replicas": (2, (*DENSE, *FP32, "--sharding-degree", "1", "--hybrid-dp")),
+    "replicas of shards": (4, (*DENSE, *FP32, "--sharding-degree", "2", "--hybrid-dp")),
+    "wide": (4, (*DENSE, *FP32, *WIDE)),
+    "wide, two micro-batches": (4, (*DENSE, *FP32, *WIDE, "--gradient-merge-acc-step", "2")),
+    "wide, stage 2": (4, (*DENSE, *FP32, *WIDE, "--sharding-stage", "2", "--gradient-merge-acc-step", "2")),
+    "wide, stage 3": (4, (*DENSE, *FP32, *WIDE, "--sharding-stage", "3")),
+    "three layers, bf16": (2, (*DENSE, *BF16, *THREE)),
+    "three layers, bf16, stage 2": (2, (*DENSE, *BF16, *THREE, "--sharding-stage", "2")),
+    "three layers, bf16, stage 3": (2, (*DENSE, *BF16, *THREE, "--sharding-stage", "3")),
+    "experts, stage 3": (2, (*EVEN, *FP32, "--ep-degree", "2", "--sharding-stage", "3")),
 }
 
 
@@ -183,8 +204,13 @@ def traced(rank: int, world_size: int, rendezvous: str, name: str) -> Found:
     pretended, ranks, (kind, *flags) = TRACED[name]
     config = parse(kind, line(flags), {"WORLD_SIZE": str(ranks), "RANK": str(pretended)})
     seen = trace(config, pretended)
-    plan = Plan(seen.config, device_kind("cpu"))
-    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
+    return compared(seen)
+
+
+def compared(seen: TracedStep) -> Found:
+    plan, grid = Plan(seen.config, device_kind("cpu")), seen.config.grid
+    most = EXACT if max(grid.shards, grid.expert_shards) == 1 else STAGE_THREE if plan.run.cuts_parameters else KEPT
+    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage], most
 
 
 def figures(found: TracedStep) -> dict[str, Any]:
@@ -223,8 +249,7 @@ def measured(rank: int, world_size: int, rendezvous: str, kind: str, flags: Sequ
             trainer.job.sharding.wait()
         trainer.loader.close()
         world.close()
-    plan = Plan(config, device_kind("cpu"))
-    return seen.peak, plan.memory[seen.stage].peak, seen.sent_bytes, plan.traffic[seen.stage]
+    return compared(seen)
 
 
 def same_traffic(sent: dict[str, int], formula: dict[str, float], *, masked: bool) -> None:
@@ -242,9 +267,10 @@ def first(names: Iterable[str], chosen: Sequence[str]) -> list[ParameterSet]:
 
 
 @pytest.mark.parametrize("name", first(TRACED, TRACED_FIRST))
-def test_formulas_are_within_two_percent_of_the_traced_trainer(name: str) -> None:
-    peak, formula, sent, told = run_ranks(1, traced, name, group=False, timeout=120)[0]
-    assert formula == pytest.approx(peak, rel=FURTHER.get(name, 0.02))
+def test_plans_are_within_two_percent_of_the_traced_trainer_or_bound_it(name: str) -> None:
+    peak, planned, sent, told, most = run_ranks(1, traced, name, group=False, timeout=120)[0]
+    further = FURTHER.get(name, 0.02)
+    assert peak * (1 - further) <= planned <= peak * max(most, 1 + further) * (1 + UNCOUNTED_SHARE)
     same_traffic(sent, told, masked="ernie" in name)
 
 
@@ -258,10 +284,10 @@ def test_what_is_remembered_and_left_out_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", first(MEASURED, MEASURED_FIRST))
-def test_formulas_are_within_five_percent_of_real_runs(name: str) -> None:
+def test_a_plan_is_a_bound_of_real_runs(name: str) -> None:
     ranks, (kind, *flags) = MEASURED[name]
-    for peak, formula, sent, told in run_ranks(ranks, measured, kind, flags, group=False):
-        assert formula == pytest.approx(peak, rel=0.05)
+    for peak, planned, sent, told, most in run_ranks(ranks, measured, kind, flags, group=False):
+        assert peak <= planned <= most * peak
         same_traffic(sent, told, masked=False)
 
 
@@ -305,6 +331,7 @@ def traced_packed(rank: int, world_size: int, rendezvous: str, name: str) -> Fou
 
 
 @pytest.mark.parametrize("name", ["sharding 8", "large shards"])
-def test_formulas_know_gradients_that_wait_for_their_bucket(name: str) -> None:
-    peak, formula, *_ = run_ranks(1, traced_packed, name, group=False, timeout=120)[0]
-    assert formula == pytest.approx(peak, rel=0.02)
+def test_plans_know_gradients_that_wait_for_their_bucket(name: str) -> None:
+    peak, planned, *_ = run_ranks(1, traced, name, group=False, timeout=120)[0]
+    packed, planned_packed, *_ = run_ranks(1, traced_packed, name, group=False, timeout=120)[0]
+    assert planned_packed - planned == pytest.approx(packed - peak, abs=0.02 * peak)

@@ -20,7 +20,7 @@ from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.core.tensor_parallel.overlap_price import CutLinear
 from megapar.errors import ConfigError
 from megapar.launch_environment import equal_nodes
-from megapar.planning.out_of_memory import planned_memory
+from megapar.planning.devices import planned_memory
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe
 from megapar.tools.plan import main

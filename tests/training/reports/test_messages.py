@@ -9,7 +9,7 @@ import megapar.trainer as trainer_module
 from megapar.arguments import parse
 from megapar.core.device.base import Device, MemoryPressure
 from megapar.errors import ConfigError, TrainingError
-from megapar.planning.out_of_memory import planned_memory
+from megapar.planning.devices import planned_memory
 from tests.support.training import COMMON, SMALL
 
 

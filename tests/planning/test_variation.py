@@ -9,11 +9,9 @@ import pytest
 
 from megapar.arguments import Config, parse
 from megapar.errors import ConfigError
-from megapar.planning.candidate import Candidate, default, spelled
 from megapar.planning.devices import device_kind
-from megapar.planning.flag_roles import DROPPED
-from megapar.planning.knobs import KNOBS, Scope
-from megapar.planning.variations import MISSING, Variations
+from megapar.planning.knobs import DROPPED, KNOBS, Candidate, Scope, default
+from megapar.planning.variation import MISSING, Variations, command_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -42,13 +40,13 @@ def parsed(kind: str, line: list[str]) -> Config | set[str]:
 def test_a_variation_is_what_the_command_line_says(name: str, kind: str) -> None:
     line = ["--config", str(CONFIGS / f"{name}.yaml"), "--global-batch-size", "64"]
     varied = Variations(kind, line, 16, free=DROPPED)
-    one_rank = spelled({**{name: default(name) for name in DROPPED}, "world_size": 1, "micro_batch_size": 1})
+    one_rank = command_line({**{name: default(name) for name in DROPPED}, "world_size": 1, "micro_batch_size": 1})
     sizes = parse(kind, [*line, *one_rank, "--rules-only"], {}).model
     scope = Scope(kind, sizes, 16, device_kind("h100-80g").node, 64, latent=True)
     legal = refused = 0
     for candidate in walk(varied, scope, 100):
         flags = candidate.flags()
-        more = spelled(varied.unstated(flags))
+        more = command_line(varied.unstated(flags))
         said, config = parsed(kind, [*line, *more, "--rules-only", "--world-size", "16"]), varied.attempt(flags)
         if isinstance(said, set):
             assert isinstance(config, list)

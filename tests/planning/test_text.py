@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megapar.planning.layer_timeline import layer_timeline
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.stage_time import StagePrograms
+from megapar.planning.text import layer_timeline
 from megapar.tools.main import main
 from tests.planning.test_program import run_of
 

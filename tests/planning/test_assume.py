@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapar.errors import ConfigError
-from megapar.planning.expert_load import busiest, expert_imbalance, imbalance_of_any
+from megapar.planning.assume import busiest, expert_imbalance, imbalance_of_any
 
 EVEN = {"min": 1.0, "p50": 1.0, "p90": 1.0, "max": 1.0}
 SKEWED = {"min": 0.2, "p50": 0.8, "p90": 1.8, "max": 4.0}

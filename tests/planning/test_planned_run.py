@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megapar.arguments import parse
-from megapar.planning.candidate import spelled
 from megapar.planning.devices import device_kind
 from megapar.planning.plan import Plan
-from megapar.planning.shared import Shared
+from megapar.planning.planned_run import Shared
+from megapar.planning.variation import command_line
 
 MOE: Mapping[str, Any] = {
     **{"num_layers": 8, "hidden_size": 1024, "num_attention_heads": 16, "seq_length": 4096, "num_experts": 8},
@@ -51,7 +51,7 @@ def test_shared_parts_change_no_figure(
 ) -> None:
     shared, device = Shared(), device_kind("h100-80g")
     for layout in chain(layouts, reversed(layouts)):
-        line = [*spelled({**model, **layout}), "--rules-only", "--world-size", "16"]
+        line = [*command_line({**model, **layout}), "--rules-only", "--world-size", "16"]
         config = parse(kind, line, {})
         assert Plan(config, device, shared=shared).to_dict() == Plan(config, device).to_dict(), layout
     assert len(shared.parts) > len(layouts)
