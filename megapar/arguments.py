@@ -13,31 +13,27 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from megapar.compatibility import check
-from megapar.config.about import unknown_to_trainers
 from megapar.config.config import FLAGS, GROUPS, NOT_BUILT_NOTE, Config, build
-from megapar.config.default_notes import check_defaults
-from megapar.config.draft import Draft, is_given
-from megapar.config.files import check_files, check_model, take_stored_tokenizer
-from megapar.config.from_hf import take_published
-from megapar.config.help import help_text
-from megapar.config.paths import remote_paths
+from megapar.config.draft import Draft, is_given, unknown_to_trainers
+from megapar.config.files import apply_stored_tokenizer, check_files, check_model
+from megapar.config.published import apply_published
 from megapar.config.read import (
     drop_replaced_data,
+    fill_defaults,
     read_files,
     read_line,
     refuse_foreign,
-    take_defaults,
     warn_of_sharded_parameters,
 )
-from megapar.config.report import effective, refusal, remarks
+from megapar.config.report import effective, help_text, refusal, remarks
 from megapar.config.resolve import resolve
-from megapar.config.start import check_rank, check_save, check_start
-from megapar.config.values import BadValue, convert
+from megapar.config.start import check_defaults, check_rank, check_save, check_start
+from megapar.config.values import BadValue, convert, remote_paths
 from megapar.config.vocab_size import assumed_rows, derived_rows
 from megapar.core.grid import Grid
 from megapar.errors import Complaint, ConfigError
 from megapar.launch_environment import equal_nodes
-from megapar.rules.exports import export_class
+from megapar.rules.model import export_class
 from megapar.schema.flag import KINDS, SCRIPTS, Flag, normal
 
 __all__ = ["FLAGS", "GROUPS", "KINDS", "SCRIPTS", "Config", "Flag", "parse", "parse_or_exit", "resolved_values"]
@@ -57,7 +53,6 @@ def parse(
     Raises ConfigError with all complaints if the configuration is refused.
 
     Args:
-        kind: ``moe`` or ``ernie``.
         argv: The command line without the program name.
         environ: The environment, by default that of this process. WORLD_SIZE is the number of ranks, 1 if it is not
             set; --world-size overrides it with --validate-only and --rules-only.
@@ -95,7 +90,7 @@ def parse(
     if draft.origins.get("vocab_size") == "derived" and (note := assumed_rows(values)):
         notes = (*notes, note)
     warnings = (*draft.warnings, *findings.warnings)
-    reminders = tuple(str(one) for one in (*defaults.refused, *defaults.notes))
+    reminders = tuple(str(complaint) for complaint in (*defaults.refused, *defaults.notes))
     return build(kind, values, draft.origins, warnings, notes, reminders, grid_of(values))
 
 
@@ -124,12 +119,10 @@ def parse_or_exit(
     device of a node by the first rank there.
 
     Args:
-        kind: ``moe`` or ``ernie``.
         argv: The command line; by default that of this process.
         environ: The environment; by default that of this process.
         outline: Returns the description of the model that --validate-only prints, or raises ConfigError if the model
             cannot be built. It must not import torch.
-        warn: Print warnings and notes before the run starts.
         starting: The run starts in this process; by default true if ``environ`` is not given.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -199,19 +192,16 @@ def read_settings(draft: Draft, argv: Sequence[str]) -> str | None:
     drop_replaced_data(draft)
     warn_of_sharded_parameters(draft)
     refuse_foreign(draft)
-    take_defaults(draft)
-    take_stored_tokenizer(draft)
-    return take_published(draft)
+    fill_defaults(draft)
+    apply_stored_tokenizer(draft)
+    return apply_published(draft)
 
 
 def flat_values(draft: Draft, published: str | None) -> dict[str, Any]:
     """Return the flat values that the rules read, with everything derived that is open; bad values are missing.
 
     The number of ranks is derived from WORLD_SIZE. The draft's origins receive those of derived values.
-
-    Args:
-        draft: The settings.
-        published: Class of a published model, if there is one.
+    ``published`` is the class of a published model.
     """
     kind, environ = draft.kind, draft.environ
     requested = dict(draft.values)

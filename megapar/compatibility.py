@@ -8,7 +8,7 @@ from typing import Any
 
 from megapar.errors import Complaint
 from megapar.model.spec import MODELS
-from megapar.rules import ampipe, data, dispatch, layout, model, not_built, pipeline, progressive, trackers, training
+from megapar.rules import ampipe, data, dispatch, layout, model, not_built, pipeline, progressive, runtime, training
 from megapar.schema.rule import ADVICE, DOWNGRADE, LIFTED, NOT_BUILT, REFUSE, SETTLED, Facts, Rule
 
 __all__ = [
@@ -30,12 +30,13 @@ RULES: tuple[Rule, ...] = (
     *model.RULES,
     *(rule for spec in MODELS.values() for rule in spec.rules),
     *training.RULES,
+    *runtime.RULES,
     *data.RULES,
     *pipeline.RULES,
     *ampipe.RULES,
     *dispatch.RULES,
     *progressive.RULES,
-    *trackers.RULES,
+    *runtime.TRACKERS,
     *not_built.RULES,
 )
 

@@ -21,16 +21,16 @@ def no_device(kind: str) -> str:
 
 def memory_bytes(root: Path = Path("/")) -> int:
     """Return the memory of this machine, or of this process's control group (v1 or v2) if that is less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     table = root / "proc/self/cgroup"
     for line in table.read_text(encoding="utf-8").splitlines() if table.exists() else ():
         _, controllers, path = line.split(":", 2)
         top, file = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
-        here = root / "sys/fs/cgroup" / top / path.strip("/")
-        for folder in (here, *here.parents) if not controllers or "memory" in controllers.split(",") else ():
+        group = root / "sys/fs/cgroup" / top / path.strip("/")
+        for folder in (group, *group.parents) if not controllers or "memory" in controllers.split(",") else ():
             with suppress(OSError, ValueError):  # "max", or a folder of another mount
-                found.append(int((folder / file).read_text(encoding="ascii")))
-    return min(found)
+                limits.append(int((folder / file).read_text(encoding="ascii")))
+    return min(limits)
 
 
 def _loads(library: str) -> bool:

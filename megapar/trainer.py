@@ -35,7 +35,7 @@ from megapar.data.batches import Loader
 from megapar.data.corpus import Corpus
 from megapar.data.own_data import OwnData
 from megapar.data.sampling.skipping import effective, merged, parse_range
-from megapar.data.tokenizers.stored_tokenizer import store_tokenizer
+from megapar.data.tokenizers.load import store_tokenizer
 from megapar.health.corruption.guards import Guards, make_guards
 from megapar.health.declaration import make_entry
 from megapar.health.hangs.stragglers import Stragglers

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megapar.arguments import Config, parse  # noqa: E402
-from megapar.config.presets import FOLDER  # noqa: E402
+from megapar.config.yaml_file import FOLDER  # noqa: E402
 from megapar.core.context_parallel.positions import SequenceLayout  # noqa: E402
 from megapar.core.grid import Grid  # noqa: E402
 from megapar.core.units import GIBIBYTE  # noqa: E402

@@ -58,13 +58,7 @@ def test_row_is_well_formed(rule: Rule) -> None:
         assert (
             set(rule.models) <= set(FLAGS[name].models)
             or FLAGS[name].defaults["ernie"] is not None
-            or name
-            in (
-                "num_query_groups",
-                "head_dim",
-                "moe_ffn_hidden_size",
-                "expert_mp_degree",
-            )
+            or name in ("num_query_groups", "head_dim", "moe_ffn_hidden_size", "expert_mp_degree")
         )
 
 

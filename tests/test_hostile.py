@@ -81,14 +81,6 @@ def test_a_configuration_runs_no_code(tmp_path: Path) -> None:
     assert not made.exists()
 
 
-def test_a_configuration_that_doubles_itself_takes_no_memory(tmp_path: Path) -> None:
-    lines = ["a0: &a0 [lol, lol]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
-    path = tmp_path / "c.yaml"
-    path.write_text("\n".join(lines))
-    with pytest.raises(ConfigError):
-        parse("moe", ["--config", str(path)], {})
-
-
 def test_aliases_are_refused_where_they_stand(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     lines = ["a0: &a0 [lol, lol]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]

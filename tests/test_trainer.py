@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from megapar.arguments import parse
-from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import DataError
 from megapar.trainer import Trainer, train
 from megapar.training.reports.terminal import PlainTerminal
@@ -22,6 +21,7 @@ from megapar.training.step import bad_steps as numbers
 from tests.support.here import run_here
 from tests.support.objects import object_bytes
 from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.token_files import write_tokens
 from tests.support.training import COMMON, SMALL, last_wins, run
 
 FP64 = ("--dtype", "fp64")
@@ -116,11 +116,8 @@ def test_the_line_of_an_evaluation_is_printed_when_it_was_made(tmp_path: Path) -
 
 def test_evaluation_drops_the_same_where_held_out_samples_fill_no_micro_batch(tmp_path: Path) -> None:
     """With a capacity ranks exchange what theirs allows: in a round, micro-batches are of one size on every rank."""
-    with IndexedDatasetBuilder(str(tmp_path / "five"), "uint16") as built:
-        built.add_item([(7 * place) % 89 + 5 for place in range(5 * 16 + 1)])
-        built.end_document()
-        built.finalize()
-    own = ("--data-path", str(tmp_path / "five"), "--eval-data-path", str(tmp_path / "five"))
+    five = write_tokens(tmp_path / "five", [[(7 * place) % 89 + 5 for place in range(5 * 16 + 1)]])
+    own = ("--data-path", five, "--eval-data-path", five)
     few = ("--train-iters", "1", "--eval-interval", "1", "--micro-batch-size", "2", "--moe-capacity-factor", "0.5")
     drops = (*FP64, *own, *few, "--moe-model-type", "deepspeed_moe")
     want = run(1, "moe", *drops).evaluation
@@ -248,11 +245,7 @@ def test_the_batch_ramps_up() -> None:
 )
 def test_tokens_that_are_overwritten_under_a_run_are_named(tmp_path: Path, change: str, said: str) -> None:
     prefix = tmp_path / "tokens"
-    with IndexedDatasetBuilder(prefix, "uint16") as builder:
-        for number in range(40):
-            builder.add_item([(7 * number + i) % 100 for i in range(60)])
-            builder.end_document()
-        builder.finalize()
+    write_tokens(prefix, ([(7 * number + i) % 100 for i in range(60)] for number in range(40)))
     data, step = Path(f"{prefix}.bin"), Trainer.step
 
     def change_data(trainer: Trainer) -> object:

@@ -8,16 +8,15 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from megapar.arguments import parse, parse_or_exit
-from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.schema.flag import SCRIPTS
 from megapar.training.loop.outline import outline
 from megapar.training.step.schedules import make_learning_rate
+from tests.support.token_files import write_tokens
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "transformers", "sentencepiece", "datasets", "pyarrow")
@@ -118,22 +117,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "half_model/model-1.safetensors").touch()
     weights = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (place / "half_model/model.safetensors.index.json").write_text(json.dumps(weights), encoding="utf-8")
-    _indexed(place / "data/corpus_text_document", [5, 6, 5999])
-    _indexed(place / "short", [5, 6, 7])
+    write_tokens(place / "data/corpus_text_document", [[5, 6, 5999]])
+    write_tokens(place / "short", [[5, 6, 7]])
     (place / "short.bin").write_bytes(b"\x05\x00")
-    _indexed(place / "half", [5])
+    write_tokens(place / "half", [[5]])
     (place / "half.bin").unlink()
     _checkpoint(place / "run")
     _checkpoint(place / "converted")
     (place / "converted/iter_0000006/scalars.json").write_text('{"schedule": {}}', encoding="utf-8")
     return place
-
-
-def _indexed(prefix: Path, ids: Iterable[int]) -> None:
-    with IndexedDatasetBuilder(str(prefix), "uint16") as builder:
-        builder.add_item(list(ids))
-        builder.end_document()
-        builder.finalize()
 
 
 def _checkpoint(root: Path) -> None:

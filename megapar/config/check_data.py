@@ -221,7 +221,7 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
     spelling = FLAGS[name].spelling
     prefix = item[:-4] if item.endswith(INDEXED) else item
     pair = [f"{prefix}{suffix}" for suffix in INDEXED]
-    lacking = [one for one in pair if not Path(one).exists()]
+    lacking = [file for file in pair if not Path(file).exists()]
     if len(lacking) == 2:
         near = sorted(path.stem for path in Path(prefix).parent.glob(f"{Path(prefix).name}_*.idx"))
         complaint = missing(name, item)
@@ -229,7 +229,7 @@ def _indexed(name: str, item: str, values: Mapping[str, Any]) -> Iterator[Compla
         yield Complaint(complaint.rule, complaint.message, fix) if near else complaint
         return
     if lacking:
-        present = next(one for one in pair if one not in lacking)
+        present = next(file for file in pair if file not in lacking)
         message = f"{spelling} {item}: {present} exists, but {lacking[0]} does not."
         yield Complaint("file-missing", message, "Copy both files, or prepare the corpus again.")
         return
@@ -279,4 +279,4 @@ def _is_cached(name: str) -> bool:
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     cached = [entry.name for folder in (kept, hub) if folder.is_dir() for entry in folder.iterdir()]
     wanted = (bare_name(name), bare_name(f"datasets{name}"))
-    return any(bare_name(one) in wanted for one in cached)
+    return any(bare_name(name) in wanted for name in cached)

@@ -13,12 +13,7 @@ TRITON = "triton"
 
 
 class Compilation(NamedTuple):
-    """The decision before the compiler is tried.
-
-    Attributes:
-        on: Functions between collectives are compiled if the compiler works.
-        reason: Explanation of the choice of ``auto``; empty if a flag decides.
-    """
+    """The decision before the compiler is tried; ``reason`` explains that of ``auto``, "" if a flag decides."""
 
     on: bool
     reason: str
@@ -29,11 +24,7 @@ class Compilation(NamedTuple):
 
 
 def compilation(config: Config, compiler: str) -> Compilation:
-    """Return whether functions are compiled.
-
-    Args:
-        compiler: Compiler of the device's class (``kinds.yaml``).
-    """
+    """Return whether functions are compiled. ``compiler`` is that of the device's class (``kinds.yaml``)."""
     training = config.training
     if training.compile != "auto":
         return Compilation(training.compile == "on", "")

@@ -11,17 +11,9 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from megapar.config.model import AmpipeOptions, ModelOptions, MoeOptions
+from megapar.config.model import AmpipeOptions, ModelOptions, MoeOptions, OptimizerOptions, TrainingOptions
 from megapar.config.parallel import ParallelOptions, PipelineOptions, RecomputeOptions, ShardingOptions
-from megapar.config.reliability import ReliabilityOptions
-from megapar.config.run import (
-    CheckpointOptions,
-    DataOptions,
-    LoggingOptions,
-    OptimizerOptions,
-    RuntimeOptions,
-    TrainingOptions,
-)
+from megapar.config.run import CheckpointOptions, DataOptions, LoggingOptions, ReliabilityOptions, RuntimeOptions
 from megapar.core.grid import Grid
 from megapar.model.rope_scaling import RopeScaling
 from megapar.model.sizes import ModelSizes
@@ -34,12 +26,7 @@ NOT_BUILT_NOTE = "NOT BUILT, a start is refused: "  # how notes about features o
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """Flags that are listed together in --help and docs/flags.md.
-
-    Attributes:
-        title: Heading.
-        classes: Dataclasses that declare the flags, each with the trainers that have them.
-    """
+    """Flags that are listed together in --help and docs/flags.md: dataclasses, each with the trainers that have it."""
 
     title: str
     classes: tuple[tuple[type[Any], tuple[str, ...]], ...]
@@ -112,15 +99,12 @@ class Config:
     Attributes:
         kind: ``moe`` or ``ernie``.
         model: Numbers that the layers take.
-        model_options: The model that is trained, and the weights of its losses.
-        moe: Training of routers.
         unused: Values of the flags that this model does not use, by flag name.
         origins: Origin of each value, by flag name: ``default``, ``file`` (``file NAME`` if there are several),
             ``flag``, ``derived`` or ``switched off by ROW``.
         warnings: Values that were switched off, deprecated spellings, and advice.
         notes: Problems that --rules-only tolerates.
         reminders: Consequences of defaults that may be unintended.
-        grid: Grid of ranks.
     """
 
     kind: str

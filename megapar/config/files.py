@@ -208,7 +208,7 @@ def check_trackers(values: Mapping[str, Any]) -> Iterator[Complaint]:
             yield Complaint("package", message, f"Install it with: pip install {package}")
 
 
-def take_stored_tokenizer(draft: Draft) -> None:
+def apply_stored_tokenizer(draft: Draft) -> None:
     """Set --tokenizer-model, if it is not given, to the tokenizer that was stored with the weights.
 
     The weights were trained on its ids. A tokenizer trained again, on documents that have changed since, would give

@@ -114,21 +114,16 @@ exit-signal-handler | Leave it out: any signal saves and stops.
 )
 
 CHOICES: Mapping[str, str] = MappingProxyType(
-    {
-        "gpu": "cuda",
-        "nvidia": "cuda",
-        "ascend": "npu",
-        "float": "fp32",
-        "float32": "fp32",
-        "bfloat16": "bf16",
-        "half": "fp16",
-        "float16": "fp16",
-        "double": "fp64",
-        "float64": "fp64",
-        "1-sqrt": "minus_sqrt",
-        "f-then-b": "gpipe",
-        "fthenb": "gpipe",
-    }
+    _names("""
+gpu nvidia | cuda
+ascend | npu
+float float32 | fp32
+bfloat16 | bf16
+half float16 | fp16
+double float64 | fp64
+1-sqrt | minus_sqrt
+f-then-b fthenb | gpipe
+""")
 )
 
 

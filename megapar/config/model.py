@@ -1,4 +1,4 @@
-"""Options of the models other than the numbers that their layers take; ``model/`` declares those with their flags."""
+"""Flags of the model other than the numbers that its layers take (``model/`` declares those), and of its training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megapar.model.spec import MODELS
 from megapar.schema import role as roles
-from megapar.schema.flag import ERNIE, MOE, flag
+from megapar.schema.flag import ERNIE, MOE, Alias, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,4 +117,145 @@ class AmpipeOptions:
     pipe_experts_multi_data: int = flag(1, "chunks that the rows of each expert are split into", unit="chunks")
     pipe_experts_multi_stream: bool = flag(
         False, "run ep and mp collectives one at a time, so that they do not compete for the link"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Batches, steps and precision."""
+
+    role: ClassVar[roles.Role] = roles.OPTIMIZER
+    micro_batch_size: int = flag(
+        4, "sequences per forward pass on each data rank", unit="sequences", low=1, role=roles.KNOB, other=2
+    )
+    global_batch_size: int = flag(
+        None,
+        "sequences per optimizer step",
+        unit="sequences",
+        low=1,
+        derived="micro-batch-size x gradient-merge-acc-step x data ranks",
+    )
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "START INCREMENT SAMPLES: increase the global batch size from START, by INCREMENT at a time, over the first "
+        "SAMPLES samples",
+        count=3,
+        low=1,
+        other=(1, 1, 2),
+    )
+    train_iters: int = flag(100, "number of optimizer steps", unit="steps", low=0, other=3)
+    seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1, other=7)
+    dtype: str = flag(
+        "auto",
+        "compute precision; auto: bf16 on accelerators, fp16 on those without bf16 (V100), fp32 on CPUs",
+        choices=("auto", "fp32", "bf16", "fp16", "fp64"),
+        aliases=(Alias("bf16", "bf16"), Alias("fp16", "fp16")),
+        role=roles.PRECISION,
+    )
+    deterministic: bool = flag(
+        False,
+        "use only kernels whose results are reproducible bit for bit",
+        aliases=("deterministic-mode",),
+        role=roles.PRECISION,
+    )
+    eval_interval: int = flag(100, "steps between evaluations; 0: never", unit="steps", low=0, role=roles.EVALUATES)
+    eval_iters: int = flag(10, "global batches per evaluation", unit="batches", low=1, role=roles.EVALUATES, other=2)
+    initial_loss_scale: float = flag(65536.0, "fp16: initial loss scale", above=0, other=1024.0)
+    min_loss_scale: float = flag(1.0, "fp16: minimum loss scale", above=0)
+    loss_scale_window: int = flag(1000, "fp16: steps without overflow before the scale grows", unit="steps", low=1)
+    loss_scale_factor: float = flag(2.0, "fp16: factor by which the scale grows and shrinks", above=1)
+    hysteresis: int = flag(2, "fp16: overflows before the scale shrinks", unit="steps", low=1)
+    progressive_iters: int = flag(
+        0,
+        "progressive training: steps over which sequence length, batch size, learning rate and dropout increase; "
+        "0: off",
+        unit="steps",
+        low=0,
+        models=ERNIE,
+        other=2,
+    )
+    progressive_batch_multiple: int = flag(
+        1,
+        "progressive training: increment of the batch, in micro-batches of all data ranks together",
+        unit="micro-batches",
+        low=1,
+        models=ERNIE,
+    )
+    progressive_length_multiple: int = flag(
+        8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE, other=16
+    )
+    fp8: bool = flag(
+        False,
+        "compute linear layers (except experts) in fp8, with torchao",
+        role=roles.PRECISION,
+        undrawn="needs a GPU; tests/core/tensor_parallel/test_fp8.py emulates it",
+    )
+    attention_backend: str = flag(
+        "auto",
+        "kernel of attention on an NVIDIA GPU; auto: today's choice until a GPU day has confirmed another",
+        choices=("auto", "flash", "cudnn", "flash3"),
+        role=roles.by_hand("has no confirmed kernel but the default's, so no figures"),
+        undrawn="needs a GPU; scripts/gpu_day.sh compares the kernels",
+        other="cudnn",
+    )
+    compile: str = flag(
+        "auto",
+        "compile the functions between collectives with torch.compile",
+        type="switch",
+        derived="off until measured on GPUs",
+        role=roles.by_hand("has no measured gain on any accelerator, so no figures"),
+        other="on",
+    )
+    manual_gc: str = flag(
+        "auto",
+        "run Python's garbage collector only at fixed steps, the same on all ranks",
+        type="switch",
+        derived="on from 64 ranks",
+        role=roles.COLLECTS,
+        other="on",
+    )
+    manual_gc_interval: int = flag(
+        100, "steps between garbage collections with --manual-gc", unit="steps", low=1, role=roles.COLLECTS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """The optimizer and its learning rate schedule."""
+
+    role: ClassVar[roles.Role] = roles.OPTIMIZER
+    optimizer: str = flag(
+        "adamw",
+        "adamw: decoupled weight decay; sgd: with momentum, and weight decay added to the gradient",
+        choices=("adamw", "sgd"),
+    )
+    sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
+    lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)
+    min_lr: float = flag(0.0, "learning rate after the decay", low=0, other=0.001)
+    lr_decay_style: str = flag(
+        "cosine",
+        "shape of the learning rate decay after warmup; wsd (warmup-stable-decay): constant, then a decay over the "
+        "last --lr-wsd-decay-iters",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
+    )
+    lr_warmup_iters: int = flag(0, "steps of linear learning rate warmup", unit="steps", low=0)
+    lr_decay_iters: int = flag(
+        None, "step at which the decay ends", unit="steps", low=1, derived="train-iters", other=4
+    )
+    lr_wsd_decay_iters: int = flag(
+        None, "wsd: steps of the final decay", unit="steps", low=1, derived="a tenth of lr-decay-iters", other=3
+    )
+    lr_wsd_decay_style: str = flag(
+        "linear",
+        "wsd: shape of the final decay",
+        choices=("linear", "cosine", "exponential", "minus_sqrt"),
+        other="exponential",
+    )
+    weight_decay: float = flag(0.1, "weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5)
+    clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0, other=0.01)
+    adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
+    adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
+    adam_eps: float = flag(1e-8, "AdamW epsilon", above=0, other=0.001)
+    override_opt_param_scheduler: bool = flag(
+        False, "use the learning rate schedule of the flags instead of the checkpoint's", undrawn="is about checkpoints"
     )

@@ -188,14 +188,12 @@ class ShardingOptions:
         "auto",
         "overlap the reduction of gradients with the backward pass",
         type="switch",
-        choices=SWITCH,
         derived="on if allowed",
     )
     overlap_param_gather: str = flag(
         "auto",
         "overlap the gathering of parameters with the forward pass",
         type="switch",
-        choices=SWITCH,
         derived="on if allowed",
     )
     grad_reduce_dtype: str = flag(

@@ -3,31 +3,96 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
-from megapar.config.about import KEYS, About, key_form, other_script, take
-from megapar.config.blocks import Leaf, Pairs, Strange, leaves
-from megapar.config.config import FLAGS
-from megapar.config.draft import Draft, is_from_file, is_given
-from megapar.config.help import default_text
+from megapar.config.config import FLAGS, GROUPS
+from megapar.config.draft import KEYS, About, Draft, is_from_file, is_given, key_form, other_script
 from megapar.config.hints import near_flag, of_block
-from megapar.config.paths import expand, expanded
-from megapar.config.presets import located, near_preset
-from megapar.config.shown import shown
-from megapar.config.text_form import MAX_BYTES, loader
-from megapar.config.values import FALSE, TRUE, BadValue, convert, wanted
+from megapar.config.report import default_text
+from megapar.config.values import FALSE, TRUE, BadValue, convert, expand, expanded, shown, wanted
+from megapar.config.yaml_file import MAX_BYTES, YAML_FORM, Pairs, config_path, load_pairs, near_preset, problem_of
 from megapar.files.paths import near_path
 from megapar.files.regular_file import not_itself, read_regular_text
-from megapar.schema.flag import SCRIPTS, SWITCH, Flag
+from megapar.schema.flag import SCRIPTS, Flag
 from megapar.schema.flag import normal as normal
 
-YAML_FORM = "Write every setting as a line `key: value` that starts at the left margin, without tabs."
 NOTHING = (None, "None", "null")
 _DICTIONARY = ("sharding_segment_strategy", "segment_broadcast_mb", "segment_anchors", "gradient_merge_acc_step")
 _SEGMENTED = ("sharding-segment-strategy", "segment-broadcast-mb", "fuse-broadcast-mb")
+
+
+_PADDLE = (
+    "strategy", "dist-strategy", "hybrid-configs", "sharding-configs", "mp-configs", "pp-configs",
+    "tensor-parallel-configs", "pipeline-configs", "gradient-merge", "gradient-merge-configs", "recompute-configs",
+)  # fmt: skip
+BLOCKS = frozenset((*GROUPS, *_PADDLE))
+"""Names of blocks, in their normal form. A key in a block means the same as at the left margin."""
+
+_SHORT: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gradient-merge": {"k-steps": "gradient-merge-acc-step"},
+        "gradient-merge-configs": {"k-steps": "gradient-merge-acc-step"},
+        "pipeline": {"schedule-mode": "pp-schedule"},
+        "pipeline-configs": {"schedule-mode": "pp-schedule"},
+        "sharding": {"degree": "sharding-degree", "stage": "sharding-stage"},
+        "sharding-configs": {"stage": "sharding-stage"},
+    }
+)
+# Keys of blocks that are accepted and ignored with these values, because they request what megapar always does.
+_IGNORED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "enable": TRUE,  # the block's feature
+        "avg": TRUE,  # gradients of merged micro-batches are averaged
+        "sep-degree": ("1",),
+        "use-calc-stream": FALSE,
+        "enable-tuning": FALSE,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Setting of a file. ``name`` is in its normal form, ``shown`` is the key as written, with its blocks."""
+
+    name: str
+    shown: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Strange:
+    """Block of an unknown name, which is ``shown`` as written, with the blocks that it is in."""
+
+    shown: str
+    keys: Sequence[str]
+
+
+def leaves(pairs: Iterable[tuple[str, Any]], known: Mapping[str, Any], *within: str) -> Iterator[Leaf | Strange]:
+    """Yield the settings of a file, including those in known blocks. ``known``: names that are settings."""
+    items = list(pairs)
+    blocks = {normal(key).lstrip("-") for key, value in items if isinstance(value, Pairs)}
+    for key, value in items:
+        name = normal(key).lstrip("-")
+        shown = ".".join((*within, key))
+        if isinstance(value, Pairs) and name in BLOCKS:  # optimizer is a flag, too, which takes no mapping
+            yield from leaves(value, known, *within, key)
+            continue
+        if isinstance(value, Pairs) and name not in known:
+            yield Strange(shown, [inner for inner, _ in value])
+            continue
+        if value in (None, "None") and name in BLOCKS:
+            continue  # an empty block
+        if within:
+            name = _SHORT.get(normal(within[-1]), {}).get(name, name)
+            if name not in known and str(value).lower() in _IGNORED.get(name, ()):
+                continue
+        if name not in known and f"{name}-configs" in blocks and str(value).lower() in TRUE:
+            continue  # PaddlePaddle's switch for a block that the file contains
+        yield Leaf(name, shown, value.plain() if isinstance(value, Pairs) else value)
 
 
 @dataclass(frozen=True)
@@ -35,7 +100,6 @@ class Spelling:
     """One way to name a flag.
 
     Attributes:
-        flag: The flag.
         text: The spelling, without ``--``.
         value: Value that the bare spelling sets; None if it takes a value like the flag itself.
         note: Warning to print when the spelling is used.
@@ -63,14 +127,7 @@ def spellings() -> Mapping[str, Spelling]:
 
 
 def complain_unknown(draft: Draft, shown: str, where: str, name: str = "") -> None:
-    """Complain about an unknown name, and suggest similar ones.
-
-    Args:
-        draft: Receives the complaint.
-        shown: The name as written.
-        where: The place, for the message.
-        name: The name to look up, if it differs from ``shown``.
-    """
+    """Complain about an unknown name, as it is ``shown``, and suggest similar ones to ``name`` or to itself."""
     known = (key for key, spelling in spellings().items() if draft.kind in spelling.flag.models)
     draft.complain("unknown-flag", f"{where} {shown} is unknown.", near_flag(normal(name or shown).lstrip("-"), known))
 
@@ -175,7 +232,7 @@ def _raw(draft: Draft, spelling: Spelling, tokens: list[str], attached: str | No
     if attached is not None:
         return attached
     if not flag.takes_value:
-        words = (flag.choices or SWITCH) + TRUE + FALSE if flag.type == "switch" else TRUE + FALSE
+        words = flag.choices + TRUE + FALSE if flag.type == "switch" else TRUE + FALSE
         return tokens.pop(0) if tokens and tokens[0].lower() in words else True
     if flag.takes_list:
         values = _pop_values(tokens)
@@ -202,7 +259,7 @@ def read_files(draft: Draft, paths: Sequence[str]) -> None:
 def read_file(draft: Draft, path: str, origin: str = "file") -> None:
     """Read the keys of a YAML file into the draft; for a file of the other trainer, only complain."""
     loaded = _read_pairs(draft, path)
-    draft.about = take(draft.about, loaded)
+    draft.about = draft.about.updated(loaded)
     complaint = other_script(path, draft.about.script, draft.kind)
     if complaint is not None:
         draft.complaints.append(complaint)
@@ -228,7 +285,7 @@ def read_file(draft: Draft, path: str, origin: str = "file") -> None:
         else:
             seen.add(spelling.flag.name)
             draft.cuts_parameters |= leaf.name in _SEGMENTED and "sharding-configs" in normal(leaf.shown)
-            _take_key(draft, spelling, leaf, f"in {path}, key", origin)
+            _assign_key(draft, spelling, leaf, f"in {path}, key", origin)
     draft.cuts_parameters |= seen.issuperset(_DICTIONARY)
 
 
@@ -249,14 +306,14 @@ def about(paths: Sequence[str]) -> About:
     result, draft = About(), Draft("moe")
     for path in paths:
         with contextlib.suppress(BadValue):
-            result = take(result, _read_pairs(draft, expand(path, draft.environ)))
+            result = result.updated(_read_pairs(draft, expand(path, draft.environ)))
     return result
 
 
 def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
     """Return the keys and values of a YAML file, none after a complaint. Only this imports PyYAML."""
     try:
-        text = read_regular_text(located(path), MAX_BYTES)
+        text = read_regular_text(config_path(path), MAX_BYTES)
     except FileNotFoundError:
         preset = near_preset(path)
         hint = f" In every installation there is --config {preset}." if preset else ""
@@ -265,29 +322,19 @@ def _read_pairs(draft: Draft, path: str) -> list[tuple[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         draft.complain("config-file", f"--config {path} cannot be read: {error}.")
         return []
-    if text and (other := not_itself(located(path))):
+    if text and (other := not_itself(config_path(path))):
         draft.complain("config-file", f"--config {path} {other}.")
         return []
     import yaml
 
     try:
-        return _load_pairs(text)
+        return load_pairs(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        draft.complain("config-file", f"--config {path} is not a YAML mapping: {_problem(error, text)}.", YAML_FORM)
+        draft.complain("config-file", f"--config {path} is not a YAML mapping: {problem_of(error, text)}.", YAML_FORM)
         return []
 
 
-def _problem(error: Exception, text: str) -> str:
-    """Describe a YAML error, with the line in which it occurs."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None or problem is None:
-        return " ".join(str(error).split())
-    lines = text.splitlines()
-    line = lines[mark.line].rstrip() if mark.line < len(lines) else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}: {line[:80]!r}"
-
-
-def _take_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: str) -> None:
+def _assign_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: str) -> None:
     flag, value = spelling.flag, leaf.value
     if value in NOTHING and flag.defaults[draft.kind] not in (None, ()):
         fix = f"Leave the key out to get the default of {flag.spelling}, {default_text(flag, draft.kind)}."
@@ -302,44 +349,6 @@ def _take_key(draft: Draft, spelling: Spelling, leaf: Leaf, where: str, origin: 
             assign(draft, spelling, not spelling.value, origin)
         return
     assign(draft, spelling, value, origin)
-
-
-def _load_pairs(text: str) -> Pairs:
-    """Return the mapping of a YAML file. Raises yaml.YAMLError, ValueError, RecursionError."""
-    import yaml
-
-    base: Any = loader(yaml.SafeLoader)
-
-    class FlagLoader(base):
-        """Loader that keeps whole numbers as strings, which the flags parse: YAML reads 3:4 as 184, and 010 as 8."""
-
-    def pairs_of(node: yaml.MappingNode) -> Pairs:
-        merged = next((key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"), None)
-        if merged is not None:
-            problem = "merge keys (<<) are not supported, write the keys out"
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=merged.start_mark)
-        return Pairs(
-            (
-                str(reader.construct_object(k, deep=True)),
-                pairs_of(v) if isinstance(v, yaml.MappingNode) else reader.construct_object(v, deep=True),
-            )
-            for k, v in node.value
-        )
-
-    FlagLoader.yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:int"]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    reader = FlagLoader(text)
-    try:
-        node = reader.get_single_node()
-        if node is None:
-            return Pairs()
-        if not isinstance(node, yaml.MappingNode):
-            raise ValueError("the top level does not consist of key: value lines")
-        return pairs_of(node)
-    finally:
-        reader.dispose()
 
 
 def drop_replaced_data(draft: Draft) -> None:
@@ -366,7 +375,7 @@ def refuse_foreign(draft: Draft) -> None:
         draft.origins.pop(flag.name)
 
 
-def take_defaults(draft: Draft) -> None:
+def fill_defaults(draft: Draft) -> None:
     """Fill in the default of every flag that is not set; None means that the value is derived later."""
     for flag in FLAGS.values():
         if flag.name not in draft.values and flag.name not in draft.bad:

@@ -73,6 +73,12 @@ def _overlap(ampipe_degree: int, strict: bool) -> str:
     return "off" if strict and ampipe_degree != 1 else "on"
 
 
+_EXCHANGE_READS = (
+    "multi_latent_attention", "fp8", "context_parallel_algo", "cp_degree", "mp_degree",
+    "num_attention_heads", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+)  # fmt: skip
+
+
 def _exchange(latent: bool, fp8: bool, algorithm: str, cp: int, mp: int, heads: int, *features: int) -> str | None:
     if not latent or cp == 1:
         return None
@@ -153,10 +159,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation("manual_gc", ("world_size",), _manual_gc, open=("auto",)),
     Derivation(
         "mla_cp_exchange",
-        (
-            *("multi_latent_attention", "fp8", "context_parallel_algo", "cp_degree", "mp_degree"),
-            *("num_attention_heads", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        ),
+        _EXCHANGE_READS,
         _exchange,
         open=("auto",),
         settled=True,

@@ -1,4 +1,4 @@
-"""Flags for training, data, checkpoints, logging and the runtime."""
+"""Flags for data, checkpoints, reliability, logging and the runtime."""
 
 from __future__ import annotations
 
@@ -6,152 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megapar.schema import role as roles
-from megapar.schema.flag import ERNIE, MOE, SWITCH, Alias, fact, flag
+from megapar.schema.flag import ERNIE, MOE, Alias, fact, flag
 
 METRICS_OFF = "off"  # a value of --metrics-jsonl
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """Batches, steps and precision."""
-
-    role: ClassVar[roles.Role] = roles.OPTIMIZER
-    micro_batch_size: int = flag(
-        4, "sequences per forward pass on each data rank", unit="sequences", low=1, role=roles.KNOB, other=2
-    )
-    global_batch_size: int = flag(
-        None,
-        "sequences per optimizer step",
-        unit="sequences",
-        low=1,
-        derived="micro-batch-size x gradient-merge-acc-step x data ranks",
-    )
-    rampup_batch_size: tuple[int, ...] | None = flag(
-        None,
-        "START INCREMENT SAMPLES: increase the global batch size from START, by INCREMENT at a time, over the first "
-        "SAMPLES samples",
-        count=3,
-        low=1,
-        other=(1, 1, 2),
-    )
-    train_iters: int = flag(100, "number of optimizer steps", unit="steps", low=0, other=3)
-    seed: int = flag(1234, "seed of weights, data order and dropout", low=0, high=2**63 - 1, other=7)
-    dtype: str = flag(
-        "auto",
-        "compute precision; auto: bf16 on accelerators, fp16 on those without bf16 (V100), fp32 on CPUs",
-        choices=("auto", "fp32", "bf16", "fp16", "fp64"),
-        aliases=(Alias("bf16", "bf16"), Alias("fp16", "fp16")),
-        role=roles.PRECISION,
-    )
-    deterministic: bool = flag(
-        False,
-        "use only kernels whose results are reproducible bit for bit",
-        aliases=("deterministic-mode",),
-        role=roles.PRECISION,
-    )
-    eval_interval: int = flag(100, "steps between evaluations; 0: never", unit="steps", low=0, role=roles.EVALUATES)
-    eval_iters: int = flag(10, "global batches per evaluation", unit="batches", low=1, role=roles.EVALUATES, other=2)
-    initial_loss_scale: float = flag(65536.0, "fp16: initial loss scale", above=0, other=1024.0)
-    min_loss_scale: float = flag(1.0, "fp16: minimum loss scale", above=0)
-    loss_scale_window: int = flag(1000, "fp16: steps without overflow before the scale grows", unit="steps", low=1)
-    loss_scale_factor: float = flag(2.0, "fp16: factor by which the scale grows and shrinks", above=1)
-    hysteresis: int = flag(2, "fp16: overflows before the scale shrinks", unit="steps", low=1)
-    progressive_iters: int = flag(
-        0,
-        "progressive training: steps over which sequence length, batch size, learning rate and dropout increase; "
-        "0: off",
-        unit="steps",
-        low=0,
-        models=ERNIE,
-        other=2,
-    )
-    progressive_batch_multiple: int = flag(
-        1,
-        "progressive training: increment of the batch, in micro-batches of all data ranks together",
-        unit="micro-batches",
-        low=1,
-        models=ERNIE,
-    )
-    progressive_length_multiple: int = flag(
-        8, "progressive training: increment of the sequence length", unit="tokens", low=6, models=ERNIE, other=16
-    )
-    fp8: bool = flag(
-        False,
-        "compute linear layers (except experts) in fp8, with torchao",
-        role=roles.PRECISION,
-        undrawn="needs a GPU; tests/core/tensor_parallel/test_fp8.py emulates it",
-    )
-    attention_backend: str = flag(
-        "auto",
-        "kernel of attention on an NVIDIA GPU; auto: today's choice until a GPU day has confirmed another",
-        choices=("auto", "flash", "cudnn", "flash3"),
-        role=roles.by_hand("has no confirmed kernel but the default's, so no figures"),
-        undrawn="needs a GPU; scripts/gpu_day.sh compares the kernels",
-        other="cudnn",
-    )
-    compile: str = flag(
-        "auto",
-        "compile the functions between collectives with torch.compile",
-        type="switch",
-        choices=SWITCH,
-        derived="off until measured on GPUs",
-        role=roles.by_hand("has no measured gain on any accelerator, so no figures"),
-        other="on",
-    )
-    manual_gc: str = flag(
-        "auto",
-        "run Python's garbage collector only at fixed steps, the same on all ranks",
-        type="switch",
-        choices=SWITCH,
-        derived="on from 64 ranks",
-        role=roles.COLLECTS,
-        other="on",
-    )
-    manual_gc_interval: int = flag(
-        100, "steps between garbage collections with --manual-gc", unit="steps", low=1, role=roles.COLLECTS
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """The optimizer and its learning rate schedule."""
-
-    role: ClassVar[roles.Role] = roles.OPTIMIZER
-    optimizer: str = flag(
-        "adamw",
-        "adamw: decoupled weight decay; sgd: with momentum, and weight decay added to the gradient",
-        choices=("adamw", "sgd"),
-    )
-    sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
-    lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)
-    min_lr: float = flag(0.0, "learning rate after the decay", low=0, other=0.001)
-    lr_decay_style: str = flag(
-        "cosine",
-        "shape of the learning rate decay after warmup; wsd (warmup-stable-decay): constant, then a decay over the "
-        "last --lr-wsd-decay-iters",
-        choices=("constant", "linear", "cosine", "inverse-square-root", "wsd"),
-    )
-    lr_warmup_iters: int = flag(0, "steps of linear learning rate warmup", unit="steps", low=0)
-    lr_decay_iters: int = flag(
-        None, "step at which the decay ends", unit="steps", low=1, derived="train-iters", other=4
-    )
-    lr_wsd_decay_iters: int = flag(
-        None, "wsd: steps of the final decay", unit="steps", low=1, derived="a tenth of lr-decay-iters", other=3
-    )
-    lr_wsd_decay_style: str = flag(
-        "linear",
-        "wsd: shape of the final decay",
-        choices=("linear", "cosine", "exponential", "minus_sqrt"),
-        other="exponential",
-    )
-    weight_decay: float = flag(0.1, "weight decay (not applied to biases and norms)", ernie=0.01, low=0, other=0.5)
-    clip_grad: float = flag(1.0, "gradient clipping: maximum global gradient norm; 0: off", low=0, other=0.01)
-    adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
-    adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
-    adam_eps: float = flag(1e-8, "AdamW epsilon", above=0, other=0.001)
-    override_opt_param_scheduler: bool = flag(
-        False, "use the learning rate schedule of the flags instead of the checkpoint's", undrawn="is about checkpoints"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +141,84 @@ class CheckpointOptions:
         0, "save and stop at the next step that is a multiple of this; 0: off", unit="steps", low=0
     )
     exit_duration_minutes: float = flag(0.0, "save and stop after this time; 0: off", unit="minutes", low=0, other=1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityOptions:
+    """Bad numbers, replicas, hangs, stragglers, local checkpoints."""
+
+    role: ClassVar[roles.Role] = roles.WATCHES
+    bad_step_limit: int = flag(
+        3,
+        "consecutive steps that are skipped because a gradient is not finite; one more stops the run",
+        low=0,
+        role=roles.OPTIMIZER,
+    )
+    spike_sigmas: float = flag(
+        6.0,
+        "a loss or gradient norm is a spike if it exceeds the mean of the last 128 steps by this many standard "
+        "deviations; 0: off",
+        low=0,
+        role=roles.OPTIMIZER,
+    )
+    spike_skip: bool = flag(
+        False, "skip the update of a spike, at most --bad-step-limit times in a row", role=roles.OPTIMIZER
+    )
+    skip_samples: tuple[str, ...] = flag((), "ranges A-B of sample numbers to skip", role=roles.DATA, other=("0-1",))
+    replica_check_interval: int = flag(
+        100,
+        "steps between comparisons of the parameters that are replicated on several ranks; 0: off",
+        unit="steps",
+        low=0,
+    )
+    recompute_check_interval: int = flag(
+        500,
+        "steps between checks that running a micro-batch again gives bit-identical results; 0: off",
+        unit="steps",
+        low=0,
+    )
+    state_digest_steps: int = flag(
+        -1,
+        "steps in which all master weights and moments are checked once, a part in each step, for changes between two "
+        "updates (memory corruption); 1: all in every step; auto: as many as cost 1 % of a step; 0: off",
+        unit="steps",
+        low=-1,
+        words={"auto": -1},
+    )
+    step_timeout_seconds: float = flag(
+        600.0,
+        "time limit of a step; a longer one is a hang: the late ranks are named and the run ends; 0: only report it",
+        unit="seconds",
+        low=0,
+    )
+    section_timeouts: tuple[str, ...] = flag(
+        (),
+        "NAME=SECONDS: time limits of start-up, load, first-step, step, evaluation, save, log; a section without a "
+        "limit is only reported, after 10 minutes and 10 times its longest duration so far",
+        unit="seconds",
+        comma=True,
+    )
+    local_checkpoint_interval: int = flag(
+        0,
+        "steps between checkpoints in node memory, with a copy on the next node, for fast restarts; 0: off",
+        unit="steps",
+        low=0,
+        role=roles.SAVES,
+    )
+    local_checkpoint_dir: str | None = flag(
+        None,
+        "folder for these checkpoints, in node-local memory",
+        derived="/dev/shm/megapar-UID",
+        path=True,
+        per_node=True,
+        role=roles.SAVES,
+    )
+    straggler_factor: float = flag(
+        1.5,
+        "a rank is a straggler, and is named in the log, if its own work takes this many times as long as the median "
+        "rank's; 0: off",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

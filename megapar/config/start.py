@@ -1,12 +1,12 @@
-"""Start checks that need no torch: rendezvous variables, a device, a --save folder without another run's checkpoints.
+"""Start checks that need no torch: rendezvous variables, a device, another run's checkpoints, unintended defaults.
 
-Only the check of the folder gives the same result on every machine.
+Only the check of the --save folder and of defaults give the same result on every machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapar.checkpoints.format.names import (
     names_in,
@@ -16,6 +16,7 @@ from megapar.checkpoints.format.names import (
     saved_iterations,
     stored_scalars,
 )
+from megapar.config.draft import is_from_file
 from megapar.errors import Complaint
 from megapar.files.location import Location, at
 from megapar.launch_environment import job_id, starts_before
@@ -33,7 +34,7 @@ _PTY = "SLURM_PTY_PORT"  # of srun --pty: a shell of one task, however many the 
 
 def check_start(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """Return complaints about a rank's environment and about the device of this machine."""
-    device = [*_check_device(str(values.get("device"))), *_check_fp8(values), *_check_attention(values)]
+    device = [*_check_device(str(values.get("device"))), *_check_gpu(values)]
     return [*check_rank(environ), *_check_rendezvous(environ), *_check_alone(environ), *device]
 
 
@@ -43,21 +44,19 @@ def _check_device(kind: str) -> list[Complaint]:
     return [Complaint("device", message, "Set --device to cpu or auto.")] if reason else []
 
 
-def _check_fp8(values: Mapping[str, Any]) -> list[Complaint]:
-    """Complain about --fp8 with --device auto on a machine without a GPU; rows and ``_check_device`` cover the rest."""
-    if not values.get("fp8") or values.get("device") != "auto" or not (reason := no_device("cuda")):
+def _check_gpu(values: Mapping[str, Any]) -> list[Complaint]:
+    """Complain about flags that need a GPU with --device auto on a machine without one; rows cover other devices."""
+    backend, complaints = values.get("attention_backend", "auto"), []
+    wanted = values.get("fp8") or backend != "auto"
+    if not wanted or values.get("device") != "auto" or not (reason := no_device("cuda")):
         return []
-    message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
-    return [Complaint("device", message, "Leave --fp8 out.")]
-
-
-def _check_attention(values: Mapping[str, Any]) -> list[Complaint]:
-    """Complain about --attention-backend with --device auto on a machine without a GPU, as ``_check_fp8`` does."""
-    backend = values.get("attention_backend", "auto")
-    if backend == "auto" or values.get("device") != "auto" or not (reason := no_device("cuda")):
-        return []
-    message = f"--attention-backend {backend} needs an NVIDIA GPU, but {reason} on this machine."
-    return [Complaint("device", message, "Leave --attention-backend out.")]
+    if values.get("fp8"):
+        message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
+        complaints.append(Complaint("device", message, "Leave --fp8 out."))
+    if backend != "auto":
+        message = f"--attention-backend {backend} needs an NVIDIA GPU, but {reason} on this machine."
+        complaints.append(Complaint("device", message, "Leave --attention-backend out."))
+    return complaints
 
 
 def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
@@ -131,4 +130,56 @@ def _check_alone(environ: Mapping[str, str]) -> list[Complaint]:
         message = f"This is {which}, but RANK and WORLD_SIZE are not set, so each task would train the whole run alone."
         fix = f"Start one megapar launch per node (docs/launch.md); for a single process, unset {size}."
         return [Complaint("environment", message, fix)]
+    return []
+
+
+LONG_RUN = 1000
+"""Steps from which a run is worth saving; shorter runs are experiments."""
+
+LARGE_MODEL = 10**9
+"""Parameters of attention and MLP, 12 x layers x hidden size^2, from which training on 2 MB of text is a mistake."""
+
+
+class DefaultNotes(NamedTuple):
+    """Complaints about defaults that must be confirmed by setting the flag, and notes about others."""
+
+    refused: tuple[Complaint, ...]
+    notes: tuple[Complaint, ...]
+
+
+def check_defaults(values: Mapping[str, Any], origins: Mapping[str, str]) -> DefaultNotes:
+    """Return the findings for flat values, any of which may be missing, and their origins."""
+    text, saving = _built_in_text(values, origins), _saving(values)
+    refused = text is not None and _is_published(values, origins)
+    notes = [*saving] if refused or text is None else [text, *saving]
+    return DefaultNotes((text,) if text is not None and refused else (), tuple(notes))
+
+
+def _built_in_text(values: Mapping[str, Any], origins: Mapping[str, str]) -> Complaint | None:
+    if origins.get("data_path", "default") != "default" or values.get("data_source") == "hf":
+        return None
+    message = "Without --data-path, a run trains on the built-in text: Python's documentation, about 2 MB."
+    return Complaint("data-builtin", message, "Set --data-path, to builtin or mock if that is intended.")
+
+
+def _is_published(values: Mapping[str, Any], origins: Mapping[str, str]) -> bool:
+    """Return True for a configuration file that sets world_size, or a model too large for the built-in text."""
+    ranks = values.get("world_size") or 1
+    matrices = 12 * (values.get("num_layers") or 0) * (values.get("hidden_size") or 0) ** 2
+    return (is_from_file(origins.get("world_size")) and ranks > 1) or matrices >= LARGE_MODEL
+
+
+def _saving(values: Mapping[str, Any]) -> list[Complaint]:
+    steps = values.get("train_iters") or 0
+    if steps < LONG_RUN:
+        return []
+    if not values.get("save"):
+        result = "Nothing is saved."
+        if values.get("save_hf"):
+            result = "--save-hf stores only the model, from which a run can start but not continue."
+        return [Complaint("no-save", f"{steps:,} steps without --save: {result}", "Set --save and --save-interval.")]
+    before_the_end = ("save_interval", "save_interval_minutes", "exit_interval", "exit_duration_minutes")
+    if not any(values.get(name) for name in before_the_end):
+        message = f"--save {values['save']} without --save-interval: the {steps:,} steps are only saved at the end."
+        return [Complaint("no-save-interval", message, "Set --save-interval or --save-interval-minutes.")]
     return []

@@ -1,14 +1,41 @@
-"""Conversion of text and YAML scalars to values of flags, with checks of type, choices and bounds."""
+"""Conversion of text and YAML scalars to values of flags: types, choices, bounds, and ``~`` and ``$NAME`` in paths."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megapar.config.hints import near_choice, plain_number
-from megapar.config.shown import shown
-from megapar.schema.flag import SWITCH, Flag
+from megapar.files.paths import is_url
+from megapar.schema.flag import Flag
 from megapar.schema.legal_values import MAX_INT
+
+_BITS = 1000  # a larger number is not printed in full: Python refuses to, or takes seconds
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Return a whole number, or its approximate number of digits if it is very large."""
+        if abs(x).bit_length() > _BITS:
+            return f"a number of about {int(abs(x).bit_length() * 0.30103) + 1:,} digits"
+        return super().repr_int(x, level)
+
+
+_SHORT = _Short()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlong = 80
+_SHORT.maxlevel = 3
+
+
+def shown(value: Any) -> str:
+    """Return ``repr`` of a value from JSON, YAML or the command line, shortened to some hundred characters."""
+    return _SHORT.repr(value)
+
 
 TRUE = ("true", "on", "yes", "1")
 FALSE = ("false", "off", "no", "0")
@@ -114,13 +141,12 @@ def _word_of(flag: Flag, raw: bool) -> str:
 
 
 def _chosen(flag: Flag, value: Any) -> Any:
-    choices = flag.choices or (SWITCH if flag.type == "switch" else ())
-    if not choices:
+    if not flag.choices:
         return value
-    for choice in choices:
+    for choice in flag.choices:
         if value == choice or str(value).lower() == str(choice).lower():
             return choice
-    texts = [str(choice) for choice in choices]
+    texts = [str(choice) for choice in flag.choices]
     fix = near_choice(str(value), texts)
     legal = ", ".join(texts)
     raise BadValue("choice", f"{flag.spelling} must be one of {legal}; got {shown(value)}.", fix)
@@ -138,3 +164,54 @@ def _bounded(flag: Flag, value: Any) -> Any:
     if flag.high is not None and value > flag.high:
         raise BadValue("bound", f"{flag.spelling} must be at most {flag.high:g}; got {value}.")
     return value
+
+
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+
+
+def expanded(flag: Flag, value: Any, environ: Mapping[str, str]) -> Any:
+    """Apply ``expand`` to a flag's path or tuple of paths. Raises BadValue with the flag's name."""
+    try:
+        if isinstance(value, tuple):
+            if not value and any(flag.defaults.values()):
+                raise BadValue("value", "is an empty list.", "Leave it out, or name a path.")
+            return tuple(expand(path, environ) for path in value)
+        return expand(value, environ)
+    except BadValue as error:
+        raise BadValue(error.rule, f"{flag.spelling} {error}", error.fix) from None
+
+
+def expand(path: str, environ: Mapping[str, str]) -> str:
+    """Expand ``~``, ``$NAME`` and ``${NAME}``, looked up in ``environ`` and then in this process's environment.
+
+    A path with an undefined variable that exists literally is returned unchanged. Raises BadValue for other undefined
+    variables, and if the result is empty.
+    """
+    result = _expand(path, environ)
+    if not result:
+        raise BadValue("value", f"is an empty text{f' ({path})' if path else ''}.", "Leave it out, or name a path.")
+    return result
+
+
+def _expand(path: str, environ: Mapping[str, str]) -> str:
+    known = {**os.environ, **environ}
+    missing = [name for pair in _VARIABLE.findall(path) for name in pair if name and name not in known]
+    if missing and not Path(path).exists():
+        fix = "Set it in the shell that starts the run, or write the path out."
+        raise BadValue("undefined-variable", f"{path}: ${missing[0]} is not set in the environment.", fix)
+    if missing:
+        return path
+    path = _VARIABLE.sub(lambda match: known[match[1] or match[2]], path)
+    if (path == "~" or path.startswith("~/")) and "HOME" in known:
+        return known["HOME"] + path[1:]
+    return os.path.expanduser(path)
+
+
+def remote_paths(flags: Mapping[str, Flag], values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the flags whose paths are URLs, each with the first of them. Names of datasets may be anything."""
+    urls = []
+    for name, flag in flags.items():
+        value = values.get(name) if flag.path and name != "hf_dataset" else None
+        paths = value if isinstance(value, tuple) else (value,)
+        urls += [f"{flag.spelling} {path}" for path in paths if isinstance(path, str) and is_url(path)][:1]
+    return tuple(urls)

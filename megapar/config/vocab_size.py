@@ -14,12 +14,7 @@ MOCK = ("mock",)
 
 
 class EmbeddingRows(NamedTuple):
-    """Number of embedding rows.
-
-    Attributes:
-        size: Number of rows.
-        source: Origin of the number, for messages.
-    """
+    """Number of embedding rows, and the source of this number, for messages."""
 
     size: int
     source: str
@@ -54,12 +49,7 @@ def assumed_rows(values: Mapping[str, Any]) -> str:
 
 
 def source_of_rows(origin: str, values: Mapping[str, Any]) -> str:
-    """Return the source of the number of rows.
-
-    Args:
-        origin: Origin of --vocab-size.
-        values: Flat values, as for ``derived_rows``.
-    """
+    """Return the source of the number of rows. ``origin`` is that of --vocab-size."""
     if origin != "derived":
         return "--vocab-size"
     return f"--load-hf {values['load_hf']}" if values.get("load_hf") else derived_rows(values).source

@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from megapar.data.lazy_numpy import np
 from megapar.data.sampling.samples import NO_LOSS, WEIGHTS, Sample, Samples
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -24,7 +24,7 @@ class MicroBatch:
     """One micro-batch of B samples of S positions on this rank.
 
     With context parallelism, S in ``tensors`` is the number of positions of this rank (see
-    ``data.context_parallel_batch``), except in ``ends``. The other attributes always describe whole samples.
+    ``data.reduced_batch``), except in ``ends``. The other attributes always describe whole samples.
 
     Attributes:
         tensors: Inputs of the model's forward pass, int64 except ``valid`` and ``weights``.
@@ -32,9 +32,9 @@ class MicroBatch:
             in the loss, only if some are neither 0 (NO_LOSS) nor 1; ends [documents], only with attention inside
             documents: the index after each document, flat into B * S, ascending, the last one of a sample at its end.
             ERNIE: tokens, token_types, task_types, positions [B, S]; masked_index [M], flat into B * S;
-            masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.samples.collate_tasks``.
+            masked_labels [M]; sop_labels [B]. ERNIE 3.0: see ``tasks.build.collate_tasks``.
             Both: valid [B, S] bool, only if some position is padding.
-            ERNIE without its padding (see ``data.unpadded_batch``): one sample of all positions, no valid; ends
+            ERNIE without its padding (see ``data.reduced_batch``): one sample of all positions, no valid; ends
             [documents] of the samples in it and starts [documents + 1] int32, 0 and the same ends, for the device.
             Context parallelism adds lengths [B], the valid positions of whole samples, next to valid, and for a
             decoder tokens_ahead, labels_ahead, weights_ahead [B, S]: those of the next position, which may be on
@@ -65,17 +65,15 @@ Collate = Callable[[Sequence[Sample]], MicroBatch]
 def pinned(collate: Collate, pin: Callable[[torch.Tensor], torch.Tensor]) -> Collate:
     """Return ``collate`` with each tensor passed through ``pin``, so that copies to the device do not block."""
 
-    def made(samples: Sequence[Sample]) -> MicroBatch:
+    def collate_pinned(samples: Sequence[Sample]) -> MicroBatch:
         batch = collate(samples)
         return replace(batch, tensors={name: pin(tensor) for name, tensor in batch.tensors.items()})
 
-    return made
+    return collate_pinned
 
 
 def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
     """Collate the samples of DecoderSamples into one micro-batch."""
-    import numpy as np
-
     tokens = np.stack([sample["tokens"] for sample in samples])
     labels = np.stack([sample["labels"] for sample in samples])
     valid = np.stack([sample.get("valid", np.ones(tokens.shape[1], dtype=bool)) for sample in samples])
@@ -86,19 +84,15 @@ def collate_decoder(samples: Sequence[Sample]) -> MicroBatch:
         arrays[ENDS] = np.concatenate([sample["ends"] + i * tokens.shape[1] for i, sample in enumerate(samples)])
     predicted = weights = labels != NO_LOSS
     if any(WEIGHTS in sample for sample in samples):
-        own = zip(samples, predicted, strict=True)
-        arrays[WEIGHTS] = np.stack([sample.get(WEIGHTS, counted.astype(np.float32)) for sample, counted in own])
+        pairs = zip(samples, predicted, strict=True)
+        arrays[WEIGHTS] = np.stack([sample.get(WEIGHTS, counted.astype(np.float32)) for sample, counted in pairs])
         weights = arrays[WEIGHTS].astype(np.float64)
-    ahead = predicted[:, :-1] * weights[:, 1:]
-    return micro_batch(
-        arrays, valid, {"lm": weights.sum().item(), "mtp": ahead.sum().item(), "sequences": len(samples)}
-    )
+    mtp = (predicted[:, :-1] * weights[:, 1:]).sum().item()
+    return micro_batch(arrays, valid, {"lm": weights.sum().item(), "mtp": mtp, "sequences": len(samples)})
 
 
 def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
     """Collate the samples of ErnieSamples into one micro-batch."""
-    import numpy as np
-
     stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
     labels, valid = stacked["labels"].reshape(-1), stacked["valid"]
     masked = np.flatnonzero(labels != NO_LOSS)
@@ -115,7 +109,6 @@ def collate_ernie(samples: Sequence[Sample]) -> MicroBatch:
 
 def micro_batch(arrays: dict[str, np.ndarray], valid: np.ndarray, counts: dict[str, float]) -> MicroBatch:
     """Return a micro-batch of these arrays; it contains ``valid`` [B, S] only if some position is padding."""
-    import numpy as np
     import torch
 
     shape = valid.shape
@@ -165,9 +158,6 @@ class Loader:
         """Start the prefetch thread when the first step is requested.
 
         Args:
-            samples: Samples by number.
-            collate: Makes a micro-batch of mbs samples.
-            micro_batch_size: mbs, in samples.
             data_rank: r, this rank's index over all axes whose ranks read different data.
             data_ranks: R, the size of these axes.
             prefetch: False makes every step when it is requested.
@@ -180,7 +170,7 @@ class Loader:
         self._rank = data_rank
         self._ranks = data_ranks
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="megapar-loader") if prefetch else None
-        self._ahead: tuple[_Request, Future[list[MicroBatch]]] | None = None
+        self._prefetched: tuple[_Request, Future[list[MicroBatch]]] | None = None
 
     def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
         """Return this rank's ``num_micro_batches`` micro-batches of the step after ``consumed_samples`` global samples.
@@ -189,17 +179,17 @@ class Loader:
         them whole.
         """
         request = _Request(consumed_samples, num_micro_batches, length)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == request:
-            batches = ahead[1].result()
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == request:
+            batches = prefetched[1].result()
         else:
-            if ahead is not None:
-                ahead[1].cancel()
+            if prefetched is not None:
+                prefetched[1].cancel()
             batches = self._made(request)
         if self._worker is not None:
             global_batch = num_micro_batches * self._ranks * self._size
             following = _Request(consumed_samples + global_batch, num_micro_batches, length)
-            self._ahead = following, self._worker.submit(self._made, following)
+            self._prefetched = following, self._worker.submit(self._made, following)
         return batches
 
     def first_of(self, data_rank: int, consumed_samples: int, length: int | None = None) -> MicroBatch:
@@ -221,7 +211,7 @@ class Loader:
 
     def close(self) -> None:
         """End the prefetch thread and drop its work. Later steps are made without prefetching."""
-        worker, self._worker, self._ahead = self._worker, None, None
+        worker, self._worker, self._prefetched = self._worker, None, None
         if worker is not None:
             worker.shutdown(wait=True, cancel_futures=True)
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from megapar.data.text.source import TextSource, open_sources
 from megapar.data.tokens.indexed import IndexedDataset, is_indexed
-from megapar.data.tokens.selected import indexed_store, split_stores
 from megapar.data.tokens.split import Split, TrainHeldout
-from megapar.data.tokens.store import StoreBlend, TokenStore
+from megapar.data.tokens.store import StoreBlend, TokenStore, indexed_store, split_stores
 from megapar.data.tokens.token_cache import EncodedText, TokenCache
 from megapar.errors import DataError
 from megapar.files.data_files import FIELD, blend_of
@@ -33,25 +32,19 @@ class Group(NamedTuple):
 
 def groups_of(paths: Sequence[str]) -> tuple[Group, ...]:
     """Return the corpora that ``paths`` names; consecutive texts without weights are one corpus."""
-    found: list[Group] = []
+    corpora: list[Group] = []
     for weight, path in blend_of(paths):
         indexed = is_indexed(path)
-        if found and weight is None and not indexed and not found[-1].indexed:
-            found[-1] = Group(None, (*found[-1].paths, path), False)
+        if corpora and weight is None and not indexed and not corpora[-1].indexed:
+            corpora[-1] = Group(None, (*corpora[-1].paths, path), False)
         else:
-            found.append(Group(weight, (path,), indexed))
-    return tuple(found)
+            corpora.append(Group(weight, (path,), indexed))
+    return tuple(corpora)
 
 
 @dataclass(frozen=True)
 class BlendSource:
-    """One corpus of a blend.
-
-    Attributes:
-        weight: Weight in the blend; None if no weights are given.
-        sources: Sources of text; empty for an indexed file.
-        indexed: The file of tokens, in place of text.
-    """
+    """One corpus of a blend: sources of text, or a file of tokens. ``weight`` is None if no weights are given."""
 
     weight: Fraction | None
     sources: tuple[TextSource, ...]
@@ -70,15 +63,15 @@ def open_blend(
 
     ``field`` and ``report`` are those of ``source.open_sources``. Raises DataError if a path cannot be read.
     """
-    found = [
+    corpora = [
         BlendSource(group.weight, (), _opened(group.paths[0]))
         if group.indexed
         else BlendSource(group.weight, open_sources(group.paths, field, report))
         for group in groups_of(paths)
     ]
-    if not found:
+    if not corpora:
         raise DataError("no data path was given; --data-path builtin needs no file")
-    return tuple(found)
+    return tuple(corpora)
 
 
 def _opened(path: str) -> IndexedDataset:
@@ -97,8 +90,6 @@ def open_stores(
 
     Args:
         data: The sources; without held-out ones, ``split`` holds documents of every source out.
-        split: The shares of training and held-out documents.
-        cache: Encodes text, once.
         num_ids: All ids of indexed files must be below it.
         evaluates: Held-out documents are needed; otherwise there are none if a source has too few.
     """

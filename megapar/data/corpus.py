@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -10,19 +10,17 @@ from pathlib import Path
 
 from megapar.data.batches import Collate
 from megapar.data.blend import BlendSource, open_blend, open_stores
-from megapar.data.cache.cache import hash_parts, made_once
-from megapar.data.contents import Content
+from megapar.data.cache import hash_parts, make_once
 from megapar.data.sample_maker import DecoderSampleMaker, ErnieSampleMaker, MadeSamples, Maker, Packing
 from megapar.data.sampling.data_phases import Phases
 from megapar.data.sampling.ernie import SHORTEST_SEQUENCE
-from megapar.data.sampling.samples import Samples, TokenPieces
+from megapar.data.sampling.samples import TokenPieces
 from megapar.data.tasks.build import TaskData
-from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.chunks import BadRecords
 from megapar.data.text.hf_dataset import open_dataset
 from megapar.data.text.source import MOCK, all_documents, sources_hash
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
-from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend
 from megapar.data.tokens.token_cache import TokenCache
@@ -35,32 +33,21 @@ KINDS = ("moe", ERNIE)
 DEFAULT_SPLIT = "95,5"
 
 
-@dataclass(frozen=True)
-class Corpus:
+@dataclass(frozen=True, kw_only=True)
+class Corpus(MadeSamples):
     """The data of a trainer.
 
     Attributes:
-        train: Training samples by number.
-        heldout: Held-out samples by number, in an order that does not depend on the seed; None if there are none.
-        tokenizer: The tokenizer that made the tokens.
         vocab_size: Rows of the embedding, at least tokenizer.size.
-        collate: Makes a micro-batch of samples.
         stores: The tokens that samples are cut from; None for random tokens and for a streamed dataset.
         notes: Messages for the log, such as records that were skipped.
-        contents: Counts of each training corpus.
-        heldout_contents: Counts of each held-out corpus.
     """
 
-    train: Samples
-    heldout: Samples | None
     tokenizer: Tokenizer
     vocab_size: int
     collate: Collate
     stores: TrainHeldout[StoreBlend] | None = None
     notes: tuple[str, ...] = ()
-    contents: tuple[Content, ...] = ()
-    heldout_contents: tuple[Content, ...] = ()
-    _in_phases: Callable[[Phases], Samples] | None = None
 
     def check_files(self) -> None:
         """Raise DataError if a file that is mapped was overwritten in place since."""
@@ -80,8 +67,8 @@ class Corpus:
 
     def in_phases(self, phases: Phases) -> Corpus:
         """Return this corpus with the training samples of a run whose data changed on the way."""
-        assert self._in_phases is not None
-        return replace(self, train=self._in_phases(phases))
+        assert self.phased is not None
+        return replace(self, train=self.phased(phases))
 
 
 def build(
@@ -107,7 +94,6 @@ def build(
     tokenizer has more ids than ``vocab_size``.
 
     Args:
-        kind: ``moe`` (a decoder) or ``ernie``.
         data_path: Builtin, mock, or a list of files, folders and prefixes of indexed files, each optionally preceded
             by its weight.
         eval_data_path: Held-out data; without it, ``split`` holds documents out. With (), nothing is evaluated, and a
@@ -115,15 +101,8 @@ def build(
         split: Shares of training and held-out documents (default DEFAULT_SPLIT); a second share of 0 holds none out.
         tokenizer_model: A sentencepiece model, a tokenizer.json or a Hugging Face folder; without it, a tokenizer of
             ``vocab_size`` ids is trained on the training documents.
-        vocab_size: Rows of the embedding.
-        seq_length: S, the positions of a sample.
-        seed: Seed of the order of samples and of masks.
-        mlm_probability: Share of the words that ERNIE masks.
-        packing: Options for a decoder's samples.
         skip_bad: Skip broken records and count them in ``notes``.
         hf_dataset: A ``datasets`` source that is streamed, in place of data_path.
-        tasks: The objectives of ERNIE 3.0, in place of masked words and sentence order.
-        text_field: The JSONL field or the column that contains the document.
     """
     maker = _make_maker(kind, seq_length, seed, split or DEFAULT_SPLIT, packing or Packing(), mlm_probability, tasks)
     if hf_dataset is not None:
@@ -156,7 +135,8 @@ def of_pieces(
     maker = DecoderSampleMaker(seq_length, seed, Split.parse(DEFAULT_SPLIT), packing)
     tokenizer = load_tokenizer(tokenizer_model) if tokenizer_model else NoTokenizer(vocab_size)
     _check_size(tokenizer, tokenizer_model, vocab_size)
-    return _corpus(maker.own(TrainHeldout(train, heldout), tokenizer, name), tokenizer, vocab_size, maker.collate)
+    made = maker.from_pieces(TrainHeldout(train, heldout), tokenizer, name)
+    return _corpus(made, tokenizer, vocab_size, maker.collate)
 
 
 def _make_maker(
@@ -226,16 +206,7 @@ def _streamed(name: str, field: str, tokenizer_model: str | None, vocab_size: in
 
 
 def _corpus(made: MadeSamples, tokenizer: Tokenizer, vocab_size: int, collate: Collate) -> Corpus:
-    return Corpus(
-        train=made.train,
-        heldout=made.heldout,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        collate=collate,
-        contents=made.contents,
-        heldout_contents=made.heldout_contents,
-        _in_phases=made.in_phases,
-    )
+    return Corpus(**vars(made), tokenizer=tokenizer, vocab_size=vocab_size, collate=collate)
 
 
 def _is_mock(data_path: Sequence[str], eval_data_path: Sequence[str] | None) -> bool:
@@ -286,7 +257,7 @@ def _trained(documents: Iterator[str], vocab_size: int, names: str, *key: str) -
             raise DataError(f"{names}: the corpus contains no documents to train on")
         path.write_bytes(train(chain([first], documents), vocab_size))
 
-    path = made_once(f"tokenizers/{entry}.model", make)
+    path = make_once(f"tokenizers/{entry}.model", make)
     return SentencePieceTokenizer(path.read_bytes(), name=str(path)), path
 
 

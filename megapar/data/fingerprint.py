@@ -17,13 +17,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from megapar.data.blend import Group, groups_of
-from megapar.data.cache.cache import hash_parts
-from megapar.data.cache.remembered import Unread, remembered
+from megapar.data.cache import Unread, cached_value, hash_parts
 from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
 from megapar.errors import DataError
 from megapar.files.data_files import FIELD, bare_name
+from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import read_regular_text
 
 BLOCKS = 64  # blocks of a file of tokens that are hashed
@@ -63,14 +63,14 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
     if len(paths) == 1 and paths[0].startswith(PYTHON):
         return (Fingerprint(paths[0], paths[0], None, ""),)  # the caller's name stands for the content
     groups = groups_of(paths)
-    found = [_of_group(group, field, may_read) for group in groups]
-    if len(found) == 1 or found[0].weight is not None:
-        return tuple(found)
-    values = [one.value for one in found if one.value is not None]
-    whole = hash_parts(*values) if len(values) == len(found) else None
+    fingerprints = [_of_group(group, field, may_read) for group in groups]
+    if len(fingerprints) == 1 or fingerprints[0].weight is not None:
+        return tuple(fingerprints)
+    values = [each.value for each in fingerprints if each.value is not None]
+    whole = hash_parts(*values) if len(values) == len(fingerprints) else None
     names = _names([path for group in groups for path in group.paths])
-    cut = "+".join(sorted({one.cut for one in found}))
-    return (Fingerprint(names, whole, None, cut, sum(one.unread for one in found)),)
+    cut = "+".join(sorted({each.cut for each in fingerprints}))
+    return (Fingerprint(names, whole, None, cut, sum(each.unread for each in fingerprints)),)
 
 
 def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
@@ -95,7 +95,7 @@ def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:
     """Return the hash of ``source.sources_hash``, which also names the tokens of the same text in the cache."""
     try:
         return hash_parts(
-            *(one.content_hash(may_read=may_read) for one in open_sources(paths, field, may_read=may_read))
+            *(source.content_hash(may_read=may_read) for source in open_sources(paths, field, may_read=may_read))
         )
     except Unread:  # it counts only the first unread file
         raise Unread(unread_bytes(paths, field)) from None
@@ -106,7 +106,7 @@ def _indexed(path: str, may_read: bool) -> str:
     tokens, values, unread = Path(f"{prefix}.bin"), list[str](), 0
     parts: tuple[Callable[[], str], ...] = (
         lambda: index_hash(prefix, may_read=may_read),
-        lambda: remembered(tokens, lambda: _blocks(tokens), "blocks", may_read=may_read),
+        lambda: cached_value(tokens, lambda: _blocks(tokens), "blocks", may_read=may_read),
     )
     for value_of, maximum in zip(parts, (None, BLOCKS * BLOCK_BYTES), strict=True):
         try:
@@ -138,20 +138,12 @@ def fingerprint_of_file(name: str, path: Path, *, may_read: bool = True) -> Fing
     ``name`` is for messages. Raises DataError if the file cannot be read.
     """
     try:
-        value = remembered(path, lambda: _bytes(path), "bytes", may_read=may_read)
+        value = cached_value(path, lambda: sha256_of(path), "bytes", may_read=may_read)
     except Unread as unread:
         return Fingerprint(name, None, None, "", unread.bytes)
     except OSError as error:
         raise DataError(f"{name} {path}: cannot be read: {error}") from error
     return Fingerprint(name, value, None, "")
-
-
-def _bytes(path: Path) -> str:
-    state = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            state.update(block)
-    return state.hexdigest()
 
 
 def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
@@ -175,7 +167,7 @@ def fingerprint_of_dataset(name: str, field: str = FIELD) -> Fingerprint:
 def _listed(folder: Path) -> Iterator[str]:
     """Yield names and lengths of the files in a folder, except hidden ones and those that ``datasets`` creates."""
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for file in sorted(files):
             if not file.startswith((".", "cache-")):
                 path = Path(place, file)

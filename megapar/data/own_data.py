@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from megapar.data.lazy_numpy import np
 from megapar.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class TokenDataset(Protocol):
@@ -49,14 +47,7 @@ class OwnData:
 
 
 class CheckedPieces:
-    """The sequences of a dataset as pieces of samples. Reading one raises DataError if its numbers are not usable.
-
-    Args:
-        dataset: The sequences.
-        name: Its name, for messages.
-        seq_length: S, the positions of a sample.
-        vocab_size: Rows of the embedding.
-    """
+    """The sequences of a dataset as pieces of samples. Reading one raises DataError if its numbers are not usable."""
 
     def __init__(self, dataset: TokenDataset, name: str, seq_length: int, vocab_size: int) -> None:
         if len(dataset) < 1:
@@ -73,7 +64,6 @@ class CheckedPieces:
         return self.weighted(number)[0]
 
     def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """See samples.Weighted."""
         sequence = self._dataset[number]
         if not isinstance(sequence, Mapping):
             return self._checked_ids(sequence, number), None
@@ -85,8 +75,6 @@ class CheckedPieces:
         return ids, self._checked_weights(sequence["weights"], len(ids), number)
 
     def _checked_ids(self, sequence: Any, number: int) -> np.ndarray:
-        import numpy as np
-
         ids = np.asarray(sequence)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not 2 <= len(ids) <= self._seq_length + 1:
             raise DataError(
@@ -102,8 +90,6 @@ class CheckedPieces:
         return ids.astype(np.int64)
 
     def _checked_weights(self, sequence: Any, length: int, number: int) -> np.ndarray:
-        import numpy as np
-
         given = np.asarray(sequence)
         if given.dtype.kind not in "biuf" or given.shape != (length,):
             raise DataError(

@@ -3,34 +3,81 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from megapar.data.batches import Collate, collate_decoder, collate_ernie
 from megapar.data.blend import BlendSource
-from megapar.data.contents import Content, contents_of
 from megapar.data.sampling.data_phases import PhasedPieces, Phases
-from megapar.data.sampling.ernie import ErnieSamples, Spans
-from megapar.data.sampling.frame import PAIR_MARKS
+from megapar.data.sampling.ernie import PAIR_MARKS, ErnieSamples, Spans
 from megapar.data.sampling.mixture import Blend
-from megapar.data.sampling.mock import RandomPieces
 from megapar.data.sampling.samples import (
     Boundaries,
     DecoderSamples,
     DocumentPieces,
     DocumentWindows,
+    RandomPieces,
     Samples,
     TokenPieces,
     Windows,
 )
-from megapar.data.sampling.streaming import RowSpans, RowWindows, split_rows
-from megapar.data.tasks.build import TaskData
-from megapar.data.tasks.samples import collate_tasks
+from megapar.data.sampling.streaming import RowSpans, RowWindows, StreamedRows, split_rows
+from megapar.data.tasks.build import TaskData, collate_tasks
+from megapar.data.text.source import BUILTIN
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.store import StoreBlend, TokenStore
+
+MOST_NAMES = 3  # file names of one corpus that are shown
+
+
+@dataclass(frozen=True)
+class Content:
+    """Counts of the training or the held-out documents of one corpus for the log; None where they are not counted.
+
+    ``samples`` are those of one epoch, ``weight`` is that in a mixture.
+    """
+
+    name: str
+    documents: int | None
+    tokens: int | None
+    samples: int | None
+    weight: Fraction | None = None
+
+    def __str__(self) -> str:
+        counted = [
+            f"{count:,} {unit}"
+            for count, unit in ((self.documents, "documents"), (self.tokens, "tokens"))
+            if count is not None
+        ]
+        weight = [] if self.weight is None else [f"weight {float(self.weight):g}"]
+        return f"{self.name}: {', '.join([*counted, *weight]) or 'not counted'}"
+
+
+def contents_of(sources: Sequence[BlendSource], blend: StoreBlend, pieces: Sequence[Sized]) -> tuple[Content, ...]:
+    """Return the counts of every store of a blend. ``sources`` and ``pieces`` are in the order of the stores."""
+    rows = zip(sources, blend.stores, pieces, strict=True)
+    return tuple(
+        Content(_name(source), store.documents, len(store.tokens), len(piece), source.weight)
+        for source, store, piece in rows
+    )
+
+
+def _name(source: BlendSource) -> str:
+    if source.indexed is not None:
+        return f"{source.name} (.bin/.idx)"
+    names = [_shown(text.name) for text in source.sources]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    files = f" ({len(names)} files)" if len(names) > 1 else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}{files}"
+
+
+def _shown(name: str) -> str:
+    return "the built-in text, Python's documentation" if name == BUILTIN else name
+
 
 P = TypeVar("P", TokenPieces, DocumentPieces)
 
@@ -40,29 +87,21 @@ class MadeSamples:
     """The samples of a corpus.
 
     Attributes:
-        train: Training samples by number.
-        heldout: Held-out samples by number; None if there are none.
-        in_phases: Makes the training samples of a run whose data changed on the way.
+        heldout: Held-out samples, in an order that does not depend on the seed; None if there are none.
         contents: Counts of each training corpus.
-        heldout_contents: Counts of each held-out corpus.
+        phased: Makes the training samples of a run whose data changed on the way.
     """
 
     train: Samples
     heldout: Samples | None
-    in_phases: Callable[[Phases], Samples]
-    contents: tuple[Content, ...]
+    contents: tuple[Content, ...] = ()
     heldout_contents: tuple[Content, ...] = ()
+    phased: Callable[[Phases], Samples] | None = None
 
 
 @dataclass(frozen=True)
 class SampleMaker(ABC, Generic[P]):
-    """Makes the samples of one kind of model from any corpus.
-
-    Attributes:
-        seq_length: S, the positions of a sample.
-        seed: Seed of the order of samples and of masks.
-        split: Shares of training and held-out documents.
-    """
+    """Makes the samples of one kind of model, of S = ``seq_length`` positions, from any corpus."""
 
     seq_length: int
     seed: int
@@ -78,16 +117,21 @@ class SampleMaker(ABC, Generic[P]):
         """Return the pieces of a token store."""
 
     @abstractmethod
-    def of_rows(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> P:
-        """Return the pieces of rows first .. last - 1 of a streamed dataset."""
+    def of_rows(self, rows: StreamedRows) -> P:
+        """Return the pieces of rows of a streamed dataset."""
 
     @abstractmethod
     def random(self, tokenizer: Tokenizer, seed: int, stream: str) -> P:
         """Return pieces of random ids."""
 
     @abstractmethod
+    def samples_of(self, pieces: P, tokenizer: Tokenizer, seed: int | None) -> Samples:
+        """Return the samples of one side; ``seed`` is None for held-out ones."""
+
     def samples(self, pieces: TrainHeldout[P], tokenizer: Tokenizer) -> TrainHeldout[Samples]:
         """Return the samples that are made from these pieces."""
+        train = self.samples_of(pieces.train, tokenizer, self.seed)
+        return TrainHeldout(train, None if pieces.heldout is None else self.samples_of(pieces.heldout, tokenizer, None))
 
     def blended(
         self, stores: TrainHeldout[StoreBlend], sources: TrainHeldout[tuple[BlendSource, ...]], tokenizer: Tokenizer
@@ -101,11 +145,7 @@ class SampleMaker(ABC, Generic[P]):
 
     def streamed(self, name: str, field: str, tokenizer: Tokenizer) -> MadeSamples:
         """Return the samples of a streamed dataset. Raises DataError if it cannot be read."""
-
-        def make(rows: Any, first: int, last: int) -> P:
-            return self.of_rows(rows, first, last, tokenizer, name, field)
-
-        pieces = split_rows(name, field, self.split, make)
+        pieces = split_rows(name, field, self.split, tokenizer, self.of_rows)
         return self._made(pieces, tokenizer, (Content(f"{name}, streamed", None, None, len(pieces.train)),))
 
     def mock(self, tokenizer: Tokenizer) -> MadeSamples:
@@ -113,7 +153,7 @@ class SampleMaker(ABC, Generic[P]):
         pieces = TrainHeldout(self.random(tokenizer, self.seed, "train"), self.random(tokenizer, 0, "heldout"))
         return self._made(pieces, tokenizer, (Content("mock, random tokens", None, None, None),))
 
-    def own(self, pieces: TrainHeldout[P], tokenizer: Tokenizer, name: str) -> MadeSamples:
+    def from_pieces(self, pieces: TrainHeldout[P], tokenizer: Tokenizer, name: str) -> MadeSamples:
         """Return the samples of pieces that the caller makes. ``name`` is that of the data, for the log."""
         held = () if pieces.heldout is None else (Content(name, None, None, len(pieces.heldout)),)
         return self._made(pieces, tokenizer, (Content(name, None, None, len(pieces.train)),), held)
@@ -135,10 +175,10 @@ class SampleMaker(ABC, Generic[P]):
     ) -> MadeSamples:
         samples = self.samples(pieces, tokenizer)
 
-        def in_phases(phases: Phases) -> Samples:
+        def phased(phases: Phases) -> Samples:
             return self.samples(replace(pieces, train=PhasedPieces(pieces.train, phases)), tokenizer).train
 
-        return MadeSamples(samples.train, samples.heldout, in_phases, contents, heldout_contents)
+        return MadeSamples(samples.train, samples.heldout, contents, heldout_contents, phased)
 
 
 @dataclass(frozen=True)
@@ -174,7 +214,6 @@ class DecoderSampleMaker(SampleMaker[TokenPieces]):
 
     @property
     def collate(self) -> Collate:
-        """See SampleMaker."""
         return collate_decoder
 
     def of_store(self, store: TokenStore, *, held_out: bool) -> TokenPieces:
@@ -183,9 +222,8 @@ class DecoderSampleMaker(SampleMaker[TokenPieces]):
             return DocumentWindows(store, self.seq_length)
         return Windows(store, self.seq_length, shortest=2 if held_out else None)
 
-    def of_rows(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> TokenPieces:
-        """See SampleMaker."""
-        return RowWindows(rows, first, last, tokenizer, name, field, self.seq_length)
+    def of_rows(self, rows: StreamedRows) -> TokenPieces:
+        return RowWindows(rows, self.seq_length)
 
     def random(self, tokenizer: Tokenizer, seed: int, stream: str) -> TokenPieces:
         """See SampleMaker. The pieces contain end tokens if the samples depend on document ends."""
@@ -195,57 +233,37 @@ class DecoderSampleMaker(SampleMaker[TokenPieces]):
         boundaries = self.packing.boundaries(tokenizer)
         return RandomPieces(ids, longest, longest, seed, stream, end=boundaries.end if boundaries else None)
 
-    def samples(self, pieces: TrainHeldout[TokenPieces], tokenizer: Tokenizer) -> TrainHeldout[Samples]:
-        """See SampleMaker."""
-
-        def make(side: TokenPieces, seed: int | None) -> Samples:
-            return DecoderSamples(side, self.seq_length, seed, self.packing.boundaries(tokenizer))
-
-        return TrainHeldout(
-            make(pieces.train, self.seed), None if pieces.heldout is None else make(pieces.heldout, None)
-        )
+    def samples_of(self, pieces: TokenPieces, tokenizer: Tokenizer, seed: int | None) -> Samples:
+        return DecoderSamples(pieces, self.seq_length, seed, self.packing.boundaries(tokenizer))
 
 
 @dataclass(frozen=True)
 class ErnieSampleMaker(SampleMaker[DocumentPieces]):
-    """Makes samples for ERNIE.
-
-    Attributes:
-        mlm_probability: Share of the words that are masked.
-        tasks: The objectives of ERNIE 3.0, in place of masked words and sentence order.
-    """
+    """Makes samples for ERNIE. ``tasks`` are the objectives of ERNIE 3.0, in place of masked words and their order."""
 
     mlm_probability: float = 0.15
     tasks: TaskData | None = None
 
     @property
     def collate(self) -> Collate:
-        """See SampleMaker."""
         return collate_ernie if self.tasks is None else partial(collate_tasks, names=self.tasks.names)
 
     def of_store(self, store: TokenStore, *, held_out: bool) -> DocumentPieces:
-        """See SampleMaker."""
         return Spans(store, self._longest)
 
-    def of_rows(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> DocumentPieces:
-        """See SampleMaker."""
-        return RowSpans(rows, first, last, tokenizer, name, field, self._longest)
+    def of_rows(self, rows: StreamedRows) -> DocumentPieces:
+        return RowSpans(rows, self._longest)
 
     def random(self, tokenizer: Tokenizer, seed: int, stream: str) -> DocumentPieces:
-        """See SampleMaker."""
         return RandomPieces(tokenizer.ordinary_ids, max(2, self._longest // 2), self._longest, seed, stream)
 
+    def samples_of(self, pieces: DocumentPieces, tokenizer: Tokenizer, seed: int | None) -> Samples:
+        return ErnieSamples(pieces, self.seq_length, tokenizer, self.mlm_probability, seed)
+
     def samples(self, pieces: TrainHeldout[DocumentPieces], tokenizer: Tokenizer) -> TrainHeldout[Samples]:
-        """See SampleMaker."""
         if self.tasks is not None:
             return self.tasks.samples(pieces, tokenizer, self.seq_length, self.seed, self.split)
-
-        def make(side: DocumentPieces, seed: int | None) -> Samples:
-            return ErnieSamples(side, self.seq_length, tokenizer, self.mlm_probability, seed)
-
-        return TrainHeldout(
-            make(pieces.train, self.seed), None if pieces.heldout is None else make(pieces.heldout, None)
-        )
+        return super().samples(pieces, tokenizer)
 
     @property
     def _longest(self) -> int:

@@ -23,7 +23,7 @@ from megapar.arguments import FLAGS, Config
 from megapar.checkpoints.ownership.data_facts import KNOWLEDGE, DataFacts
 from megapar.checkpoints.ownership.identity import made_by
 from megapar.config.draft import is_given
-from megapar.config.help import written
+from megapar.config.report import written
 from megapar.core.comm.world import roll_call
 from megapar.core.device.base import Device
 from megapar.data.corpus import Corpus

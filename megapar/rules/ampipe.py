@@ -18,8 +18,10 @@ from megapar.schema.rule import (
     Rule,
     Test,
     near_multiples,
+    unused,
 )
 
+_PIPED = ("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream")
 _OFF = (("use_pipe_experts", False), ("pipe_experts_multi_stream", False), ("pipe_experts_multi_data", 1))
 
 
@@ -47,11 +49,15 @@ def _row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
     )
 
 
+def _sliced_row(id: str, reads: tuple[str, ...], **more: Any) -> Rule:
+    """Build a row on --ampipe-degree above 1."""
+    return _row(id, ("ampipe_degree", *reads), **{"when": _sliced, **more})
+
+
 def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: str, **more: Any) -> Rule:
-    return _row(
+    return _sliced_row(
         id,
-        ("ampipe_degree", *reads),
-        when=_sliced,
+        reads,
         requires=free,
         message=f"--ampipe-degree > 1 cannot be combined with {what}",
         passing="--moe-model-type deepspeed_moe --ampipe-degree 2 --strict-seed-rules",
@@ -60,7 +66,7 @@ def _excludes(id: str, reads: tuple[str, ...], free: Test, what: str, failing: s
     )
 
 
-def _settled(id: str, reads: tuple[str, ...], free: Test, why: str, passing: str, failing: str) -> Rule:
+def _settled(id: str, reads: tuple[str, ...], free: Test, why: str, failing: str, passing: str = "") -> Rule:
     """Row for --ampipe-degree auto: if it is violated, a degree above 1 hides nothing or changes the numbers."""
     auto = "--world-size 2 --ep-degree 2 --ampipe-degree auto"
     return _row(
@@ -77,10 +83,9 @@ def _settled(id: str, reads: tuple[str, ...], free: Test, why: str, passing: str
 
 
 RULES: tuple[Rule, ...] = (
-    _row(
+    _sliced_row(
         "ampipe-kind",
-        ("ampipe_degree", "moe_model_type", "num_experts"),
-        when=_sliced,
+        ("moe_model_type", "num_experts"),
         requires=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
         message="--ampipe-degree > 1 needs experts of --moe-model-type deepspeed_moe",
         kind=LIFTED,
@@ -88,38 +93,34 @@ RULES: tuple[Rule, ...] = (
         passing="--ampipe-degree 2 --moe-model-type deepspeed_moe",
         failing="--ampipe-degree 2 --moe-model-type megatron_moe",
     ),
-    _row(
+    _sliced_row(
         "ampipe-experts",
-        ("ampipe_degree", "num_experts"),
-        when=_sliced,
+        ("num_experts",),
         requires=lambda f: f.num_experts > 0,
         message="--ampipe-degree > 1 needs experts",
         passing="--ampipe-degree 2 --num-experts 4",
         failing="--ampipe-degree 2 --num-experts 0",
     ),
-    _row(
+    _sliced_row(
         "ampipe-flash",
-        ("ampipe_degree", "use_flash_attn"),
-        when=_sliced,
+        ("use_flash_attn",),
         requires=lambda f: f.use_flash_attn,
         message="--ampipe-degree > 1 needs --use-flash-attn",
         passing="--ampipe-degree 2",
         failing="--ampipe-degree 2 --no-use-flash-attn",
     ),
-    _row(
+    _sliced_row(
         "ampipe-ep",
-        ("ampipe_degree", "ep_degree"),
-        when=_sliced,
+        ("ep_degree",),
         requires=lambda f: f.ep_degree > 1,
         message="--ampipe-degree > 1 hides the all-to-all of expert parallelism and needs --ep-degree > 1",
         source="AMPipe",
         passing="--world-size 2 --ep-degree 2 --ampipe-degree 2",
         failing="--ampipe-degree 2",
     ),
-    _row(
+    _sliced_row(
         "ampipe-length",
-        ("ampipe_degree", "seq_length"),
-        when=_sliced,
+        ("seq_length",),
         requires=lambda f: f.seq_length % f.ampipe_degree == 0,
         message="--ampipe-degree must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.ampipe_degree, f.seq_length)}.",
@@ -141,10 +142,9 @@ RULES: tuple[Rule, ...] = (
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 256",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2 --seq-length 254",
     ),
-    _row(
+    _sliced_row(
         "ampipe-short",
-        ("ampipe_degree", "seq_length", "sequence_parallel", "mp_degree", "cp_degree"),
-        when=_sliced,
+        ("seq_length", "sequence_parallel", "mp_degree", "cp_degree"),
         requires=lambda f: f.ampipe_degree * f.cp_degree * (f.mp_degree if f.sequence_parallel else 1) <= f.seq_length,
         message="every slice needs a position of --seq-length (on every cp rank, and mp rank with --sequence-parallel)",
         source="sequence of slices",
@@ -190,10 +190,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "ampipe-pipe-experts",
-        (
-            *("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
-            *("num_experts", "ep_degree"),
-        ),
+        (*_PIPED, "num_experts", "ep_degree"),
         when=lambda f: _sliced(f) and f.use_pipe_experts,
         requires=lambda f: (
             f.pipe_experts_multi_data % f.ampipe_degree == 0
@@ -215,7 +212,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "ampipe-pipe-experts-whole",
-        ("ampipe_degree", "use_pipe_experts", "pipe_experts_multi_data", "pipe_experts_multi_stream"),
+        _PIPED,
         when=lambda f: _sliced(f) and f.use_pipe_experts,
         requires=lambda f: f.pipe_experts_multi_data > f.ampipe_degree or f.pipe_experts_multi_stream,
         message="--use-pipe-experts with --ampipe-degree > 1 needs an N greater than d, or --pipe-experts-multi-stream",
@@ -355,13 +352,14 @@ RULES: tuple[Rule, ...] = (
         passing="--use-pipe-experts --world-size 2 --ep-degree 2",
         failing="--use-pipe-experts",
     ),
-    _row(
+    unused(
         "ampipe-options-unused",
-        ("ampipe_degree", "not_default"),
-        when=lambda f: f.ampipe_degree == 1,
-        requires=lambda f: not f.not_default & {"ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"},
-        source=NO_EFFECT,
-        message="--ampipe-capacity, --ampipe-slicing and --ampipe-cross-layer have no effect with --ampipe-degree 1",
+        ("ampipe_capacity", "ampipe_slicing", "ampipe_cross_layer"),
+        ("ampipe_degree",),
+        lambda f: f.ampipe_degree == 1,
+        "with --ampipe-degree 1",
+        fix="",
+        models=MOE,
         passing="--ampipe-degree 2 --ampipe-cross-layer",
         failing="--ampipe-cross-layer",
     ),
@@ -392,7 +390,6 @@ RULES: tuple[Rule, ...] = (
         ("num_experts", "ep_degree"),
         lambda f: f.num_experts > 0 and f.ep_degree > 1,
         "without --ep-degree there is no all-to-all to hide",
-        "",
         "--ampipe-degree auto",
     ),
     _settled(
@@ -400,7 +397,6 @@ RULES: tuple[Rule, ...] = (
         ("use_flash_attn",),
         lambda f: f.use_flash_attn,
         "slices need --use-flash-attn",
-        "",
         "--no-use-flash-attn",
     ),
     _settled(
@@ -408,7 +404,6 @@ RULES: tuple[Rule, ...] = (
         ("pp_degree",),
         lambda f: f.pp_degree == 1,
         "with a pipeline the degree must be set explicitly, because it is not measured",
-        "",
         "--world-size 4 --pp-degree 2",
     ),
     _settled(
@@ -416,7 +411,6 @@ RULES: tuple[Rule, ...] = (
         ("cp_degree",),
         lambda f: f.cp_degree == 1,
         "with --cp-degree the order of the data depends on the degree, which must be set explicitly",
-        "",
         "--world-size 4 --cp-degree 2",
     ),
     _settled(
@@ -424,7 +418,6 @@ RULES: tuple[Rule, ...] = (
         ("adaptive_recompute_device_size",),
         lambda f: not f.adaptive_recompute_device_size,
         "adaptive recompute measures whole layers",
-        "",
         "--adaptive-recompute-device-size 1024",
     ),
     _settled(
@@ -432,7 +425,6 @@ RULES: tuple[Rule, ...] = (
         ("attention_dropout", "hidden_dropout"),
         lambda f: f.attention_dropout == 0 and f.hidden_dropout == 0,
         "slices draw different dropout masks",
-        "",
         "--hidden-dropout 0.1",
     ),
     _settled(
@@ -440,7 +432,6 @@ RULES: tuple[Rule, ...] = (
         ("norm_placement",),
         lambda f: f.norm_placement == "input",
         "slices need --norm-placement input",
-        "",
         "--norm-placement output",
     ),
     _settled(
@@ -448,24 +439,24 @@ RULES: tuple[Rule, ...] = (
         ("moe_model_type", "moe_drop_policy"),
         lambda f: f.moe_model_type != "deepspeed_moe" or f.moe_drop_policy == "token",
         "slices cannot use --moe-drop-policy choice or probs, which compare all tokens",
-        "--moe-model-type deepspeed_moe",
         "--moe-model-type deepspeed_moe --moe-drop-policy probs",
+        "--moe-model-type deepspeed_moe",
     ),
     _settled(
         "capacity",
         ("moe_model_type", "ampipe_capacity"),
         lambda f: f.moe_model_type != "deepspeed_moe" or f.ampipe_capacity != "slice",
         "slices with separate capacities would drop different tokens",
-        "--moe-model-type deepspeed_moe",
         "--moe-model-type deepspeed_moe --ampipe-capacity slice",
+        "--moe-model-type deepspeed_moe",
     ),
     _settled(
         "scope",
         ("moe_model_type", "moe_capacity_scope", "sequence_parallel"),
         lambda f: f.moe_model_type != "deepspeed_moe" or f.moe_capacity_scope != "rank" or not f.sequence_parallel,
         "with --moe-capacity-scope rank and --sequence-parallel, slices would drop different tokens",
-        "--moe-model-type deepspeed_moe",
         "--mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-model-type deepspeed_moe "
         "--moe-capacity-scope rank",
+        "--moe-model-type deepspeed_moe",
     ),
 )

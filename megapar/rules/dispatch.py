@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megapar.core.grid import Grid
 from megapar.moe.dispatch_bytes import MOST_EXPERTS
 from megapar.schema.flag import MOE
-from megapar.schema.rule import NO_EFFECT, Facts, Rule
+from megapar.schema.rule import NO_EFFECT, Facts, Rule, unused
 
 _DEGREES = ("dp_degree", "pp_degree", "sharding_degree", "cp_degree", "mp_degree", "ep_degree", "expert_mp_degree")
 
@@ -20,8 +22,11 @@ def _whole_nodes(f: Facts) -> bool:
     return local is not None and local < grid.ep
 
 
+_row = partial(Rule, source="experts", models=MOE)
+_no_effect = partial(Rule, source=NO_EFFECT, models=MOE)
+
 RULES: tuple[Rule, ...] = (
-    Rule(
+    _row(
         id="moe-dispatch-nodes",
         reads=("moe_dispatch", "ranks_per_node", *_DEGREES, "rank_order"),
         # Without the number of ranks on a node, a plan knows it from the device, and a start that all are on one.
@@ -29,57 +34,49 @@ RULES: tuple[Rule, ...] = (
         requires=_whole_nodes,
         message="--moe-dispatch node needs several nodes with equally many consecutive ranks of each group of ep",
         fix="Use --moe-dispatch plain, or an --ep-degree of several whole nodes.",
-        source="experts",
         passing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node",
         failing="--world-size 8 --ep-degree 4 --ranks-per-node 4 --moe-dispatch node",
-        models=MOE,
     ),
-    Rule(
+    _row(
         id="moe-dispatch-experts",
         reads=("moe_dispatch", "ep_degree", "num_experts"),
         when=lambda f: f.moe_dispatch == "node" and f.ep_degree > 1,
         requires=lambda f: f.num_experts <= MOST_EXPERTS,
         message=f"--moe-dispatch node takes {MOST_EXPERTS:,} experts at most: their numbers travel as 16 bits",
         fix=lambda f: f"Use --moe-dispatch plain, or --num-experts {MOST_EXPERTS // f.ep_degree * f.ep_degree}.",
-        source="experts",
         passing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node --num-experts 32768",
         failing="--world-size 4 --ep-degree 4 --ranks-per-node 2 --moe-dispatch node --num-experts 32772",
-        models=MOE,
     ),
-    Rule(
-        id="moe-dispatch-unused",
-        reads=("not_default", "ep_degree"),
-        when=lambda f: "moe_dispatch" in f.not_default,
-        requires=lambda f: f.ep_degree > 1,
-        message="--moe-dispatch has no effect with --ep-degree 1",
+    unused(
+        "moe-dispatch-unused",
+        ("moe_dispatch",),
+        ("ep_degree",),
+        lambda f: f.ep_degree <= 1,
+        "with --ep-degree 1",
         fix="Leave it out.",
-        source=NO_EFFECT,
+        models=MOE,
         passing="--world-size 2 --ep-degree 2 --moe-dispatch plain",
         failing="--moe-dispatch plain",
-        models=MOE,
     ),
-    Rule(
-        id="ranks-per-node-unused",
-        reads=("not_default", "ep_degree", "moe_dispatch"),
-        when=lambda f: "ranks_per_node" in f.not_default,
-        requires=lambda f: f.ep_degree > 1 and f.moe_dispatch != "plain",
-        message="--ranks-per-node has no effect with --ep-degree 1 or --moe-dispatch plain",
+    unused(
+        "ranks-per-node-unused",
+        ("ranks_per_node",),
+        ("ep_degree", "moe_dispatch"),
+        lambda f: f.ep_degree <= 1 or f.moe_dispatch == "plain",
+        "with --ep-degree 1 or --moe-dispatch plain",
         fix="Leave it out.",
-        source=NO_EFFECT,
+        models=MOE,
         passing="--world-size 2 --ep-degree 2 --ranks-per-node 1",
         failing="--world-size 2 --ep-degree 2 --moe-dispatch plain --ranks-per-node 1",
-        models=MOE,
     ),
-    Rule(
+    _no_effect(
         id="moe-rebalance-experts",
         reads=("moe_rebalance_interval", "ep_degree", "num_experts"),
         when=lambda f: f.moe_rebalance_interval > 0,
         requires=lambda f: 1 < f.ep_degree < f.num_experts,
         message="--moe-rebalance-interval moves experts between ranks of ep that have several each",
         fix="Leave it out, or choose an --ep-degree above 1 and below --num-experts.",
-        source=NO_EFFECT,
         passing="--world-size 2 --ep-degree 2 --num-experts 4 --moe-rebalance-interval 100",
         failing="--world-size 4 --ep-degree 4 --num-experts 4 --moe-rebalance-interval 100",
-        models=MOE,
     ),
 )

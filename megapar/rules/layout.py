@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megapar.schema.flag import MOE
@@ -155,6 +156,17 @@ def _divides(
     )
 
 
+_expert_row = partial(Rule, source=SOURCE, models=MOE)
+_row = partial(Rule, source=SOURCE)
+_context_row = partial(Rule, source="context parallelism")
+_fused_row = partial(
+    Rule,
+    when=lambda f: f.tp_comm_overlap == "fused",
+    source="devices",
+    passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
+)
+_no_effect = partial(Rule, source=NO_EFFECT)
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="world-size",
@@ -166,25 +178,23 @@ RULES: tuple[Rule, ...] = (
         passing="--world-size 32 --sharding-degree 4 --mp-degree 8",
         failing="--world-size 32 --sharding-degree 5 --mp-degree 3",
     ),
-    Rule(
+    _row(
         id="dp-degree",
         reads=("dp_requested", "world_size", *_NAMES),
         when=lambda f: f.dp_requested != -1,
         requires=lambda f: f.dp_requested in _replicas(f),
         message="--dp-degree must be -1, or the number of ranks divided by sharding x mp x pp x cp",
         fix=_dp_choices,
-        source=SOURCE,
         passing="--world-size 8 --dp-degree 2 --mp-degree 2",
         failing="--world-size 8 --dp-degree 3",
     ),
-    Rule(
+    _row(
         id="dp-degree-hybrid",
         reads=("dp_requested", "hybrid_dp"),
         when=lambda f: f.dp_requested > 1,
         requires=lambda f: f.hybrid_dp,
         message="--dp-degree above 1 implies --hybrid-dp, which is switched off here",
         fix="Leave out --no-hybrid-dp (hybrid_dp: false), or --dp-degree.",
-        source=SOURCE,
         passing="--world-size 4 --dp-degree 2",
         failing="--world-size 4 --dp-degree 2 --no-hybrid-dp",
     ),
@@ -202,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         passing="--world-size 32 --sharding-degree 8 --hybrid-dp",
         failing="--world-size 32 --sharding-degree 32 --hybrid-dp",
     ),
-    Rule(
+    _row(
         id="hybrid-dp-degree",
         reads=("hybrid_dp", "sharding_requested", "dp_requested", "world_size"),
         when=lambda f: f.hybrid_dp and f.dp_requested == -1,
@@ -213,29 +223,26 @@ RULES: tuple[Rule, ...] = (
             if f.world_size > 1
             else "Leave --hybrid-dp out: a single rank cannot have replicas (megapar launch starts several ranks)."
         ),
-        source=SOURCE,
         passing="--world-size 4 --sharding-degree 2 --hybrid-dp",
         failing="--world-size 4 --hybrid-dp",
     ),
-    Rule(
+    _row(
         id="sharding-degree-zero",
         reads=("sharding_requested",),
         requires=lambda f: f.sharding_requested != 0,
         message="--sharding-degree must be at least 1, or -1 for all ranks left by the other degrees",
-        source=SOURCE,
         passing="--sharding-degree 1",
         failing="--sharding-degree 0",
     ),
-    Rule(
+    _row(
         id="rank-order",
         reads=("rank_order",),
         requires=lambda f: sorted(f.rank_order) == ["cp", "dp", "mp", "pp", "sharding"],
         message="--rank-order must name dp, pp, sharding, cp and mp, each once",
-        source=SOURCE,
         passing="--rank-order sharding,dp,pp,cp,mp",
         failing="--rank-order dp,pp,tp,cp,mp",
     ),
-    Rule(
+    _row(
         id="world-size-launched",
         reads=("validate_only", "rules_only", "world_size", "launched_size"),
         when=lambda f: not f.validate_only and not f.rules_only,
@@ -246,11 +253,10 @@ RULES: tuple[Rule, ...] = (
             f"set --world-size {f.launched_size} on the command line, which overrides a file, or add --validate-only, "
             "which starts no run."
         ),
-        source=SOURCE,
         passing="--world-size 1",
         failing="--world-size 8",
     ),
-    Rule(
+    _expert_row(
         id="ep-room",
         reads=("ep_degree", "expert_mp_degree", "sharding_degree", "cp_degree", "mp_degree", "dp_degree"),
         requires=_ep_fits,
@@ -259,46 +265,38 @@ RULES: tuple[Rule, ...] = (
             "spans dp"
         ),
         fix=_ep_choices,
-        source=SOURCE,
         passing="--world-size 8 --ep-degree 4",
         failing="--world-size 8 --ep-degree 3 --num-experts 9",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="ep-experts",
         reads=("ep_degree", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.num_experts % f.ep_degree == 0,
         message="--ep-degree must divide --num-experts",
         fix=lambda f: f"Choose --ep-degree {near_divisors(f.num_experts, f.ep_degree)}.",
-        source=SOURCE,
         passing="--world-size 4 --ep-degree 4 --num-experts 8",
         failing="--world-size 4 --ep-degree 4 --num-experts 6",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="ep-without-experts",
         reads=("ep_degree", "num_experts"),
         when=lambda f: f.num_experts == 0,
         requires=lambda f: f.ep_degree == 1,
         message="--ep-degree > 1 has no effect for a dense decoder",
-        source=SOURCE,
         passing="--num-experts 0",
         failing="--num-experts 0 --world-size 2 --ep-degree 2",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="expert-mp",
         reads=("expert_mp_degree", "mp_degree"),
         requires=lambda f: f.expert_mp_degree in (1, f.mp_degree),
         message="--expert-mp-degree must be --mp-degree or 1",
         fix=lambda f: f"Choose {either(sorted({1, f.mp_degree}))}.",
-        source=SOURCE,
         passing="--world-size 4 --mp-degree 4 --expert-mp-degree 4",
         failing="--world-size 4 --mp-degree 4 --expert-mp-degree 2",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="expert-mp-sequence",
         reads=("expert_mp_degree", "mp_degree", "sequence_parallel", "num_experts"),
         when=lambda f: f.mp_degree > 1 and f.expert_mp_degree == 1 and f.num_experts > 0,
@@ -308,10 +306,8 @@ RULES: tuple[Rule, ...] = (
             "dispatch the same tokens"
         ),
         fix="Add --sequence-parallel, or leave --expert-mp-degree out.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --expert-mp-degree 1 --sequence-parallel",
         failing="--world-size 2 --mp-degree 2 --expert-mp-degree 1",
-        models=MOE,
     ),
     _divides(
         "mp-heads",
@@ -340,7 +336,7 @@ RULES: tuple[Rule, ...] = (
         "--world-size 2 --mp-degree 2 --ffn-hidden-size 640",
         "--world-size 2 --mp-degree 2 --ffn-hidden-size 641",
     ),
-    Rule(
+    _row(
         id="mp-vocabulary",
         reads=("mp_degree", "vocab_size"),
         when=lambda f: f.mp_degree > 1,
@@ -350,47 +346,40 @@ RULES: tuple[Rule, ...] = (
             "without any"
         ),
         fix=lambda f: f"Choose --mp-degree {_vocabulary_ranks(f)}, or --vocab-size {_near_vocabulary(f)}.",
-        source=SOURCE,
         passing="--world-size 4 --mp-degree 4 --vocab-size 10",
         failing="--world-size 4 --mp-degree 4 --vocab-size 9",
     ),
-    Rule(
+    _expert_row(
         id="emp-ffn",
         reads=("expert_mp_degree", "moe_ffn_hidden_size", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.moe_ffn_hidden_size % f.expert_mp_degree == 0,
         message="--expert-mp-degree must divide --moe-ffn-hidden-size",
         fix=lambda f: f"Choose --moe-ffn-hidden-size {near_multiples(f.expert_mp_degree, f.moe_ffn_hidden_size)}.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --moe-ffn-hidden-size 256",
         failing="--world-size 2 --mp-degree 2 --moe-ffn-hidden-size 255",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="mp-shared-experts",
         reads=("mp_degree", "moe_shared_experts", "moe_ffn_hidden_size", "num_experts"),
         when=lambda f: f.num_experts > 0 and f.moe_shared_experts > 0,
         requires=lambda f: f.moe_shared_experts * f.moe_ffn_hidden_size % f.mp_degree == 0,
         message="--mp-degree must divide the shared experts' width, --moe-shared-experts x --moe-ffn-hidden-size",
         fix=lambda f: f"Choose --mp-degree {near_divisors(f.moe_shared_experts * f.moe_ffn_hidden_size, f.mp_degree)}.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --moe-shared-experts 2 --moe-ffn-hidden-size 255 --expert-mp-degree 1",
         failing="--world-size 2 --mp-degree 2 --moe-shared-experts 1 --moe-ffn-hidden-size 255 --expert-mp-degree 1",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="mp-shared-width",
         reads=("mp_degree", "moe_shared_expert_intermediate_size", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.moe_shared_expert_intermediate_size % f.mp_degree == 0,
         message="--mp-degree must divide --moe-shared-expert-intermediate-size",
         fix=lambda f: f"Choose --mp-degree {near_divisors(f.moe_shared_expert_intermediate_size, f.mp_degree)}.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --moe-shared-expert-intermediate-size 96",
         failing="--world-size 2 --mp-degree 2 --moe-shared-expert-intermediate-size 95",
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="emp-layer-ffn",
         reads=("expert_mp_degree", "mp_degree", "moe_layer_ffn_hidden_sizes", "moe_shared_experts"),
         when=lambda f: f.moe_layer_ffn_hidden_sizes is not None,
@@ -403,34 +392,30 @@ RULES: tuple[Rule, ...] = (
             "the shared experts"
         ),
         fix=lambda f: f"Choose multiples of {f.mp_degree}.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --num-layers 2 --moe-layer-ffn-hidden-sizes 64 32",
         failing="--world-size 2 --mp-degree 2 --num-layers 2 --moe-layer-ffn-hidden-sizes 64 33",
-        models=MOE,
     ),
-    Rule(
+    _no_effect(
         id="sequence-parallel-mp",
         reads=("sequence_parallel", "mp_degree"),
         when=lambda f: f.sequence_parallel,
         requires=lambda f: f.mp_degree > 1,
         message="--sequence-parallel has no effect with --mp-degree 1",
         fix="Leave it out, or choose --mp-degree 2.",
-        source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --sequence-parallel",
         failing="--sequence-parallel",
     ),
-    Rule(
+    _row(
         id="tp-comm-overlap-unused",
         reads=("not_default", "mp_degree"),
         when=lambda f: "tp_comm_overlap" in f.not_default,
         requires=lambda f: f.mp_degree > 1,
         message="--tp-comm-overlap, on or off, has no effect with --mp-degree 1",
         fix="Leave it out.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --no-tp-comm-overlap",
         failing="--no-tp-comm-overlap",
     ),
-    Rule(
+    _no_effect(
         id="tp-comm-overlap-fused",
         reads=("tp_comm_overlap", "sequence_parallel", "mp_degree"),
         when=lambda f: f.tp_comm_overlap == "fused" and f.mp_degree > 1,
@@ -438,44 +423,36 @@ RULES: tuple[Rule, ...] = (
         message="torch's fused operators combine all-gathers and reduce-scatters with matrix products, and without "
         "--sequence-parallel there are none for --tp-comm-overlap fused to use",
         fix="Add --sequence-parallel, or choose --tp-comm-overlap on.",
-        source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
         failing="--world-size 2 --mp-degree 2 --tp-comm-overlap fused --device cuda --bf16",
     ),
-    Rule(
+    _fused_row(
         id="tp-comm-overlap-fused-device",
         reads=("tp_comm_overlap", "device"),
-        when=lambda f: f.tp_comm_overlap == "fused",
         requires=lambda f: f.device in ("auto", "cuda"),
         message="--tp-comm-overlap fused needs NVIDIA GPUs, because it reads the memory of the node's other GPUs",
         fix="Choose --device cuda, or --tp-comm-overlap on.",
-        source="devices",
-        passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cpu --bf16",
     ),
-    Rule(
+    _fused_row(
         id="tp-comm-overlap-fused-dtype",
         reads=("tp_comm_overlap", "dtype"),
-        when=lambda f: f.tp_comm_overlap == "fused",
         requires=lambda f: f.dtype in ("auto", "bf16"),
         message="--tp-comm-overlap fused supports only bf16",
         fix="Choose --dtype bf16, or --tp-comm-overlap on.",
-        source="devices",
-        passing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --bf16",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --tp-comm-overlap fused --device cuda --dtype fp32",
     ),
-    Rule(
+    _row(
         id="sequence-parallel-length",
         reads=("sequence_parallel", "mp_degree", "cp_degree", "seq_length"),
         when=lambda f: f.sequence_parallel,
         requires=lambda f: f.seq_length % (f.mp_degree * f.cp_degree) == 0,
         message="with --sequence-parallel, mp x cp must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.mp_degree * f.cp_degree, f.seq_length)}.",
-        source=SOURCE,
         passing="--world-size 2 --mp-degree 2 --sequence-parallel --seq-length 128",
         failing="--world-size 2 --mp-degree 2 --sequence-parallel --seq-length 127",
     ),
-    Rule(
+    _context_row(
         id="cp-ring-length",
         reads=("cp_degree", "context_parallel_algo", "seq_length"),
         when=lambda f: f.cp_degree > 1 and f.context_parallel_algo == "megatron_cp_algo",
@@ -483,51 +460,46 @@ RULES: tuple[Rule, ...] = (
         message="ring attention splits the sequence into 2 x cp chunks in zig-zag order: 2 x cp must divide "
         "--seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(2 * f.cp_degree, f.seq_length)}.",
-        source="context parallelism",
         passing="--world-size 2 --cp-degree 2 --seq-length 256",
         failing="--world-size 2 --cp-degree 2 --seq-length 254",
         models=("moe",),  # bidirectional attention is balanced without a zig-zag
     ),
-    Rule(
+    _context_row(
         id="cp-gathered-length",
         reads=("cp_degree", "seq_length"),
         when=lambda f: f.cp_degree > 1,
         requires=lambda f: f.seq_length % f.cp_degree == 0,
         message="--cp-degree must divide --seq-length",
         fix=lambda f: f"Choose --seq-length {near_multiples(f.cp_degree, f.seq_length)}.",
-        source="context parallelism",
         passing="--world-size 2 --cp-degree 2 --context-parallel-algo allgather_cp_algo --seq-length 254",
         failing="--world-size 2 --cp-degree 2 --context-parallel-algo allgather_cp_algo --seq-length 255",
     ),
-    Rule(
+    _context_row(
         id="cp-ulysses-heads",
         reads=("cp_degree", "context_parallel_algo", "num_attention_heads", "mp_degree"),
         when=lambda f: f.cp_degree > 1 and f.context_parallel_algo == "ulysses_cp_algo",
         requires=lambda f: f.num_attention_heads % (f.mp_degree * f.cp_degree) == 0,
         message="ulysses context parallelism splits heads: mp x cp must divide --num-attention-heads",
         fix=lambda f: f"Choose --cp-degree {near_divisors(max(1, f.num_attention_heads // f.mp_degree), f.cp_degree)}.",
-        source="context parallelism",
         passing="--world-size 4 --cp-degree 4 --context-parallel-algo ulysses_cp_algo",
         failing="--world-size 8 --cp-degree 8 --context-parallel-algo ulysses_cp_algo",
     ),
-    Rule(
+    _no_effect(
         id="cp-algo-unused",
         reads=("cp_degree", "context_parallel_algo"),
         when=lambda f: f.cp_degree == 1,
         requires=lambda f: f.context_parallel_algo == "megatron_cp_algo",
         message="--context-parallel-algo has no effect with --cp-degree 1",
-        source=NO_EFFECT,
         passing="--world-size 2 --cp-degree 2 --context-parallel-algo allgather_cp_algo",
         failing="--context-parallel-algo allgather_cp_algo",
     ),
-    Rule(
+    _no_effect(
         id="mla-cp-exchange-unused",
         reads=("not_default", "multi_latent_attention", "cp_degree"),
         when=lambda f: "mla_cp_exchange" in f.not_default,
         requires=lambda f: f.multi_latent_attention and f.cp_degree > 1,
         message="--mla-cp-exchange needs --multi-latent-attention, and has no effect with --cp-degree 1",
         fix="Leave it out.",
-        source=NO_EFFECT,
         passing="--world-size 2 --cp-degree 2 --multi-latent-attention --mla-cp-exchange kv",
         failing="--world-size 2 --cp-degree 2 --mla-cp-exchange kv",
         models=("moe",),

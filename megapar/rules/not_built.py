@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megapar.schema.flag import MOE
 from megapar.schema.rule import NOT_BUILT, Rule
 
@@ -22,8 +24,11 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
     )
 
 
+_expert_row = partial(Rule, source="later version", passing="", kind=NOT_BUILT, models=MOE)
+_row = partial(Rule, source="later version", passing="", kind=NOT_BUILT)
+
 RULES: tuple[Rule, ...] = (
-    Rule(
+    _expert_row(
         id="not-built-cp-pipe-experts",
         reads=("use_pipe_experts", "ampipe_degree", "cp_degree"),
         when=lambda f: f.cp_degree > 1 and f.use_pipe_experts and f.ampipe_degree <= 1,
@@ -33,13 +38,9 @@ RULES: tuple[Rule, ...] = (
             "has two separate parts of a sequence"
         ),
         fix="Add --ampipe-degree 2, or leave one of them out.",
-        source="later version",
-        passing="",
         failing="--world-size 2 --cp-degree 2 --use-pipe-experts",
-        kind=NOT_BUILT,
-        models=MOE,
     ),
-    Rule(
+    _row(
         id="not-built-stage-3-overlap-off",
         reads=("sharding_stage", "requested"),
         when=lambda f: f.sharding_stage == 3,
@@ -51,12 +52,9 @@ RULES: tuple[Rule, ...] = (
             "ahead; --no-overlap-grad-reduce and --no-overlap-param-gather are for stages 1 and 2"
         ),
         fix="Leave the overlap on, or choose --sharding-stage 1 or 2.",
-        source="later version",
-        passing="",
         failing="--sharding-stage 3 --no-overlap-grad-reduce",
-        kind=NOT_BUILT,
     ),
-    Rule(
+    _expert_row(
         id="not-built-stage-3-rebalance",
         reads=("moe_rebalance_interval", "sharding_stage"),
         when=lambda f: f.moe_rebalance_interval > 0,
@@ -66,13 +64,9 @@ RULES: tuple[Rule, ...] = (
             "parameters of torch's FSDP2"
         ),
         fix="Use --sharding-stage 2, or leave --moe-rebalance-interval out.",
-        source="later version",
-        passing="",
         failing="--world-size 2 --ep-degree 2 --num-experts 4 --sharding-stage 3 --moe-rebalance-interval 100",
-        kind=NOT_BUILT,
-        models=MOE,
     ),
-    Rule(
+    _expert_row(
         id="not-built-offload-rebalance",
         reads=("optimizer_offload", "moe_rebalance_interval"),
         when=lambda f: f.moe_rebalance_interval > 0,
@@ -82,11 +76,7 @@ RULES: tuple[Rule, ...] = (
             "in the host's memory"
         ),
         fix="Leave one of them out.",
-        source="later version",
-        passing="",
         failing="--world-size 2 --ep-degree 2 --num-experts 4 --optimizer-offload --moe-rebalance-interval 100",
-        kind=NOT_BUILT,
-        models=MOE,
     ),
     _ahead(
         "recompute_in_advance",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from megapar.schema.rule import DOWNGRADE, NO_EFFECT, PADDLE_RECOMPUTE, Facts, Rule
+from functools import partial
+
+from megapar.schema.rule import DOWNGRADE, NO_EFFECT, PADDLE_RECOMPUTE, Facts, Rule, unused
 
 RECOMPUTE = "recompute"
 _FLAGS = (
-    "recompute_interval",
-    "recompute_offload",
-    "recompute_partition",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_in_advance",
-    "recompute_in_bubble",
-)
+    "recompute_interval", "recompute_offload", "recompute_partition", "recompute_granularity",
+    "recompute_method", "recompute_num_layers", "recompute_in_advance", "recompute_in_bubble",
+)  # fmt: skip
 
 
 def zero_bubble(f: Facts) -> bool:
@@ -69,14 +65,19 @@ def _enough(f: Facts) -> str:
 
 
 _BATCH = (
-    *("gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks"),
-    *("progressive_iters", "progressive_batch_multiple"),
-)
+    "gradient_merge_acc_step", "rampup_batch_size", "global_batch_size", "micro_batch_size", "data_ranks",
+    "progressive_iters", "progressive_batch_multiple",
+)  # fmt: skip
 LEAST_MB, MOST_MB = 1024, 4 * 2**20  # device memory: 1 GiB to 4 TiB
 RECOMPUTES = ("recompute_interval", "recompute_method", "recompute_granularity", "adaptive_recompute_device_size")
 
+_row = partial(Rule, source="pipeline")
+_recompute_row = partial(Rule, source=RECOMPUTE)
+_adaptive_row = partial(_recompute_row, when=lambda f: f.adaptive_recompute_device_size > 0)
+_no_effect = partial(Rule, source=NO_EFFECT)
+
 RULES: tuple[Rule, ...] = (
-    Rule(
+    _row(
         id="stages-layers",
         reads=("pp_degree", "vpp_degree", "num_layers"),
         requires=lambda f: f.pp_degree * f.vpp_degree <= f.num_layers,
@@ -84,55 +85,50 @@ RULES: tuple[Rule, ...] = (
         fix=lambda f: (
             f"Choose --pp-degree {_up_to(f.num_layers // f.vpp_degree)}, or --num-layers {f.pp_degree * f.vpp_degree}."
         ),
-        source="pipeline",
         passing="--world-size 4 --pp-degree 4 --num-layers 4",
         failing="--world-size 8 --pp-degree 8 --num-layers 4",
     ),
-    Rule(
-        id="pipeline-unused",
-        reads=("pp_degree", "not_default"),
-        when=lambda f: f.pp_degree == 1,
-        requires=lambda f: not f.not_default & {"pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"},
-        message="--pp-schedule, --vpp-degree, --use-nanopipe and --pp-seg-method have no effect with --pp-degree 1",
+    unused(
+        "pipeline-unused",
+        ("pp_schedule", "vpp_degree", "use_nanopipe", "pp_seg_method"),
+        ("pp_degree",),
+        lambda f: f.pp_degree == 1,
+        "with --pp-degree 1",
         fix="Leave them out, or choose --pp-degree 2.",
-        source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule gpipe",
         failing="--pp-schedule gpipe",
     ),
-    Rule(
+    _no_effect(
         id="schedule-without-chunks",
         reads=("pp_schedule", "vpp_degree", "use_nanopipe"),
         when=lambda f: f.pp_schedule in ("1f1b", "gpipe") and not f.use_nanopipe,
         requires=lambda f: f.vpp_degree == 1,
         message="1f1b and gpipe have one chunk per stage",
         fix="Choose --pp-schedule interleaved, or --vpp-degree 1.",
-        source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2",
         failing="--world-size 2 --pp-degree 2 --pp-schedule gpipe --vpp-degree 2",
     ),
-    Rule(
+    _no_effect(
         id="interleaved-chunks",
         reads=("pp_schedule", "vpp_degree"),
         when=lambda f: f.pp_schedule == "interleaved",
         requires=lambda f: f.vpp_degree > 1,
         message="interleaved needs --vpp-degree > 1",
         fix="Choose --vpp-degree 2, or --pp-schedule 1f1b.",
-        source=NO_EFFECT,
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2",
         failing="--world-size 2 --pp-degree 2 --pp-schedule interleaved",
     ),
-    Rule(
+    _row(
         id="nanopipe-schedule",
         reads=("use_nanopipe", "pp_schedule"),
         when=lambda f: f.use_nanopipe,
         requires=lambda f: f.pp_schedule in ("1f1b", "zero_bubble"),
         message="--use-nanopipe is the zero-bubble schedule, not gpipe or interleaved",
         fix="Leave --pp-schedule out.",
-        source="pipeline",
         passing="--world-size 2 --pp-degree 2 --use-nanopipe",
         failing="--world-size 2 --pp-degree 2 --use-nanopipe --pp-schedule gpipe",
     ),
-    Rule(
+    _row(
         id="micro-batches-enough",
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and f.pp_schedule == "1f1b" and not f.use_nanopipe,
@@ -142,11 +138,10 @@ RULES: tuple[Rule, ...] = (
             "progressive learning on"
         ),
         fix=_enough,
-        source="pipeline",
         passing="--world-size 4 --pp-degree 4 --gradient-merge-acc-step 5",
         failing="--world-size 4 --pp-degree 4 --gradient-merge-acc-step 3",
     ),
-    Rule(
+    _row(
         id="micro-batches-stages",
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *_BATCH),
         when=lambda f: f.pp_degree > 1 and (f.pp_schedule == "interleaved" or zero_bubble(f)),
@@ -156,11 +151,10 @@ RULES: tuple[Rule, ...] = (
             "first step of a ramp-up or of progressive learning on"
         ),
         fix=_enough,
-        source="pipeline",
         passing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 4",
         failing="--world-size 2 --pp-degree 2 --pp-schedule interleaved --vpp-degree 2 --gradient-merge-acc-step 3",
     ),
-    Rule(
+    _row(
         id="pipeline-stage-3",
         reads=("pp_degree", "sharding_stage"),
         when=lambda f: f.pp_degree > 1,
@@ -170,22 +164,20 @@ RULES: tuple[Rule, ...] = (
             "per micro-batch, where sharding stages 1 and 2 gather them once per step"
         ),
         fix="Choose --sharding-stage 1 or 2.",
-        source="pipeline",
         passing="--world-size 2 --pp-degree 2 --sharding-stage 2",
         failing="--world-size 2 --pp-degree 2 --sharding-stage 3",
     ),
-    Rule(
+    _row(
         id="zero-bubble-stage-2",
         reads=("pp_degree", "sharding_stage", "pp_schedule", "use_nanopipe"),
         when=lambda f: f.pp_degree > 1 and zero_bubble(f),
         requires=lambda f: f.sharding_stage == 1,
         message="zero-bubble keeps gradients until its weight-gradient steps, so --sharding-stage 2 would save nothing",
         fix="Choose --sharding-stage 1.",
-        source="pipeline",
         passing="--world-size 2 --pp-degree 2 --use-nanopipe",
         failing="--world-size 2 --pp-degree 2 --use-nanopipe --sharding-stage 2",
     ),
-    Rule(
+    _row(
         id="zero-bubble-recompute",
         reads=("pp_degree", "pp_schedule", "use_nanopipe", *RECOMPUTES),
         when=lambda f: f.pp_degree > 1 and zero_bubble(f),
@@ -195,7 +187,6 @@ RULES: tuple[Rule, ...] = (
             "little"
         ),
         fix="Leave one of them out.",
-        source="pipeline",
         passing="--world-size 2 --pp-degree 2 --use-nanopipe",
         failing="--world-size 2 --pp-degree 2 --use-nanopipe --recompute-interval 1",
     ),
@@ -208,48 +199,44 @@ RULES: tuple[Rule, ...] = (
         passing="--recompute-interval 1",
         failing="--recompute-interval -1",
     ),
-    Rule(
+    _recompute_row(
         id="recompute-method-layers",
         reads=("recompute_method", "recompute_num_layers"),
         requires=lambda f: (f.recompute_method is None) == (f.recompute_num_layers is None),
         message="--recompute-method and --recompute-num-layers must be used together",
-        source=RECOMPUTE,
         passing="--recompute-method block --recompute-num-layers 2",
         failing="--recompute-method block",
     ),
-    Rule(
+    _recompute_row(
         id="recompute-contradiction",
         reads=("recompute_method", "recompute_interval", "recompute_num_layers"),
         when=lambda f: f.recompute_method is not None and f.recompute_interval > 0,
         requires=lambda f: f.recompute_method == "uniform" and f.recompute_interval == f.recompute_num_layers,
         message="--recompute-method uniform with N layers means --recompute-interval N; block has no interval",
         fix="Keep one of the two.",
-        source=RECOMPUTE,
         passing="--recompute-method uniform --recompute-num-layers 2 --recompute-interval 2",
         failing="--recompute-method uniform --recompute-num-layers 2 --recompute-interval 1",
     ),
-    Rule(
+    _recompute_row(
         id="recompute-granularity-pair",
         reads=("recompute_granularity", "recompute_interval", "recompute_method"),
         when=lambda f: f.recompute_granularity == "selective",
         requires=lambda f: not f.recompute_interval and f.recompute_method is None,
         message="--recompute-granularity selective recomputes parts of every layer; intervals and methods need full",
-        source=RECOMPUTE,
         passing="--recompute-granularity selective",
         failing="--recompute-granularity selective --recompute-interval 1",
     ),
-    Rule(
+    _no_effect(
         id="recompute-keeps-nothing",
         reads=("recompute_offload", "recompute_partition", *RECOMPUTES),
         when=lambda f: f.recompute_offload or f.recompute_partition,
         requires=recomputes,
         message="--recompute-offload and --recompute-partition have no effect without recomputing",
         fix="Add --recompute-interval 1.",
-        source=NO_EFFECT,
         passing="--recompute-interval 1 --recompute-offload",
         failing="--recompute-offload",
     ),
-    Rule(
+    _recompute_row(
         id="recompute-keeps-parts",
         reads=("recompute_offload", "recompute_partition", "recompute_granularity"),
         when=lambda f: f.recompute_offload or f.recompute_partition,
@@ -259,80 +246,70 @@ RULES: tuple[Rule, ...] = (
             "the same on all mp ranks; with selective granularity they differ"
         ),
         fix="Choose --recompute-granularity full with --recompute-interval 1, or leave the two flags out.",
-        source=RECOMPUTE,
         passing="--recompute-interval 1 --recompute-offload",
         failing="--recompute-granularity selective --recompute-offload",
     ),
-    Rule(
+    _no_effect(
         id="recompute-partition-mp",
         reads=("recompute_partition", "mp_degree"),
         when=lambda f: f.recompute_partition,
         requires=lambda f: f.mp_degree > 1,
         message="--recompute-partition splits between mp ranks and has no effect with --mp-degree 1",
-        source=NO_EFFECT,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
         failing="--recompute-partition --recompute-interval 1",
     ),
-    Rule(
+    _recompute_row(
         id="recompute-partition-sequence",
         reads=("recompute_partition", "sequence_parallel", "mp_degree"),
         when=lambda f: f.recompute_partition and f.mp_degree > 1,
         requires=lambda f: not f.sequence_parallel,
         message="with --sequence-parallel, the inputs of recomputed units are already split over mp",
         fix="Leave it out.",
-        source=RECOMPUTE,
         passing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1",
         failing="--world-size 2 --mp-degree 2 --recompute-partition --recompute-interval 1 --sequence-parallel",
         kind=DOWNGRADE,
         sets=(("recompute_partition", False),),
     ),
-    Rule(
+    _no_effect(
         id="recompute-advance-bubble",
         reads=("recompute_in_advance", "recompute_in_bubble"),
         requires=lambda f: not (f.recompute_in_advance and f.recompute_in_bubble),
         message="--recompute-in-advance and --recompute-in-bubble are mutually exclusive",
-        source=NO_EFFECT,
         passing="--recompute-in-bubble",
         failing="--recompute-in-advance --recompute-in-bubble",
     ),
-    Rule(
+    _no_effect(
         id="recompute-advance-chunks",
         reads=("recompute_in_advance", "recompute_in_bubble", "vpp_degree"),
         when=lambda f: f.recompute_in_advance or f.recompute_in_bubble,
         requires=lambda f: f.vpp_degree > 1,
         message="--recompute-in-advance and --recompute-in-bubble need --vpp-degree > 1",
-        source=NO_EFFECT,
         passing="--recompute-in-bubble --world-size 2 --pp-degree 2 --vpp-degree 2 --pp-schedule interleaved",
         failing="--recompute-in-bubble",
     ),
-    Rule(
+    _adaptive_row(
         id="recompute-adaptive-size",
         reads=("adaptive_recompute_device_size", "device"),
-        when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: f.adaptive_recompute_device_size <= MOST_MB and (f.device == "cpu" or not _small(f)),
         message="--adaptive-recompute-device-size is in MB, and no accelerator has that little or that much memory",
         fix=_size_meant,
-        source=RECOMPUTE,
         passing="--adaptive-recompute-device-size 61440",
         failing="--adaptive-recompute-device-size 60",
     ),
-    Rule(
+    _adaptive_row(
         id="recompute-adaptive-pipeline",
         reads=("adaptive_recompute_device_size", "pp_degree"),
-        when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: f.pp_degree == 1,
         message=(
             "--adaptive-recompute-device-size measures one micro-batch at a time, but a pipeline stage keeps several"
         ),
         fix="Choose --recompute-interval, or --pp-degree 1.",
-        source=RECOMPUTE,
         passing="--adaptive-recompute-device-size 32768",
         failing="--world-size 2 --pp-degree 2 --adaptive-recompute-device-size 32768",
     ),
-    Rule(
+    _adaptive_row(
         id="recompute-adaptive",
         reads=("adaptive_recompute_device_size", "not_default"),
-        when=lambda f: f.adaptive_recompute_device_size > 0,
         requires=lambda f: not f.not_default & set(_FLAGS),
         message="--adaptive-recompute-device-size chooses the layers automatically and excludes all other recompute "
         "flags",

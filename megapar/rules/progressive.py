@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megapar.schema.flag import ERNIE
-from megapar.schema.rule import NO_EFFECT, Facts, Rule
+from megapar.schema.rule import Facts, Rule, unused
 
 SOURCE = "ERNIE 3.0"
 BASE = "--progressive-iters 10"
-_SHAPE = ("progressive_batch_multiple", "progressive_length_multiple")
+_LANES = ("generation_segments", "cp_degree", "mp_degree", "sequence_parallel")
 
 
 def _parts(f: Facts) -> int:
@@ -31,16 +31,13 @@ def _row(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **mor
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        id="progressive-unused",
-        reads=("progressive_iters", "not_default"),
-        when=lambda f: f.progressive_iters == 0,
-        requires=lambda f: not f.not_default & set(_SHAPE),
-        message=(
-            "--progressive-batch-multiple and --progressive-length-multiple have no effect without --progressive-iters"
-        ),
+    unused(
+        "progressive-unused",
+        ("progressive_batch_multiple", "progressive_length_multiple"),
+        ("progressive_iters",),
+        lambda f: f.progressive_iters == 0,
+        "without --progressive-iters",
         fix="Set --progressive-iters, or leave them out.",
-        source=NO_EFFECT,
         passing="",
         failing="--progressive-batch-multiple 2",
         models=ERNIE,
@@ -60,10 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "progressive-length",
-        (
-            *("progressive_length_multiple", "seq_length", "generation_segments"),
-            *("cp_degree", "mp_degree", "sequence_parallel"),
-        ),
+        ("progressive_length_multiple", "seq_length", *_LANES),
         "--seq-length 128 --progressive-length-multiple 192",
         "--seq-length 128 --progressive-length-multiple 48",
         requires=lambda f: (

@@ -55,7 +55,7 @@ class Flag:
         help: Help text.
         role: What a search for a faster layout does with it; by default that of its dataclass.
         unit: Unit of a number.
-        choices: Legal values, if they are listed.
+        choices: Legal values, if they are listed; SWITCH by default for a switch.
         low: Inclusive lower bound.
         high: Inclusive upper bound.
         above: Exclusive lower bound.
@@ -143,7 +143,8 @@ def flag(
     """
     defaults = {"moe": default, "ernie": default if ernie is ... else ernie}
     spelled = tuple(Alias(alias) if isinstance(alias, str) else alias for alias in aliases)
-    described = {"defaults": defaults, "help": help, "aliases": spelled, **extra}
+    choices = {"choices": SWITCH} if extra.get("type") == "switch" else {}
+    described = {"defaults": defaults, "help": help, "aliases": spelled, **choices, **extra}
     if value is ...:
         value = MISSING if default is None else default
     return field(default=value, metadata={"flag": described, "through": through})

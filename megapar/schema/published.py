@@ -169,8 +169,8 @@ class PublishedArchitecture:
     def of_folder(self, config: Json) -> PublishedArchitecture:
         """Return this class as stored by a folder with this config.json."""
         absent = tuple(pattern for key, pattern in self.absent_without.items() if not config.get(key, False))
-        found = replace(self, absent=(*self.absent, *absent)) if absent else self
-        return found if self.copies is None else replace(found, shared=self.copies(config))
+        stored = replace(self, absent=(*self.absent, *absent)) if absent else self
+        return stored if self.copies is None else replace(stored, shared=self.copies(config))
 
     @property
     def doubled(self) -> dict[str, str]:
@@ -237,14 +237,14 @@ def first_within(architectures: Iterable[PublishedArchitecture], settings: Setti
         settings: The model's settings, of which those with a mistake are missing.
     """
     model = SimpleNamespace(**settings)
-    for one in architectures:
-        for limit in one.specific:
+    for architecture in architectures:
+        for limit in architecture.specific:
             if any(read not in settings for read in limit.reads):
                 return None
             if not limit.within(model):
                 break
         else:
-            return one.name
+            return architecture.name
     return None
 
 

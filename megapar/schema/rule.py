@@ -24,9 +24,9 @@ NO_EFFECT = "no effect"  # source of the rows that refuse flags without an effec
 
 # Values that a row may read in addition to flags; any other name is a flag's field name.
 FACTS = (
-    *("kind", "sharding_requested", "dp_requested", "data_ranks", "not_default", "requested", "given"),
-    *("launched_size", "export_class", "remote_paths"),
-)
+    "kind", "sharding_requested", "dp_requested", "data_ranks", "not_default", "requested", "given",
+    "launched_size", "export_class", "remote_paths",
+)  # fmt: skip
 _SILENT = ("kind", "not_default", "requested", "given")
 
 
@@ -113,6 +113,26 @@ class Rule:
     def advice(self, values: Mapping[str, Any]) -> str:
         """Return the fix for these values."""
         return self.fix if isinstance(self.fix, str) else self.fix(Facts(values, self.reads))
+
+
+def unused(id: str, names: tuple[str, ...], reads: tuple[str, ...], when: Test, what: str, **more: Any) -> Rule:
+    """Build a row that refuses the flags ``names``, which have no effect ``what``: in these circumstances.
+
+    ``reads`` are the facts that ``when`` reads, in front of ``not_default``. The fix is to leave the flags out, unless
+    another one is given.
+    """
+    *others, last = map(spell, names)
+    subject = f"{', '.join(others)} and {last} have" if others else f"{last} has"
+    leave_out = {"fix": lambda f: f"Leave out {either(spell(n) for n in names if n in f.not_default)}."}
+    return Rule(
+        id=id,
+        reads=(*reads, "not_default"),
+        when=when,
+        requires=lambda f: not f.not_default & set(names),
+        message=f"{subject} no effect {what}",
+        source=NO_EFFECT,
+        **{**leave_out, **more},
+    )
 
 
 def spell(name: str) -> str:

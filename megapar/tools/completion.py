@@ -163,7 +163,7 @@ def _nothing(**_: Any) -> list[str]:
 
 def _configurations(prefix: str = "", **_: Any) -> Iterator[str]:
     """Yield the names of the package's configurations, and files and folders."""
-    from megapar.config.presets import preset_names
+    from megapar.config.yaml_file import preset_names
 
     yield from preset_names()
     folder, slash, start = prefix.rpartition("/")

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from megapar.config.presets import FOLDER, SUFFIX, near_preset, preset_names
+from megapar.config.yaml_file import FOLDER, SUFFIX, near_preset, preset_names
 from megapar.schema.flag import SCRIPTS
 from megapar.tools.parser import Parser
 

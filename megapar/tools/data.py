@@ -65,7 +65,7 @@ def _prepare_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from megapar.data.text.bad_records import skipped_text
+    from megapar.data.text.chunks import skipped_text
     from megapar.data.tokens.parts import Done
     from megapar.data.tokens.prepare import prepare
 
@@ -174,8 +174,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megapar.data.text.bad_records import BadRecords
-    from megapar.data.text.chunks import LineNumbers
+    from megapar.data.text.chunks import BadRecords, LineNumbers
     from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer, train
     from megapar.data.tokens.prepare import input_chunks
 

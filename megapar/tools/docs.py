@@ -12,10 +12,10 @@ from typing import Any
 
 from megapar.compatibility import NOT_BUILT, RULES, Rule
 from megapar.config.config import FLAGS, GROUPS
-from megapar.config.help import default_text
-from megapar.config.presets import FOLDER
+from megapar.config.report import default_text
+from megapar.config.yaml_file import FOLDER
 from megapar.model.architectures import ARCHITECTURES, model_of_architecture
-from megapar.rules.exports import LIMITS
+from megapar.rules.model import LIMITS
 from megapar.schema.flag import SCRIPTS, Flag
 from megapar.schema.published import ANY, PublishedArchitecture, Setting
 from megapar.tools.configs import header_title

@@ -68,7 +68,7 @@ def test_unigram_entropy(decoder_corpus: Corpus) -> None:
 
 
 def test_unigram_entropy_by_hand(tmp_path: Path, fresh_cache: Path) -> None:
-    from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+    from megapar.data.tokenizers.tokenizer import MockTokenizer
 
     (tmp_path / "train.txt").write_text("t7 t7 t8\n")
     (tmp_path / "eval.txt").write_text("t9\n")
@@ -76,7 +76,8 @@ def test_unigram_entropy_by_hand(tmp_path: Path, fresh_cache: Path) -> None:
     tokenizer = MockTokenizer(10)
     data = TrainHeldout(train_data, heldout_data)
     stores = open_stores(data, Split(0.5, 0.5), TokenCache(tokenizer, None), 10)
-    unigram = unigram_entropy(Corpus([], [], tokenizer, 10, lambda samples: None, stores))  # type: ignore[arg-type, return-value]
+    corpus = Corpus([], [], tokenizer=tokenizer, vocab_size=10, collate=lambda samples: None, stores=stores)  # type: ignore[arg-type, return-value]
+    unigram = unigram_entropy(corpus)
     assert unigram.train == pytest.approx(1.5 * math.log(2))  # 7 7 8 end: 1/2, 1/4, 1/4
     assert unigram.heldout == pytest.approx(-(math.log(1 / 14) + math.log(2 / 14)) / 2)  # 9 end
 

@@ -11,8 +11,8 @@ import pytest
 from megapar.data import fingerprint
 from megapar.data.fingerprint import BY_POSITION, BY_TEXT, fingerprint_of_dataset, fingerprints_of
 from megapar.data.text.source import open_sources, sources_hash
-from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.errors import DataError
+from tests.support.token_files import write_tokens
 
 
 def _values(*paths: str, may_read: bool = True) -> list[str | None]:
@@ -26,12 +26,7 @@ def _text(path: Path, *words: str) -> str:
 
 
 def _tokens(path: Path, *ids: int) -> str:
-    with IndexedDatasetBuilder(path, "uint16") as builder:
-        for one in ids:
-            builder.add_item([one, one])
-            builder.end_document()
-        builder.finalize()
-    return str(path)
+    return write_tokens(path, ([i, i] for i in ids))
 
 
 def test_text_is_known_by_its_content(tmp_path: Path, fresh_cache: Path) -> None:

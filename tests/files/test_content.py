@@ -11,7 +11,7 @@ import pytest
 from megapar.arguments import parse
 from megapar.checkpoints.format.shards import ShardFile
 from megapar.config.published import Unsupported, read_config
-from megapar.data.text.source import JsonlFile, TextFile, all_documents, open_sources
+from megapar.data.text.source import JSONL_FILE, TEXT_FILE, FileSource, all_documents, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
 from megapar.files.token_index import check_corpus
@@ -68,7 +68,9 @@ def test_records_are_read_as_records_whatever_the_name(name: str, tmp_path: Path
     (tmp_path / "same.jsonl").write_text(LINES)
     (named,) = open_sources([str(tmp_path / "same.jsonl")], report=said.append)
     assert len(said) == 1
-    assert source.content_hash() == named.content_hash() != TextFile(path).content_hash()  # refused on a resume
+    assert (
+        source.content_hash() == named.content_hash() != FileSource(path, TEXT_FILE).content_hash()
+    )  # refused on a resume
 
 
 def test_text_stays_text(tmp_path: Path) -> None:
@@ -83,19 +85,19 @@ def test_text_stays_text(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(text.encode())
     said: list[str] = []
     sources = open_sources([str(tmp_path / name) for name in others], report=said.append)
-    assert [type(source) for source in sources] == [TextFile] * len(others)
+    assert [source.read_as for source in sources] == [TEXT_FILE] * len(others)
     assert said == [f"{tmp_path / 'fieldless'}: read as text; its lines are JSON objects without the field 'text'"]
     first = tmp_path / "list.jsonl"
     first.write_text(f'["one bad record"]\n{LINES}')
-    assert isinstance(*open_sources([str(first)]), JsonlFile)
+    assert open_sources([str(first)])[0].read_as == JSONL_FILE
 
 
 def test_a_long_first_record_is_read_whole_and_an_endless_one_is_not(tmp_path: Path) -> None:
     long, endless = tmp_path / "long", tmp_path / "endless"
     long.write_text(json.dumps({"text": "x" * 100_000}) + "\n" + LINES)
     endless.write_text('{"text": "' + "x" * (5 << 20))
-    kinds = [type(source) for source in open_sources([str(long), str(endless)])]
-    assert kinds == [JsonlFile, TextFile]
+    kinds = [source.read_as for source in open_sources([str(long), str(endless)])]
+    assert kinds == [JSONL_FILE, TEXT_FILE]
 
 
 def test_a_pointer_is_told_by_every_reader(tmp_path: Path) -> None:

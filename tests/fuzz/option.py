@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from megapar.arguments import FLAGS
@@ -24,7 +24,7 @@ def always(drawn: Drawn) -> bool:
     return True
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Option:
     """One flag of the table. Values are drawn in the table's order, so that a row may look at the rows above it.
 
@@ -37,6 +37,7 @@ class Option:
 
     name: str
     values: Sequence[Any] | Callable[[Drawn], Sequence[Any]] = (None,)
+    _: KW_ONLY
     when: Condition = always
     wild: tuple[Any, ...] = ()
     layout: bool = False
@@ -60,6 +61,11 @@ class Option:
     def counted(self) -> bool:
         """Whether pairs with its values are counted."""
         return not self.size and not self.rare and self.values != (None,)
+
+
+def of_layout(*options: Option) -> tuple[Option, ...]:
+    """The options as those of a layout."""
+    return tuple(replace(option, layout=True) for option in options)
 
 
 def degree(value: Any) -> str:

@@ -125,8 +125,8 @@ def _example(rule: Rule, proof: Proof) -> tuple[str, str, int]:
 def _sizes(kind: str, line: str) -> str:
     """Small sizes, but for what the line says."""
     said = set(shlex.split(line))
-    sizes = SIZES["ernie3" if "ernie3" in said else kind]
-    return " ".join(f"{name} {value}" for name, value in sizes.items() if name not in said)
+    words = SIZES["ernie3" if "ernie3" in said else kind].split()
+    return " ".join(f"{name} {value}" for name, value in zip(words[::2], words[1::2], strict=True) if name not in said)
 
 
 @contextlib.contextmanager

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SIZES: dict[str, dict[str, str]] = {
-    "moe": {
-        **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
-        **{"--seq-length": "16", "--vocab-size": "101", "--num-experts": "4", "--micro-batch-size": "2"},
-        **{"--init-std": "0.1"},
-    },
-    "ernie": {
-        **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
-        **{"--seq-length": "16", "--vocab-size": "101", "--micro-batch-size": "2", "--attention-dropout": "0"},
-        **{"--hidden-dropout": "0", "--init-std": "0.1"},
-    },
-    "ernie3": {
-        **{"--num-layers": "2", "--hidden-size": "16", "--num-attention-heads": "4", "--ffn-hidden-size": "32"},
-        **{"--seq-length": "16", "--vocab-size": "101", "--micro-batch-size": "2", "--attention-dropout": "0"},
-        **{"--hidden-dropout": "0", "--init-std": "0.1", "--task-num-layers": "1", "--task-hidden-size": "16"},
-        **{"--task-num-attention-heads": "4", "--task-ffn-hidden-size": "32"},
-    },
+_BOTH = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 32 --seq-length 16 --vocab-size 101 "
+    "--micro-batch-size 2 --init-std 0.1"
+)
+_ERNIE = f"{_BOTH} --attention-dropout 0 --hidden-dropout 0"
+SIZES = {
+    "moe": f"{_BOTH} --num-experts 4",
+    "ernie": _ERNIE,
+    "ernie3": f"{_ERNIE} --task-num-layers 1 --task-hidden-size 16 --task-num-attention-heads 4 "
+    "--task-ffn-hidden-size 32",
 }
 
 
@@ -41,11 +34,19 @@ class Proof:
     argument: str = ""
 
 
-_ACCELERATOR = "this device is not there, and a run would end when it is looked for"
+_ON_ACCELERATORS = """
+compile-device fp64-device fp8-device fp8-dtype fp8-mp fp8-zero-bubble mla-cp-exchange-fp8
+tp-comm-overlap-fused-device tp-comm-overlap-fused-dtype
+attention-backend-device attention-backend-dtype attention-backend-fused attention-backend-repeats
+attention-backend-dropout attention-backend-form attention-backend-heads attention-backend-heads-ernie
+"""
 
 _LATER = ("not-built-recompute-in-advance", "not-built-recompute-in-bubble")
 
 PROOFS: dict[str, Proof] = {
+    **dict.fromkeys(
+        _ON_ACCELERATORS.split(), Proof(argument="this device is not there, and a run would end when it is looked for")
+    ),
     "not-built-stage-3-overlap-off": Proof(
         "--sharding-stage 3 --no-overlap-grad-reduce", 2, idle=("overlap_grad_reduce",)
     ),
@@ -75,8 +76,6 @@ PROOFS: dict[str, Proof] = {
     "mtp-block": Proof(argument="a block would be trained that no published model defines"),
     "tp-comm-overlap-unused": Proof(idle=("tp_comm_overlap",)),
     "tp-comm-overlap-fused": Proof(argument="all-reduces would stay as they are, one behind each product"),
-    "tp-comm-overlap-fused-device": Proof(argument=_ACCELERATOR),
-    "tp-comm-overlap-fused-dtype": Proof(argument=_ACCELERATOR),
     "mp-ffn": Proof("--mp-degree 2 --num-experts 0 --ffn-hidden-size 641", 2),
     "mp-shared-experts": Proof(
         "--mp-degree 2 --sequence-parallel --expert-mp-degree 1 --moe-shared-experts 1 --moe-ffn-hidden-size 255", 2
@@ -173,19 +172,8 @@ PROOFS: dict[str, Proof] = {
     "hf-source": Proof("--hf-dataset corpus", idle=("hf_dataset",)),
     "hf-source-alone": Proof(argument="files that are named would not be read"),
     "hf-source-packing": Proof(argument="samples would be packed although --no-packing is said"),
-    "compile-device": Proof(argument=_ACCELERATOR),
     "compile-deterministic": Proof(argument="a kernel that is chosen by measuring may be another one in the next run"),
     "compile-ernie3": Proof(argument="segments of another size each step are compiled anew each step"),
-    "fp64-device": Proof(argument=_ACCELERATOR),
-    **{
-        f"attention-backend-{what}": Proof(argument=_ACCELERATOR)
-        for what in ("device", "dtype", "fused", "repeats", "dropout", "form", "heads", "heads-ernie")
-    },
-    "fp8-device": Proof(argument=_ACCELERATOR),
-    "fp8-dtype": Proof(argument=_ACCELERATOR),
-    "fp8-mp": Proof(argument=_ACCELERATOR),
-    "fp8-zero-bubble": Proof(argument=_ACCELERATOR),
-    "mla-cp-exchange-fp8": Proof(argument=_ACCELERATOR),
     "latent-head-dim": Proof(idle=("head_dim",)),
     "latent-rotary-percent": Proof(idle=("rotary_percent",)),
     "latent-sizes-unused": Proof(idle=("kv_lora_rank",)),

@@ -56,19 +56,21 @@ def test_regression(regression: Regression) -> None:
         assert regression.refused_by in outcome.rules
 
 
+def drawn_cases(seed: int, count: int) -> list[Case]:
+    """The cases of a run, none of which is run."""
+    found: list[Case] = []
+
+    def keep(case: Case) -> Outcome:
+        found.append(case)
+        return Outcome(EQUAL)
+
+    last(Fuzzer(seed, max_cases=count, check=keep))
+    return found
+
+
 def test_one_seed_gives_the_same_cases() -> None:
-    def drawn(seed: int) -> list[Case]:
-        found: list[Case] = []
-
-        def keep(case: Case) -> Outcome:
-            found.append(case)
-            return Outcome(EQUAL)
-
-        last(Fuzzer(seed, max_cases=25, check=keep))
-        return found
-
-    assert drawn(3) == drawn(3)
-    assert drawn(3) != drawn(4)
+    assert drawn_cases(3, 25) == drawn_cases(3, 25)
+    assert drawn_cases(3, 25) != drawn_cases(4, 25)
 
 
 def test_a_failure_is_minimised_and_the_run_goes_on() -> None:
@@ -180,13 +182,7 @@ def _no_choice(name: str, values: Sequence[Any], drawn: Drawn) -> Any:
 
 
 def test_every_case_is_told_so_that_it_can_be_run_again() -> None:
-    found: list[Case] = []
-
-    def keep(case: Case) -> Outcome:
-        found.append(case)
-        return Outcome(EQUAL)
-
-    last(Fuzzer(9006, max_cases=60, check=keep))
+    found = drawn_cases(9006, 60)
     assert sum(case.by_bits for case in found) > 2
     assert {name for case in found for name, _ in case.settings} >= RARE
     assert {case.backend for case in found} == {GLOO, LATE, LAZY, BOTH}
@@ -214,43 +210,32 @@ def _resolved(case: Case) -> list[object]:
     return [{name: value for name, value in each.items() if name not in ("requested", "given")} for each in values]
 
 
-@pytest.mark.parametrize(
-    ("layout", "parts"),
-    [("--mp-degree 2 --sequence-parallel", ((0, 1), (2, 3))), ("--cp-degree 2", ((0, 3), (1, 2)))],
-)
-def test_capacity_per_rank_is_held_to_the_oracle(layout: str, parts: Parts) -> None:
-    """Where ranks share a sequence it differs from one process, which counts over the whole micro-batch."""
-    line = (
-        f"{SMALL} --init-std 0.5 --num-experts 4 --moe-router-topk 2 --moe-model-type deepspeed_moe "
-        f"--moe-capacity-factor 0.5 --moe-min-capacity 1 --micro-batch-size 3 {layout}"
-    )
-    for policy in ("token", "choice", "probs"):
-        case = case_of("moe", 2, f"{line} --moe-drop-policy {policy} --moe-capacity-scope rank")
-        outcome = check(case)
-        assert outcome.kind == EQUAL, outcome.text
-        flags = tuple(case.reference_flags(3))
-        assert differences(reference("moe", flags), reference("moe", flags, parts)) != []
+POLICIES = ("token", "choice", "probs")
 
 
 @pytest.mark.parametrize(
-    ("layout", "parts"),
+    ("world_size", "layout", "policies", "batch", "parts"),
     [
-        ("--ep-degree 2 --ampipe-degree 2 --ampipe-slicing balanced", ((0, 1, 2), (3,))),
-        ("--ep-degree 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2", ((0, 1), (2, 3))),
+        (2, "--mp-degree 2 --sequence-parallel --moe-capacity-scope rank", POLICIES, 3, ((0, 1), (2, 3))),
+        (2, "--cp-degree 2 --moe-capacity-scope rank", POLICIES, 3, ((0, 3), (1, 2))),
+        (2, "--ep-degree 2 --ampipe-degree 2 --ampipe-slicing balanced", POLICIES[::2], 6, ((0, 1, 2), (3,))),
+        (4, "--ep-degree 2 --mp-degree 2 --sequence-parallel --ampipe-degree 2", POLICIES[::2], 6, ((0, 1), (2, 3))),
     ],
 )
-def test_capacity_per_slice_is_held_to_the_oracle(layout: str, parts: Parts) -> None:
-    """Policies that cannot be cut into slices work there, too."""
+def test_capacity_of_ranks_and_slices_is_held_to_the_oracle(
+    world_size: int, layout: str, policies: tuple[str, ...], batch: int, parts: Parts
+) -> None:
+    """They differ from one process, which counts over the whole micro-batch; any policy works by slices, too."""
     line = (
         f"{SMALL} --init-std 0.5 --num-experts 4 --moe-router-topk 2 --moe-model-type deepspeed_moe "
         f"--moe-capacity-factor 0.5 --moe-min-capacity 1 --micro-batch-size 3 {layout}"
     )
-    world_size = 4 if "--mp-degree" in layout else 2
-    for policy in ("token", "probs"):
-        case = case_of("moe", world_size, f"{line} --moe-drop-policy {policy} --ampipe-capacity slice")
+    line += " --ampipe-capacity slice" if "--ampipe-degree" in layout else ""
+    for policy in policies:
+        case = case_of("moe", world_size, f"{line} --moe-drop-policy {policy}")
         outcome = check(case)
         assert outcome.kind == EQUAL, outcome.text
-        flags = tuple(case.reference_flags(6))
+        flags = tuple(case.reference_flags(batch))
         assert differences(reference("moe", flags), reference("moe", flags, parts)) != []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megapar.data.batches import MicroBatch
-from megapar.data.unpadded_batch import unpadded_collate
+from megapar.data.reduced_batch import unpadded_collate
 from tests.model.small import DENSE, ERNIE, MOE, VARIETIES, batch_for, build, total
 
 

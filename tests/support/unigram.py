@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapar.data import Corpus
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.data.tokens.store import StoreBlend, TokenStore
 
 

@@ -17,8 +17,8 @@ from megapar.arguments import FLAGS, SCRIPTS, parse
 from megapar.checkpoints.export import export as exported
 from megapar.checkpoints.ownership.data_facts import DataFacts
 from megapar.checkpoints.ownership.identity import DataPhase, Identity, flags_of
-from megapar.config.presets import preset_names
 from megapar.config.read import about
+from megapar.config.yaml_file import preset_names
 from megapar.data.fingerprint import Fingerprint
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.errors import CheckpointError, ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.config.presets import preset_names
+from megapar.config.yaml_file import preset_names
 from megapar.tools.completion import VARIABLE, _configurations, parser_of
 from megapar.tools.main import COMMANDS, main
 

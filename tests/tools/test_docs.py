@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megapar.config.presets import FOLDER
+from megapar.config.yaml_file import FOLDER
 from megapar.tools.configs import header_title
 from megapar.tools.docs import header_source, preset_rows
 

@@ -21,7 +21,7 @@ import torch
 from megapar.core.device.attention.table import CAUSAL, CUDNN, ROWS
 from megapar.core.device.base import Device
 from megapar.core.device.ops import OPS
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.moe.router import Router
 from scripts.gpu_day import (
     ampipe,

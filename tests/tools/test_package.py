@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megapar import __version__
-from megapar.config.presets import FOLDER, preset_names
+from megapar.config.yaml_file import FOLDER, preset_names
 from megapar.tools.main import main
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_tokenizer
 from megapar.data.tokenizers.tokenizer import NoTokenizer, token_ids
 from megapar.errors import CheckpointError, ConfigError
-from megapar.rules.exports import LIMITS, RULES
+from megapar.rules.model import EXPORTS, LIMITS
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.reports.terminal import PlainTerminal
@@ -92,7 +92,7 @@ def reload(folder: Path, tmp_path: Path) -> torch.Tensor:
 def test_what_the_class_cannot_be_is_refused_by_both_doors(flags: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         parse("moe", [*f"{small(flags)} {flags}".split(), "--save-hf", str(tmp_path / "out")], {})
-    assert {one.rule for one in refused.value.complaints} <= {rule.id for rule in RULES}
+    assert {one.rule for one in refused.value.complaints} <= {rule.id for rule in EXPORTS}
     assert all("keep every weight" in str(one) for one in refused.value.complaints)
     run(f"{flags} --save {tmp_path}/runs", tmp_path)
     with pytest.raises(CheckpointError) as error:
@@ -131,7 +131,7 @@ def test_every_limit_is_a_row_or_cannot_be_asked_for() -> None:
     unreached |= {"hf-qk-norm-width", "hf-norm-placement-output", "hf-shared-gate-always"}
     unreached |= {"hf-latent-attention", "hf-latent-attention-always", "hf-sigmoid-scores", "hf-softmax-scores"}
     unreached |= {"hf-sentence-order", "hf-no-sentence-order"}
-    assert {limit.id for limit in LIMITS} - {rule.id for rule in RULES} == unreached
+    assert {limit.id for limit in LIMITS} - {rule.id for rule in EXPORTS} == unreached
 
 
 def test_without_its_prediction_block_a_model_with_norms_goes_out(tmp_path: Path) -> None:

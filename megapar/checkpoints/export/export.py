@@ -17,15 +17,14 @@ from megapar.checkpoints.export.from_hf import CARRIED, trained_architecture
 from megapar.checkpoints.export.to_hf import Saved, megapar_to_hf
 from megapar.checkpoints.format.names import LAYOUT_FILE
 from megapar.checkpoints.save_load import folder as folders
-from megapar.config.from_hf import BESIDE, has_tokenizer, published_folder
-from megapar.config.published import read_config
+from megapar.config.published import BESIDE, has_tokenizer, published_folder, read_config
 from megapar.core.comm import host_messages
 from megapar.core.comm.world import World
 from megapar.core.sharding.cut import is_primary, is_speaker, master_box
 from megapar.core.sharding.master_shard import ParameterView
 from megapar.core.sharding.sharding import Sharding
 from megapar.core.units import GIBIBYTE
-from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
+from megapar.data.tokenizers.load import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.files.location import Location, Place, at

@@ -26,8 +26,7 @@ from megapar.checkpoints.ownership.identity import MTP, blocks_lacking, match_fo
 from megapar.checkpoints.save_load import folder as folders
 from megapar.checkpoints.save_load.planner import GlobalPlan
 from megapar.checkpoints.save_load.storage import write_layout
-from megapar.config.from_hf import BESIDE, has_tokenizer
-from megapar.config.published import Unsupported, architecture_of, flags_of, read_config
+from megapar.config.published import BESIDE, Unsupported, architecture_of, flags_of, has_tokenizer, read_config
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.files.location import Location, Place, at, copy

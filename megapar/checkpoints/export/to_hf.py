@@ -25,10 +25,9 @@ from megapar.checkpoints.format.shards import (
     write_shards,
 )
 from megapar.checkpoints.save_load import folder as folders
-from megapar.config.from_hf import BESIDE, has_tokenizer
-from megapar.config.published import read_config
+from megapar.config.published import BESIDE, has_tokenizer, read_config
 from megapar.core.box import Box
-from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer
+from megapar.data.tokenizers.load import load_stored_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer, token_ids
 from megapar.errors import CheckpointError
 from megapar.files.location import Location, Place, at, copy, written_locally

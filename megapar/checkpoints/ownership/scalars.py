@@ -21,7 +21,7 @@ from megapar.checkpoints.format.layout import read_layout
 from megapar.checkpoints.format.names import parse_checkpoint_name
 from megapar.checkpoints.format.shards import read_scalars
 from megapar.checkpoints.ownership.identity import RECORD, Identity
-from megapar.config.shown import shown
+from megapar.config.values import shown
 from megapar.errors import CheckpointError
 from megapar.files.location import Location
 from megapar.schema.legal_values import MAX_INT

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megapar.data.lazy_numpy import np
 from megapar.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 STRIDE = 1024  # documents between two stored sums
 _BLOCK = STRIDE << 10  # documents read at a time
@@ -27,8 +25,6 @@ class PieceCounts:
             offsets: [D + 1], the index where each document begins, read in slices.
             pieces_of: Maps lengths [n] int64 of documents to counts [n] of pieces.
         """
-        import numpy as np
-
         self._offsets = offsets
         self._pieces_of = pieces_of
         self._documents = len(offsets) - 1
@@ -46,8 +42,6 @@ class PieceCounts:
 
     def find(self, number: int) -> tuple[int, int, int]:
         """Return (document, index among its pieces, number of its pieces) of piece ``number``, 0 <= number < total."""
-        import numpy as np
-
         stretch = int(np.searchsorted(self._sums, number, side="right")) - 1
         first = stretch * STRIDE
         counts = self._counts(first, min(first + STRIDE, self._documents))
@@ -58,8 +52,6 @@ class PieceCounts:
         return first + document, rest - (int(until[document]) - pieces), pieces
 
     def _counts(self, first: int, last: int) -> np.ndarray:
-        import numpy as np
-
         lengths = np.diff(np.asarray(self._offsets[first : last + 1], dtype=np.int64))
         if (lengths < 0).any():
             document = first + int(np.argmax(lengths < 0))

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
+from megapar.data.lazy_numpy import np
 from megapar.data.sampling.mixture import Blend, Pieces_co, Shares
 from megapar.data.sampling.samples import DocumentPieces, PieceOrder, TokenPieces, nearby, order_of, weighted
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ class PhasedPieces(Generic[Pieces_co]):
         return self._pieces[number]
 
     def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """See samples.Weighted."""
         return weighted(self._pieces, number)
 
     def document(self: PhasedPieces[DocumentPieces], number: int) -> int:
@@ -79,7 +76,6 @@ class PhasedPieces(Generic[Pieces_co]):
         return self._pieces.document(number)
 
     def nearby(self, number: int) -> range:
-        """See samples.Nearby."""
         return nearby(self._pieces, number)
 
     def order(self, seed: int, stream: str, count: Callable[[int], int] = lambda number: number) -> PieceOrder:

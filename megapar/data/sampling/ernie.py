@@ -2,18 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from megapar.data.lazy_numpy import np
 from megapar.data.sampling.counts import PieceCounts
 from megapar.data.sampling.draws import Draws
-from megapar.data.sampling.frame import PAIR_MARKS, Frame
 from megapar.data.sampling.samples import NO_LOSS, Sample, TokenPieces, order_of
-from megapar.data.tokenizers.tokenizer import Tokenizer
+from megapar.data.tokenizers.tokenizer import Tokenizer, WordMarks
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 
-if TYPE_CHECKING:
-    import numpy as np
+PAIR_MARKS = 3  # [CLS], [SEP], [SEP]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The form of samples of S positions, common to all objectives.
+
+        [CLS] part .. [SEP] part .. [SEP] pad ..        token types 0, 1, 1, ..; positions from 0
+
+    Attributes:
+        ordinary: ids for random replacements.
+        marks: Word boundaries of the tokenizer.
+    """
+
+    seq_length: int
+    cls: int
+    sep: int
+    pad: int
+    mask: int
+    ordinary: np.ndarray
+    marks: WordMarks
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, seq_length: int) -> Frame:
+        """Return the frame of a tokenizer. Raises DataError if it lacks one of [CLS], [SEP], [MASK], [PAD]."""
+        need = tokenizer.special.need
+        ids = (need("cls"), need("sep"), need("pad"), need("mask"))
+        return cls(seq_length, *ids, tokenizer.ordinary_ids, tokenizer.word_marks)
+
+    @property
+    def pair_room(self) -> int:
+        """Maximum number of ids of two parts together."""
+        return self.seq_length - PAIR_MARKS
+
+    def sample(self, *parts: tuple[np.ndarray, np.ndarray | None], label: int = NO_LOSS) -> Sample:
+        """Return a sample: tokens, token_types, labels [S] int64, valid [S] bool, label [] int64.
+
+        Args:
+            parts: (input ids, labels) of each part; labels are None if no id of the part is predicted.
+            label: Class of the sample; NO_LOSS if it has none.
+        """
+        tokens = np.full(self.seq_length, self.pad, dtype=np.int64)
+        labels = np.full(self.seq_length, NO_LOSS, dtype=np.int64)
+        types = np.zeros(self.seq_length, dtype=np.int64)
+        tokens[0], end = self.cls, 1
+        for kind, (shown, part_labels) in enumerate(parts):
+            start, end = end, end + len(shown)
+            tokens[start:end], tokens[end] = shown, self.sep
+            if part_labels is not None:
+                labels[start:end] = part_labels
+            end += 1
+            types[start:end] = min(kind, 1)
+        valid = np.arange(self.seq_length) < end
+        return {
+            "tokens": tokens,
+            "token_types": types,
+            "labels": labels,
+            "valid": valid,
+            "label": np.array(label, dtype=np.int64),
+        }
+
 
 SHORTEST_SEQUENCE = PAIR_MARKS + 3  # positions; for this length every span has the two ids that a pair needs
 SHORTEST_SPAN = 8  # ids; shorter spans do not contain two meaningful sentences
@@ -41,8 +100,6 @@ class Spans:
         return self._counts.find(number)[0]
 
     def __getitem__(self, number: int) -> np.ndarray:
-        import numpy as np
-
         document, part, parts = self._counts.find(number)
         start, end = (int(n) for n in self._store.offsets[document : document + 2])
         length = end - 1 - start
@@ -54,8 +111,6 @@ class Spans:
 
 def span_counts(lengths: np.ndarray, longest: int) -> np.ndarray:
     """Return [n] spans per document for ``lengths`` [n], ids per document."""
-    import numpy as np
-
     return np.where(lengths >= SHORTEST_SPAN, -(-lengths // longest), 0)
 
 
@@ -77,9 +132,6 @@ class ErnieSamples:
 
         Args:
             pieces: Pieces of 2 to S - 3 ids.
-            seq_length: S, the positions of a sample.
-            tokenizer: Provides special ids and word boundaries.
-            mlm_probability: Probability that a word is masked.
             seed: Seed of the order, the cuts and the masks; None for the fixed held-out samples.
         """
         self._frame = Frame.of(tokenizer, seq_length)
@@ -110,8 +162,6 @@ def cut_at(starts: np.ndarray, where: float) -> int:
         starts: [T] bool, True at the first id of each word, T >= 2.
         where: Selects one of the candidates, in [0, 1).
     """
-    import numpy as np
-
     length = len(starts)
     low, high = max(1, length // 4), max(2, length - length // 4)
     places = np.flatnonzero(starts[low:high]) + low
@@ -136,8 +186,6 @@ def mask_words(
         ordinary: ids for random replacements.
         draws: Random numbers of the sample.
     """
-    import numpy as np
-
     words = int(starts.sum())
     chosen = draws.uniform(words) < probability
     chosen[draws.integer(words)] |= not chosen.any()

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from megapar.data.lazy_numpy import np
 from megapar.data.sampling.samples import DocumentPieces, Order, PieceOrder, TokenPieces, weighted
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Pieces_co = TypeVar("Pieces_co", bound=TokenPieces, covariant=True)
 
@@ -35,29 +33,25 @@ class Shares:
 
     def find(self, number: int) -> tuple[int, int]:
         """Return (part of ``number``, count of smaller numbers of that part)."""
+        return self._descend(number, None)
+
+    def count(self, part: int, number: int) -> int:
+        """Return the count of numbers below ``number`` that belong to the part."""
+        return self._descend(number, part)[1]
+
+    def _descend(self, number: int, part: int | None) -> tuple[int, int]:
+        """Go to the leaf of ``part``, or of the number itself; return it and the count of smaller numbers there."""
         low, high = 0, len(self._until) - 1
         while high - low > 1:
             middle = (low + high) // 2
             left, total = self._until[middle] - self._until[low], self._until[high] - self._until[low]
             before = number * left // total
-            if (number + 1) * left // total > before:
+            goes_left = part < middle if part is not None else (number + 1) * left // total > before
+            if goes_left:
                 high, number = middle, before
             else:
                 low, number = middle, number - before
         return low, number
-
-    def count(self, part: int, number: int) -> int:
-        """Return the count of numbers below ``number`` that belong to the part."""
-        low, high = 0, len(self._until) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            left, total = self._until[middle] - self._until[low], self._until[high] - self._until[low]
-            before = number * left // total
-            if part < middle:
-                high, number = middle, before
-            else:
-                low, number = middle, number - before
-        return number
 
 
 class Blend(Generic[Pieces_co]):
@@ -80,7 +74,6 @@ class Blend(Generic[Pieces_co]):
         return self.parts[part][number - self._starts[part]]
 
     def weighted(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """See samples.Weighted."""
         part = bisect_right(self._starts, number) - 1
         return weighted(self.parts[part], number - self._starts[part])
 
@@ -90,7 +83,6 @@ class Blend(Generic[Pieces_co]):
         return part << 48 | self.parts[part].document(number - self._starts[part])
 
     def order(self, seed: int, stream: str) -> PieceOrder:
-        """See samples.Ordered."""
         if self.weights is None:
             return Order(len(self), seed, stream)
         orders = [Order(len(part), seed, f"mixture/{number}/{stream}") for number, part in enumerate(self.parts)]

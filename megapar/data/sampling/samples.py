@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sized
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from megapar.data.lazy_numpy import np
 from megapar.data.sampling.counts import PieceCounts
-from megapar.data.sampling.permutation import Permutation
+from megapar.data.sampling.draws import Draws, Permutation
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Sample = dict[str, "np.ndarray"]
 
@@ -83,8 +81,6 @@ class Windows:
         return max(1, (len(self.store.tokens) - 1) // self.length)
 
     def __getitem__(self, number: int) -> np.ndarray:
-        import numpy as np
-
         start = number * self.length
         return np.asarray(self.store.tokens[start : start + self.length + 1], dtype=np.int64)
 
@@ -106,8 +102,6 @@ class DocumentWindows:
         return self._counts.total
 
     def __getitem__(self, number: int) -> np.ndarray:
-        import numpy as np
-
         document, part, _ = self._counts.find(number)
         start, end = (int(n) for n in self._store.offsets[document : document + 2])
         begin = start + part * self._length
@@ -232,9 +226,7 @@ class DecoderSamples:
 
         Args:
             pieces: Pieces of at most S + 1 ids.
-            seq_length: S, the positions of a sample.
             seed: Seed of the order; None for the fixed order of held-out pieces.
-            boundaries: Effects of document ends; None for no effects.
         """
         self._pieces = pieces
         self._seq_length = seq_length
@@ -245,8 +237,6 @@ class DecoderSamples:
         return len(self._pieces)
 
     def __getitem__(self, number: int) -> Sample:
-        import numpy as np
-
         ids, weights = weighted(self._pieces, self._order[number])
         short = self._seq_length + 1 - len(ids)
         sample = {"tokens": ids[:-1], "labels": ids[1:]}
@@ -265,8 +255,6 @@ class DecoderSamples:
         return sample
 
     def _bounded(self, sample: Sample, boundaries: Boundaries) -> Sample:
-        import numpy as np
-
         tokens = sample["tokens"]
         at_end = tokens == boundaries.end
         starts = np.flatnonzero(at_end) + 1  # start of each document after the first one
@@ -285,10 +273,42 @@ class DecoderSamples:
 
 def _weighed(sample: Sample) -> Sample:
     """Return the sample with NO_LOSS at weights of 0, and with its weights only if the labels do not say them."""
-    import numpy as np
-
     counted = sample[WEIGHTS] > 0
     sample["labels"] = np.where(counted, sample["labels"], NO_LOSS)
     if (sample[WEIGHTS] == counted).all():
         del sample[WEIGHTS]
     return sample
+
+
+PIECES = 1 << 20
+
+
+class RandomPieces:
+    """Pieces of random ids; both ids and lengths are distributed uniformly."""
+
+    def __init__(
+        self, ids: np.ndarray, shortest: int, longest: int, seed: int, stream: str, *, end: int | None = None
+    ) -> None:
+        """Take the ids and the limits of a length; ``stream`` separates training from held-out pieces.
+
+        With ``end``, an end token replaces each position with probability min(1/4, 4 / length).
+        """
+        self._ids = ids
+        self._shortest = shortest
+        self._longest = longest
+        self._seed = seed
+        self._stream = f"mock/{stream}"
+        self._end = end
+
+    def __len__(self) -> int:
+        return PIECES
+
+    def document(self, number: int) -> int:
+        """Return the piece's number, because every piece is a document."""
+        return number
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        draws = Draws(self._seed, self._stream, number)
+        length = self._shortest + draws.integer(self._longest - self._shortest + 1)
+        ids = np.asarray(self._ids[draws.integers(length, len(self._ids))])
+        return ids if self._end is None else np.where(draws.uniform(length) < min(0.25, 4 / length), self._end, ids)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from megapar.data.lazy_numpy import np
+from megapar.data.sampling.draws import Permutation
 from megapar.data.sampling.ernie import SHORTEST_SPAN, span_counts
-from megapar.data.sampling.permutation import Permutation
 from megapar.data.sampling.samples import PieceOrder, TokenPieces
 from megapar.data.text.hf_dataset import open_dataset
 from megapar.data.tokenizers.tokenizer import Tokenizer
@@ -16,14 +17,22 @@ from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
 from megapar.files.data_files import checked_text
 
-if TYPE_CHECKING:
-    import numpy as np
-
 Pieces = TypeVar("Pieces", bound=TokenPieces)
 
 ROWS = 4096  # approximate number of rows of a block
 _PROBES = 256  # rows that are tokenized to estimate their length
 _TASKS = 6  # blocks in the cache: one for each of ERNIE 3.0's five tasks, and one more
+
+
+class StreamedRows(NamedTuple):
+    """Rows first .. last - 1 of a dataset with a column ``field``; ``name`` is for messages."""
+
+    dataset: Any
+    first: int
+    last: int
+    tokenizer: Tokenizer
+    name: str
+    field: str
 
 
 class _RowPieces:
@@ -39,15 +48,13 @@ class _RowPieces:
         per_block: Pieces of each block.
     """
 
-    def __init__(self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str) -> None:
-        """Use rows first .. last - 1 of a dataset with a column ``field``; ``name`` is for messages."""
-        if last <= first:
-            raise DataError(f"{name}: the split leaves no rows for training or for evaluation; pass another --split")
+    def __init__(self, rows: StreamedRows) -> None:
+        if rows.last <= rows.first:
+            raise DataError(
+                f"{rows.name}: the split leaves no rows for training or for evaluation; pass another --split"
+            )
         self._rows = rows
-        self._first, self._count = first, last - first
-        self._tokenizer = tokenizer
-        self._name = name
-        self._field = field
+        self._first, self._count = rows.first, rows.last - rows.first
         self.blocks = max(1, self._count // ROWS)
         self.per_block = 1
 
@@ -55,7 +62,6 @@ class _RowPieces:
         return self.blocks * self.per_block
 
     def order(self, seed: int, stream: str) -> PieceOrder:
-        """See samples.Ordered."""
         return _BlockOrder(self.blocks, self.per_block, seed, stream)
 
     def nearby(self, number: int) -> range:
@@ -71,12 +77,12 @@ class _RowPieces:
         """Return the ids of some rows spread over the data."""
         count = min(_PROBES, self._count)
         numbers = sorted({self._first + i * self._count // count for i in range(count)})
-        return self._tokenizer.encode_batch(self._texts(numbers))
+        return self._rows.tokenizer.encode_batch(self._texts(numbers))
 
     def _texts(self, numbers: Any) -> list[str]:
-        field, texts = self._field, self._rows[list(numbers)][self._field]
-        named = zip(numbers, texts, strict=True)
-        return [checked_text(text, {field: text}, f"{self._name}, row {number}", field) for number, text in named]
+        field, name = self._rows.field, self._rows.name
+        named = zip(numbers, self._rows.dataset[list(numbers)][field], strict=True)
+        return [checked_text(text, {field: text}, f"{name}, row {number}", field) for number, text in named]
 
 
 class RowWindows(_RowPieces):
@@ -85,31 +91,25 @@ class RowWindows(_RowPieces):
     Neighbouring windows share one id.
     """
 
-    def __init__(
-        self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str, length: int
-    ) -> None:
-        super().__init__(rows, first, last, tokenizer, name, field)
-        self._end = tokenizer.special.need("eos")
+    def __init__(self, rows: StreamedRows, length: int) -> None:
+        super().__init__(rows)
+        self._end = rows.tokenizer.special.need("eos")
         self._length = length
         probed = self._probed()
-        mean = sum(len(one) + 1 for one in probed) / len(probed)
+        mean = sum(len(ids) + 1 for ids in probed) / len(probed)
         self.per_block = max(1, int(mean * self._count / self.blocks) // length)
         self._block = lru_cache(maxsize=2)(self._tokens)
 
     def __getitem__(self, number: int) -> np.ndarray:
-        import numpy as np
-
         block, window = divmod(number, self.per_block)
         tokens = self._block(block)
         places = np.arange(window * self._length, (window + 1) * self._length + 1) % len(tokens)
         return np.asarray(tokens[places], dtype=np.int64)
 
     def _tokens(self, block: int) -> np.ndarray:
-        import numpy as np
-
         texts = self._texts(self._rows_of(block))
-        ids = [one for document in self._tokenizer.encode_batch(texts) for one in (*document, self._end)]
-        return np.array(ids, dtype=np.int32)
+        documents = self._rows.tokenizer.encode_batch(texts)
+        return np.array([i for document in documents for i in (*document, self._end)], dtype=np.int32)
 
 
 class _Spanned(NamedTuple):
@@ -133,15 +133,13 @@ class RowSpans(_RowPieces):
     too short for a span.
     """
 
-    def __init__(
-        self, rows: Any, first: int, last: int, tokenizer: Tokenizer, name: str, field: str, longest: int
-    ) -> None:
-        super().__init__(rows, first, last, tokenizer, name, field)
+    def __init__(self, rows: StreamedRows, longest: int) -> None:
+        super().__init__(rows)
         self._longest = longest
         probed = self._probed()
         spans = int(spans_of(probed, longest).sum())
         if not spans:
-            raise DataError(f"{name}: no row has the {SHORTEST_SPAN} tokens that a sentence pair needs")
+            raise DataError(f"{rows.name}: no row has the {SHORTEST_SPAN} tokens that a sentence pair needs")
         self.per_block = max(1, int(spans * self._count / len(probed) / self.blocks))
         self._block = lru_cache(maxsize=_TASKS)(self._cut)
 
@@ -152,18 +150,14 @@ class RowSpans(_RowPieces):
         return int(rows[span % len(rows)]) + span // len(rows) * (self._first + self._count)
 
     def __getitem__(self, number: int) -> np.ndarray:
-        import numpy as np
-
         block, span = divmod(number, self.per_block)
         tokens, edges, _ = self._block(block)
         begin, end = edges[span % len(edges)]
         return np.asarray(tokens[begin:end], dtype=np.int64)
 
     def _cut(self, block: int) -> _Spanned:
-        import numpy as np
-
         numbers = self._rows_of(block)
-        ids = self._tokenizer.encode_batch(self._texts(numbers))
+        ids = self._rows.tokenizer.encode_batch(self._texts(numbers))
         parts = spans_of(ids, self._longest)
         begins = np.cumsum([0, *map(len, ids)])
         edges = [
@@ -173,18 +167,16 @@ class RowSpans(_RowPieces):
         ]
         if not edges:
             raise DataError(
-                f"{self._name}: none of rows {numbers[0]} to {numbers[-1]} has the {SHORTEST_SPAN} tokens that a "
+                f"{self._rows.name}: none of rows {numbers[0]} to {numbers[-1]} has the {SHORTEST_SPAN} tokens that a "
                 "sentence pair needs"
             )
-        tokens = np.fromiter((one for row in ids for one in row), dtype=np.int32, count=int(begins[-1]))
+        tokens = np.fromiter((i for row in ids for i in row), dtype=np.int32, count=int(begins[-1]))
         return _Spanned(tokens, np.array(edges), np.repeat(np.array(numbers), parts))
 
 
 def spans_of(ids: Sequence[Sequence[int]], longest: int) -> np.ndarray:
     """Return [n], the number of spans of each document."""
-    import numpy as np
-
-    return span_counts(np.array([len(one) for one in ids], dtype=np.int64), longest)
+    return span_counts(np.array([*map(len, ids)], dtype=np.int64), longest)
 
 
 @dataclass(frozen=True)
@@ -210,11 +202,16 @@ def _permutation(count: int, seed: int, stream: str) -> Permutation:
     return Permutation(count, seed, stream)
 
 
-def split_rows(name: str, field: str, split: Split, make: Callable[[Any, int, int], Pieces]) -> TrainHeldout[Pieces]:
+def split_rows(
+    name: str, field: str, split: Split, tokenizer: Tokenizer, make: Callable[[StreamedRows], Pieces]
+) -> TrainHeldout[Pieces]:
     """Return the pieces of a dataset, whose first rows are for training and the next ones held out.
 
-    ``make`` returns the pieces of the rows between two numbers. Raises DataError if the dataset cannot be read.
+    Raises DataError if the dataset cannot be read.
     """
-    rows = open_dataset(name, field=field)
-    first, last = split.cuts(len(rows))
-    return TrainHeldout(make(rows, 0, first), make(rows, first, last) if split.heldout else None)
+    dataset = open_dataset(name, field=field)
+    first, last = split.cuts(len(dataset))
+    train = make(StreamedRows(dataset, 0, first, tokenizer, name, field))
+    return TrainHeldout(
+        train, make(StreamedRows(dataset, first, last, tokenizer, name, field)) if split.heldout else None
+    )

@@ -3,17 +3,18 @@
 Text and JSONL files are cut every 16 MiB, files below 4 GiB into 256 chunks of at least 1 MiB, and the end of a file
 four times as finely, so that workers finish together. A chunk contains the documents that begin in its bytes. A
 compressed file is one chunk, because it can only be read from its beginning. Parquet files are cut by row groups,
-``datasets`` sources every 8,192 rows.
+``datasets`` sources every 8,192 rows. ``BadRecords`` counts the broken records of all chunks, or refuses the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.hf_dataset import open_dataset
 from megapar.errors import DataError
 from megapar.files.data_files import (
     FIELD,
@@ -26,6 +27,41 @@ from megapar.files.data_files import (
     text_of_line,
     too_long,
 )
+
+
+class BadRecords:
+    """Counts the records that a reader skips, and keeps the messages of the first few.
+
+    Attributes:
+        count: Number of records skipped.
+        first: The messages of the first ``KEPT``.
+    """
+
+    KEPT = 5
+
+    def __init__(self, *, stops: bool = False) -> None:
+        """Raise the first broken record if ``stops``, instead of skipping it."""
+        self.count = 0
+        self.first: list[str] = []
+        self._stops = stops
+
+    def add(self, error: DataError) -> None:
+        """Count one skipped record, or raise ``error``."""
+        if self._stops:
+            raise error
+        self.count += 1
+        if len(self.first) < self.KEPT:
+            self.first.append(str(error))
+
+    def __str__(self) -> str:
+        return skipped_text(self.count, self.first)
+
+
+def skipped_text(count: int, first: list[str]) -> str:
+    """Return the sentence that reports ``count`` skipped records and describes the ``first`` of them."""
+    more = f"; and {count - len(first)} more" if count > len(first) else ""
+    return f"{count} broken records were skipped: {'; '.join(first)}{more}"
+
 
 CHUNK_BYTES = 16 << 20
 LEAST_CHUNK_BYTES = 1 << 20
@@ -111,7 +147,7 @@ def parquet_chunks(path: Path, field: str = FIELD) -> list[TextChunk]:
 
 def dataset_chunks(name: str, split: str, field: str = FIELD) -> list[TextChunk]:
     """Return the chunks of one split of a ``datasets`` source. Raises DataError if it cannot be read."""
-    return _steps("rows", f"{name}\0{split}", len(_dataset(name, split, field)), CHUNK_ROWS, field)
+    return _steps("rows", f"{name}\0{split}", len(open_dataset(name, split, field)), CHUNK_ROWS, field)
 
 
 def _stretches(size: int) -> Iterator[tuple[int, int]]:
@@ -196,34 +232,30 @@ def _cut(block: bytes) -> Sequence[str | bytes]:
         return block.split(b"\n")
 
 
-def _jsonl(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
+def _record(line: str | bytes, field: str) -> str:
+    """Return the document of a line of JSONL, "" for a blank one."""
+    blank = not (line.strip(_WHITE_SPACE) if isinstance(line, str) else line.strip())
+    return "" if blank else text_of_line(line, "", field)
+
+
+def _line(line: str | bytes, field: str) -> str:
+    return (line if isinstance(line, str) else decoded(line, "")).rstrip()
+
+
+def _by_line(
+    read: Callable[[str | bytes, str], str], chunk: TextChunk, lines: _Lines, bad: BadRecords
+) -> Iterator[str]:
+    """Yield the document that ``read`` makes of each line."""
     for line in lines.texts():
-        if line is None:
-            bad.take(lines.refuse(too_long("")))
-            continue
-        if not (line.strip(_WHITE_SPACE) if isinstance(line, str) else line.strip()):
-            continue
         try:
-            text = text_of_line(line, "", chunk.field)
+            if line is None:
+                raise too_long("")
+            text = read(line, chunk.field)
         except DataError as error:
-            bad.take(lines.refuse(error))
+            bad.add(lines.refuse(error))
             continue
         if text and not text.isspace():
             yield text
-
-
-def _lines(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
-    for line in lines.texts():
-        if line is None:
-            bad.take(lines.refuse(too_long("")))
-            continue
-        try:
-            text = line if isinstance(line, str) else decoded(line, "")
-        except DataError as error:
-            bad.take(lines.refuse(error))
-            continue
-        if text and not text.isspace():
-            yield text.rstrip()
 
 
 def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
@@ -239,10 +271,10 @@ def _blank(chunk: TextChunk, lines: _Lines, bad: BadRecords) -> Iterator[str]:
             size = LONGEST_LINE + 1 if line is None else len(line)
             held += size
             if inside and error is not None:
-                bad.take(lines.refuse(error))
+                bad.add(lines.refuse(error))
             if inside and held > LONGEST_LINE:  # the rest of the document is skipped too, up to a blank line
                 if held - size <= LONGEST_LINE:
-                    bad.take(lines.refuse(too_long("")))
+                    bad.add(lines.refuse(too_long("")))
                 document = []
             elif inside and text is not None:
                 document.append(text)
@@ -295,15 +327,9 @@ def _parquet(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
         raise DataError(f"{chunk.path}: not a readable parquet file ({error})") from error
 
 
-def _dataset(name: str, split: str, field: str) -> Any:
-    from megapar.data.text.hf_dataset import open_dataset
-
-    return open_dataset(name, split, field)
-
-
 def _rows(chunk: TextChunk, bad: BadRecords) -> Iterator[str]:
     name, part = chunk.path.split("\0")
-    rows = _dataset(name, part, chunk.field)
+    rows = open_dataset(name, part, chunk.field)
     for first in range(chunk.first, chunk.last, 256):
         for number, text in enumerate(rows[first : min(first + 256, chunk.last)][chunk.field], first):
             yield from _text(text, f"{name}, row {number}", chunk.field, bad)
@@ -313,15 +339,15 @@ def _text(text: Any, place: str, field: str, bad: BadRecords) -> Iterator[str]:
     try:
         document = checked_text(text, {field: text}, place, field)
     except DataError as error:
-        bad.take(error)
+        bad.add(error)
         return
     if document.strip():
         yield document
 
 
 _LINE_READERS: dict[str, Callable[[TextChunk, _Lines, BadRecords], Iterator[str]]] = {
-    "jsonl": _jsonl,
-    "lines": _lines,
+    "jsonl": partial(_by_line, _record),
+    "lines": partial(_by_line, _line),
     "blank": _blank,
 }
 _ROW_READERS: dict[str, Callable[[TextChunk, BadRecords], Iterator[str]]] = {"parquet": _parquet, "rows": _rows}
@@ -329,10 +355,10 @@ _ROW_READERS: dict[str, Callable[[TextChunk, BadRecords], Iterator[str]]] = {"pa
 
 def describe(chunks: Sequence[TextChunk]) -> list[list[Any]]:
     """Return everything that decides the content of the chunks: paths, ranges, and size and mtime of each file."""
-    found = []
+    described = []
     for chunk in chunks:
         path = Path(chunk.path.split("\0")[0])
         status = path.stat() if path.is_file() else None
         stamp = [status.st_size, status.st_mtime_ns] if status else []
-        found.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
-    return found
+        described.append([chunk.kind, chunk.path, chunk.first, chunk.last, chunk.field, *stamp])
+    return described

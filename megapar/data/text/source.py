@@ -8,13 +8,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
-from megapar.data.cache.cache import hash_parts, known, made_once
-from megapar.data.cache.remembered import Unread, remembered
+from megapar.data.cache import Unread, cached_value, find_entry, hash_parts, make_once
 from megapar.data.text import builtin
-from megapar.data.text.bad_records import BadRecords
-from megapar.data.text.chunks import LineNumbers, TextChunk, file_chunks, parquet_chunks
+from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, file_chunks, parquet_chunks
 from megapar.errors import DataError
 from megapar.files.data_files import (
     FIELD,
@@ -37,6 +35,7 @@ from megapar.files.paths import near_path
 BUILTIN = "builtin"
 MOCK = "mock"
 PYTHON = "python:"  # prefix of the name of data that Python code passes
+TEXT_FILE, JSONL_FILE, PARQUET_FILE = "TextFile", "JsonlFile", "ParquetFile"
 _UNPACKED = 4  # estimated ratio of text to the size of a compressed file
 _LONGEST_FIRST_LINE = 1 << 20  # bytes; a longer first line is not checked in advance
 
@@ -56,7 +55,7 @@ class TextSource(Protocol):
         """Return the chunks that together contain its documents, in order. Raises DataError if it cannot be read."""
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """Return a hash of the content, independent of the file's name. For ``may_read``, see ``remembered``."""
+        """Return a hash of the content, independent of the file's name. For ``may_read``, see ``cached_value``."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,9 @@ class BuiltinSource:
     name: str = BUILTIN
     bytes: int = builtin.ABOUT_BYTES
 
-    def file(self) -> JsonlFile:
+    def file(self) -> FileSource:
         """Return its JSONL file in the cache, after making it if it is missing."""
-        return JsonlFile(made_once(self._entry(), _write_builtin))
+        return FileSource(make_once(self._entry(), _write_builtin), JSONL_FILE)
 
     @staticmethod
     def _entry() -> str:
@@ -78,12 +77,10 @@ class BuiltinSource:
         return f"text/builtin-{builtin.VERSION}-python-{version}.jsonl"
 
     def chunks(self) -> list[TextChunk]:
-        """See TextSource."""
         return self.file().chunks()
 
     def content_hash(self, *, may_read: bool = True) -> str:
-        """See TextSource."""
-        if not may_read and known(self._entry()) is None:
+        if not may_read and find_entry(self._entry()) is None:
             raise Unread(builtin.ABOUT_BYTES)
         return self.file().content_hash(may_read=may_read)
 
@@ -95,27 +92,37 @@ def _write_builtin(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _File:
-    path: Path
+class FileSource:
+    """A file of documents, perhaps compressed.
 
-    read_as: ClassVar[str]  # part of content hashes, which checkpoints record, so it must never change
+    ``read_as`` is part of content hashes, which checkpoints record, so these words must never change:
+
+        TextFile       blank lines separate documents, as in BERT's pre-training data; without any, each line is one
+        JsonlFile      one object per line, the document in ``field``; blank lines are skipped
+        ParquetFile    documents are the column ``field``, read by the package ``pyarrow``
+    """
+
+    path: Path
+    read_as: str
+    field: str = FIELD
 
     @property
     def name(self) -> str:
-        """See TextSource. The path of the file."""
+        """The path of the file."""
         return str(self.path)
 
     @property
     def bytes(self) -> int:
-        """See TextSource."""
+        """The size of the file, as an estimate if it is compressed."""
         return self.path.stat().st_size * (_UNPACKED if is_compressed(self.path) else 1)
 
     def content_hash(self, *, may_read: bool = True) -> str:
         """Return a hash of the uncompressed bytes and the reader; remembered by the file's path, size and mtime."""
         packed = is_compressed(self.path)
         unpacked = ("unpacked",) if packed else ()
+        reader = (self.read_as, *(() if self.field == FIELD else (self.field,)))
         try:
-            return hash_parts(*self._reading(), remembered(self.path, self._sha256, *unpacked, may_read=may_read))
+            return hash_parts(*reader, cached_value(self.path, self._sha256, *unpacked, may_read=may_read))
         except Unread as unread:
             raise Unread(unread.bytes * (_UNPACKED if packed else 1)) from None
 
@@ -126,32 +133,12 @@ class _File:
                 state.update(block)
         return state.hexdigest()
 
-    def _reading(self) -> tuple[str, ...]:
-        """Return everything that can make other documents of the same bytes."""
-        return (self.read_as,)
-
-
-@dataclass(frozen=True)
-class _Records(_File):
-    """A file of records, each with the document in ``field``."""
-
-    field: str = FIELD
-
-    def _reading(self) -> tuple[str, ...]:
-        return (self.read_as, *(() if self.field == FIELD else (self.field,)))
-
-
-@dataclass(frozen=True)
-class TextFile(_File):
-    """A text file: blank lines separate documents, as in BERT's pre-training data.
-
-    In a file without blank lines, each line is a document.
-    """
-
-    read_as = "TextFile"
-
     def chunks(self) -> list[TextChunk]:
         """See TextSource."""
+        if self.read_as == PARQUET_FILE:
+            return parquet_chunks(self.path, self.field)
+        if self.read_as == JSONL_FILE:
+            return file_chunks("jsonl", self.path, self.field)
         return file_chunks("blank" if self._has_blank_line() else "lines", self.path)
 
     def _has_blank_line(self) -> bool:
@@ -166,28 +153,6 @@ class TextFile(_File):
                 else:
                     blank = seen
         return False
-
-
-@dataclass(frozen=True)
-class JsonlFile(_Records):
-    """A JSONL file: one object per line, the document in one of its fields; blank lines are skipped."""
-
-    read_as = "JsonlFile"
-
-    def chunks(self) -> list[TextChunk]:
-        """See TextSource."""
-        return file_chunks("jsonl", self.path, self.field)
-
-
-@dataclass(frozen=True)
-class ParquetFile(_Records):
-    """A parquet file with the documents in one of its columns, read by the package ``pyarrow``."""
-
-    read_as = "ParquetFile"
-
-    def chunks(self) -> list[TextChunk]:
-        """See TextSource."""
-        return parquet_chunks(self.path, self.field)
 
 
 def open_sources(
@@ -232,8 +197,8 @@ def unread_bytes(paths: Sequence[str], field: str = FIELD) -> int:
     """
     total = 0
     for path in paths:
-        for one in listing(Path(path)).taken if path != BUILTIN and Path(path).is_dir() else (path,):
-            source = BuiltinSource() if one == BUILTIN else _file_source(Path(one), field, {})
+        for file in listing(Path(path)).taken if path != BUILTIN and Path(path).is_dir() else (path,):
+            source = BuiltinSource() if file == BUILTIN else _file_source(Path(file), field, {})
             try:
                 source.content_hash(may_read=False)
             except Unread as unread:
@@ -294,8 +259,8 @@ def _file_source(path: Path, field: str, notes: dict[str, list[str]]) -> TextSou
     if note:
         notes.setdefault(note, []).append(str(path))
     if records:
-        return JsonlFile(path, field)
-    return ParquetFile(path, field) if kind_of(path) == PARQUET else TextFile(path)
+        return FileSource(path, JSONL_FILE, field)
+    return FileSource(path, PARQUET_FILE, field) if kind_of(path) == PARQUET else FileSource(path, TEXT_FILE)
 
 
 def all_documents(sources: Iterable[TextSource], bad: BadRecords | None = None) -> Iterator[str]:
@@ -312,7 +277,7 @@ def check_first_records(sources: Iterable[TextSource]) -> None:
     Workers that read in parallel would otherwise report any of their lines.
     """
     for source in sources:
-        if isinstance(source, JsonlFile):
+        if isinstance(source, FileSource) and source.read_as == JSONL_FILE:
             number, line = first_line(source.path, _LONGEST_FIRST_LINE)
             if 0 < len(line) < _LONGEST_FIRST_LINE:
                 text_of_line(line, f"{source.path}, line {number}", source.field)

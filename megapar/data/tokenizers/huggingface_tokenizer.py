@@ -8,16 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megapar.data.lazy_numpy import np
 from megapar.data.tokenizers.tokenizer import SpecialTokens, WordMarks
 from megapar.errors import DataError
 from megapar.files.tokenizer_files import check_largest, vocabulary_of
 
-if TYPE_CHECKING:
-    import numpy as np
-
-_ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 _USUAL_NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>"),
@@ -71,14 +68,13 @@ class HuggingFaceTokenizer:
 
     @property
     def size(self) -> int:
-        """See Tokenizer."""
         return self._size
 
     @cached_property
     def special(self) -> SpecialTokens:
         """See Tokenizer. A role without a token falls back to another: eos to sep, cls to bos, and so on."""
         ids: dict[str, int | None] = {}
-        for role in _ROLES:
+        for role in _USUAL_NAMES:
             declared = getattr(self._inner, f"{role}_token_id", None)
             usual = (self.vocabulary.get(name) for name in _USUAL_NAMES[role])
             ids[role] = declared if declared is not None else next((i for i in usual if i is not None), None)
@@ -89,9 +85,6 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
-        """See Tokenizer."""
-        import numpy as np
-
         special = self.special.ids | set(self._inner.all_special_ids)
         added = getattr(self._inner, "added_tokens_decoder", {})
         special |= {i for i, token in added.items() if getattr(token, "special", False)}
@@ -100,15 +93,13 @@ class HuggingFaceTokenizer:
     @cached_property
     def word_marks(self) -> WordMarks:
         """See Tokenizer. Supports the marks of sentencepiece (▁), byte-level (Ġ, Ċ) and WordPiece (##) tokens."""
-        import numpy as np
-
         tokens = [""] * self.size
         for token, i in self.vocabulary.items():
             tokens[i] = token
         return WordMarks(*(np.array(marks) for marks in zip(*_marks(tokens), strict=True)))
 
     @property
-    def joins(self) -> list[list[Any]] | None:
+    def merges_or_scores(self) -> list[list[Any]] | None:
         """The merges in order, or each token's score: besides the vocabulary, these decide the ids of a text.
 
         None if the tokenizer has neither, or does not expose them. Older libraries write a merge as one string.
@@ -117,33 +108,30 @@ class HuggingFaceTokenizer:
             return None
         model = json.loads(self._fast.to_str()).get("model") or {}
         if model.get("merges"):
-            return [one.split(" ") if isinstance(one, str) else list(one) for one in model["merges"]]
+            return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
         vocabulary = model.get("vocab")
         return vocabulary if isinstance(vocabulary, list) else None
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
         if not texts:
             return []
         with self._typed():
             if self._fast is not None:
-                return [one.ids for one in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+                encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+                return [encoding.ids for encoding in encodings]
             encoded = self._inner(
                 list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
             )
             return [list(ids) for ids in encoded["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         with self._typed():
             return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def fingerprint(self) -> str:
-        """See Tokenizer."""
         backend = getattr(self._inner, "backend_tokenizer", None)
         if backend is not None:
             content = backend.to_str()
@@ -152,7 +140,6 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(f"{content}{self.special}".encode()).hexdigest()[:32]
 
     def save_hf(self, folder: str | Path) -> None:
-        """See Tokenizer."""
         self._inner.save_pretrained(str(folder))
 
 

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megapar.data.cache.cache import hash_parts, known, made_once
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
-from megapar.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
+from megapar.data.cache import find_entry, hash_parts, make_once
+from megapar.data.tokenizers.load import tokenizer_source
+from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
 from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import read_json
 
@@ -24,7 +24,7 @@ Facts = dict[str, Any]
 fingerprint: hash of its files.
 ids: hash of every token's id and of the ids of some texts; None if the fingerprint determines them.
 size: number of ids.
-joins: hash of the merges or scores that join pieces into tokens, if the library exposes them; missing in older facts.
+joins: hash of the merges, or of the scores of pieces, if the library exposes them; missing in older facts.
 """
 
 _PROBES = (
@@ -44,26 +44,24 @@ def facts_of(tokenizer: Tokenizer, path: str | None = None) -> Facts | None:
         return None
     ids = None
     if not isinstance(getattr(tokenizer, "model", None), bytes):
-        ids = hash_parts(*(json.dumps(one) for one in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
+        ids = hash_parts(*(json.dumps(probe) for probe in tokenizer.encode_batch(_PROBES)), repr(tokenizer.special))
         ids = hash_parts(ids, json.dumps(getattr(tokenizer, "vocabulary", {}), sort_keys=True))
     facts: Facts = {"fingerprint": tokenizer.fingerprint(), "ids": ids, "size": tokenizer.size}
-    joins = getattr(tokenizer, "joins", None)
-    if joins is not None:
-        facts["joins"] = hash_parts(json.dumps(joins))
+    merges = getattr(tokenizer, "merges_or_scores", None)
+    if merges is not None:
+        facts["joins"] = hash_parts(json.dumps(merges))
     if path is not None and ids is not None:
-        made_once(_entry(Path(path)), lambda entry: _write(entry, facts))
+        make_once(_entry(Path(path)), lambda entry: _write(entry, facts))
     return facts
 
 
 def known_facts(path: str) -> Facts | None:
     """Return the facts of a path for --tokenizer-model without loading its library; None if they need the library."""
-    place = Path(path)
     try:
-        if place.is_dir() and (place / "tokenizer.model").is_file() and not any(place.glob("tokenizer*.json")):
-            place /= "tokenizer.model"
-        if place.is_file() and place.suffix != ".json":
-            return {"fingerprint": sha256_of(place)[:32], "ids": None, "size": None}
-        entry = known(_entry(place))
+        source = tokenizer_source(Path(path))
+        if source.is_file() and source.suffix != ".json":
+            return {"fingerprint": sha256_of(source)[:32], "ids": None, "size": None}
+        entry = find_entry(_entry(source))
         return None if entry is None else read_json(entry)
     except (OSError, ValueError):
         return None
@@ -73,8 +71,8 @@ def same_ids(first: Facts, second: Facts) -> bool:
     """Return True if two tokenizers produce the same ids."""
     if first.get("fingerprint") == second.get("fingerprint"):
         return True
-    joins = first.get("joins"), second.get("joins")
-    if None not in joins and joins[0] != joins[1]:
+    merges = first.get("joins"), second.get("joins")
+    if None not in merges and merges[0] != merges[1]:
         return False
     return first.get("ids") is not None and first.get("ids") == second.get("ids")
 
@@ -85,10 +83,9 @@ def _write(entry: Path, facts: Facts) -> None:
 
 def _entry(path: Path) -> str:
     """Return the cache entry for everything that may decide the ids; large files, such as weights, are not read."""
-    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
-    return (
-        f"tokenizer-facts/{hash_parts(_VERSION, *(part for one in files for part in (one.name, _content(one))))}.json"
-    )
+    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    parts = (part for file in files for part in (file.name, _content(file)))
+    return f"tokenizer-facts/{hash_parts(_VERSION, *parts)}.json"
 
 
 def _content(file: Path) -> str:

@@ -1,12 +1,16 @@
-"""The choice of a tokenizer's class by what its folder or file has."""
+"""Tokenizers on disk: the class that a folder or file needs, and the tokenizer of a run next to its checkpoints."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from pathlib import Path
 
-from megapar.data.tokenizers.tokenizer import Tokenizer
-from megapar.errors import DataError
-from megapar.files.tokenizer_files import foreign_tokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer, Tokenizer
+from megapar.errors import CheckpointError, DataError
+from megapar.files.location import Place, at, read_locally, written_locally
+from megapar.files.tokenizer_files import FACTS, FOLDER, foreign_tokenizer, stored_fingerprint
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -22,8 +26,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         )
     if foreign := foreign_tokenizer(path):
         raise DataError(foreign)
-    if path.is_dir() and (path / "tokenizer.model").is_file() and not any(path.glob("tokenizer*.json")):
-        path /= "tokenizer.model"  # no other file requires another library
+    path = tokenizer_source(path)
     if path.is_file() and path.suffix != ".json":
         from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 
@@ -31,3 +34,65 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from megapar.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(path)
+
+
+def tokenizer_source(path: Path) -> Path:
+    """Return the sentencepiece model of a folder in which no other file requires another library, else the path."""
+    model = path / "tokenizer.model"
+    return model if path.is_dir() and model.is_file() and not any(path.glob("tokenizer*.json")) else path
+
+
+def store_tokenizer(tokenizer: Tokenizer, root: Place) -> tuple[str, ...]:
+    """Write the tokenizer to ``root``/tokenizer; return warnings for the log. Only one rank calls it.
+
+    The folder appears when it is complete. A different tokenizer in its place is renamed, not lost. Runs without text
+    (mock data, files of tokens without a tokenizer) keep none. Raises CheckpointError if it cannot be written.
+    """
+    if isinstance(tokenizer, (NoTokenizer, MockTokenizer)):
+        return ()
+    folder, fingerprint = at(root) / FOLDER, tokenizer.fingerprint()
+    try:
+        previous = stored_fingerprint(folder)
+        if previous == fingerprint:
+            return ()
+        aside = folder.with_name(f".{FOLDER}.unfinished-{os.getpid()}")
+        aside.remove()
+        with written_locally(aside) as place:
+            _write(tokenizer, place)
+            facts = {"fingerprint": fingerprint, "size": tokenizer.size}
+            (place / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        moved = None
+        if folder.name in folder.parent.list():
+            known = previous[:8] if previous and re.fullmatch("[0-9a-f]{8,}", previous) else "unknown"
+            moved = folder.publish_beside(f"{FOLDER}-{known}")
+        aside.publish(folder)
+    except OSError as error:
+        raise CheckpointError(f"the tokenizer cannot be kept in {folder}: {error}") from error
+    if moved is None:
+        return ()
+    note = (
+        f"WARNING: {folder} was not this run's tokenizer, and the weights in that folder were trained on its ids. "
+        f"It is now {moved.name}; to continue with it: --tokenizer-model {moved}"
+    )
+    return (note,)
+
+
+def _write(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a sentencepiece model unchanged, because its form in other libraries gives a few texts other ids."""
+    model = getattr(tokenizer, "model", None)
+    if isinstance(model, bytes):
+        (folder / "tokenizer.model").write_bytes(model)
+    else:
+        tokenizer.save_hf(folder)
+
+
+def load_stored_tokenizer(root: Place) -> Tokenizer | None:
+    """Return the tokenizer that ``store_tokenizer`` wrote, or None. Raises CheckpointError if it is damaged."""
+    folder = at(root) / FOLDER
+    if not (folder / FACTS).is_file():
+        return None
+    try:
+        with read_locally(folder) as path:
+            return load_tokenizer(path)
+    except DataError as error:
+        raise CheckpointError(f"{folder}, which contains the run's tokenizer, is damaged: {error}") from error

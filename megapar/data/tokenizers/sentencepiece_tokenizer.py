@@ -8,13 +8,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from megapar.data.lazy_numpy import np
 from megapar.data.tokenizers.tokenizer import SpecialTokens, WordMarks
 from megapar.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SPACE = "▁"
 NEWLINE = "\n"
@@ -57,7 +55,6 @@ class SentencePieceTokenizer:
 
     @property
     def size(self) -> int:
-        """See Tokenizer."""
         return int(self._processor.get_piece_size())
 
     @cached_property
@@ -68,8 +65,8 @@ class SentencePieceTokenizer:
         def first(*candidates: int | str) -> int | None:
             for candidate in candidates:
                 if isinstance(candidate, str):
-                    found = sp.piece_to_id(candidate)
-                    candidate = found if sp.id_to_piece(found) == candidate else -1
+                    piece = sp.piece_to_id(candidate)
+                    candidate = piece if sp.id_to_piece(piece) == candidate else -1
                 if candidate >= 0:
                     return int(candidate)
             return None
@@ -87,9 +84,6 @@ class SentencePieceTokenizer:
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
-        """See Tokenizer."""
-        import numpy as np
-
         sp, special = self._processor, self.special.ids
         ids = [
             i
@@ -100,9 +94,6 @@ class SentencePieceTokenizer:
 
     @cached_property
     def word_marks(self) -> WordMarks:
-        """See Tokenizer."""
-        import numpy as np
-
         pieces = [self._processor.id_to_piece(i) for i in range(self.size)]
         pieces = [NEWLINE if piece == "<0x0A>" else piece.replace(SPACE, " ") for piece in pieces]
         return WordMarks(
@@ -112,11 +103,9 @@ class SentencePieceTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """See Tokenizer."""
         return list(self._processor.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """See Tokenizer."""
         # One call per text: a call for all texts starts a thread and is a few percent slower.
         return [cast("list[int]", self._processor.encode(text)) for text in texts]
 
@@ -126,22 +115,18 @@ class SentencePieceTokenizer:
         return None if encode is None else [encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See Tokenizer."""
         special = self.special.ids
         return str(self._processor.decode([int(i) for i in ids if int(i) not in special]))
 
     def fingerprint(self) -> str:
-        """See Tokenizer."""
         return hashlib.sha256(self.model).hexdigest()[:32]
 
     def save_hf(self, folder: str | Path) -> None:
         """See Tokenizer. Writes ``tokenizer.json`` with its configuration, and the model as ``tokenizer.model``."""
         from transformers import PreTrainedTokenizerFast
 
-        special = self.special
-        roles = {"pad": special.pad, "unk": special.unk, "bos": special.bos, "eos": special.eos}
-        roles |= {"cls": special.cls, "sep": special.sep, "mask": special.mask}
-        names = {f"{role}_token": self._processor.id_to_piece(i) for role, i in roles.items() if i is not None}
+        roles = vars(self.special).items()
+        names = {f"{role}_token": self._processor.id_to_piece(i) for role, i in roles if i is not None}
         fast = PreTrainedTokenizerFast(
             tokenizer_object=_as_tokenizers(self.model), clean_up_tokenization_spaces=False, **names
         )

@@ -1,16 +1,15 @@
-"""The tokenizer protocol: text to ids and back, special ids, and word boundaries."""
+"""The tokenizer protocol (text to ids and back, special ids, word boundaries), and tokenizers of data without text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from megapar.data.lazy_numpy import np
 from megapar.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,6 @@ class WordMarks:
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
         """Return [T] bool, True at ids [T] that are the first of a word; the first id always is."""
-        import numpy as np
-
         starts = self.starts[tokens]
         starts[1:] |= self.ends[tokens[:-1]]
         if len(starts):
@@ -100,8 +97,11 @@ class Tokenizer(Protocol):
         """Write the files with which ``transformers.AutoTokenizer.from_pretrained(folder)`` gives the same ids."""
 
 
-class NoTokenizer:
-    """A placeholder for files of tokens without a tokenizer: the number of ids is known, but not their text."""
+_NAMES = ("[PAD]", "[UNK]", "<s>", "</s>", "[CLS]", "[SEP]", "[MASK]")
+
+
+class _EveryIdIsAWord:
+    """A tokenizer of data without text. Its first ids may be special tokens."""
 
     special = SpecialTokens()
 
@@ -109,19 +109,18 @@ class NoTokenizer:
         """Take the number of ids."""
         self.size = size
 
-    @property
+    @cached_property
     def ordinary_ids(self) -> np.ndarray:
-        """See Tokenizer. All ids."""
-        import numpy as np
+        """See Tokenizer. All ids but the special ones."""
+        return np.arange(len(self.special.ids), self.size, dtype=np.int64)
 
-        return np.arange(self.size, dtype=np.int64)
-
-    @property
+    @cached_property
     def word_marks(self) -> WordMarks:
-        """See Tokenizer. Every id is a word."""
-        import numpy as np
-
         return WordMarks(np.ones(self.size, dtype=bool), np.ones(self.size, dtype=bool))
+
+
+class NoTokenizer(_EveryIdIsAWord):
+    """A placeholder for files of tokens without a tokenizer: the number of ids is known, but not their text."""
 
     def encode(self, text: str) -> list[int]:
         """Raise DataError."""
@@ -136,11 +135,52 @@ class NoTokenizer:
         return " ".join(str(int(i)) for i in ids)
 
     def fingerprint(self) -> str:
-        """See Tokenizer."""
         return f"none-{self.size}"
 
     def save_hf(self, folder: str | Path) -> None:
         """Write nothing: the model is saved without a tokenizer."""
+
+
+class MockTokenizer(_EveryIdIsAWord):
+    """Words ``t7``, ``t8``, .. for ids 7, 8, ..; ids 0 to 6 are the special tokens of a trained tokenizer."""
+
+    special = SpecialTokens(pad=0, unk=1, bos=2, eos=3, cls=4, sep=5, mask=6)
+
+    def __init__(self, size: int) -> None:
+        """Take the number of ids. Raises DataError if the special tokens leave none for words."""
+        if size <= len(_NAMES):
+            raise DataError(f"a vocabulary of {size} ids has no room for words after {len(_NAMES)} special tokens")
+        super().__init__(size)
+
+    @cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return {self._word(i): i for i in range(self.size)}
+
+    @staticmethod
+    def _word(i: int) -> str:
+        return _NAMES[i] if i < len(_NAMES) else f"t{i}"
+
+    def encode(self, text: str) -> list[int]:
+        ids = (self._vocabulary.get(word, 1) for word in text.split())
+        return [i if i >= len(_NAMES) else 1 for i in ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(self._word(int(i)) for i in ids if int(i) >= len(_NAMES))
+
+    def fingerprint(self) -> str:
+        return f"mock-{self.size}"
+
+    def save_hf(self, folder: str | Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        inner = Tokenizer(models.WordLevel(self._vocabulary, unk_token="[UNK]"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        names: dict[str, Any] = {f"{role}_token": _NAMES[i] for role, i in vars(self.special).items()}
+        PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(str(folder))
 
 
 def token_ids(tokenizer: Tokenizer | None, published: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megapar.data.cache.cache import hash_parts
-from megapar.data.text.bad_records import BadRecords
-from megapar.data.text.chunks import LineNumbers, TextChunk, describe
+from megapar.data.cache import hash_parts
+from megapar.data.lazy_numpy import np
+from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, describe
 from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
@@ -34,9 +34,6 @@ from megapar.data.tokens.parts import Done, PartWriter, claimed, finished, opene
 from megapar.data.tokens.prepared import HashesWriter, hashes_of
 from megapar.errors import DataError
 from megapar.health.stop.parent import end_with
-
-if TYPE_CHECKING:
-    import numpy as np
 
 VERSION = 5
 _BATCH = 32  # documents encoded at a time; more would not fit the caches of a core
@@ -69,13 +66,11 @@ class Encoding:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Everything that decides one indexed file.
+    """Everything that decides one indexed file, PREFIX.bin, PREFIX.idx and PREFIX.hashes.
 
     Attributes:
-        prefix: Prefix of PREFIX.bin, PREFIX.idx and PREFIX.hashes.
         folder: Folder of the finished parts.
         chunks: The chunks of all inputs, in order.
-        encoding: The settings of encoding.
         tokenizer: The file or folder from which workers load the tokenizer.
         names: The inputs, for messages.
     """
@@ -108,12 +103,9 @@ def encode(
     is broken; PREFIX then has no files, or its old ones.
 
     Args:
-        job: The inputs and the outputs.
-        tokenizer: The tokenizer of the job.
         workers: Number of processes; 1 works in this process.
         keep_parts: Keep the finished parts after a DataError for the next run, and mention them in the message. A
             process that is killed keeps them in any case.
-        progress: Called after each chunk.
     """
     folder = Path(job.folder)
     with claimed(folder, job.key(tokenizer)):
@@ -133,59 +125,41 @@ def encode(
 
 
 def _written(job: EncodeJob, tokenizer: Tokenizer, workers: int, progress: Progress) -> Done:
-    """Encode the chunks that are not finished yet, and join all parts."""
-    folder, seen = Path(job.folder), Done()
-    results = closing(_finished_chunks(job, tokenizer, workers))
+    """Encode the chunks that are not finished yet, and copy each part as soon as all parts before it are finished."""
+    folder, finished_so_far, total = Path(job.folder), Done(), Done()
+    early: dict[int, Done] = {}
+    following = 0
     with (
         IndexedDatasetBuilder(job.prefix, job.encoding.dtype) as builder,
         HashesWriter(job.prefix) as hashes,
-        results as each,
+        closing(_finished_chunks(job, tokenizer, workers)) as results,
     ):
-        join = _Join(folder, builder, hashes)
-        for count, (number, result) in enumerate(each, start=1):
-            join.take(number, result)
-            seen += result
-            progress(count, len(job.chunks), seen)
-        if join.total.documents == 0:
+        for count, (number, result) in enumerate(results, start=1):
+            early[number] = result
+            finished_so_far += result
+            while (part := early.pop(following, None)) is not None:
+                with opened(folder, following) as (ids, lengths, part_hashes):
+                    builder.copy_documents(ids, lengths)
+                    hashes.add(part_hashes)
+                total += part  # in the order of the chunks, which is that of the messages in it
+                following += 1
+            progress(count, len(job.chunks), finished_so_far)
+        if total.documents == 0:
             remove_parts(folder)
             raise DataError(f"{job.names}: the corpus contains no documents")
         builder.finalize(hashes.finish)
-    return join.total
-
-
-class _Join:
-    """Copies parts into a builder in order, each as soon as all parts before it are finished.
-
-    Attributes:
-        total: The result of the parts that were copied.
-    """
-
-    def __init__(self, folder: Path, builder: IndexedDatasetBuilder, hashes: HashesWriter) -> None:
-        self.total = Done()
-        self._folder, self._builder, self._hashes = folder, builder, hashes
-        self._next = 0
-        self._early: dict[int, Done] = {}
-
-    def take(self, number: int, done: Done) -> None:
-        """Take a finished part, and copy all parts whose turn it is."""
-        self._early[number] = done
-        while (part := self._early.pop(self._next, None)) is not None:
-            with opened(self._folder, self._next) as (ids, lengths, hashes):
-                self._builder.copy_documents(ids, lengths)
-                self._hashes.add(hashes)
-            self.total += part
-            self._next += 1
+    return total
 
 
 def _finished_chunks(job: EncodeJob, tokenizer: Tokenizer, workers: int) -> Generator[tuple[int, Done]]:
     """Yield the number and the result of each chunk as it finishes, first those that an earlier run finished."""
     waiting = []
     for number, chunk in enumerate(job.chunks):
-        found = finished(Path(job.folder), number)
-        if found is None or (found.bad and not job.encoding.skip_bad):
+        done = finished(Path(job.folder), number)
+        if done is None or (done.bad and not job.encoding.skip_bad):
             waiting.append((number, chunk))
         else:
-            yield number, found
+            yield number, done
     if workers == 1 or len(waiting) <= 1:
         numbers = LineNumbers()
         for number, chunk in waiting:
@@ -243,8 +217,6 @@ def _encode_chunk(
     number: int, chunk: TextChunk, folder: str, encoding: Encoding, tokenizer: Tokenizer, numbers: LineNumbers
 ) -> Done:
     """Encode one chunk and write its part."""
-    import numpy as np
-
     bad = BadRecords(stops=not encoding.skip_bad)
     documents = tokens = 0
     with PartWriter(Path(folder), number) as part:
@@ -259,13 +231,11 @@ def _encode_chunk(
 
 def _tokens(tokenizer: Tokenizer, texts: Sequence[str], encoding: Encoding) -> tuple[np.ndarray, list[int]]:
     """Return the concatenated ids of all documents, each with its end token, and the length of each document."""
-    import numpy as np
-
     arrays = tokenizer.encode_arrays(texts) if isinstance(tokenizer, SentencePieceTokenizer) else None
     if arrays is not None:
         end = np.array([] if encoding.end is None else [encoding.end], dtype=np.int32)
-        ids = np.concatenate([part for one in arrays for part in (one, end)])
-        return ids.astype(encoding.dtype), [len(one) + len(end) for one in arrays]
+        ids = np.concatenate([part for document in arrays for part in (document, end)])
+        return ids.astype(encoding.dtype), [len(document) + len(end) for document in arrays]
     lengths, flat = [], array(_CODES[encoding.dtype])
     for document in tokenizer.encode_batch(texts):
         if encoding.end is not None:

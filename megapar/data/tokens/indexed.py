@@ -20,10 +20,11 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from megapar.data.tokens.store import MappedFile
+from megapar.data.lazy_numpy import np
 from megapar.errors import DataError
 from megapar.files.disk import sync_folder
 from megapar.files.token_index import (
@@ -40,9 +41,6 @@ from megapar.files.token_index import (
     read_head,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
 _BLOCK = 1 << 20  # sequences or tokens in memory at a time during a full pass
 
 
@@ -53,6 +51,38 @@ class Summary(NamedTuple):
     sequences: int
     tokens: int
     largest: int
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file as it was when it was mapped. One that was replaced or removed since is still mapped as it was.
+
+    Attributes:
+        path: Its path.
+        status: Its device, inode, size and mtime in nanoseconds.
+    """
+
+    path: Path
+    status: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> MappedFile:
+        """Return a file as it is now. Raises OSError."""
+        now = path.stat()
+        return cls(path, (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns))
+
+    def check(self) -> None:
+        """Raise DataError if the file was overwritten in place, and what is mapped has changed with it."""
+        try:
+            now = MappedFile.of(self.path).status
+        except OSError:
+            return
+        if now[:2] == self.status[:2] and now != self.status:
+            raise DataError(
+                f"{self.path} was overwritten while it was mapped: it had {self.status[2]:,} bytes and has {now[2]:,}. "
+                "What was read since may be other data: restore it, and resume from the last checkpoint. To change the "
+                "data of a run, write a new file and pass --override-data sources"
+            )
 
 
 class IndexedDataset:
@@ -78,8 +108,6 @@ class IndexedDataset:
         Checks magic, version, dtype, counts, the lengths of both files, and samples of the index. Raises DataError with
         the file's name and the two numbers that differ.
         """
-        import numpy as np
-
         self.prefix = without_suffix(prefix)
         self.index_path, self.data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         for path in (self.index_path, self.data_path):
@@ -120,8 +148,6 @@ class IndexedDataset:
 
     def verify(self, vocab_size: int | None = None) -> Summary:
         """Check the whole index and, against ``vocab_size``, every id. Raises DataError at the first bad entry."""
-        import numpy as np
-
         address = 0
         for start in range(0, len(self), _BLOCK):
             lengths = np.asarray(self.lengths[start : start + _BLOCK], dtype=np.int64)
@@ -142,8 +168,6 @@ class IndexedDataset:
         return Summary(self.documents, len(self), len(self.tokens), largest)
 
     def _map(self, head: Head) -> None:
-        import numpy as np
-
         sequences, documents = head.sequences, head.documents
         buffer = _mapped(self.index_path, np.dtype(np.uint8))
         starts = HEADER.size + np.cumsum([0, 4 * sequences, 8 * sequences, 8 * documents])
@@ -190,8 +214,6 @@ class IndexedDataset:
 
     def _check_run(self, start: int, end: int, vocab_size: int | None) -> int:
         """Return the largest id of tokens[start:end]. Raises DataError for an id outside [0, vocab_size)."""
-        import numpy as np
-
         run = self.tokens[start:end]
         low, high = run.min(), run.max()
         if vocab_size is not None and (low < 0 or high >= vocab_size):
@@ -218,8 +240,6 @@ class IndexedDatasetBuilder:
         ``dtype`` is a numpy dtype or its name; raises DataError if the format has no code for it. With ``multimodal``,
         each sequence has a mode.
         """
-        import numpy as np
-
         self.prefix = without_suffix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = {name: code for code, name in DTYPE_CODES.items()}
@@ -269,8 +289,6 @@ class IndexedDatasetBuilder:
             left -= len(block)
 
     def _index(self, lengths: np.ndarray) -> None:
-        import numpy as np
-
         if "modes" in self._files:
             raise ValueError("a file with modes takes documents one at a time, by add_item")
         self._files["lengths"].write(np.asarray(lengths, dtype="<i4").tobytes())
@@ -327,8 +345,6 @@ class IndexedDatasetBuilder:
             self._paths[kind].unlink(missing_ok=True)
 
     def _checked(self, ids: Any) -> np.ndarray:
-        import numpy as np
-
         array = np.asarray(ids)
         if array.size == 0 or array.dtype == self.dtype:
             return array.astype(self.dtype)
@@ -342,8 +358,6 @@ class IndexedDatasetBuilder:
         return array.astype(self.dtype)
 
     def _pointers(self) -> Iterator[np.ndarray]:
-        import numpy as np
-
         address = 0
         with open(self._paths["lengths"], "rb") as file:
             while block := file.read(4 * _BLOCK):
@@ -360,8 +374,6 @@ class IndexedDatasetBuilder:
 def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     """Map the file as an array. Access is random, so the system is advised not to read ahead."""
     import mmap
-
-    import numpy as np
 
     with open(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

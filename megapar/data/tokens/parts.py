@@ -21,14 +21,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from megapar.data.text.bad_records import BadRecords
+from megapar.data.lazy_numpy import np
+from megapar.data.text.chunks import BadRecords
 from megapar.errors import DataError
 from megapar.files.disk import sync_folder
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KEY = "key"
 _SUFFIX = ".part"
@@ -175,8 +173,6 @@ def opened(folder: Path, number: int) -> Iterator[tuple[IO[bytes], np.ndarray, n
 
     The lengths are [n] int32, the hashes of the documents' texts [n] uint64.
     """
-    import numpy as np
-
     with open(_path(folder, number), "rb") as file:
         record = _record(file)
         assert record is not None, f"part {number} is not finished"
@@ -208,10 +204,10 @@ def _record(file: IO[bytes]) -> dict[str, Any] | None:
 def _crc(file: IO[bytes], size: int) -> int:
     """Return the CRC-32 of the first bytes of a file."""
     file.seek(0)
-    found = 0
+    crc = 0
     while block := file.read(min(size, _BLOCK_BYTES)):
-        found, size = zlib.crc32(block, found), size - len(block)
-    return found
+        crc, size = zlib.crc32(block, crc), size - len(block)
+    return crc
 
 
 def _path(folder: Path, number: int) -> Path:

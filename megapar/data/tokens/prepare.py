@@ -38,15 +38,11 @@ def prepare(
     Args:
         output: Prefix of the files.
         paths: Files and folders, as in --data-path, without weights.
-        tokenizer_model: The file or folder of the tokenizer.
-        workers: Number of processes.
         dataset: A ``datasets`` source that is read after the paths.
         split: The split of ``dataset``.
-        field: The JSONL field or the column that contains the document.
         append_end: Append the end token to each document.
         skip_bad: Skip and count broken records; otherwise the first one stops the work.
         overwrite: Replace existing files, which are otherwise an error.
-        progress: Called after each chunk.
         report: Called with a message about the files of a folder that are skipped.
     """
     output = _prefix(output)
@@ -78,8 +74,8 @@ def input_chunks(
     sources = open_sources(paths, field, report) if paths else ()
     if check_first:
         check_first_records(sources)
-    found = [chunk for source in sources for chunk in source.chunks()]
-    return found if dataset is None else [*found, *dataset_chunks(dataset, split, field)]
+    chunks = [chunk for source in sources for chunk in source.chunks()]
+    return chunks if dataset is None else [*chunks, *dataset_chunks(dataset, split, field)]
 
 
 def _prefix(output: str) -> str:

@@ -17,15 +17,13 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megapar.data.cache.remembered import remembered
+from megapar.data.cache import cached_value
+from megapar.data.lazy_numpy import np
+from megapar.data.tokens.indexed import without_suffix
 from megapar.errors import DataError
 from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import open_regular
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MAGIC, VERSION = b"MPHASHES", 1
 HEADER = struct.Struct("<8sQQ32s")
@@ -34,20 +32,17 @@ SUFFIX = ".hashes"
 
 def hashes_path(path: str | os.PathLike[str]) -> Path:
     """Return the file of hashes of an indexed corpus, given by its prefix or one of its files."""
-    text = os.fspath(path)
-    return Path((text[:-4] if text.endswith((".bin", ".idx")) else text) + SUFFIX)
+    return Path(without_suffix(path) + SUFFIX)
 
 
 def index_hash(prefix: str, *, may_read: bool = True) -> str:
     """Return the SHA-256 of PREFIX.idx in hexadecimal, remembered in the cache."""
     index = Path(f"{prefix}.idx")
-    return remembered(index, lambda: sha256_of(index), may_read=may_read)
+    return cached_value(index, lambda: sha256_of(index), may_read=may_read)
 
 
 def hashes_of(texts: Sequence[str]) -> np.ndarray:
     """Return [n] uint64, the hashes from which ``split.place_of`` computes places."""
-    import numpy as np
-
     return np.frombuffer(b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts), dtype="<u8")
 
 
@@ -86,8 +81,6 @@ def read_hashes(prefix: str, documents: int) -> np.memmap | None:
 
     Raises DataError if the file is damaged or belongs to another index.
     """
-    import numpy as np
-
     path = hashes_path(prefix)
     if not path.exists():
         return None

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from megapar.data.lazy_numpy import np
 from megapar.errors import DataError
-
-if TYPE_CHECKING:
-    import numpy as np
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -74,8 +72,6 @@ class Split:
 
     def sides(self, places: np.ndarray) -> np.ndarray:
         """Return [n] int8, the ``side`` of documents by their places in [0, 1); -1 if a document is not used."""
-        import numpy as np
-
         rest_held_out = self.train + self.heldout > 1 - 1e-9
         sides = np.full(len(places), -1, dtype=np.int8)
         if self.heldout:

@@ -4,25 +4,38 @@
     tokens/4f2a../notes.json                   messages about the text, if there are any
     tokens/.4f2a...parts                       finished parts, while it is encoded
 
-An entry does not depend on the split of the documents (see selected.py).
+An entry does not depend on the split of the documents (see store.py).
+
+Large text is encoded by workers of a separate process, which is started and not forked: a trainer has threads and a
+device, which forked workers must not inherit, and processes that multiprocessing spawns would run the user's script
+again. The process is a plain Python, which reads one job as JSON from standard input, forks its workers, and writes the
+result as JSON to standard output.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megapar.data.cache.cache import cache_folder, hash_parts, made_once
-from megapar.data.text.bad_records import skipped_text
+import megapar
+from megapar.data.cache import cache_folder, hash_parts, make_once
+from megapar.data.text.chunks import TextChunk, skipped_text
 from megapar.data.text.source import TextSource, check_first_records, sources_hash
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.encode import EncodeJob, Encoding, encode
-from megapar.data.tokens.encode_process import encode_in_process
 from megapar.data.tokens.indexed import IndexedDataset
+from megapar.data.tokens.parts import Done
+from megapar.errors import DataError
 from megapar.files.data_files import LONGEST_LINE
+from megapar.health.stop.parent import die_with_parent
 from megapar.health.stop.process import cores
 
 VERSION = 2
@@ -65,7 +78,7 @@ class TokenCache:
         # A content hash names the same bytes, however long a document may be.
         content = (sources_hash(sources), self.tokenizer.fingerprint(), str(encoding.end))
         key = hash_parts(str(VERSION), str(LONGEST_LINE), *content, *skipping)
-        folder = made_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
+        folder = make_once(f"tokens/{key}", lambda made: self._encode(sources, encoding, made))
         notes = folder / _NOTES
         messages = json.loads(notes.read_text(encoding="utf-8")) if notes.exists() else ()
         return EncodedText(IndexedDataset(folder / "corpus"), tuple(messages))
@@ -87,3 +100,51 @@ class TokenCache:
         if done.bad:
             note = skipped_text(done.bad, list(done.first_bad))
             (folder / _NOTES).write_text(json.dumps([note]), encoding="utf-8")
+
+
+def encode_in_process(job: EncodeJob, workers: int) -> Done:
+    """Run ``encode`` in a process that ends with this one. Raises its DataError or OSError."""
+    root = str(Path(megapar.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    ended = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import main; main()"],
+        input=json.dumps({"job": asdict(job), "workers": workers}),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    if ended.returncode != 0:
+        raise DataError(
+            f"{job.names}: the process that encodes it ended with status {ended.returncode}"
+            f"{', possibly out of memory' if ended.returncode == -signal.SIGKILL else ''}; the same command "
+            "resumes from its finished parts"
+        )
+    answer = json.loads(ended.stdout)
+    if "system" in answer:
+        raise OSError(*answer["system"])
+    if "error" in answer:
+        raise DataError(answer["error"])
+    return Done(**{**answer["done"], "first_bad": tuple(answer["done"]["first_bad"])})
+
+
+def _job(fields: Mapping[str, Any]) -> EncodeJob:
+    chunks = tuple(TextChunk(**chunk) for chunk in fields["chunks"])
+    return EncodeJob(**{**fields, "chunks": chunks, "encoding": Encoding(**fields["encoding"])})
+
+
+def main() -> None:
+    """Run the job on standard input, and write its result to standard output."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it as well, and ends this process
+    request = json.load(sys.stdin)
+    job = _job(request["job"])
+    try:
+        tokenizer = load_tokenizer(job.tokenizer)
+        done = encode(job, tokenizer, workers=request["workers"], keep_parts=False)
+        answer: dict[str, Any] = {"done": asdict(done)}
+    except DataError as error:
+        answer = {"error": str(error)}
+    except OSError as error:
+        answer = {"system": [error.errno, error.strerror, error.filename]}
+    sys.stdout.write(json.dumps(answer))

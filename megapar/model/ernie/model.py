@@ -210,7 +210,7 @@ class Ernie(nn.Module):
             lengths: [B] int64 on the host, if there is padding under context parallelism: valid positions of whole
                 samples.
         Under context parallelism S is this rank's positions. A micro-batch whose padding was removed
-        (``data.unpadded_batch``) is one sample of all its positions, with:
+        (``data.reduced_batch``) is one sample of all its positions, with:
             ends: Position after each sample in it, on the host; filler at the end is one more.
             starts: 0 and the same ends, int32.
 

@@ -30,8 +30,8 @@ from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.pick import pick
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.data.batches import Collate, MicroBatch, pinned
-from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
+from megapar.data.reduced_batch import context_parallel_collate
 from megapar.data.sampling.samples import Sample
 from megapar.moe.dispatch_bytes import DispatchBytes
 from megapar.moe.dispatcher import READ, DispatchPlan

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megapar.config.text_form import MAX_BYTES, loader
+from megapar.config.yaml_file import MAX_BYTES, loader
 from megapar.errors import MegaparError
 from megapar.files.regular_file import read_given, text_of
 from megapar.tools.translation import open_values, shell

@@ -12,14 +12,13 @@ from megapar.core.comm.world import World
 from megapar.core.context_parallel.positions import SequenceLayout, choose_layout
 from megapar.data import corpus
 from megapar.data.batches import Collate, Loader, pinned
-from megapar.data.context_parallel_batch import context_parallel_collate
 from megapar.data.corpus import Corpus
 from megapar.data.own_data import CheckedPieces, OwnData
+from megapar.data.reduced_batch import context_parallel_collate, unpadded_collate
 from megapar.data.sample_maker import Packing
 from megapar.data.sampling.skipping import Range, Skipping
 from megapar.data.tasks.build import TaskData
 from megapar.data.text.source import PYTHON
-from megapar.data.unpadded_batch import unpadded_collate
 from megapar.errors import Complaint, ConfigError
 from megapar.training.building.ampipe_degree import make_slicing
 from megapar.training.building.attention_backend import skips_padding

@@ -17,17 +17,16 @@ from megapar import __version__
 from megapar.arguments import FLAGS, GROUPS, Config
 from megapar.config.compilation import compilation
 from megapar.config.draft import is_given
-from megapar.config.help import written
+from megapar.config.report import written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import device_class
 from megapar.core.units import GIBIBYTE
-from megapar.data.contents import Content
 from megapar.data.corpus import Corpus
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
-from megapar.data.tokenizers.tokenizer import NoTokenizer
+from megapar.data.sample_maker import Content
+from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer
 from megapar.model.sizes import ModelSizes
 from megapar.moe.row_counts import ExpertRows
 from megapar.moe.sizes import MoeSizes

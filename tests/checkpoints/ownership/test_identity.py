@@ -13,10 +13,10 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.checkpoints.ownership.identity import HELDOUT_ORDER, Identity, code_hash
-from megapar.data.cache.cache import cache_folder
+from megapar.data.cache import cache_folder
+from megapar.data.tokenizers.load import load_stored_tokenizer, store_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train as train_model
-from megapar.data.tokenizers.stored_tokenizer import load_stored_tokenizer, store_tokenizer
 from megapar.errors import CheckpointError, ConfigError
 from megapar.files.location import Location
 from megapar.files.tokenizer_files import FACTS, FOLDER

@@ -8,9 +8,8 @@ import pytest
 from megapar.data import Corpus
 from megapar.data.sampling.draws import Draws
 from megapar.data.sampling.ernie import ErnieSamples, Spans, cut_at, mask_words
-from megapar.data.sampling.mock import RandomPieces
-from megapar.data.sampling.samples import NO_LOSS, Sample
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.sampling.samples import NO_LOSS, RandomPieces, Sample
+from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 

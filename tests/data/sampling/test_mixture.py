@@ -21,10 +21,10 @@ from megapar.data.sampling.counts import PieceCounts
 from megapar.data.sampling.mixture import Blend, Shares
 from megapar.data.sampling.samples import NO_LOSS, Boundaries, DecoderSamples, DocumentWindows, Windows
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
-from megapar.data.tokens.indexed import IndexedDatasetBuilder
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 from megapar.files.data_files import blend_of
+from tests.support.token_files import write_tokens
 from tests.support.unigram import unigram_entropy
 
 SMALL: dict[str, Any] = {"vocab_size": 1000, "seq_length": 16, "seed": 5}
@@ -33,12 +33,8 @@ SMALL: dict[str, Any] = {"vocab_size": 1000, "seq_length": 16, "seed": 5}
 def _file(folder: Path, name: str, documents: int, first: int, length: int = 37) -> str:
     """Documents of ids from [first, first + 99), each closed by id 999; the first id tells the document."""
     rng = np.random.default_rng(first)
-    with IndexedDatasetBuilder(folder / name, "uint16") as builder:
-        for _ in range(documents):
-            builder.add_item([*rng.integers(first, first + 99, size=int(rng.integers(1, 2 * length))), 999])
-            builder.end_document()
-        builder.finalize()
-    return str(folder / name)
+    sizes = (int(rng.integers(1, 2 * length)) for _ in range(documents))
+    return write_tokens(folder / name, ([*rng.integers(first, first + 99, size=size), 999] for size in sizes))
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (7, 3), (1, 1000), (5, 1, 1, 1), tuple(range(1, 40))])
@@ -177,8 +173,7 @@ def test_ids_beyond_the_vocabulary_stop_a_run(tmp_path: Path) -> None:
     path = _file(tmp_path, "a", 100, 100)
     with pytest.raises(DataError, match=r"a.bin: token \d+ is 999, but the vocabulary has ids 0 to 998"):
         build("moe", data_path=[path], **{**SMALL, "vocab_size": 999})
-    with IndexedDatasetBuilder(tmp_path / "none", "uint16") as builder:
-        builder.finalize()
+    write_tokens(tmp_path / "none", [])
     with pytest.raises(DataError, match=r"none.bin: the corpus contains no tokens"):
         build("moe", data_path=[str(tmp_path / "none")], **SMALL)
     with pytest.raises(DataError, match="has no cls token"):

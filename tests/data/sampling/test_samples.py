@@ -7,9 +7,8 @@ import pytest
 
 from megapar.data import Corpus
 from megapar.data.sampling.data_phases import Phase, PhasedPieces, first_lanes
-from megapar.data.sampling.draws import Draws
+from megapar.data.sampling.draws import Draws, Permutation
 from megapar.data.sampling.mixture import Blend
-from megapar.data.sampling.permutation import Permutation
 from megapar.data.sampling.samples import (
     NO_LOSS,
     Boundaries,

@@ -16,9 +16,9 @@ from megapar.core.device.base import Device
 from megapar.data.corpus import build
 from megapar.data.sampling.ernie import Spans
 from megapar.data.sampling.samples import order_of
-from megapar.data.sampling.streaming import RowSpans
+from megapar.data.sampling.streaming import RowSpans, StreamedRows
 from megapar.data.tasks.build import TaskData
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.errors import DataError
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus
@@ -49,7 +49,9 @@ def test_rows_are_cut_as_a_store_s_documents_are() -> None:
     offsets = np.cumsum([0, *(len(one) + 1 for one in ids)])
     tokens = np.array([one for document in ids for one in (*document, 3)])
     wanted = Spans(SimpleNamespace(offsets=offsets, tokens=tokens), 21)  # type: ignore[arg-type]
-    found = RowSpans(datasets.Dataset.from_dict({"text": documents}), 0, 40, tokenizer, "rows", "text", 21)
+    found = RowSpans(
+        StreamedRows(datasets.Dataset.from_dict({"text": documents}), 0, 40, tokenizer, "rows", "text"), 21
+    )
     assert len(found) == len(wanted)
     assert [found[i].tolist() for i in range(len(found))] == [wanted[i].tolist() for i in range(len(wanted))]
     assert [found.document(i) for i in range(len(found))] == [wanted.document(i) for i in range(len(wanted))]
@@ -72,7 +74,7 @@ def test_samples_are_functions_of_seed_and_number(rows: str) -> None:
 
 def test_heldout_blocks_and_their_windows_are_in_one_random_order() -> None:
     dataset = datasets.Dataset.from_dict({"text": texts(256)})
-    pieces = RowSpans(dataset, 0, 256, MockTokenizer(200), "rows", "text", 21)
+    pieces = RowSpans(StreamedRows(dataset, 0, 256, MockTokenizer(200), "rows", "text"), 21)
     pieces.blocks, pieces.per_block = 4, 10
     order = order_of(pieces, None, "spans")
     drawn = [order[number] for number in range(80)]
@@ -85,12 +87,12 @@ def test_a_block_that_is_shorter_begins_again_as_other_documents() -> None:
     tokenizer = MockTokenizer(200)
     short = [" ".join(["t9"] * 4)] * 30 + [" ".join(["t8"] * 16)] * 2
     dataset = datasets.Dataset.from_dict({"text": short})
-    found = RowSpans(dataset, 0, 32, tokenizer, "rows", "text", 8)
+    found = RowSpans(StreamedRows(dataset, 0, 32, tokenizer, "rows", "text"), 8)
     found.per_block = 6  # of the 4 that there are
     assert [found.document(i) for i in range(6)] == [30, 30, 31, 31, 62, 62]
     assert found[4].tolist() == found[0].tolist()
     with pytest.raises(DataError, match="no row has the 8 tokens"):
-        RowSpans(dataset, 0, 30, tokenizer, "rows", "text", 8)
+        RowSpans(StreamedRows(dataset, 0, 30, tokenizer, "rows", "text"), 8)
 
 
 def test_other_documents_are_looked_for_where_rows_are_tokenised_already(rows: str) -> None:

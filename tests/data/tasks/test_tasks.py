@@ -12,20 +12,22 @@ import pytest
 import torch
 
 from megapar.data.sampling.draws import Draws
-from megapar.data.sampling.frame import Frame
-from megapar.data.sampling.mock import RandomPieces
-from megapar.data.sampling.samples import NO_LOSS
-from megapar.data.tasks.build import TaskData
-from megapar.data.tasks.document_lm import DocumentLm
-from megapar.data.tasks.knowledge_mlm import KnowledgeMlm
-from megapar.data.tasks.knowledge_text import KnowledgeText, Triple, read_triples
-from megapar.data.tasks.lexicon import Lexicon
-from megapar.data.tasks.samples import TaskSamples, collate_tasks
-from megapar.data.tasks.sentence_distance import ADJACENT, OTHER, SAME, SentenceDistance
-from megapar.data.tasks.sentence_reorder import SentenceReorder, class_of, permutation
-from megapar.data.tasks.task import cut_evenly
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
-from megapar.data.tokenizers.tokenizer import WordMarks
+from megapar.data.sampling.ernie import Frame
+from megapar.data.sampling.samples import NO_LOSS, RandomPieces
+from megapar.data.tasks.build import TaskData, TaskSamples, collate_tasks
+from megapar.data.tasks.knowledge import KnowledgeMlm, KnowledgeText, Lexicon, Triple, read_triples
+from megapar.data.tasks.sentences import (
+    ADJACENT,
+    OTHER,
+    SAME,
+    DocumentLm,
+    SentenceDistance,
+    SentenceReorder,
+    class_of,
+    cut_evenly,
+    permutation,
+)
+from megapar.data.tokenizers.tokenizer import MockTokenizer, WordMarks
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
 from megapar.model.ernie3.tasks import TASKS, reorder_classes, tasks_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapar.data.text.bad_records import BadRecords
+from megapar.data.text.chunks import BadRecords
 from megapar.data.text.source import all_documents, open_sources, sources_hash
 from megapar.data.tokens.prepare import input_chunks
 from megapar.errors import DataError

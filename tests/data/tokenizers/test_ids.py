@@ -11,9 +11,8 @@ import pytest
 
 from megapar.data.tokenizers.ids import facts_of, known_facts, same_ids
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
-from megapar.data.tokenizers.tokenizer import NoTokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer
 
 WORDS = ("river", "stone", "ancient", "quickly", "walks", "sees", "under", "mountain")
 

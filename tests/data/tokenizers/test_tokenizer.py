@@ -12,9 +12,8 @@ import pytest
 from megapar.data import Corpus
 from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import LONG_TEXT, SentencePieceTokenizer, _Limited, train
-from megapar.data.tokenizers.tokenizer import Tokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer, Tokenizer
 from megapar.errors import DataError
 from tests.support.pace import usual_seconds
 
@@ -143,16 +142,7 @@ def test_wordpiece_tokenizers(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path / "bert")
     ids = tokenizer.encode("the unbelievable tales, the")
     assert ids == [5, 6, 7, 8, 9, 11, 10, 5]
-    assert tokenizer.word_marks.word_starts(np.array(ids)).tolist() == [
-        True,
-        True,
-        False,
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert np.flatnonzero(tokenizer.word_marks.word_starts(np.array(ids))).tolist() == [0, 1, 4, 6, 7]
     assert (tokenizer.special.cls, tokenizer.special.sep, tokenizer.special.mask) == (2, 3, 4)
     assert tokenizer.special.eos == 3  # what separates ends, where nothing else does
     assert tokenizer.ordinary_ids.tolist() == list(range(5, 12))
@@ -197,19 +187,6 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=f"{name}: {message}"):
             load_tokenizer(tmp_path / name)
-
-
-def test_code_in_a_folder_is_not_run(trained: Tokenizer, tmp_path: Path) -> None:
-    import json
-
-    trained.save_hf(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
-    config = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="not a usable Hugging Face tokenizer"):
-        load_tokenizer(tmp_path)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_the_mock_tokenizer_is_saved_too(tmp_path: Path) -> None:

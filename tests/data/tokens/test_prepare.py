@@ -15,29 +15,16 @@ from hypothesis import strategies as st
 
 import megapar.data.tokens.encode as module
 from megapar.data import build
-from megapar.data.text.bad_records import BadRecords
-from megapar.data.text.chunks import LineNumbers, TextChunk, _stretches
+from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, _stretches
 from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.parts import claimed, finished
 from megapar.data.tokens.prepare import input_chunks, prepare
 from megapar.errors import DataError
 from megapar.tools.main import main
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, small_jsonl: Path) -> str:
-    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
-    path.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
-    return str(path)
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapar.data.text.chunks.CHUNK_BYTES", 5000)
-    monkeypatch.setattr("megapar.data.text.chunks.CHUNK_ROWS", 30)
+pytestmark = pytest.mark.usefixtures("_small_chunks")
 
 
 def _bytes(prefix: Path) -> tuple[bytes, ...]:
@@ -165,20 +152,7 @@ def test_parquet_and_datasets_give_what_jsonl_gives(tmp_path: Path, small_jsonl:
         prepare(str(tmp_path / "x"), [str(tmp_path / "a.parquet")], model, workers=1)
 
 
-def test_a_killed_run_goes_on_where_it_stood(
-    tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
-    encoded: list[int] = []
-    encode = module._encode_chunk
-
-    def stop_at_the_fifth(number: int, *rest: object) -> object:
-        encoded.append(number)
-        if len(encoded) == 5:
-            raise KeyboardInterrupt
-        return encode(number, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "_encode_chunk", stop_at_the_fifth)
+def test_a_killed_run_goes_on_where_it_stood(tmp_path: Path, small_jsonl: Path, model: str, encoded: list[int]) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(str(tmp_path / "broken"), [str(small_jsonl)], model, workers=1)
     assert not (tmp_path / "broken.bin").exists()
@@ -186,6 +160,7 @@ def test_a_killed_run_goes_on_where_it_stood(
     prepare(str(tmp_path / "broken"), [str(small_jsonl)], model, workers=1)
     assert encoded[:5] == [0, 1, 2, 3, 4]
     assert encoded[5] == 4
+    prepare(str(tmp_path / "whole"), [str(small_jsonl)], model, workers=1)
     assert _bytes(tmp_path / "broken") == _bytes(tmp_path / "whole")
     assert not (tmp_path / "broken.parts").exists()
 

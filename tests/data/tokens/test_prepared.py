@@ -12,22 +12,15 @@ import numpy as np
 import pytest
 
 from megapar.data import Corpus, build
-from megapar.data.text.source import JsonlFile, all_documents, open_sources
-from megapar.data.tokenizers.sentencepiece_tokenizer import train
-from megapar.data.tokens.indexed import IndexedDataset, IndexedDatasetBuilder
+from megapar.data.text.source import JSONL_FILE, FileSource
+from megapar.data.tokens.indexed import IndexedDataset
 from megapar.data.tokens.prepare import prepare
 from megapar.data.tokens.prepared import HEADER, hashes_of, read_hashes
-from megapar.data.tokens.selected import SelectedTokens
 from megapar.data.tokens.split import Split, place_of
+from megapar.data.tokens.store import SelectedTokens
 from megapar.errors import DataError
 from megapar.tools.main import main
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, small_jsonl: Path) -> str:
-    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
-    path.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
-    return str(path)
+from tests.support.token_files import write_tokens
 
 
 @pytest.fixture
@@ -97,10 +90,7 @@ def test_hashes_of_other_files_and_damaged_ones_are_refused(
         assert said in capsys.readouterr().err
     path.write_bytes(content)
     assert main(["data", "check", prefix]) == 0
-    with IndexedDatasetBuilder(prefix, "uint16") as builder:  # another program's way to write the same names
-        builder.add_item([1, 2, 3])
-        builder.end_document()
-        builder.finalize()
+    write_tokens(prefix, [[1, 2, 3]])  # as another program writes the same names
     assert read_hashes(prefix, 1) is None
 
 
@@ -136,12 +126,8 @@ def test_the_order_of_before_is_kept(tmp_path: Path, model: str) -> None:
     names = []
     for number, name in enumerate("ab"):
         rng = np.random.default_rng(number)
-        with IndexedDatasetBuilder(tmp_path / name, "uint16") as builder:
-            for _ in range(50):
-                builder.add_item([*rng.integers(10, 90, size=int(rng.integers(1, 60))), 3])
-                builder.end_document()
-            builder.finalize()
-        names.append(str(tmp_path / name))
+        documents = ([*rng.integers(10, 90, size=int(rng.integers(1, 60))), 3] for _ in range(50))
+        names.append(write_tokens(tmp_path / name, documents))
     common: dict[str, Any] = {"vocab_size": 100, "seq_length": 16, "seed": 5}
     assert _digest(build("moe", data_path=names, **common).train, range(200)) == "24cda45c4127a491"
     weighted = build("moe", data_path=["3", names[0], "1", names[1]], **common)
@@ -149,6 +135,6 @@ def test_the_order_of_before_is_kept(tmp_path: Path, model: str) -> None:
     text = tmp_path / "t.jsonl"
     texts = [f"document {n} of a text" for n in range(40)]
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
-    assert JsonlFile(text).content_hash() == "f169b465ee1921139a175f722142517a"
+    assert FileSource(text, JSONL_FILE).content_hash() == "f169b465ee1921139a175f722142517a"
     sides = [Split.parse("70,20,10").side(one) for one in texts]
     assert "".join("-" if side is None else str(side) for side in sides) == "001-100001001000-001000111001000000-0010"

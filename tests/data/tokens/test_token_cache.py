@@ -10,34 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import megapar.data.tokens.encode as encoding
 from megapar.data.blend import open_blend, open_stores
-from megapar.data.text.bad_records import BadRecords
-from megapar.data.text.chunks import LineNumbers, TextChunk
-from megapar.data.text.source import all_documents, open_sources
+from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk
+from megapar.data.text.source import open_sources
 from megapar.data.tokenizers.load import load_tokenizer
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
-from megapar.data.tokenizers.sentencepiece_tokenizer import train
+from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.data.tokens.prepare import prepare
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.data.tokens.token_cache import EncodedText, TokenCache
 from megapar.errors import DataError
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, small_jsonl: Path) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "t.model"
-    path.write_bytes(train(all_documents(open_sources([str(small_jsonl)])), 600))
-    return path
+pytestmark = pytest.mark.usefixtures("_small_chunks")
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapar.data.text.chunks.CHUNK_BYTES", 5000)
-
-
-def _opened(path: Path, model: Path, *, skip_bad: bool = False) -> EncodedText:
-    return TokenCache(load_tokenizer(model), model, skip_bad).open(open_sources([str(path)]))
+def _opened(path: Path, model: str, *, skip_bad: bool = False) -> EncodedText:
+    return TokenCache(load_tokenizer(model), Path(model), skip_bad).open(open_sources([str(path)]))
 
 
 def _in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +34,11 @@ def _in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_an_entry_holds_what_prepare_writes(
-    tmp_path: Path, fresh_cache: Path, small_jsonl: Path, model: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
+    tmp_path: Path, fresh_cache: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch, processes: bool
 ) -> None:
     if processes:
         _in_processes(monkeypatch)
-    prepare(str(tmp_path / "out"), [str(small_jsonl)], str(model), workers=1)
+    prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
     found = _opened(small_jsonl, model)
     for suffix in ("bin", "idx", "hashes"):
         assert Path(f"{found.tokens.prefix}.{suffix}").read_bytes() == (tmp_path / f"out.{suffix}").read_bytes()
@@ -59,14 +46,14 @@ def test_an_entry_holds_what_prepare_writes(
     assert not list((fresh_cache / "tokens").glob(".*.parts"))
 
 
-def test_the_entry_does_not_depend_on_the_split(fresh_cache: Path, small_jsonl: Path, model: Path) -> None:
+def test_the_entry_does_not_depend_on_the_split(fresh_cache: Path, small_jsonl: Path, model: str) -> None:
     from megapar.data import build
 
     for split in ("95,5", "50,30,20", "100,0"):
         build(
             "moe",
             data_path=[str(small_jsonl)],
-            tokenizer_model=str(model),
+            tokenizer_model=model,
             vocab_size=600,
             seq_length=16,
             seed=1,
@@ -77,7 +64,7 @@ def test_the_entry_does_not_depend_on_the_split(fresh_cache: Path, small_jsonl: 
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_broken_records_are_raised_or_noted_by_every_process(
-    tmp_path: Path, fresh_cache: Path, small_jsonl: Path, model: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
+    tmp_path: Path, fresh_cache: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch, processes: bool
 ) -> None:
     if processes:
         _in_processes(monkeypatch)
@@ -98,27 +85,17 @@ def test_broken_records_are_raised_or_noted_by_every_process(
 
 
 def test_a_process_that_ends_early_is_an_error(
-    fresh_cache: Path, small_jsonl: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    fresh_cache: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _in_processes(monkeypatch)
-    monkeypatch.setattr("megapar.data.tokens.encode_process.__name__", "no_such_module")
+    monkeypatch.setattr("megapar.data.tokens.token_cache.__name__", "no_such_module")
     with pytest.raises(DataError, match=r"small.jsonl: the process that encodes it ended with status 1; the same"):
         _opened(small_jsonl, model)
 
 
 def test_encoding_resumes_after_it_was_killed(
-    fresh_cache: Path, small_jsonl: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    fresh_cache: Path, small_jsonl: Path, model: str, encoded: list[int]
 ) -> None:
-    encoded: list[int] = []
-    encode_chunk = encoding._encode_chunk
-
-    def stop_at_the_fifth(number: int, *rest: object) -> object:
-        encoded.append(number)
-        if len(encoded) == 5:
-            raise KeyboardInterrupt
-        return encode_chunk(number, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(encoding, "_encode_chunk", stop_at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         _opened(small_jsonl, model)
     (parts,) = (fresh_cache / "tokens").glob(".*.parts")
@@ -126,14 +103,6 @@ def test_encoding_resumes_after_it_was_killed(
     assert _opened(small_jsonl, model).tokens.documents == 200
     assert encoded[:6] == [0, 1, 2, 3, 4, 4]
     assert not parts.exists()
-
-
-def test_documents_of_all_ids_are_those_of_the_text(small_jsonl: Path, model: Path) -> None:
-    tokens, tokenizer = _opened(small_jsonl, model).tokens, load_tokenizer(model)
-    texts = [json.loads(line)["text"] for line in small_jsonl.read_text().splitlines()]
-    for number in (0, 7, 199):
-        assert tokens[number].tolist() == [*tokenizer.encode(texts[number]), tokenizer.special.eos]
-    assert tokens.dtype == np.dtype("uint16")
 
 
 def test_lines_before_a_chunk_are_counted_once(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import pytest
 import transformers
 
 from megapar.arguments import FLAGS, parse
-from megapar.config.presets import located, preset_names
 from megapar.config.published import flags_of
+from megapar.config.yaml_file import config_path, preset_names
 from megapar.model.architectures import ARCHITECTURES, own_architecture
-from megapar.rules.exports import export_class
+from megapar.rules.model import export_class
 from tests.model.conformance.case import Case
 from tests.model.conformance.checks import CHECKS, Figure
 from tests.model.conformance.rows import ROWS, Row
@@ -112,7 +112,7 @@ def test_every_row_is_saved_as_its_class() -> None:
 def test_every_preset_is_saved_as_its_class() -> None:
     saved = {}
     for name in preset_names():
-        kind = "ernie" if "script: pretrain_ernie.py" in Path(located(name)).read_text(encoding="utf-8") else "moe"
+        kind = "ernie" if "script: pretrain_ernie.py" in Path(config_path(name)).read_text(encoding="utf-8") else "moe"
         own = own_architecture(parse(kind, ["--config", name, "--rules-only"], {}).model)
         saved[name] = "" if own is None else own.name
     assert saved == {name: own for own, names in _PRESETS.items() for name in names.split()}

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.core.pipeline.stages import Stages
-from megapar.data.sampling.mock import RandomPieces
-from megapar.data.tasks.build import TaskData
-from megapar.data.tasks.samples import collate_tasks
-from megapar.data.tokenizers.mock_tokenizer import MockTokenizer
+from megapar.data.sampling.samples import RandomPieces
+from megapar.data.tasks.build import TaskData, collate_tasks
+from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
 from megapar.model.ernie3.recurrence import BranchContext, generate

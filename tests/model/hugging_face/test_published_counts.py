@@ -14,7 +14,7 @@ import yaml
 from transformers.initialization import no_init_weights
 
 from megapar.arguments import parse
-from megapar.config.presets import FOLDER
+from megapar.config.yaml_file import FOLDER
 from megapar.model.spec import parameter_counts, table_of
 from tests.model.hugging_face.test_published_folders import tensors_of
 

@@ -22,7 +22,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.data import build
-from megapar.data.contents import Content
+from megapar.data.sample_maker import Content
 from megapar.training.building.corpus import make_corpus
 from megapar.training.building.parallelize import parallelize
 from megapar.training.reports import opening

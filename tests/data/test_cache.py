@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megapar.data.cache import cache
-from megapar.data.cache.cache import cache_folder, hash_parts, known, made_once
-from megapar.data.cache.remembered import remembered
+from megapar.data import cache
+from megapar.data.cache import cache_folder, cached_value, find_entry, hash_parts, make_once
 from megapar.errors import DataError
 from megapar.files import manifest
 
@@ -25,8 +24,8 @@ def test_an_entry_is_made_once(fresh_cache: Path) -> None:
         calls.append(path)
         path.write_text("made")
 
-    assert made_once("kind/entry", make).read_text() == "made"
-    assert made_once("kind/entry", make) == fresh_cache / "kind/entry"
+    assert make_once("kind/entry", make).read_text() == "made"
+    assert make_once("kind/entry", make) == fresh_cache / "kind/entry"
     assert len(calls) == 1
 
 
@@ -37,21 +36,21 @@ def test_a_failure_leaves_nothing_and_passes_on(fresh_cache: Path) -> None:
         raise DataError("broken input")
 
     with pytest.raises(DataError, match="broken input"):
-        made_once("kind/entry", fail)
+        make_once("kind/entry", fail)
     assert [path.name for path in (fresh_cache / "kind").iterdir()] == [".entry.lock"]
-    assert made_once("kind/entry", lambda path: path.mkdir()).is_dir()
+    assert make_once("kind/entry", lambda path: path.mkdir()).is_dir()
 
 
 def test_a_missing_source_is_not_blamed_on_the_cache(fresh_cache: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        made_once("entry", lambda path: open("/nowhere/at/all").close())
+        make_once("entry", lambda path: open("/nowhere/at/all").close())
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="XDG_CACHE_HOME"):
-        made_once("entry", lambda path: path.mkdir())
+        make_once("entry", lambda path: path.mkdir())
 
 
 def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +74,7 @@ def _ask(log: Path) -> None:
         with open(log, "a") as out:
             out.write(f"{os.getpid()}\n")
 
-    assert (made_once("slow", make) / "content").read_text() == "x" * 1000
+    assert (make_once("slow", make) / "content").read_text() == "x" * 1000
 
 
 def test_processes_that_ask_at_once_get_one_entry(fresh_cache: Path, tmp_path: Path) -> None:
@@ -122,69 +121,56 @@ def test_what_is_damaged_is_made_again_and_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     if not small:
-        monkeypatch.setattr(cache, "SMALL_BYTES", 10)
         monkeypatch.setattr(cache, "_NOT_SYNCED_BYTES", 10)
-    path = made_once("kind/entry", make)
-    assert known("kind/entry") == path
+    path = make_once("kind/entry", make)
+    assert find_entry("kind/entry") == path
     DAMAGE[kind](path / "content" if path.is_dir() else path)
-    assert known("kind/entry") is None
-    made_once("kind/entry", make)
+    assert find_entry("kind/entry") is None
+    make_once("kind/entry", make)
     assert (path / "content" if path.is_dir() else path).read_text() == "x" * 100
     assert len(caplog.messages) == 1
     assert f"the cache entry {path} is damaged" in caplog.messages[0]
-    assert known("kind/entry") == path
+    assert find_entry("kind/entry") == path
 
 
 def test_an_entry_of_another_name_or_without_a_manifest_is_made_again(
     fresh_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = made_once("kind/one", _folder)
+    one = make_once("kind/one", _folder)
     shutil.copytree(one, fresh_cache / "kind" / "other")
-    made_once("kind/other", _folder)
+    make_once("kind/other", _folder)
     (one / "manifest.json").unlink()
-    made_once("kind/one", _folder)
+    make_once("kind/one", _folder)
     assert "was made as kind/one" in caplog.messages[0]
     assert "has no manifest" in caplog.messages[1]
-    assert made_once("kind/one", _folder) == one
+    assert make_once("kind/one", _folder) == one
     assert len(caplog.messages) == 2
 
 
-def test_a_large_entry_is_hashed_once_after_every_boot(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_entry_is_not_hashed(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "SMALL_BYTES", 10)
-    path, hashed = made_once("entry", _folder), []
-    content = manifest.Manifest.wrong_content
-    monkeypatch.setattr(manifest.Manifest, "wrong_content", lambda *given: hashed.append(given) or content(*given))
-    made_once("entry", _folder)
-    assert not hashed
-    for boot in ("another", "third", "another"):  # of machines that share the folder
-        monkeypatch.setattr(cache, "boot_id", lambda boot=boot: boot)
-        made_once("entry", _folder)
-        made_once("entry", _folder)
-    assert len(hashed) == 2
-    os.utime(path / "content")
-    made_once("entry", _folder)
-    assert len(hashed) == 3
+    make_once("entry", _folder)
+    monkeypatch.setattr(manifest.Manifest, "wrong_content", lambda *given: pytest.fail("a large entry was hashed"))
+    assert make_once("entry", _folder) == find_entry("entry")
 
 
 def test_a_whole_entry_of_a_cache_that_cannot_be_written_is_taken(
     fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "SMALL_BYTES", 10)
-    path = made_once("entry", _folder)
-    (fresh_cache / ".entry.checked").unlink()
+    path = make_once("entry", _folder)
     (fresh_cache / ".entry.lock").unlink()
     (fresh_cache / ".entry.lock").mkdir()  # nobody opens it for writing, not even root
-    assert made_once("entry", _folder) == path
+    assert make_once("entry", _folder) == path
     _zeros(path / "content")
     with pytest.raises(DataError, match="XDG_CACHE_HOME"):
-        made_once("entry", _folder)
+        make_once("entry", _folder)
 
 
 def test_an_empty_hash_makes_no_two_files_alike(fresh_cache: Path, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("1")
     other.write_text("2")
-    assert [remembered(path, path.read_text) for path in (one, other)] == ["1", "2"]
+    assert [cached_value(path, path.read_text) for path in (one, other)] == ["1", "2"]
     for entry in (fresh_cache / "hashes").iterdir():
         entry.write_text("")
-    assert [remembered(path, path.read_text) for path in (one, other)] == ["1", "2"]
+    assert [cached_value(path, path.read_text) for path in (one, other)] == ["1", "2"]

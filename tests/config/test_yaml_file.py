@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapar.arguments import parse
-from megapar.config.presets import FOLDER, located, near_preset, preset_names
 from megapar.config.read import about
+from megapar.config.yaml_file import FOLDER, config_path, near_preset, preset_names
 from megapar.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -30,15 +30,15 @@ def test_a_name_is_found_from_any_folder(name: str, tmp_path: Path, monkeypatch:
 def test_a_file_takes_precedence_and_a_folder_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tiny").mkdir()
-    assert located("tiny") == str(FOLDER / "tiny.yaml")
+    assert config_path("tiny") == str(FOLDER / "tiny.yaml")
     Path("tiny.yaml").write_text("hidden_size: 96\n", encoding="utf-8")
-    assert located("tiny.yaml") == "tiny.yaml"
+    assert config_path("tiny.yaml") == "tiny.yaml"
     assert parse("moe", ["--config", "tiny.yaml", "--num-attention-heads", "4"], {}).model.hidden_size == 96
 
 
 @pytest.mark.parametrize("path", ["other/tiny.yaml", "./tiny", "/tiny", "..", "", "no-such"])
 def test_a_path_is_no_name(path: str) -> None:
-    assert located(path) == path
+    assert config_path(path) == path
 
 
 def test_a_file_of_a_checkout_leads_to_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,253 @@
+"""Rows on devices, the compiler, kernels of attention, fp8, and experiment trackers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megapar.schema.rule import Facts, Rule, either, near_multiples, spell, unused
+
+
+def _fp8(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
+    """Build a row on the requirements of --fp8."""
+    return Rule(
+        id=id,
+        reads=("fp8", *reads),
+        when=lambda f: f.fp8,
+        passing=f"--fp8 {passing}".strip(),
+        failing=f"--fp8 {failing}",
+        **{"source": "--fp8", **more},
+    )
+
+
+def _backend(id: str, reads: tuple[str, ...], failing: str, passing: str, **more: Any) -> Rule:
+    """Build a row on the requirements of --attention-backend."""
+    return Rule(
+        id=id,
+        reads=("attention_backend", *reads),
+        when=lambda f: f.attention_backend != "auto",
+        passing=f"--attention-backend {passing}",
+        failing=f"--attention-backend {failing}",
+        source="devices",
+        **more,
+    )
+
+
+_HEADS = "kernels of --attention-backend take heads of at most 256 features; of a multiple of 8, except flash"
+
+
+def _fits(size: int, backend: str) -> bool:
+    """Return True if a kernel takes heads of this size on some GPU."""
+    return size <= 256 and (backend == "flash" or size % 8 == 0)
+
+
+def _in_parts(f: Facts) -> bool:
+    """Return True if attention never sees whole samples of one document."""
+    keys_travel = f.cp_degree > 1 and f.context_parallel_algo != "ulysses_cp_algo"
+    return bool(keys_travel or f.ampipe_degree > 1 or f.reset_attention_mask)
+
+
+_OPTIONS = {
+    "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
+    "mlflow_experiment": ("mlflow_run_name", "mlflow_tracking_uri"),
+    "swanlab_project": ("swanlab_exp_name", "swanlab_save_dir"),
+}
+
+
+def _tracker(switch: str, names: tuple[str, ...]) -> Rule:
+    """Build the row that refuses a tracker's options without the flag that turns it on."""
+    example = f"{spell(names[0])} first"
+    return unused(
+        f"{switch.partition('_')[0]}-unused",
+        names,
+        (switch,),
+        lambda f: getattr(f, switch) is None,
+        f"without {spell(switch)}",
+        fix=lambda f: f"Set {spell(switch)}, or leave out {either(spell(n) for n in names if n in f.not_default)}.",
+        passing=f"{spell(switch)} megapar {example}",
+        failing=example,
+    )
+
+
+TRACKERS: tuple[Rule, ...] = tuple(_tracker(switch, names) for switch, names in _OPTIONS.items())
+_row = partial(Rule, source="devices")
+
+RULES: tuple[Rule, ...] = (
+    _row(
+        id="fp64-device",
+        reads=("dtype", "device"),
+        when=lambda f: f.device == "npu",
+        requires=lambda f: f.dtype != "fp64",
+        message="NPUs do not support fp64",
+        fix="Choose --dtype bf16 or fp32, or --device cpu.",
+        passing="--device npu --dtype bf16",
+        failing="--device npu --dtype fp64",
+    ),
+    _row(
+        id="compile-device",
+        reads=("compile", "device"),
+        when=lambda f: f.compile == "on",
+        requires=lambda f: f.device != "npu",
+        message="--compile supports only CPUs and GPUs",
+        fix="Leave --compile out; on an NPU, the vendor's fused operators are used.",
+        passing="--compile --device cpu",
+        failing="--compile --device npu",
+    ),
+    Rule(
+        id="compile-deterministic",
+        reads=("compile", "deterministic"),
+        when=lambda f: f.compile == "on",
+        requires=lambda f: not f.deterministic,
+        message="--compile chooses kernels by timing them, so two runs may round differently",
+        fix="Leave one of them out.",
+        source="--deterministic",
+        passing="--compile",
+        failing="--compile --deterministic",
+    ),
+    Rule(
+        id="compile-ernie3",
+        reads=("compile", "ernie_model"),
+        when=lambda f: f.compile == "on",
+        requires=lambda f: f.ernie_model != "ernie3",
+        message=(
+            "--compile does not support ERNIE 3.0, whose branches attend by segments with sizes that change from step "
+            "to step"
+        ),
+        fix="Leave --compile out.",
+        source="--compile",
+        passing="--compile",
+        failing="--compile --ernie-model ernie3",
+        models=("ernie",),
+    ),
+    Rule(
+        id="manual-gc-interval",
+        reads=("manual_gc", "manual_gc_interval", "not_default"),
+        when=lambda f: "manual_gc_interval" in f.not_default,
+        requires=lambda f: f.manual_gc == "on",
+        message="--manual-gc-interval is the interval of --manual-gc, and has no effect without it",
+        fix="Add --manual-gc, or leave the interval out.",
+        source="--manual-gc",
+        passing="--manual-gc --manual-gc-interval 50",
+        failing="--manual-gc-interval 50",
+    ),
+    _backend(
+        "attention-backend-device",
+        ("device",),
+        "cudnn --device cpu",
+        "cudnn --device cuda",
+        requires=lambda f: f.device in ("auto", "cuda"),
+        message="--attention-backend names kernels for NVIDIA GPUs",
+        fix="Leave --attention-backend out, or choose --device cuda.",
+    ),
+    _backend(
+        "attention-backend-dtype",
+        ("dtype",),
+        "flash --dtype fp32",
+        "flash --bf16",
+        requires=lambda f: f.dtype in ("auto", "bf16", "fp16"),
+        message="the kernels of --attention-backend take bf16 and fp16",
+        fix="Choose --dtype bf16, or leave --attention-backend out.",
+    ),
+    _backend(
+        "attention-backend-fused",
+        ("use_flash_attn",),
+        "flash --no-use-flash-attn",
+        "flash",
+        requires=lambda f: f.use_flash_attn,
+        message="--no-use-flash-attn computes attention by plain products, which no --attention-backend can run",
+        fix="Leave one of the two out.",
+    ),
+    _backend(
+        "attention-backend-repeats",
+        ("deterministic",),
+        "cudnn --deterministic",
+        "flash --deterministic",
+        requires=lambda f: not f.deterministic or f.attention_backend == "flash",
+        message=(
+            "--deterministic needs a kernel whose backward repeats to the last bit: torch refuses cuDNN's, and "
+            "FlashAttention-3's has not been measured"
+        ),
+        fix="Choose --attention-backend flash.",
+    ),
+    _backend(
+        "attention-backend-dropout",
+        ("attention_dropout",),
+        "cudnn --attention-dropout 0.1",
+        "cudnn --attention-dropout 0",
+        requires=lambda f: f.attention_dropout == 0 or f.attention_backend == "flash",
+        message="FlashAttention-3 drops no attention weights, and neither do some versions of cuDNN",
+        fix="Choose --attention-dropout 0 or --attention-backend flash.",
+    ),
+    _backend(
+        "attention-backend-heads",
+        ("head_dim",),
+        "cudnn --head-dim 20",
+        "flash --head-dim 20",
+        requires=lambda f: _fits(f.head_dim, f.attention_backend),
+        message=_HEADS,
+        fix=lambda f: f"Choose --head-dim {near_multiples(8, f.head_dim)}, or leave --attention-backend out.",
+        models=("moe",),
+    ),
+    _backend(
+        "attention-backend-heads-ernie",
+        ("hidden_size", "num_attention_heads"),
+        "flash --hidden-size 2080 --num-attention-heads 8",
+        "flash --hidden-size 2048 --num-attention-heads 8",
+        requires=lambda f: _fits(f.hidden_size // f.num_attention_heads, f.attention_backend),
+        message=_HEADS,
+        fix="Choose another --hidden-size or --num-attention-heads, or leave --attention-backend out.",
+        models=("ernie",),
+    ),
+    _backend(
+        "attention-backend-form",
+        ("cp_degree", "context_parallel_algo", "ampipe_degree", "reset_attention_mask"),
+        "cudnn --reset-attention-mask",
+        "flash --reset-attention-mask",
+        requires=lambda f: f.attention_backend != "cudnn" or not _in_parts(f),
+        message=(
+            "torch's call of cuDNN takes whole samples only, so no layer would use it with --reset-attention-mask, "
+            "slices, or keys from other cp ranks"
+        ),
+        fix="Choose --attention-backend flash.",
+        models=("moe",),
+    ),
+    _fp8(
+        "fp8-device",
+        ("device",),
+        "--device cpu",
+        "--device cuda",
+        requires=lambda f: f.device in ("auto", "cuda"),
+        message="--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher",
+        fix="Leave --fp8 out, or choose --device cuda.",
+        source="devices",
+    ),
+    _fp8(
+        "fp8-dtype",
+        ("dtype",),
+        "--dtype fp32",
+        "--bf16",
+        requires=lambda f: f.dtype in ("auto", "bf16"),
+        message="--fp8 rounds the inputs of bf16 matrix products, and everything else stays in bf16",
+        fix="Choose --dtype bf16.",
+    ),
+    _fp8(
+        "fp8-mp",
+        ("mp_degree",),
+        "--world-size 2 --mp-degree 2",
+        requires=lambda f: f.mp_degree == 1,
+        message="tensor parallel products are computed in chunks, but fp8 scales whole tensors",
+        fix="Choose --mp-degree 1, or leave --fp8 out.",
+    ),
+    _fp8(
+        "fp8-zero-bubble",
+        ("use_nanopipe", "pp_schedule"),
+        "--world-size 2 --pp-degree 2 --use-nanopipe",
+        "--world-size 2 --pp-degree 2",
+        requires=lambda f: not f.use_nanopipe and f.pp_schedule != "zero_bubble",
+        message=(
+            "torchao's backward pass computes the gradients of input and weight together, but zero-bubble needs them "
+            "separately"
+        ),
+        fix="Choose --pp-schedule 1f1b, or leave --fp8 out.",
+    ),
+)
