@@ -37,7 +37,7 @@ from scripts.lowered_functions import LoweredFunctions
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
 from scripts.trace_table import counted
 
-READ = "TokenDispatcher.read"
+READ = "Dispatcher.read"
 LIST = "--operators"
 
 

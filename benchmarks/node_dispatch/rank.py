@@ -21,8 +21,7 @@ from benchmarks.support.contest import Figures, serve
 from megapar.arguments import parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
-from megapar.moe.dispatch_bytes import node_row_bytes
-from megapar.moe.row_counts import row_columns
+from megapar.moe.dispatch_bytes import node_row_bytes, row_columns
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus
 from megapar.training.step.observer import StepObserver

@@ -10,9 +10,11 @@ from megapar.model.spec import MODELS, ModelSpec, spec_of
 from megapar.schema.published import PublishedArchitecture, Settings
 from megapar.schema.rule import show
 
-_SPECS: Mapping[str, ModelSpec] = {one.name: spec for spec in MODELS.values() for one in spec.published.architectures}
+_SPECS: Mapping[str, ModelSpec] = {
+    architecture.name: spec for spec in MODELS.values() for architecture in spec.published.architectures
+}
 ARCHITECTURES: Mapping[str, PublishedArchitecture] = {
-    one.name: one for spec in MODELS.values() for one in spec.published.architectures
+    architecture.name: architecture for spec in MODELS.values() for architecture in spec.published.architectures
 }
 
 
@@ -30,18 +32,18 @@ def own_architecture(sizes: ModelSizes) -> PublishedArchitecture | None:
 
 def not_exportable(sizes: ModelSizes, architecture: PublishedArchitecture | None = None) -> str | None:
     """Return the reason why the class, by default the model's own one, cannot represent this model; None if it can."""
-    own = own_architecture(sizes)
-    if own is None:
+    default = own_architecture(sizes)
+    if default is None:
         return f"{spec_of(sizes).title} has no Hugging Face format"
-    architecture = architecture or own
+    architecture = architecture or default
     if model_of_architecture(architecture.name) is not spec_of(sizes):
         return f"{architecture.name} is not {spec_of(sizes).title}"
     settings = spec_of(sizes).published.settings(sizes)
     if not (reasons := _exceeded(architecture, settings)):
         return None
     other = "No supported class can represent it"
-    if architecture.name != own.name and not _exceeded(own, settings):
-        other = f"{own.name} can, and is written if no published folder is stored next to the checkpoint"
+    if architecture.name != default.name and not _exceeded(default, settings):
+        other = f"{default.name} can, and is written if no published folder is stored next to the checkpoint"
     return (
         f"{architecture.name} cannot represent this model: {'; '.join(reasons)}. {other}; the checkpoint keeps every "
         "weight"

@@ -19,25 +19,25 @@ def differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
     expected = json.loads(json.dumps(expected))  # JSON has lists, not tuples
     kinds = [str(facts.get("kind"))[:100] for facts in (stored, expected)]
     if kinds[0] != kinds[1]:
-        there, here = (STORED[kind].title if kind in STORED else kind for kind in kinds)
-        return f"there it is {there}, here {here}"
+        saved, current = (STORED[kind].title if kind in STORED else kind for kind in kinds)
+        return f"there it is {saved}, here {current}"
     defaults = json.loads(json.dumps(STORED[kinds[0]].sizes.fact_defaults() if kinds[0] in STORED else {}))
-    apart = _apart(stored, expected, defaults)
-    found = [f"{name} is {_shown(there)} there and {_shown(here)} here" for name, there, here in apart]
-    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return "; ".join(found[:SHOWN]) + more
+    differing = _differing(stored, expected, defaults)
+    lines = [f"{name} is {_shown(saved)} there and {_shown(current)} here" for name, saved, current in differing]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return "; ".join(lines[:SHOWN]) + more
 
 
-def _apart(
+def _differing(
     stored: Mapping[str, Any], expected: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     for name in sorted(stored.keys() | expected.keys()):
-        there, here = stored.get(name), expected.get(name)
-        if isinstance(there, dict) and isinstance(here, dict):
-            inner = _apart(there, here, defaults.get(name) or {})
-            yield from ((f"{name}.{field}", one, other) for field, one, other in inner)
-        elif there != here and not (name not in stored and name in defaults and here == defaults[name]):
-            yield name, there, here
+        saved, current = stored.get(name), expected.get(name)
+        if isinstance(saved, dict) and isinstance(current, dict):
+            inner = _differing(saved, current, defaults.get(name) or {})
+            yield from ((f"{name}.{field}", old, new) for field, old, new in inner)
+        elif saved != current and not (name not in stored and name in defaults and current == defaults[name]):
+            yield name, saved, current
 
 
 def _shown(value: Any) -> str:

@@ -16,11 +16,8 @@ from megapar.model.spec import spec_of
 def step_flops(sizes: ModelSizes, sequences: int, seq_length: int, predicted: int | None = None) -> int:
     """Return the FLOPs of forward and backward.
 
-    Args:
-        sequences: Number of sequences.
-        seq_length: Tokens of a sequence.
-        predicted: Masked positions of all sequences, for ERNIE, whose vocabulary head runs only there; None for 15 %.
-            A decoder's head runs at all positions.
+    predicted: Masked positions of all sequences, for ERNIE, whose vocabulary head runs only there; None for 15 %. A
+    decoder's head runs at all positions.
     """
     return spec_of(sizes).costs.step_flops(sizes, sequences, seq_length, predicted)
 

@@ -18,13 +18,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class HfPiece:
-    """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)``.
-
-    Attributes:
-        hf_name: Name in the files.
-        hf_shape: Shape in the files.
-        index: Region of the parameter.
-    """
+    """One Hugging Face tensor inside a parameter: ``parameter[index].reshape(hf_shape)``."""
 
     hf_name: str
     hf_shape: tuple[int, ...]
@@ -93,11 +87,8 @@ def attention_rows(
     """Return the rows of a projection that makes all heads of a group at once: queries, key, value.
 
     Args:
-        name: Name of the projection.
         shape: (G, heads of a group, D, H).
         parts: Heads of a group that each Hugging Face tensor makes; its name lacks the ending.
-        unit: Unit of the rows.
-        bias: The projection has a bias.
     """
     G, _, D, H = shape
     rows = []

@@ -34,10 +34,8 @@ class FolderTensor(NamedTuple):
     """Location and type of a stored tensor.
 
     Attributes:
-        file: The file.
-        name: Its name there.
+        name: Its name in the file.
         code: The dtype as others see it: BF16 for a tensor that is stored in FP8 by blocks.
-        shape: The shape.
         scales: The file of the scales of a tensor that is stored in FP8; None for others.
     """
 
@@ -55,11 +53,9 @@ class PublishedTensors:
     that lists a tensor which its file does not contain, and for a tensor in FP8 whose scales are missing or misshapen.
 
     Attributes:
-        folder: The folder.
         tensors: Location and type of each tensor, by name. Scales are not among them.
 
     Args:
-        folder: The folder.
         single: Name of the file that contains all tensors if the folder has no index.
     """
 
@@ -117,10 +113,7 @@ class PublishedTensors:
         A tied tensor that is stored only by the name of its copy is taken from there. Raises CheckpointError with all
         problems.
 
-        Args:
-            table: Parameters of the model.
-            architecture: Class of the folder.
-            optional: Names of parameters that may be missing.
+        optional: Names of parameters that may be missing.
         """
         pieces, problems = pieces_of(table, architecture), []
         for copy, original in architecture.tied.items():

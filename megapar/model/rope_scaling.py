@@ -34,19 +34,6 @@ class RopeScaling:
 
     Sources: linear, position interpolation (arXiv 2306.15595); llama3, Llama 3.1 (arXiv 2407.21783); yarn
     (arXiv 2309.00071), with the two mscale of DeepSeek-V2 (arXiv 2405.04434).
-
-    Attributes:
-        rope_type: ``linear``, ``llama3`` or ``yarn``.
-        factor: Length of the texts over ``original_max_position_embeddings``.
-        original_max_position_embeddings: Longest text before the scaling (llama3, yarn).
-        low_freq_factor: Turns in the original length up to which a frequency is divided by the factor (llama3).
-        high_freq_factor: Turns in the original length from which a frequency is kept (llama3).
-        beta_fast: Turns in the original length from which a frequency is kept (yarn).
-        beta_slow: Turns in the original length up to which a frequency is divided by the factor (yarn).
-        mscale: Weight of log(factor) in the numerator of the factor on rotated features (yarn); 0 if not set.
-        mscale_all_dim: The same in the denominator; latent attention multiplies its scores by its square. 0 if not set.
-        attention_factor: Factor on rotated features; 0: of ``mscale``, ``mscale_all_dim`` and ``factor`` (yarn).
-        truncate: Round the limits between kept and divided frequencies to whole features (yarn).
     """
 
     role: ClassVar[roles.Role] = roles.MODEL
@@ -162,12 +149,7 @@ class RopeScaling:
         return self._log_factor(self.mscale_all_dim) ** 2
 
     def kept_and_divided(self, rotary_dim: int, theta: float) -> tuple[float, float]:
-        """Return the pairs of features up to which frequencies are kept and from which they are divided (yarn).
-
-        Args:
-            rotary_dim: Rotated features of a head.
-            theta: Base of the angles, above 1.
-        """
+        """Return the pairs of features up to which frequencies are kept and from which they are divided (yarn)."""
         limits = [
             (rotary_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)))
             / (2 * math.log(theta))

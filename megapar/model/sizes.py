@@ -20,22 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes(ABC):
-    """Sizes and options that all models have, with their flags. Each model adds its own. All sizes are global.
+    """Sizes and options that all models have, which their flags explain. All sizes are global.
 
     Attributes:
-        num_layers: Transformer layers.
-        hidden_size: Features of a token (H).
-        num_attention_heads: Query heads.
-        ffn_hidden_size: Intermediate features of a dense MLP (F).
-        vocab_size: Rows of the word embedding (V).
-        seq_length: Tokens of a training sequence (S).
         max_position_embeddings: Rows of learned positions; exported models state it. Rope itself has no limit.
-        layernorm_epsilon: Added to the variance in norms.
-        attention_dropout: Probability of dropout on attention weights.
-        hidden_dropout: Probability of dropout on the outputs of attention and MLP.
-        init_std: Standard deviation of the initial weights.
-        depth_scaled_init: Divide ``init_std`` by sqrt(2 x layers) for weights that write into the residual stream.
-        use_flash_attn: Use fused attention kernels; False for the reference implementation.
         stored_kind: Name of the model in ``layout.json``, part of the checkpoint format.
     """
 
@@ -192,6 +180,13 @@ class ModelSizes(ABC):
 def defaults_of(sizes: type[Any]) -> dict[str, Any]:
     """Return the defaults of a dataclass's fields, by name; fields without one are left out."""
     return {item.name: item.default for item in fields(sizes) if item.default is not MISSING}
+
+
+def check_choices(sizes: Any) -> None:
+    """Raise ValueError unless each field has one of its flag's choices: for direct callers, whom no rule refuses."""
+    for item in fields(sizes):
+        if legal := item.metadata.get("flag", {}).get("choices"):
+            require_choice(item.name, getattr(sizes, item.name), legal)
 
 
 def require_choice(field: str, value: str, legal: Iterable[str]) -> None:

@@ -43,9 +43,7 @@ class ModelSpec:
         name: Name of its folder.
         kind: Trainer that it belongs to, a key of ``schema.flag.SCRIPTS``.
         title: Description for messages.
-        sizes: Class of its sizes.
         table: Function from sizes to the parameter table, in forward order.
-        published: Published architectures that it implements.
         costs: Class of its costs on a rank, built from sizes and a ``RankView``; also computes the FLOPs of a step.
         rules: Its rows of the compatibility matrix.
         parts: ``module:Class`` of the model itself, imported when the model is built.
@@ -127,24 +125,16 @@ def table_of(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
 
 
 class ParameterCounts(NamedTuple):
-    """Number of parameters of a model, without buffers.
-
-    Attributes:
-        total: All parameters.
-        active: Parameters that one token uses: top-k of the routed experts.
-    """
+    """Number of parameters of a model, without buffers; ``active``: those that one token uses, top-k of the experts."""
 
     total: int
     active: int
 
 
 def parameter_counts(sizes: ModelSizes, table: Sequence[ParameterSpec] | None = None) -> ParameterCounts:
-    """Count the parameters of a model.
+    """Count the parameters of a model, or those of ``table``.
 
     Like published counts, leave out multi-token prediction, which only training runs.
-
-    Args:
-        table: Rows to count; None for those of the model without multi-token prediction.
     """
     counted = sizes.without_training_blocks()
     total = active = 0

@@ -33,13 +33,8 @@ def capacity_on_device(sizes: MoeSizes, tokens: Tensor) -> Tensor:
 def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
     """Count the pairs that precede this piece's c-th choices in each expert's queue: [k, E] int64.
 
-    Raises ValueError for ``probs``, whose order does not follow from counts.
-
-    Args:
-        counts_PkE: Pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy
-            ``choice`` needs all pieces; ``token`` reads only those before ``piece``, so a running count suffices.
-        piece: The number of this piece.
-        policy: ``token`` or ``choice``.
+    counts_PkE: Pairs per piece, choice and expert (``RouterSums.counts``), pieces in token order. Policy ``choice``
+    needs all pieces; ``token`` reads only those before ``piece``, so a running count suffices.
     """
     before_kE = counts_PkE[:piece].sum(0)
     if policy == "token":
@@ -53,14 +48,9 @@ def queue_starts(counts_PkE: Tensor, piece: int, policy: str) -> Tensor:
 def keep_by_order(
     experts_Tk: Tensor, valid_T: Tensor | None, starts_kE: Tensor, *, capacity: int | Tensor, policy: str
 ) -> Tensor:
-    """Return the pairs that policy ``token`` or ``choice`` keeps: [T, k] bool.
+    """Return the pairs that policy ``token`` or ``choice`` keeps, none of padding: [T, k] bool.
 
-    Args:
-        experts_Tk: The experts that each token chose.
-        valid_T: bool, False for padding, which uses no capacity and is not kept; None: no padding.
-        starts_kE: From ``queue_starts``.
-        capacity: A number, or a device scalar if the host does not have it.
-        policy: ``token`` or ``choice``.
+    starts_kE: From ``queue_starts``.
     """
     num_experts = starts_kE.shape[1]
     choice_k = torch.arange(experts_Tk.shape[1], device=experts_Tk.device)
@@ -74,37 +64,25 @@ def keep_by_order(
 
 
 def keep_by_probability(
-    experts_Tk: Tensor, valid_T: Tensor | None, probs_TE: Tensor, *, capacity: int | Tensor
-) -> Tensor:
-    """Return each expert's C most probable pairs over a whole micro-batch (policy ``probs``): [T, k] bool.
-
-    probs_TE: the full scores, from which those of the chosen experts are read; no gradient flows.
-    """
-    score_Tk = probs_TE.detach().gather(1, experts_Tk)
-    return _keep_by_score(experts_Tk, valid_T, score_Tk, probs_TE.shape[1], capacity)
-
-
-def keep_by_probability_over(
-    share: Share,
-    own_length: int,
     experts_Tk: Tensor,
     valid_T: Tensor | None,
     probs_TE: Tensor,
     *,
     capacity: int | Tensor,
+    share: Share | None = None,
+    own_length: int = 0,
     number: int | None = None,
 ) -> Tensor:
-    """Apply ``keep_by_probability`` to a micro-batch that ranks share; returns this rank's [T, k].
-
-    All-gathers [T, 2 k + 1] from each rank; the other arguments are those of ``keep_by_probability``.
+    """Return each expert's C most probable pairs over a whole micro-batch (policy ``probs``): [T, k] bool.
 
     Args:
-        share: The ranks that share the micro-batch, each with T tokens.
+        share: The ranks that share the micro-batch, each with T tokens, of which [T, 2 k + 1] are all-gathered.
         own_length: Positions on this rank.
-        number: The slice that these positions belong to; None: they are the whole sequence.
+        number: The slice of these positions; None: they are the whole sequence.
     """
-    topk = experts_Tk.shape[1]
-    score_Tk = probs_TE.detach().gather(1, experts_Tk)
+    score_Tk, topk = probs_TE.detach().gather(1, experts_Tk), experts_Tk.shape[1]
+    if share is None:
+        return _keep_by_score(experts_Tk, valid_T, score_Tk, probs_TE.shape[1], capacity)
     ok_T1 = torch.ones_like(score_Tk[:, :1]) if valid_T is None else valid_T[:, None].to(score_Tk.dtype)
     # Expert numbers are sent as floating point numbers, exact below 2^24.
     whole = share.gather(torch.cat([score_Tk, experts_Tk.to(score_Tk.dtype), ok_T1], dim=1))

@@ -17,15 +17,56 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
+from typing import Any
 
-from megapar.moe.row_counts import ALIGNED_BYTES, row_columns
 from megapar.moe.sizes import MoeSizes
 
+ALIGNED_BYTES = 16  # NCCL copies whole vectors of aligned rows
 BETWEEN, WITHIN = "ep_between", "ep_within"  # the axes of the two hops
 EXPERT_BYTES = 2  # of an expert's number in a field
 NO_EXPERT = 0xFFFF  # the number in an empty field
 MOST_EXPERTS = 2**15  # whose numbers are not negative as int16
 PASSES = (("dispatch", "forward"), ("combine", "forward"), ("combine", "backward"), ("dispatch", "backward"))
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows of one layer and one micro-batch on one rank.
+
+    Attributes:
+        sent: Rows of this rank's tokens.
+        multiplied: Rows that this rank's experts multiply if the load is balanced.
+        most: Rows that they multiply if all tokens of all ep ranks choose experts of this rank.
+    """
+
+    sent: int
+    multiplied: int
+    most: int
+
+    @classmethod
+    def of(cls, moe: MoeSizes, positions: int, ep: int, gathered: int, *, even: bool) -> ExpertRows:
+        """Return the rows of a rank's positions. gathered: Number of emp ranks that gather each other's rows, or 1."""
+        sent = dispatched_rows(moe, positions, positions, even=even)
+        local_experts = moe.num_experts // ep
+        return cls(sent, sent * gathered, positions * gathered * ep * min(moe.topk, local_experts))
+
+
+def dispatched_rows(moe: MoeSizes, positions: int, tokens: int, *, even: bool) -> int:
+    """Return the rows of ``positions`` positions: all pairs without a capacity, else at most that of ``tokens`` tokens.
+
+    even: Messages have even splits, padded to the capacity.
+    """
+    if even:
+        return moe.num_experts * moe.capacity(tokens)
+    pairs = positions * moe.topk
+    return min(pairs, moe.num_experts * moe.capacity(tokens)) if moe.has_capacity else pairs
+
+
+def row_columns(hidden: int, weight_bytes: int, item_bytes: int) -> int:
+    """Return the elements of a row: ``hidden`` elements, the bits of its weight, and padding to 16 bytes."""
+    unit = max(1, ALIGNED_BYTES // item_bytes)
+    wanted = hidden + weight_bytes // item_bytes
+    return -(-wanted // unit) * unit
 
 
 def node_row_bytes(hidden: int, topk: int, weight_bytes: int, item_bytes: int) -> int:
@@ -36,19 +77,10 @@ def node_row_bytes(hidden: int, topk: int, weight_bytes: int, item_bytes: int) -
 
 @dataclass(frozen=True)
 class Sent:
-    """Numbers that one rank sends.
-
-    Attributes:
-        between: Rows, or bytes, to ranks of other nodes.
-        within: Rows, or bytes, to other ranks of its node.
-    """
+    """Rows, or bytes, that one rank sends: between nodes, and to other ranks within its node."""
 
     between: float
     within: float
-
-    def times(self, factor: float) -> Sent:
-        """Return both, multiplied."""
-        return Sent(self.between * factor, self.within * factor)
 
 
 @dataclass(frozen=True)
@@ -56,18 +88,11 @@ class DispatchBytes:
     """The messages of one layer's experts under balanced routing.
 
     Attributes:
-        hidden: Features of a token.
-        topk: Experts of a token, k.
-        num_experts: E.
-        ep: Expert parallel degree, N x L.
         node_ranks: Ranks of ep on each node, L; ``ep`` if all are on one node.
         item_bytes: Bytes of an element of a token.
-        weight_bytes: Bytes of a gate weight.
         kept: Share of the pairs that reach their expert.
         groups: Groups of experts, of which a token chooses some first; 1: a token chooses among all experts.
-        chosen_groups: Number of groups that a token chooses.
-        by_expert: Each of a rank's experts has separate messages, as with pipe-experts; a token then travels once for
-            each of them.
+        by_expert: Each of a rank's experts has separate messages, as with pipe-experts; a token then travels for each.
     """
 
     hidden: int
@@ -83,35 +108,19 @@ class DispatchBytes:
     by_expert: bool = False
 
     @classmethod
-    def of(
-        cls,
-        moe: MoeSizes,
-        *,
-        ep: int,
-        node_ranks: int,
-        item_bytes: int,
-        weight_bytes: int,
-        kept: float = 1.0,
-        by_expert: bool = False,
-    ) -> DispatchBytes:
-        """Return the messages of a layer of these sizes; the other arguments are the attributes."""
+    def of(cls, moe: MoeSizes, **others: Any) -> DispatchBytes:
+        """Return the messages of a layer of these sizes. others: The other attributes."""
         return cls(
             hidden=moe.hidden_size,
             topk=moe.topk,
             num_experts=moe.num_experts,
-            ep=ep,
-            node_ranks=node_ranks,
-            item_bytes=item_bytes,
-            weight_bytes=weight_bytes,
-            kept=kept,
             groups=moe.groups,
             chosen_groups=moe.group_topk,
-            by_expert=by_expert,
+            **others,
         )
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, N."""
         return self.ep // self.node_ranks
 
     def plain_rows(self) -> Sent:
@@ -131,7 +140,7 @@ class DispatchBytes:
         return messages * self.reached(self.num_experts // self.nodes // messages)
 
     def rows_to_rank(self) -> float:
-        """Return the rows of a token that a rank receives: at most one, or one for each message."""
+        """Return the rows of a token that a rank receives, as ``rows_to_node``."""
         messages = self._messages
         return messages * self.reached(self.num_experts // self.ep // messages)
 
@@ -142,16 +151,16 @@ class DispatchBytes:
     def plain(self, tokens: float) -> dict[tuple[str, str], Sent]:
         """Return the bytes that a rank with ``tokens`` tokens sends in each of the four passes, by (pass, phase)."""
         row = row_columns(self.hidden, self.weight_bytes, self.item_bytes) * self.item_bytes
-        sizes = {"dispatch": row, "combine": self.hidden * self.item_bytes}
-        return {(name, phase): self.plain_rows().times(tokens * sizes[name]) for name, phase in PASSES}
+        return self._passes(self.plain_rows(), tokens, row)
 
     def by_node(self, tokens: float) -> dict[tuple[str, str], Sent]:
         """Return the bytes of each of the four passes of the dispatch by node, as ``plain``."""
-        sizes = {
-            "dispatch": node_row_bytes(self.hidden, self.topk, self.weight_bytes, self.item_bytes),
-            "combine": self.hidden * self.item_bytes,
-        }
-        return {(name, phase): self.node_rows().times(tokens * sizes[name]) for name, phase in PASSES}
+        row = node_row_bytes(self.hidden, self.topk, self.weight_bytes, self.item_bytes)
+        return self._passes(self.node_rows(), tokens, row)
+
+    def _passes(self, rows: Sent, tokens: float, row_bytes: int) -> dict[tuple[str, str], Sent]:
+        sizes = {"dispatch": tokens * row_bytes, "combine": tokens * (self.hidden * self.item_bytes)}
+        return {(name, phase): Sent(rows.between * sizes[name], rows.within * sizes[name]) for name, phase in PASSES}
 
     def reached(self, experts: int) -> float:
         """Return the share of tokens that have a kept pair at one of ``experts`` consecutive experts.

@@ -10,8 +10,15 @@ from functools import cached_property
 from megapar.model.cost.communication import Communication
 from megapar.model.cost.model_cost import INDEX_BYTES, CommCost, OpCost, Product
 from megapar.model.cost.rank_view import RankView
-from megapar.moe.dispatch_bytes import BETWEEN, EXPERT_BYTES, WITHIN, DispatchBytes, node_row_bytes
-from megapar.moe.row_counts import ExpertRows, row_columns
+from megapar.moe.dispatch_bytes import (
+    BETWEEN,
+    EXPERT_BYTES,
+    WITHIN,
+    DispatchBytes,
+    ExpertRows,
+    node_row_bytes,
+    row_columns,
+)
 from megapar.moe.sizes import MoeSizes
 
 
@@ -31,7 +38,7 @@ def in_flight(view: RankView, moe: MoeSizes) -> float:
     return 2.0 * view.item_bytes * _ExpertLayer(view, moe).rows.sent * moe.hidden_size
 
 
-def held(view: RankView, moe: MoeSizes) -> float:
+def held_bytes(view: RankView, moe: MoeSizes) -> float:
     """Return the bytes that a layer's forward holds to its end beyond what it keeps, with the residual.
 
     They are the messages back and the outputs of the shared experts, until slices are concatenated; without messages
@@ -59,12 +66,9 @@ class _ExpertLayer:
     """One mixture-of-experts layer.
 
     Attributes:
-        view: The rank.
-        moe: Sizes of the layer.
         even: All-to-alls have even splits.
         inside: Rows that the experts of the busiest rank multiply.
         gathers: The emp ranks gather each other's rows.
-        rows: Number of rows of the dispatch.
     """
 
     def __init__(self, view: RankView, moe: MoeSizes) -> None:
@@ -137,12 +141,12 @@ class _ExpertLayer:
         fused = moe.gated and view.fuses  # activation and weights are one kernel, which keeps its inputs
         activated = (e * inside * F if moe.gated and not fused else 0.0) + view.stored_bytes(inside * F)
         # Whole experts multiply their activation by the gate weights, others their summed outputs.
-        weighs_inside = view.emp == 1
-        weighed = e * inside * F if weighs_inside else e * rows * H
-        unweighed = weighed if weighs_inside and not fused else 0.0
-        kept = 0.0 if view.selective_recompute else activated + unweighed + (e * rows if weighs_inside else 0.0)
+        experts_weigh = view.emp == 1
+        weighed = e * inside * F if experts_weigh else e * rows * H
+        unweighed = weighed if experts_weigh and not fused else 0.0
+        kept = 0.0 if view.selective_recompute else activated + unweighed + (e * rows if experts_weigh else 0.0)
         # The incoming gradient takes the place of the activation. Weights need its product with what they multiply.
-        inside_bytes = e * inside * F * (2 if moe.gated or weighs_inside else 1)
+        inside_bytes = e * inside * F * (2 if moe.gated or experts_weigh else 1)
         inside_bytes += 0.0 if kept else activated + unweighed  # made again
         inside_bytes /= view.ampipe_degree
         messages = rows * H if view.ep > 1 else 0
@@ -168,9 +172,9 @@ class _ExpertLayer:
             # Their gradient in the order of the experts, weighed, and multiplied by the outputs for the weights'.
             OpCost(
                 "combine",
-                0.0 if weighs_inside else weighed + e * rows,
+                0.0 if experts_weigh else weighed + e * rows,
                 sent=self._sent_back(),
-                transient=0.0 if weighs_inside else outer,
+                transient=0.0 if experts_weigh else outer,
             ),
         ]
 
@@ -204,11 +208,9 @@ class _ExpertLayer:
         return self._over_ep("combine", self.moe.hidden_size * self.view.item_bytes)
 
     def _over_ep(self, name: str, size: float) -> tuple[CommCost, ...]:
-        """Return the all-to-alls of the dispatch or the combine, forward and backward, in the order of their hops.
+        """Return the all-to-alls of ``dispatch`` or ``combine``, forward and backward, in the order of their hops.
 
-        Args:
-            name: ``dispatch`` or ``combine``.
-            size: Bytes of a row of the plain dispatch.
+        size: Bytes of a row of the plain dispatch.
         """
         view = self.view
         if view.ep == 1:

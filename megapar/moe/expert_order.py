@@ -6,28 +6,24 @@
     unpermute       sum each token's rows, after multiplication by the gate weights (``weigh``)
 
 ``permute`` and ``unpermute`` are adjoint: the backward of each is the forward of the other. Only indices are saved.
-The token dispatcher (``token_dispatcher``) uses both, and sends the rows between ranks.
+The host waits for the device nowhere.
 
 Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapar.core.device.base import Device
 from megapar.core.device.ops import op
-from megapar.moe.placement import slots_of
 
 
 class ExpertOrder(NamedTuple):
-    """The order of rows sorted by expert: a map between rows and (token, choice) pairs.
-
-    Pairs are numbered token · k + choice.
+    """The order of rows sorted by expert: a map between rows and (token, choice) pairs, numbered token · k + choice.
 
     Attributes:
         pair: [R] int64, the pair of each row; rows are sorted by expert, then by pair.
@@ -46,9 +42,8 @@ class OrderedRows(NamedTuple):
     """An order of rows, and the rows of each expert in it.
 
     Attributes:
-        order: The order.
         counts: [E] int64, rows of each expert.
-        ends: [E] int32, the row after the last one of each expert, if the device computed it as well; else None.
+        ends: [E] int32, the row after the last one of each expert, if the device computed it as well.
     """
 
     order: ExpertOrder
@@ -70,14 +65,9 @@ def sort_by_expert(
     fill: bool = False,
     counts_kE: Tensor | None = None,
 ) -> OrderedRows:
-    """Return the order that sorts the kept pairs by expert into ``rows`` rows.
-
-    Pairs of one expert stay in token order. The host does not wait for the device.
+    """Return the order that sorts the kept pairs by expert into ``rows`` rows, pairs of one expert in token order.
 
     Args:
-        experts_Tk: The experts of each token.
-        kept_Tk: bool; None: every pair is kept.
-        num_experts: E.
         rows: R, from the number of kept pairs to that of all pairs.
         fill: Give the rows beyond the kept pairs to the last expert.
         counts_kE: The kept pairs of each choice and expert, if they have been counted.
@@ -98,31 +88,25 @@ def kept_rows(order: ExpertOrder, rows: int) -> ExpertOrder:
 def spread_by_expert(experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int) -> ExpertOrder:
     """Return the order that gives every expert ``capacity`` rows, its kept pairs first, in token order.
 
-    No expert may have more kept pairs than ``capacity``. The host does not wait for the device.
+    No expert may have more kept pairs than ``capacity``.
     """
     pair, row, row_kept = op("spread_pairs", experts_Tk)(experts_Tk, kept_Tk, num_experts, capacity)
     return ExpertOrder(pair, row, kept_Tk, row_kept)
 
 
 def order_by_expert(counts_NSL: Tensor, room: int, rows: int) -> OrderedRows:
-    """Return the order that sorts gathered rows by expert.
-
-    Rows of one expert keep their order; padding is left out.
+    """Return the order that sorts gathered rows by expert, without padding; rows of one expert keep their order.
 
     Args:
-        counts_NSL: int64, rows in block n from source s for expert l, in this order.
+        counts_NSL: int64, rows in block n from source s for expert l, in this order; their sum is ``rows``.
         room: Rows of each block, including padding.
-        rows: The sum of the counts, on the host.
     """
     made: Any = op("order_runs", counts_NSL)(counts_NSL, room, rows)
     return OrderedRows(ExpertOrder(made.pair, made.row, made.kept, None), made.counts, made.ends)
 
 
 def transpose_runs(like: Tensor, sources: int, experts: int, length: int) -> OrderedRows:
-    """Return ``order_by_expert`` if each of ``sources`` sends ``length`` rows to each expert.
-
-    like: a tensor of the device.
-    """
+    """Return ``order_by_expert`` if each of ``sources`` sends ``length`` rows to each expert. like: A tensor there."""
     made: Any = op("order_equal_runs", like)(like, sources, experts, length)
     return OrderedRows(ExpertOrder(made.pair, made.row, None, None), made.counts, made.ends)
 
@@ -174,36 +158,3 @@ def gather_sum(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
     if rows_RH.shape[0] == 0 or num_tokens == 0:
         return rows_RH.new_zeros(num_tokens, rows_RH.shape[1])
     return op("unpermute", rows_RH)(rows_RH, order.row, order.pair_kept)
-
-
-class ExpertSlots:
-    """The expert in each slot of a layer: expert e in slot e until ``set_order``.
-
-    device: Has the tables of experts that moved.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._slot_E: Tensor | None = None  # of each expert, if they are not in order
-        self._expert_E: Tensor | None = None  # in each slot
-
-    def set_order(self, experts: Sequence[int]) -> None:
-        """Set the expert in each slot for later passages; the caller has moved their weights.
-
-        experts: E numbers; the slots of a rank of ep are consecutive (``placement``).
-        """
-        self._slot_E = self._expert_E = None
-        if list(experts) != sorted(experts):
-            self._slot_E, self._expert_E = self._device.integers((slots_of(experts), experts)).unbind(0)
-
-    def of(self, experts_Tk: Tensor, counts_kE: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of these experts, and the counts by slot, for the dispatch.
-
-        Args:
-            experts_Tk: Numbers of experts.
-            counts_kE: Counts by expert.
-        """
-        if self._slot_E is None or self._expert_E is None:
-            return experts_Tk, counts_kE
-        by_slot = None if counts_kE is None else counts_kE.index_select(1, self._expert_E)
-        return self._slot_E[experts_Tk], by_slot

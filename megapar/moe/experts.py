@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.compiled import counted, plain
-from megapar.core.device.grouped import row_ends
+from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, row_ends, weight_gradient_by_size
 from megapar.core.device.layer_ops import in_one_kernel
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay, once
@@ -25,7 +26,6 @@ from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, linear
-from megapar.moe.expert_linear import grouped_linear
 from megapar.moe.expert_order import weigh
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ READ_SIZES = "Experts.read_sizes"  # where the host waits for the rows of expert
 
 
 class Experts(nn.Module):
-    """rows [R, H] -> up [R, F] -> rows [R, H], each row through its own expert.
+    """rows [R, H] -> up [R, F] -> rows [R, H], each row through its own expert. Parameters are uninitialized.
 
     Ledger (this rank):
         gate_up [E, 2, F, H] (swiglu: gate at 0, up at 1) or up [E, F, H] (gelu)
@@ -43,13 +43,9 @@ class Experts(nn.Module):
         wgrad     one [out, in] product per expert over its rows, whole on its rank
     If F is sharded over emp, the result is a partial sum over emp, and so is dgrad; down_bias [E, H] is then whole on
     every rank of emp, is added on the first (``adds_down_bias``), and has the whole gradient on all.
-    Parameters are created uninitialized.
 
     Attributes:
-        gated: A gate and an up projection, instead of up alone.
-        has_bias: Experts have biases.
         selective: Recompute the activation in the backward instead of keeping it.
-        adds_down_bias: This rank adds ``down_bias`` to the sum over emp.
         run: Calls the activation, eager or compiled.
         up_name: Name of the first weight, ``gate_up`` or ``up``.
         weight_gradients: Defers the products of weight gradients; None: compute them at once.
@@ -89,7 +85,7 @@ class Experts(nn.Module):
         self.register_parameter("down_bias", create(hidden_size) if add_bias else None)
 
     def forward(self, function: Callable[..., T], *entering: Any) -> T:
-        """Return ``function(self, *entering)``: everything that a passage computes with these experts, in one call.
+        """Return ``function(self, *entering)``: everything that a forward computes with these experts, in one call.
 
         Under FSDP, calling the module unshards the weights, and their gradients are reduced once the gradients of
         ``entering`` have been computed. So all incoming rows must be in ``entering``, and all outgoing ones in the
@@ -108,7 +104,6 @@ class Experts(nn.Module):
         """Return the expert outputs [R, H].
 
         Args:
-            rows_RH: Tokens, sorted by expert.
             counts_E: int64, rows of each expert; they sum to R.
             sizes_E: The same on the host, if the device's products need them (``grouped_linear``).
             weights_R: The gate weight of each output; None: the outputs are not multiplied.
@@ -137,7 +132,6 @@ class Experts(nn.Module):
         """Return the rows of each local expert on the host, or None if the device's products do not need them.
 
         Args:
-            counts_E: The rows, on the device.
             known: The rows on the host, if the dispatch plan has them.
             rows: Their sum.
             replay: Of the recomputed unit; its recomputation reuses the sizes read in the forward.
@@ -147,7 +141,7 @@ class Experts(nn.Module):
         return once(replay, lambda: self.read_sizes(counts_E, rows))
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
-        """Copy the counts to the host, with one host wait for all products. rows: their sum."""
+        """Copy the counts to the host, with one host wait for all products. rows: Their sum."""
         numbers, ready = self._comm.device.host_copy(counts_E)
         ready.synchronize()
         self._comm.count_host_wait(READ_SIZES)
@@ -165,9 +159,9 @@ class Experts(nn.Module):
         down_bias = self._pieces("down_bias") if self.has_bias else [None] * len(up)
 
         def make(e: int) -> Callable[[Tensor, Tensor | None], Tensor]:
-            def one(rows_RH: Tensor, weights_R: Tensor | None = None) -> Tensor:
+            def compute(rows_RH: Tensor, weights_R: Tensor | None = None) -> Tensor:
                 hidden = linear(rows_RH, up[e]().flatten(0, -2), None, self._defer_wgrad(self.up_name, e))
-                biases = [None if own is None else own() for own in (up_bias[e], down_bias[e])]
+                biases = [None if bias is None else bias() for bias in (up_bias[e], down_bias[e])]
                 return self._finish(
                     hidden,
                     None if biases[0] is None else biases[0].flatten(),
@@ -176,7 +170,7 @@ class Experts(nn.Module):
                     weights_R,
                 )
 
-            return one
+            return compute
 
         return [make(e) for e in range(len(up))]
 
@@ -240,3 +234,57 @@ class _AddOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         return grads[0], grads[0], None
+
+
+def grouped_linear(
+    rows_RI: Tensor,
+    weight_EOI: Tensor,
+    counts_E: Tensor,
+    defer_wgrad: DeferWgrad | None = None,
+    sizes_E: tuple[int, ...] | None = None,
+    ends: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Multiply each row by the transposed weight [O, I] of its expert, a grouped GEMM: [R, O].
+
+    Uses the device's grouped product, or one product per expert if the device has none and the host has the row counts.
+
+    Args:
+        counts_E: int64, rows of each expert, possibly 0; they must sum to R, because further rows are not computed.
+        defer_wgrad: Defers the product of the weight gradient (``weight_gradients``); None: the backward computes it.
+        sizes_E: The counts on the host; passed if the device's product would otherwise copy them to the host.
+        ends: Returns ``row_ends`` of the counts, if several products share it.
+    """
+    if defer_wgrad is not None:
+        product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)
+        return product
+    if sizes_E is not None:
+        return linear_by_size(rows_RI, weight_EOI, sizes_E)
+    return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E, ends)
+
+
+class _SplitBackward(torch.autograd.Function):
+    """Backward with dx [R, I] computed at once and dw [E, O, I] deferred to ``defer_wgrad``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, defer_wgrad: DeferWgrad, sizes: tuple[int, ...] | None
+    ) -> Tensor:
+        ctx.defer_wgrad, ctx.sizes = defer_wgrad, sizes
+        ctx.save_for_backward(rows, weight, counts)
+        return grouped_linear(rows, weight, counts, sizes_E=sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows, weight, counts), dy = ctx.saved_tensors, grads[0].contiguous()
+        sizes, dx = ctx.sizes, None
+        if ctx.needs_input_grad[0]:
+            grouped = op("grouped_input_gradient", dy)
+            dx = grouped(dy, weight, counts) if sizes is None else input_gradient_by_size(dy, weight, sizes)
+
+        def product() -> Tensor:
+            if sizes is not None:
+                return weight_gradient_by_size(dy, rows, sizes)
+            return op("grouped_weight_gradient", dy)(dy, rows, counts)
+
+        return dx, ctx.defer_wgrad(product) if ctx.needs_input_grad[1] else None, None, None, None

@@ -7,6 +7,7 @@ Under sequence parallelism S is the sequence divided by mp.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +21,11 @@ from megapar.core.tensor_parallel.layers import piece_shape
 from megapar.errors import DistributedError
 from megapar.moe.capacity import capacity_on_device
 from megapar.moe.dispatcher import Dispatcher
-from megapar.moe.expert_order import ExpertSlots
 from megapar.moe.experts import Experts
+from megapar.moe.forward import MoeForward
 from megapar.moe.micro_batch import MicroBatchRouting
 from megapar.moe.node_dispatcher import NodeDispatcher
-from megapar.moe.passage import Passage
+from megapar.moe.placement import ExpertSlots
 from megapar.moe.router import Router
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
@@ -34,19 +35,12 @@ from megapar.moe.token_dispatcher import TokenDispatcher
 
 @dataclass(frozen=True)
 class MoeParts:
-    """The classes that layers of experts are made of, for tests and tools that replace some.
-
-    Attributes:
-        experts: The experts of a rank.
-        routing: The choice of one micro-batch.
-        dispatcher: The plain dispatch.
-        node_dispatcher: The dispatch of an axis ep that is divided by node.
-    """
+    """The classes that layers of experts are made of, for tests and tools that replace some."""
 
     experts: type[Experts] = Experts
     routing: type[MicroBatchRouting] = MicroBatchRouting
-    dispatcher: type[Dispatcher] = TokenDispatcher
-    node_dispatcher: type[Dispatcher] = NodeDispatcher
+    dispatcher: type[Dispatcher[Any]] = TokenDispatcher
+    node_dispatcher: type[Dispatcher[Any]] = NodeDispatcher
 
 
 class MoeLayer(nn.Module):
@@ -60,22 +54,15 @@ class MoeLayer(nn.Module):
         wgrad     experts: complete on their rank, over the tokens of all ranks of ep (and emp), so that only the sum
                   over edp remains; router: over this rank's own tokens, which are the same on every mp rank without
                   sequence parallelism, and a part with it, summed over mp
-    The gate weights are multiplied before the combine, so the backward never needs its result: by the experts, or after
-    the sum over emp. Padding is not routed; the routed experts return zeros for it.
+    Padding is not routed; the routed experts return zeros for it.
 
     The statistics are those of the whole micro-batch and the same on every mp rank. Every mp rank differentiates them,
     and their gradients count the loss once, like those of every other term.
 
     Attributes:
-        sizes: Global sizes and routing options.
-        mp: The axis of tensor parallelism.
-        sequence_sharded: Activations contain only this mp rank's positions.
         share: The ranks that share the positions of a micro-batch.
         shares_batch: There is more than one such rank.
         local_capacity: This rank decides alone which of its pairs are dropped.
-        router, experts: Submodules.
-        shared: The shared experts, or None.
-        comm: Launches the collectives, and counts host waits.
         slots: The expert in each slot.
         dispatcher: Sends tokens to their experts and back, with even splits if capacities allow it.
     """
@@ -95,24 +82,19 @@ class MoeLayer(nn.Module):
         execution: Execution = DEFAULT,
         parts: MoeParts | None = None,
     ) -> None:
-        """Create the layer with uninitialized parameters.
+        """Create the layer with uninitialized parameters. An axis that is None has one rank.
 
         Raises DistributedError if the axes do not fit together, ValueError if they do not divide the sizes.
 
         Args:
-            sizes: Global sizes and routing options.
             shared: The shared experts, one module [.., H] -> [.., H] of width ``sizes.shared_width``; required if and
-                only if ``sizes.shared_width`` is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``,
-                and with an attribute ``adds_onto`` a sum to add to.
-            ep: Each rank has a contiguous chunk of the experts; None: one rank. With ``nodes``, dispatch is by node.
-            emp: Each expert's features are sharded over it; all of mp, or one rank; None: one rank.
-            mp: The axis of tensor parallelism; None: one rank.
-            sequence_parallel: Each mp rank has a contiguous chunk of the positions.
+                only if that is not 0. In a recomputed unit it also takes ``ends_unit``, as ``Mlp``, and, with an
+                attribute ``adds_onto``, a sum to add to.
+            ep: Each rank has a contiguous chunk of the experts. With ``nodes``, dispatch is by node.
+            emp: Each expert's features are sharded over it; all of mp, or one rank.
             share: All ranks that share the positions of a micro-batch, including those of cp; None: those of mp under
                 sequence parallelism, else this rank.
             dtype: dtype of the experts; the router is max(fp32, dtype).
-            execution: How the layer runs; its ``comm`` launches all collectives of the layer.
-            parts: The classes of the layer's parts.
         """
         super().__init__()
         parts = parts or MoeParts()
@@ -127,7 +109,17 @@ class MoeLayer(nn.Module):
         self.router = Router(sizes, dtype=dtype, device=device, copies=self.share.size, run=execution.run)
         self.comm = execution.comm or CommContext()
         execution = replace(execution, comm=self.comm)
-        self.experts = _own_experts(parts.experts, sizes, ep, emp, dtype, device, execution)
+        self.experts = parts.experts(
+            sizes.hidden_size,
+            piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
+            piece_shape((sizes.num_experts,), 0, ep)[0],
+            gated=sizes.gated,
+            add_bias=sizes.add_bias,
+            adds_down_bias=emp.rank == 0,
+            dtype=dtype,
+            device=device,
+            execution=execution,
+        )
         self.shared = shared
         exchanges_rows = ep.size > 1 or (self.sequence_sharded and emp.size > 1)
         by_node = ep.nodes is not None
@@ -145,13 +137,12 @@ class MoeLayer(nn.Module):
         replay: Replay | None = None,
         ends_unit: Replay | None = None,
     ) -> tuple[Tensor, MoeStats]:
-        """Send every non-padding token through its k experts: the passage of one slice.
+        """Send every non-padding token through its k experts.
 
         Collective over ep; for deepspeed_moe, whose messages have even splits, with the same B and S on all ranks.
         Raises ValueError if valid_BS and valid_tokens contradict each other in a way that the host can detect.
 
         Args:
-            x_BSH: Activations.
             valid_BS: bool, False for padding; None: no padding in the whole micro-batch.
             valid_tokens: Non-padding tokens of the whole micro-batch, passed on the host so that capacity and buffer
                 sizes do not wait for the device; optional without padding.
@@ -160,61 +151,45 @@ class MoeLayer(nn.Module):
                 since only the unit's output needs it.
         """
         batch, length, _ = x_BSH.shape
-        tokens = _host_count(valid_BS, valid_tokens, batch * length * self.share.size)
-        capacity = self.sizes.capacity(tokens)
-        passage = self._passage(Slicing(), self.dispatcher, tokens, capacity, replay, ends_unit)
-        passage.send(x_BSH, valid_BS)
-        combines, (sent,), _ = passage.work()
-        y_TH = combines.finish(0, sent)
-        shared_BSH = passage.shared_experts(0, onto=y_TH)
-        return (y_TH if shared_BSH is None else shared_BSH).view_as(x_BSH), passage.stats()
+        forward = self.begin(Slicing(), length, valid_tokens, valid_BS, batch, replay, ends_unit)
+        forward.dispatch(x_BSH, valid_BS)  # route, keep, dispatch
+        combines, (handles,), _ = forward.compute_experts()
+        y_TH = combines.finish(0, handles)
+        shared_BSH = forward.shared_experts(0, onto=y_TH)
+        return (y_TH if shared_BSH is None else shared_BSH).view_as(x_BSH), forward.stats()
 
-    def passage(
+    def begin(
         self,
         slicing: Slicing,
         length: int,
-        valid_tokens: int,
+        valid_tokens: int | None,
         own_valid_BS: Tensor | None,
         batch: int,
         replay: Replay | None = None,
         ends_unit: Replay | None = None,
-    ) -> Passage:
-        """Begin the passage of one micro-batch through this layer, slice by slice.
+    ) -> MoeForward:
+        """Begin the forward of one micro-batch of ``batch`` samples. For the other arguments see ``forward``.
 
         Args:
-            slicing: How the sequence is divided.
             length: Positions on this rank.
-            valid_tokens: Non-padding tokens of the whole micro-batch.
-            own_valid_BS: bool, False for padding, of this rank's positions; None: no padding in the micro-batch.
-            batch: Samples.
-            replay: See ``forward``.
-            ends_unit: See ``forward``.
+            own_valid_BS: As ``valid_BS``, of this rank's positions.
         """
         positions = batch * length
         tokens = _host_count(own_valid_BS, valid_tokens, positions * self.share.size)
         capacity: int | Tensor = self.sizes.capacity(tokens)
-        if self.shares_batch and self.local_capacity:
-            capacity = self.sizes.capacity(positions)
-            if own_valid_BS is not None:
-                capacity = capacity_on_device(self.sizes, own_valid_BS.sum())
-        even_splits = self.dispatcher.even_splits and slicing.capacity == "slice" and not slicing.expert_pieces
-        dispatcher = replace(self.dispatcher, even_splits=even_splits)
-        return self._passage(slicing, dispatcher, tokens, capacity, replay, ends_unit)
-
-    def _passage(
-        self,
-        slicing: Slicing,
-        dispatcher: Dispatcher,
-        tokens: int,
-        capacity: int | Tensor,
-        replay: Replay | None,
-        ends_unit: Replay | None,
-    ) -> Passage:
+        dispatcher = self.dispatcher
+        if slicing.active:
+            even_splits = dispatcher.even_splits and slicing.capacity == "slice" and not slicing.expert_pieces
+            dispatcher = replace(dispatcher, even_splits=even_splits)
+            if self.shares_batch and self.local_capacity:
+                capacity = self.sizes.capacity(positions)
+                if own_valid_BS is not None:
+                    capacity = capacity_on_device(self.sizes, own_valid_BS.sum())
         local_capacity = self.local_capacity
         routing = self._routing_class(
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
-        return Passage(
+        return MoeForward(
             self.router,
             self.experts,
             self.shared,
@@ -245,31 +220,7 @@ def _check_shared(sizes: MoeSizes, shared: nn.Module | None) -> None:
         raise ValueError(f"shared_experts is {sizes.shared_experts}, but {given} was passed as shared")
 
 
-def _own_experts(
-    experts: type[Experts],
-    sizes: MoeSizes,
-    ep: Axis,
-    emp: Axis,
-    dtype: torch.dtype,
-    device: torch.device | str | None,
-    execution: Execution,
-) -> Experts:
-    """Create this rank's part of the experts: sharded over ep, and their features over emp."""
-    return experts(
-        sizes.hidden_size,
-        piece_shape((sizes.ffn_hidden_size,), 0, emp)[0],
-        piece_shape((sizes.num_experts,), 0, ep)[0],
-        gated=sizes.gated,
-        add_bias=sizes.add_bias,
-        adds_down_bias=emp.rank == 0,
-        dtype=dtype,
-        device=device,
-        execution=execution,
-    )
-
-
 def _host_count(valid_BS: Tensor | None, valid_tokens: int | None, tokens: int) -> int:
-    """Return the number of non-padding tokens, from arguments on the host."""
     if valid_tokens is None:
         if valid_BS is not None:
             raise ValueError("valid was given without valid_tokens; pass the number of True in it")

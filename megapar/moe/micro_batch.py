@@ -19,15 +19,9 @@ import torch
 from torch import Tensor
 
 from megapar.core.context_parallel.share import Share
-from megapar.moe.capacity import (
-    capacity_on_device,
-    keep_by_order,
-    keep_by_probability,
-    keep_by_probability_over,
-    queue_starts,
-)
+from megapar.moe.capacity import capacity_on_device, keep_by_order, keep_by_probability, queue_starts
+from megapar.moe.dispatch_bytes import dispatched_rows
 from megapar.moe.router import Routing
-from megapar.moe.row_counts import dispatched_rows
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats, RouterSums, add_sums, count_pairs, gather_sums
@@ -40,7 +34,7 @@ class QueuePlace(NamedTuple):
 
     Attributes:
         counts: [P, k, E] pairs of the pieces that share a capacity, in token order.
-        runs: (number, positions) of the pieces that these tokens belong to.
+        runs: (piece, positions) of each run of these tokens; of a zig-zag rank ((0, 8), (3, 8)), pieces 0 and 3.
         capacity: Pairs that an expert keeps; a tensor if the host does not have it.
         slice_number: The slice of these tokens; None: they are the whole sequence.
     """
@@ -55,11 +49,8 @@ class MicroBatchRouting:
     """The pairs of a micro-batch to keep, decided slice by slice in order, and the sums of its statistics.
 
     Attributes:
-        sizes: The layer's sizes and routing options.
         share: The ranks that share the positions of the micro-batch.
-        shares_batch: There is more than one such rank.
         local_capacity: This rank decides alone which of its pairs are kept.
-        slicing: How the sequence is divided into slices.
         tokens: Non-padding tokens of the micro-batch on all ranks, a number on the host.
         capacity: Pairs that an expert keeps over all slices.
     """
@@ -85,13 +76,7 @@ class MicroBatchRouting:
     def keep(self, routing: Routing, valid_T: Tensor | None, batch: int, length: int) -> Tensor | None:
         """Return the pairs of the next slice that reach an expert, [T, k] bool; None: all of them.
 
-        Collective over the ranks that share the micro-batch.
-
-        Args:
-            routing: The router's choices for the slice.
-            valid_T: bool, False for padding; None: no padding.
-            batch: Samples.
-            length: Positions of the slice on this rank.
+        Collective over the ranks that share the micro-batch. length: Positions of the slice on this rank.
         """
         self._orthogonal = routing.orthogonal  # the same for every slice
         if self.slicing.active:
@@ -108,7 +93,6 @@ class MicroBatchRouting:
 
         Args:
             positions: Positions of the slice on this rank in all samples, including padding.
-            even_splits: Messages have even splits.
             padded: Some positions may be padding.
         """
         sizes = self.sizes
@@ -117,9 +101,9 @@ class MicroBatchRouting:
             return dispatched_rows(sizes, positions, positions, even=True), False
         if self.slicing.active:  # room for all pairs of the slice
             return positions * sizes.topk, not (sizes.has_capacity or padded)
-        own = positions if self.shares_batch else self.tokens
+        queued = positions if self.shares_batch else self.tokens
         exact = not (sizes.has_capacity or (self.shares_batch and padded))
-        return dispatched_rows(sizes, own, self.tokens, even=False), exact
+        return dispatched_rows(sizes, queued, self.tokens, even=False), exact
 
     def stats(self) -> MoeStats:
         """Return the statistics of the micro-batch, summed over all ranks and slices; call it after the last slice."""
@@ -192,20 +176,15 @@ class MicroBatchRouting:
         experts_Tk = _by_position(routing.experts, batch)
         valid_by_position = None if valid_T is None else _by_position(valid_T, batch)
         if policy == "probs":
-            probs_TE = _by_position(routing.probs, batch)
-            if self.local_capacity:
-                kept_Tk = keep_by_probability(experts_Tk, valid_by_position, probs_TE, capacity=capacity)
-            else:
-                length = len(experts_Tk) // batch
-                kept_Tk = keep_by_probability_over(
-                    self.share,
-                    length,
-                    experts_Tk,
-                    valid_by_position,
-                    probs_TE,
-                    capacity=capacity,
-                    number=place.slice_number,
-                )
+            kept_Tk = keep_by_probability(
+                experts_Tk,
+                valid_by_position,
+                _by_position(routing.probs, batch),
+                capacity=capacity,
+                share=None if self.local_capacity else self.share,
+                own_length=len(experts_Tk) // batch,
+                number=place.slice_number,
+            )
             return _by_sample(kept_Tk, batch)
         kept, start = [], 0
         for number, positions in place.runs:

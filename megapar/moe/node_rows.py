@@ -1,38 +1,108 @@
-"""Rows of the dispatch by node: a token and k fields, one for each of its choices.
+"""Rows of the dispatch by node, and their route: one row to each node that has an expert of its token.
+
+    source   tokens [T]   choices, sorted by expert: 0 2 | 5 7     two experts to a rank, two ranks to a node
+                          node of each choice:       0 0 | 1 1     the first of each node sends the row:
+                                                     ^     ^       two rows for this token
+    entry    rows [R]     the same on the rank that the row entered by, within its node: one row to each rank
+    rank     rows [R]     a copy for each of its experts here, in the order of experts
+
+Choices of one destination are neighbours once they are sorted, so no row is compared with another, and rows are summed
+in the order of nodes, ranks and experts. A token with no kept pair has no row.
 
     row    x x x x x ... | - | g0 g1 g2 | 4 _ 7    token, padding, the k weights, the k experts (int16, _: empty)
 
-A field is empty if its pair is dropped or its expert is on another node. Weights are max(fp32, dtype) and keep all
-their bits. A row is a multiple of 16 bytes. In a row of the gradient, a field has the gradient of its weight.
+A row has a field for each of the token's k choices, empty if its pair is dropped or its expert is on another node.
+Weights are max(fp32, dtype) and keep all their bits. A row is a multiple of 16 bytes. In a row of the gradient, a field
+has the gradient of its weight.
 
 Shape letters: T tokens, k choices per token, H hidden, R rows, C columns of a row, w columns after the token, P pairs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapar.core.comm.exchange import AllToAll
+from megapar.core.comm.two_hops import TwoHops
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.expert_rows import token_of
 from megapar.moe.dispatch_bytes import NO_EXPERT, node_row_bytes
-from megapar.moe.expert_order import ExpertOrder, gather_sum
+from megapar.moe.expert_order import ExpertOrder, gather_rows, gather_sum, sort_by_expert
 
 EMPTY = NO_EXPERT - 2**16  # as int16
 
 
+@dataclass
+class NodeRoute:
+    """The way of one message: how its rows are relayed, and their order here, both known once they have arrived.
+
+    Attributes:
+        first_expert: The first expert of this node.
+        local: Experts of each rank.
+        relayed: Rows that this rank relays to the ranks of its node.
+        hop: Fields of the rows that entered here to the rows that are relayed.
+        arrival: Fields of the rows that arrived at this rank to pairs, sorted by expert.
+    """
+
+    first_expert: int
+    local: int
+    ranks: int
+    topk: int
+    relayed: int
+    hop: ExpertOrder = field(init=False)
+    arrival: ExpertOrder = field(init=False)
+
+    def relay(self, rows_RC: Tensor) -> Tensor:
+        """Return a row for each rank of the node that has an expert of a row's fields."""
+        # Fields with an expert are all on this node; those without one give a negative rank.
+        rank_Rk = (experts_of(rows_RC, self.topk) - self.first_expert).div(self.local, rounding_mode="floor")
+        leads_Rk = first_of_each(rank_Rk, rank_Rk >= 0)
+        self.hop = sort_by_expert(rank_Rk, leads_Rk, self.ranks, self.relayed).order
+        return self.spread(rows_RC)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Copy rows that entered here for the ranks of the node, as ``relay`` did: [R, ..] to [relayed, ..]."""
+        return gather_rows(rows, self.hop)
+
+    def collect(self, rows_RH: Tensor) -> Tensor:
+        """Sum the ranks' rows, the adjoint of ``spread``."""
+        return gather_sum(rows_RH, self.hop)
+
+    def collect_gradients(self, rows_RC: Tensor) -> Tensor:
+        """Sum the ranks' gradients of rows with fields."""
+        return sum_rows(rows_RC, self.hop)
+
+    def arrive(self, rows_RC: Tensor, first_expert: int, pairs: int) -> ExpertOrder:
+        """Order the arrived rows' ``pairs`` fields with an expert of this rank, from ``first_expert`` on, by expert."""
+        experts_Rk = experts_of(rows_RC.detach(), self.topk) - first_expert
+        here = (experts_Rk >= 0) & (experts_Rk < self.local)
+        self.arrival = sort_by_expert(experts_Rk, here, self.local, pairs).order
+        return self.arrival
+
+    def way_back(self, way: TwoHops) -> TwoHops:
+        """Return the exchange of the experts' outputs [R, H], one row per arrived row. way: that of the dispatch."""
+        there: AllToAll = way.second.conjugate()
+        return TwoHops(way.axis, there, way.first.conjugate(), self.collect, self.spread, way.slow, way.device)
+
+
+def first_of_each(keys_Tk: Tensor, real_Tk: Tensor) -> Tensor:
+    """Keep True in ``real_Tk`` for the first of equal neighbours among the keys of each row, and return it: [T, k]."""
+    real_Tk[:, 1:].logical_and_(keys_Tk[:, 1:] != keys_Tk[:, :-1])
+    return real_Tk
+
+
 @dataclass(frozen=True)
-class NodeRows:
+class NodeMessage:
     """A message for ``async_pairs.defer``, by node: a row for each token and node that has a kept expert of it.
 
     Attributes:
         order: Choices, sorted by expert, to rows: the first choice of each node stands for the node.
         experts: [R, k] int16, the experts of each row's fields.
         choices: [T, k] int64, the choices of each token, sorted by expert.
-        hidden: H.
     """
 
     order: ExpertOrder
@@ -41,28 +111,25 @@ class NodeRows:
     hidden: int
 
     def build(self, *inputs: Tensor) -> Tensor:
-        """Build [R, C] from tokens [T, H] and weights [T, k]."""
         x_TH, weights_Tk = inputs
         token_R = token_of(self.order.pair, self.order.row.shape[1])
         weights_Rk = weights_Tk.gather(1, self.choices).index_select(0, token_R)
         return write(x_TH, token_R, weights_Rk.masked_fill_(self.experts < 0, 0), self.experts)
 
     def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tokens and of the weights."""
         return _gradients(grad, self.order, self.choices, self.hidden)
 
 
-def build(x_TH: Tensor, weights_Tk: Tensor, rows: NodeRows) -> Tensor:
-    """Build the message of ``rows``, with its gradient: [R, C]."""
-    message: Tensor = _Build.apply(x_TH, weights_Tk, rows.experts, rows.choices, *rows.order)
-    return message
+def build(x_TH: Tensor, weights_Tk: Tensor, message: NodeMessage) -> Tensor:
+    """Build the message, with its gradient: [R, C]."""
+    rows_RC: Tensor = _Build.apply(x_TH, weights_Tk, message.experts, message.choices, *message.order)
+    return rows_RC
 
 
 def write(x_NH: Tensor, row_R: Tensor | None, weights_Rk: Tensor, experts_Rk: Tensor | None) -> Tensor:
     """Write rows [R, C].
 
     Args:
-        x_NH: Tokens.
         row_R: Token of each row; None: the tokens in their order.
         weights_Rk: Weights of the fields, max(fp32, dtype).
         experts_Rk: int16, experts of the fields; None: zeros, for a gradient.
@@ -111,20 +178,13 @@ def sum_rows(message: Tensor, order: ExpertOrder) -> Tensor:
 
 
 def arrive(message: Tensor, order: ExpertOrder, hidden: int, room: int) -> tuple[Tensor, Tensor]:
-    """Return (a copy of the token for each pair [room, H], zeros after the last, and the weights [P] of the pairs).
-
-    Args:
-        message: Rows [R, C] as received.
-        order: Its fields to pairs, sorted by expert.
-        hidden: H.
-        room: Rows of the result, at least P.
-    """
+    """Return (the token of each pair of ``order`` [room, H], zeros after the last, and the pairs' weights [P])."""
     parts: tuple[Tensor, Tensor] = _Arrive.apply(message, hidden, room, *order)
     return parts
 
 
 def _gradients(grad: Tensor, order: ExpertOrder, choices_Tk: Tensor, hidden: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of tokens [T, H] and weights [T, k] from those of rows [R, C]: sums over nodes, in order."""
+    """Return the gradients of tokens [T, H] and weights [T, k]: sums over the rows of each node, in order."""
     sorted_Tk = gather_sum(weights_of(grad, order.row.shape[1]), order)
     return gather_sum(grad[:, :hidden], order), torch.empty_like(sorted_Tk).scatter_(1, choices_Tk, sorted_Tk)
 
@@ -150,7 +210,7 @@ class _Build(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, experts: Tensor, choices: Tensor, *order: Any) -> Tensor:
         ctx.save_for_backward(choices, *order)
         ctx.hidden = x_TH.shape[1]
-        return NodeRows(ExpertOrder(*order), experts, choices, ctx.hidden).build(x_TH, weights_Tk)
+        return NodeMessage(ExpertOrder(*order), experts, choices, ctx.hidden).build(x_TH, weights_Tk)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -62,10 +62,7 @@ class Router(nn.Module):
         copies: int = 1,
         run: FunctionRunner = plain,
     ) -> None:
-        """Create a router with an uninitialized weight.
-
-        copies: ranks that share the tokens of a micro-batch, whose gradients of the weight are summed.
-        """
+        """Create a router with an uninitialized weight. copies: Ranks whose gradients of the weight are summed."""
         super().__init__()
         self.sizes, self.copies = sizes, copies
         self.run, self.top = run, TopExperts(sizes, run)
@@ -87,12 +84,9 @@ class Router(nn.Module):
         return of_router, of_dispatch, of_shared
 
     def forward(self, x_TH: Tensor, valid_T: Tensor | None = None, samples: int = 1) -> Routing:
-        """Choose k experts for every token.
+        """Choose k experts for every token, in the dtype of the experts or of the router (``fan_out``).
 
-        Args:
-            x_TH: Tokens, in the dtype of the experts or of the router (``fan_out``).
-            valid_T: bool, False for padding; None: no padding.
-            samples: Number of samples that the T tokens belong to, concatenated, all of the same length.
+        samples: Number of samples of the same length that the T tokens belong to, concatenated.
         """
         sizes, weight_EH = self.sizes, local(self.weight)
         logits_TE = F.linear(x_TH.to(weight_EH.dtype), weight_EH)
@@ -118,7 +112,6 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
-        """Choose the experts with the highest score plus correction bias, best first: [T, k]."""
         experts_Tk: Tensor = self.top(probs_TE.detach(), self.correction_bias)
         return experts_Tk
 
@@ -144,7 +137,6 @@ class TopExperts(nn.Module):
         self.sizes, self.run = sizes, run
 
     def forward(self, probs_TE: Tensor, bias_E: Tensor) -> Tensor:
-        """Choose the experts with the highest score plus bias, best first: [T, k]; see ``choose``."""
         return self.run(choose, probs_TE, bias_E, self.sizes)
 
 
@@ -263,12 +255,7 @@ def choose(probs_TE: Tensor, bias_E: Tensor, sizes: MoeSizes) -> Tensor:
 
 
 def gate_weights(
-    routing: Routing,
-    kept_Tk: Tensor | None,
-    *,
-    over_kept: bool,
-    scaling: float = 1.0,
-    renormalizes: bool | None = None,
+    routing: Routing, kept_Tk: Tensor | None, *, over_kept: bool, scaling: float = 1.0, renormalizes: bool | None = None
 ) -> Tensor:
     """Compute the gate weights of the expert outputs from the unbiased scores, 0 for dropped pairs: [T, k].
 
@@ -277,10 +264,8 @@ def gate_weights(
     instead (DeepSeek-V3), or nothing (Qwen): the same to 1e-8 of a weight wherever the sum is above ``SMALLEST_TOTAL``.
 
     Args:
-        routing: The router's choices.
         kept_Tk: bool; None: every pair is kept.
         over_kept: Renormalize over the kept choices only.
-        scaling: Factor on all weights.
         renormalizes: Divide by the sum; None: if there are several choices.
     """
     divided = routing.experts.shape[1] > 1 if renormalizes is None else renormalizes
@@ -327,10 +312,8 @@ def move_correction_bias(bias_E: Tensor, load_E: Tensor, rate: float, keep: Tens
     """Update bias += rate · sign(mean load − load) in place, so that busy experts are chosen less and idle ones more.
 
     Args:
-        bias_E: The correction bias.
         load_E: (token, choice) pairs per expert over the whole global batch, on all axes, before drops.
-        rate: Step size.
-        keep: A scalar on the device; if it is 0, nothing changes. None: always update.
+        keep: A scalar on the device; if it is 0, nothing changes.
     """
     load_E = load_E.to(bias_E.dtype)
     sign_E = torch.sign(load_E.mean() - load_E)

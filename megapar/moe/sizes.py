@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar
 
-from megapar.model.sizes import ACTIVATIONS, require_choice
+from megapar.model.sizes import ACTIVATIONS, check_choices, require_choice
 from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, flag, follows
 
@@ -21,31 +21,9 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class MoeSizes:
-    """Sizes and routing options of one mixture-of-experts layer. All sizes are global.
+    """Sizes and routing options of one mixture-of-experts layer. All sizes are global; their flags explain them.
 
     Attributes:
-        hidden_size: Features of a token (H).
-        ffn_hidden_size: Intermediate features of one expert (F).
-        num_experts: Routed experts (E).
-        topk: Experts per token (k), 1 <= k <= E.
-        shared_experts: Experts that all tokens pass, built as one MLP of width ``shared_width``. 0 for none.
-        shared_ffn: Intermediate features of the shared MLP; 0: ``shared_experts`` times those of an expert.
-        shared_gate: The shared MLP's output is multiplied by a sigmoid of a product of each token and a weight.
-        kind: ``megatron_moe`` (dropless) or ``deepspeed_moe`` (has a capacity and drops tokens).
-        capacity_factor: Capacity factor, for deepspeed_moe only; see ``capacity``.
-        min_capacity: Least capacity of an expert, for deepspeed_moe only.
-        drop_policy: Choices to keep when an expert is full, for deepspeed_moe only.
-        capacity_scope: Tokens that share a capacity: those of the ``micro_batch``, or of one ``rank``.
-        activation: ``swiglu`` (gate and up) or ``gelu`` (up only).
-        add_bias: Experts have biases.
-        score: Function from router logits to scores: ``softmax`` or ``sigmoid``.
-        groups: Equal groups of experts; a token's choices come from the best ``group_topk`` of them.
-        group_topk: Groups that a token's choices come from.
-        group_score_topk: Best experts of a group whose scores are summed as the group's score; 0: ``topk`` /
-            ``group_topk``.
-        norm_topk_prob: ``on``: the chosen scores are divided by their sum; ``off``: they are weights as they are;
-            ``auto``: divided if ``topk`` > 1.
-        scaling: Factor on the weights of expert outputs.
         sequence_aux: Compute the load balancing loss of each sample.
         orthogonal: Compute the loss that keeps the router's rows orthogonal.
         biased: The correction bias may differ from 0.
@@ -172,16 +150,8 @@ class MoeSizes:
     )
 
     def __post_init__(self) -> None:
-        # The command line refuses wrong values with a full report. This check is for direct callers.
-        for field, legal in (
-            ("kind", KINDS),
-            ("drop_policy", DROP_POLICIES),
-            ("capacity_scope", CAPACITY_SCOPES),
-            ("activation", ACTIVATIONS),
-            ("score", SCORES),
-            ("norm_topk_prob", SWITCH),
-        ):
-            require_choice(field, getattr(self, field), legal)
+        check_choices(self)
+        require_choice("activation", self.activation, ACTIVATIONS)
         if not 1 <= self.topk <= self.num_experts:
             raise ValueError(f"topk is {self.topk}; it must be 1 to num_experts ({self.num_experts})")
         if self.shared_gate and not self.shared_width:

@@ -14,7 +14,6 @@ class Slicing:
     """The options of AMPipe and pipe-experts for one model.
 
     Attributes:
-        degree: Slices (d).
         balanced: Slices have equal work in causal attention, instead of equal lengths.
         capacity: ``global``: an expert has one capacity for the micro-batch, filled by earlier slices first;
             ``slice``: a separate capacity for every slice.
@@ -47,10 +46,7 @@ class Slicing:
         return self.degree > 1 or self.expert_pieces > 0
 
     def cut(self, length: int, parts: int = 1) -> tuple[slice, ...]:
-        """Cut a sequence of ``length`` positions into slices, each a multiple of ``parts`` (the ranks that share it).
-
-        See ``cut_sequence`` for the rule and its errors.
-        """
+        """Cut a sequence of ``length`` positions into slices, each a multiple of ``parts`` (``cut_sequence``)."""
         return cut_sequence(length, parts, self.degree, balanced=self.balanced)
 
     def order(self, length: int, parts: int) -> list[int]:
@@ -62,6 +58,6 @@ class Slicing:
         chosen: list[int] = []
         for rank in range(parts):
             for s in slices:
-                own = (s.stop - s.start) // parts
-                chosen += range(s.start + rank * own, s.start + (rank + 1) * own)
+                part = (s.stop - s.start) // parts
+                chosen += range(s.start + rank * part, s.start + (rank + 1) * part)
         return chosen

@@ -94,7 +94,7 @@ class MoeStats(NamedTuple):
 
     @property
     def dropped(self) -> Tensor:
-        """int64 scalar, dropped (token, choice) pairs."""
+        """Dropped (token, choice) pairs, an int64 scalar."""
         return self.load.new_zeros(()) if self.over is None else self.over
 
 
@@ -119,13 +119,9 @@ class RouterSums(NamedTuple):
 
 
 def count_pairs(experts_Tk: Tensor, mask_Tk: Tensor | None, num_experts: int, *, by_choice: bool = True) -> Tensor:
-    """Count the (token, choice) pairs under the mask for each expert, int64. The host never waits for the device.
+    """Count the (token, choice) pairs under the mask for each expert, int64: [k, E], or [1, E] for all choices.
 
-    Args:
-        experts_Tk: The experts of each token.
-        mask_Tk: bool, broadcastable to [T, k]; None: count every pair.
-        num_experts: Number of experts (E).
-        by_choice: Count every choice apart, [k, E]; else all together, [1, E].
+    mask_Tk: bool, broadcastable to [T, k]; None: count every pair.
     """
     # A number is added, not a tensor, for which torch's deterministic form would copy from pageable memory and wait.
     bin_Tk = experts_Tk if mask_Tk is None else torch.where(mask_Tk, experts_Tk, num_experts)
@@ -153,14 +149,10 @@ def router_sums(
     """Sum over the tokens the quantities that the losses and the load need.
 
     Args:
-        lse_T: Log-sum-exps of the router logits.
         probs_TE: Shares of a token, which sum to 1.
-        experts_Tk: The chosen experts.
-        valid_T: bool, False for padding; None: no padding.
         samples: Number of samples to sum by, for losses per sample; 0: not used.
         best: Number of a token's best experts by score that the losses count, if ``experts_Tk`` may differ from them;
             0: ``experts_Tk`` are the best.
-        by_choice: Count every choice apart.
         total_E: The sum of the shares of all tokens but padding, if it has been computed.
     """
     num_experts = probs_TE.shape[1]
@@ -179,7 +171,6 @@ def router_sums(
 
 
 def _by_sample(probs_TE: Tensor, best_Tk: Tensor, valid_T: Tensor | None, samples: int) -> Tensor:
-    """Return ``RouterSums.by_sample``, [B, 2, E]."""
     if not samples:
         return probs_TE.new_empty((0, 2, probs_TE.shape[1]))
     pairs_TE = torch.zeros_like(probs_TE).scatter_(1, best_Tk, 1.0)
@@ -200,16 +191,15 @@ def gather_sums(sums: RouterSums, share: Share, counts_RkE: Tensor | None = None
 
     One all-gather for each axis that shares. All ranks compute the same from the result, so the gradient of each rank's
     sums is complete on that rank, and the ranks' gradients of a replicated weight add up to the weight's gradient.
-    counts_RkE: counts of this rank's runs of positions, equally many on every rank; if given, the counts of every run
-    are returned, [ranks * R, k, E].
+    counts_RkE: counts of this rank's runs of positions, equally many on every rank, in place of those of all.
     """
     counts = sums.counts[None] if counts_RkE is None else counts_RkE
     # Counts are sent as floating point numbers, exact below 2^24 tokens in a micro-batch.
     by_sample = sums.by_sample.flatten()
     pairs = torch.cat([counts.flatten(), sums.best])
-    own = torch.cat([sums.probs, sums.squares[None], pairs.to(sums.probs.dtype), by_sample])
+    sent = torch.cat([sums.probs, sums.squares[None], pairs.to(sums.probs.dtype), by_sample])
     sizes = [len(sums.probs), 1, counts.numel(), len(sums.best), by_sample.numel()]
-    probs, squares, pairs, best, by_sample = share.gather(own[None]).split(sizes, dim=1)
+    probs, squares, pairs, best, by_sample = share.gather(sent[None]).split(sizes, dim=1)
     counts_PkE = pairs.detach().long().unflatten(1, counts.shape).flatten(0, 1)
     whole = by_sample.sum(0).view_as(sums.by_sample)
     return RouterSums(probs.sum(0), squares.sum(), counts_PkE.sum(0), whole, best.detach().long().sum(0)), counts_PkE

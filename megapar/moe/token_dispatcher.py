@@ -1,6 +1,6 @@
 """The plain dispatch: sends tokens to their experts, on this rank or on others, and the expert outputs back.
 
-    tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank (w: ``message``)
+    tokens [T, H] --pack--> message [R_out, H + w], sorted by expert, so by rank (w: the weight)
         dispatch   all-to-all over ep           received [R_in, H + w]: from each rank, its rows by expert
         enter      tokens replicated over mp:   sort by expert, copy over emp (backward: all-reduce)
                    tokens sharded over mp:      all-gather over emp, then sort by expert
@@ -8,7 +8,7 @@
         leave      replicated:                  back in received order, all-reduce over emp
                    sharded:                     back in gathered order, reduce-scatter over emp
                    times the gate weights, received with the tokens: from here on the sums are complete; whole
-                   experts (emp = 1) multiply their activations instead (``weighs_inside``)
+                   experts (emp = 1) multiply their activations instead (``experts_apply_gate_weights``)
         combine    all-to-all over ep           each pair's row returns to the rank of its token
     y [T, H] = the sum of each token's rows
 
@@ -26,13 +26,24 @@ that the collectives of one piece are hidden under the computation of another:
 Only kept rows are divided, not padding: of m rows that a rank has for an expert, a piece contains ceil(m / N), and the
 last pieces may be empty. Both ends have m from the single exchange of counts.
 
-Shape letters: T tokens, k choices per token, H hidden, E experts, L experts on this rank, R rows, C rows per expert.
+The gate weights are sent along because they are multiplied on the expert's rank, so the backward never needs the result
+of the combine. They share one message because every collective has a fixed cost:
+
+    message [R, H + w]   x x x x x ... | g g - -   one row per pair; the first of w columns hold the weight's bits
+
+Weights are max(fp32, dtype) and keep all their bits: in bf16 a weight takes two columns. A row is a multiple of 16
+bytes, so that with any splits each rank's part is aligned: NCCL copies unaligned parts byte by byte (nccl#413). The
+columns after the weight are padding, which is never written or read.
+
+Shape letters: T tokens, k choices per token, H hidden, E experts, L experts on this rank, R rows, w columns
+after the token, S ranks of emp that gather rows (or 1).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +51,10 @@ from torch import Tensor
 from megapar.core.comm.async_pairs import MessageBuilder, start, wait
 from megapar.core.comm.autograd import gather
 from megapar.core.comm.exchange import AllToAll
-from megapar.core.device.base import Event
-from megapar.core.recompute.replay import Replay, once
-from megapar.moe.dispatcher import READ, Dispatcher, DispatchPlan, PendingRows, RoutedPairs, unsent_if_unused
+from megapar.core.device.ops import op
+from megapar.core.recompute.replay import Replay
+from megapar.moe.dispatch_bytes import row_columns
+from megapar.moe.dispatcher import Dispatcher, DispatchPlan, PendingRows, RoutedPairs, RowCounts, unsent_if_unused
 from megapar.moe.expert_order import (
     ExpertOrder,
     OrderedRows,
@@ -53,141 +65,97 @@ from megapar.moe.expert_order import (
     spread_by_expert,
     transpose_runs,
 )
-from megapar.moe.message import RowsOfTokens, pack, unpack
-
-
-class RowCounts(NamedTuple):
-    """The numbers of rows that ranks send to experts, being copied to the host.
-
-    Attributes:
-        counts: [ep, L] rows from this rank to each expert.
-        arriving: [ep, L] rows from each rank to the local experts.
-        gathered: [emp, ep, L] ``arriving`` of every rank of emp; None if rows are not gathered over emp.
-        numbers: All of the above on the host, flat, in this order.
-        ready: The event after which the host may read ``numbers``.
-    """
-
-    counts: Tensor
-    arriving: Tensor
-    gathered: Tensor | None
-    numbers: Tensor
-    ready: Event
 
 
 @dataclass(frozen=True)
-class TokenDispatcher(Dispatcher):
+class TokenDispatcher(Dispatcher[DispatchPlan]):
     """Dispatch of a row for each (token, expert)."""
 
-    def plan(
-        self,
-        experts_Tk: Tensor,
-        kept_Tk: Tensor | None,
-        rows: int,
-        exact: bool,
-        replay: Replay | None = None,
-        counts_kE: Tensor | None = None,
-    ) -> DispatchPlan:
-        """See ``Dispatcher.plan``."""
+    def plan(self, pairs: RoutedPairs, rows: int, exact: bool, replay: Replay | None = None) -> DispatchPlan:
         if self.even_splits:
-            return self._even_plan(experts_Tk, kept_Tk, rows)
-        if not self.exchanges_counts:
-            order, counts_E, ends_E = sort_by_expert(
-                experts_Tk, kept_Tk, self.num_experts, rows, fill=not exact, counts_kE=counts_kE
-            )
-            return DispatchPlan(order, AllToAll(self.ep), rows, rows, None, counts_E, ends=ends_E)
-        pairs = self.sort(experts_Tk, kept_Tk, counts_kE)
+            return self._even_plan(pairs, rows)
+        if self.exchanges_counts:
+            return super().plan(pairs, rows, exact, replay)
+        order, counts_E, ends_E = sort_by_expert(
+            pairs.experts, pairs.kept, self.num_experts, rows, fill=not exact, counts_kE=pairs.counts
+        )
+        return DispatchPlan(order, AllToAll(self.ep), rows, rows, None, counts_E, ends=ends_E)
 
-        def count() -> tuple[RowCounts, Tensor]:
-            row_counts = self.announce(pairs.counts, experts_Tk.numel())
-            return row_counts, self.read(row_counts)
-
-        return self.uneven_plan(*once(replay, count), pairs.order)
-
-    def count(self, pairs: RoutedPairs, pieces: int, *, aside: bool = False) -> tuple[OrderedRows, RowCounts]:
-        """See ``Dispatcher.count``."""
-        ordered = self.sort(*pairs)
-        return ordered, self.announce(ordered.counts, pairs.experts.numel(), aside=aside)
-
-    def plan_counted(
-        self, counted: tuple[OrderedRows, RowCounts], pieces: int
-    ) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
-        """See ``Dispatcher.plan_counted``."""
-        pairs, row_counts = counted
-        if pieces:
-            return piece_plans(self, row_counts, pairs.order, pieces)
-        plan = self.uneven_plan(row_counts, self.read(row_counts), pairs.order)
-        return plan.send_order, (plan,)
-
-    def message(self, order: ExpertOrder, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype) -> MessageBuilder:
-        """See ``Dispatcher.message``."""
-        return RowsOfTokens(order, hidden, weight_dtype)
-
-    def sort(self, experts_Tk: Tensor, kept_Tk: Tensor | None, counts_kE: Tensor | None = None) -> OrderedRows:
-        """Sort all pairs by expert, the kept ones first. The device does this while the host waits for the counts.
-
-        Args:
-            experts_Tk: The experts of each token.
-            kept_Tk: bool; None: every pair is kept.
-            counts_kE: The kept pairs of each choice and expert, if they have been counted.
-        """
+    def sort(self, pairs: RoutedPairs, pieces: int) -> OrderedRows:
+        experts_Tk, kept_Tk, counts_kE = pairs
         return sort_by_expert(experts_Tk, kept_Tk, self.num_experts, experts_Tk.numel(), counts_kE=counts_kE)
 
-    def announce(self, counts_E: Tensor, pairs: int, *, aside: bool = False) -> RowCounts:
-        """Exchange the counts of rows, without a host wait.
-
-        First over emp, then over ep: over ep the counts queue after the dispatch of the previous slice. In the opposite
-        order, collectives over emp that follow, such as the sums of the next slice, would queue after that dispatch.
-
-        Args:
-            counts_E: The kept pairs of each expert.
-            pairs: All pairs, of which some may not be kept.
-            aside: The current stream is not the main one.
-        """
-        counts = counts_E.view(self.ep.size, -1)
-        sharers = gather(counts[None], self.emp, 0) if self.gathers else counts[None]
-        # [ep, emp, L]; a copy is sent, because the counts are used later.
+    def exchange_counts(self, ordered: OrderedRows, *, on_side_stream: bool = False) -> RowCounts:
+        counts = ordered.counts.view(self.ep.size, -1)
+        sharers = gather(counts[None], self.emp, 0) if self.gathers_rows_over_emp else counts[None]
+        # [ep, S, L]; a copy is sent, because the counts are used later.
         arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         if self.ep.size > 1:
             flight = self.comm.launch(AllToAll(self.ep, kind="counts"), arrived)
-            arrived = self.comm.wait(flight, metered=not aside)
-        gathered = arrived.transpose(0, 1).contiguous() if self.gathers else None
-        arriving = arrived[:, 0] if gathered is None else gathered[self.emp.rank]
-        parts = [counts, arriving] if gathered is None else [counts, arriving, gathered]
-        numbers, ready = self.comm.device.host_copy(torch.cat([part.flatten() for part in parts]))
-        return RowCounts(counts, arriving, gathered, numbers, ready)
+            arrived = self.comm.wait(flight, metered=not on_side_stream)
+        arriving = arrived.transpose(0, 1).contiguous()
+        return RowCounts(arriving, *self.comm.device.host_copy(torch.cat([counts[None], arriving])))
 
-    def read(self, row_counts: RowCounts) -> Tensor:
-        """Return counts, arriving (and gathered) on the host: [2 (+ emp), ep, L]. The only host wait."""
-        row_counts.ready.synchronize()
-        self.comm.count_host_wait(READ)
-        return row_counts.numbers.view(-1, *row_counts.counts.shape)
+    def plans(self, ordered: OrderedRows, counts: RowCounts, numbers: Tensor, pieces: int) -> tuple[DispatchPlan, ...]:
+        order = kept_rows(ordered.order, int(numbers[0].sum()))
+        if pieces:
+            own = ordered.counts.view(self.ep.size, -1)
+            return self._piece_plans(order, own, counts.arriving, numbers, pieces)
+        send, receive = (tuple(way.sum(1).tolist()) for way in self._ways(numbers))
+        totals = numbers[1:].sum((1, 2)).tolist()
+        received = order_by_expert(counts.arriving, max(totals), sum(totals))
+        return (
+            DispatchPlan(
+                order,
+                AllToAll(self.ep, send, receive),
+                received=sum(receive),
+                room=max(totals),
+                receive_order=received.order,
+                counts=received.counts,
+                sizes=tuple(numbers[1:].sum((0, 1)).tolist()),
+                ends=received.ends,
+            ),
+        )
 
-    def uneven_plan(self, row_counts: RowCounts, numbers: Tensor, pairs: ExpertOrder) -> DispatchPlan:
-        """Plan uneven splits from the counts.
-
-        Args:
-            row_counts: From ``announce``.
-            numbers: The counts on the host, from ``read``.
-            pairs: All pairs, from ``sort``.
-        """
-        send, receive = numbers[0].sum(1).tolist(), numbers[1].sum(1).tolist()
-        totals = numbers[2:].sum((1, 2)).tolist()
-        send_order = kept_rows(pairs, sum(send))
-        exchange = AllToAll(self.ep, tuple(send), tuple(receive))
-        room = max(totals, default=sum(receive))
-        counts = row_counts.arriving[None] if row_counts.gathered is None else row_counts.gathered
-        receive_order, counts_L, ends_L = order_by_expert(counts, room, sum(totals or receive))
-        arriving = numbers[2:].sum((0, 1)) if totals else numbers[1].sum(0)
-        sizes = tuple(arriving.tolist())
-        return DispatchPlan(send_order, exchange, sum(receive), room, receive_order, counts_L, sizes=sizes, ends=ends_L)
+    def _ways(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of rows that this rank sends, and of those that it receives: [ep, L] each."""
+        return numbers[0], numbers[1 + (self.emp.rank if self.gathers_rows_over_emp else 0)]
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
         """Return the rows of each count in piece ``number`` of ``pieces``: ceil(count / pieces), fewer in the last."""
         share = -torch.div(-counts, pieces, rounding_mode="floor")
         return (counts - number * share).clamp(min=0).minimum(share)
 
+    def _piece_plans(
+        self, order: ExpertOrder, counts: Tensor, arriving: Tensor, numbers: Tensor, pieces: int
+    ) -> tuple[DispatchPlan, ...]:
+        """Return the plans of the L · pieces messages. order: The kept rows, sorted by expert."""
+        parts = [self.piece(numbers, n, pieces) for n in range(pieces)]  # each [1 + S, ep, L]
+        order = _reorder(order, counts, [self.piece(counts, n, pieces) for n in range(pieces)])
+        on_device: list[Tensor | None] = [None] * pieces
+        if self.gathers_rows_over_emp:
+            on_device = [self.piece(arriving, n, pieces) for n in range(pieces)]
+        return tuple(
+            self._piece_plan(order, part, arriving_part, expert)
+            for expert in range(numbers.shape[2])
+            for part, arriving_part in zip(parts, on_device, strict=True)
+        )
+
+    def _piece_plan(self, order: ExpertOrder, part: Tensor, arriving: Tensor | None, expert: int) -> DispatchPlan:
+        """Plan one piece, rows of one expert, from its counts on the host, and ``arriving`` on the device."""
+        send, receive = (tuple(way[:, expert].tolist()) for way in self._ways(part))
+        received = sum(receive)
+        room, receive_order = received, None
+        if arriving is not None:
+            gathered = part[1:, :, expert]
+            room = int(gathered.sum(1).max())
+            receive_order = order_by_expert(arriving[:, :, expert].unsqueeze(2), room, int(gathered.sum())).order
+        return DispatchPlan(order, AllToAll(self.ep, send, receive), received, room, receive_order, None, expert)
+
+    def message(self, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype) -> MessageBuilder:
+        return TokenMessage(plan.send_order, hidden, weight_dtype)
+
     def dispatch(self, x_TH: Tensor, weights_Tk: Tensor, plan: DispatchPlan) -> tuple[Tensor, Tensor]:
-        """See ``Dispatcher.dispatch``."""
         if self.is_local:
             weights_R = weights_Tk.flatten().index_select(0, plan.send_order.pair)
             return permute(x_TH, plan.send_order), weights_R
@@ -198,49 +166,25 @@ class TokenDispatcher(Dispatcher):
         self, sent: PendingRows, plan: DispatchPlan, hidden: int, weight_dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Wait for (tokens, weights [R_in]): tokens sorted by expert, or as received if a gather over emp follows."""
-        if self.gathers:
+        if self.gathers_rows_over_emp:
             return unpack(wait(*sent), hidden, weight_dtype, None, plan.room, sort_weights=False)
-        order, inside = plan.receive_order, self.weighs_inside
-        return unpack(wait(*sent), hidden, weight_dtype, order, plan.received, sort_weights=inside)
+        order, sort_weights = plan.receive_order, self.experts_apply_gate_weights
+        return unpack(wait(*sent), hidden, weight_dtype, order, plan.received, sort_weights=sort_weights)
 
     def start_combine(self, rows_RH: Tensor, plan: DispatchPlan, ends_unit: Replay | None) -> PendingRows:
-        """See ``Dispatcher.start_combine``."""
         return start(unsent_if_unused(plan.exchange.conjugate(), ends_unit), rows_RH, self.comm)
 
-    def _even_plan(self, experts_Tk: Tensor, kept_Tk: Tensor | None, rows: int) -> DispatchPlan:
+    def _even_plan(self, pairs: RoutedPairs, rows: int) -> DispatchPlan:
         capacity = rows // self.num_experts
-        send_order = spread_by_expert(experts_Tk, kept_Tk, self.num_experts, capacity)
-        sources = self.ep.size * (self.emp.size if self.gathers else 1)
+        send_order = spread_by_expert(pairs.experts, pairs.kept, self.num_experts, capacity)
+        sources = self.ep.size * (self.emp.size if self.gathers_rows_over_emp else 1)
         local = self.num_experts // self.ep.size
-        receive_order, counts_L, ends_L = transpose_runs(experts_Tk, sources, local, capacity)
+        received = transpose_runs(pairs.experts, sources, local, capacity)
         sizes = (sources * capacity,) * local
         exchange = AllToAll(self.ep)
-        return DispatchPlan(send_order, exchange, rows, rows, receive_order, counts_L, sizes=sizes, ends=ends_L)
-
-
-def piece_plans(
-    dispatcher: TokenDispatcher, row_counts: RowCounts, pairs: ExpertOrder, pieces: int
-) -> tuple[ExpertOrder, tuple[DispatchPlan, ...]]:
-    """Return (order of the whole message, its L · pieces plans in the order in which they are sent).
-
-    Args:
-        dispatcher: Plans the messages.
-        pairs: All pairs sorted by expert, by the dispatcher.
-        pieces: N.
-    """
-    numbers = dispatcher.read(row_counts)
-    parts = [dispatcher.piece(numbers, n, pieces) for n in range(pieces)]  # each [2 (+ emp), ep, L]
-    own = [dispatcher.piece(row_counts.counts, n, pieces) for n in range(pieces)]
-    order = _reorder(kept_rows(pairs, int(numbers[0].sum())), row_counts.counts, own)
-    gathered: list[Tensor | None] = [None] * pieces
-    if row_counts.gathered is not None:
-        gathered = [dispatcher.piece(row_counts.gathered, n, pieces) for n in range(pieces)]
-    plans = [
-        _plan(dispatcher, order, part, of_all, expert)
-        for expert in range(numbers.shape[2])
-        for part, of_all in zip(parts, gathered, strict=True)
-    ]
-    return order, tuple(plans)
+        return DispatchPlan(
+            send_order, exchange, rows, rows, received.order, received.counts, sizes=sizes, ends=received.ends
+        )
 
 
 def _reorder(order: ExpertOrder, counts: Tensor, parts: list[Tensor]) -> ExpertOrder:
@@ -261,26 +205,92 @@ def _reorder(order: ExpertOrder, counts: Tensor, parts: list[Tensor]) -> ExpertO
     return order._replace(pair=order.pair[old], row=new[order.row])
 
 
-def _plan(
-    dispatcher: TokenDispatcher, order: ExpertOrder, part: Tensor, gathered: Tensor | None, expert: int
-) -> DispatchPlan:
-    """Plan one piece: rows of one expert from every rank.
+def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
+    """Build the message [R, H + w]: token and weight of each row, zeros in rows without a pair; padding is not set."""
+    message: Tensor = _Pack.apply(x_TH, weights_Tk, *order)
+    return message
 
-    part: the piece's counts [2 (+ emp), ep, L] on the host. gathered: its counts [emp, ep, L] on the device.
+
+def unpack(
+    message: Tensor, hidden: int, dtype: torch.dtype, order: ExpertOrder | None, room: int, *, sort_weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Split a message into (tokens [room, H], weights [R] of ``dtype``).
+
+    Args:
+        order: Sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
+        sort_weights: Sort the weights likewise; otherwise they stay in message order, in which the rows are sent back.
     """
-    send, receive = (tuple(part[way, :, expert].tolist()) for way in (0, 1))
-    received = sum(receive)
-    room, receive_order = received, None
-    if gathered is not None:
-        known = part[2:, :, expert]
-        room = int(known.sum(1).max())
-        receive_order = order_by_expert(gathered[:, :, expert].unsqueeze(2), room, int(known.sum())).order
-    return DispatchPlan(
-        send_order=order,
-        exchange=AllToAll(dispatcher.ep, send, receive),
-        received=received,
-        room=room,
-        receive_order=receive_order,
-        counts=None,
-        expert=expert,
-    )
+    parts: tuple[Tensor, Tensor] = _Unpack.apply(message, hidden, dtype, room, sort_weights, *(order or ()))
+    return parts
+
+
+def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
+    """Compute ``pack`` outside autograd."""
+    columns = _columns(x_TH.shape[1], weights_Tk.dtype, x_TH.dtype)
+    pairs = (order.pair, order.row_kept, order.row.shape[1])
+    message: Tensor = op("pack", x_TH)(x_TH, weights_Tk.flatten(), columns, *pairs)
+    return message
+
+
+def unpack_gradient(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split a message's gradient into (dx [T, H], dweights [T, k])."""
+    split: Callable[..., Any] = op("sum_message", grad)
+    grad_TH, grad_Tk = split(grad, hidden, weight_dtype, order.row, order.pair_kept)
+    return grad_TH, grad_Tk
+
+
+@dataclass(frozen=True)
+class TokenMessage:
+    """A message for ``async_pairs.defer``: tokens and weights, in an order determined after the node was made."""
+
+    order: ExpertOrder
+    hidden: int
+    weight_dtype: torch.dtype
+
+    def build(self, *inputs: Tensor) -> Tensor:
+        x_TH, weights_Tk = inputs
+        return fill(x_TH, weights_Tk, self.order)
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return unpack_gradient(grad, self.order, self.hidden, self.weight_dtype)
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weights_Tk: Tensor, *fields: Any) -> Tensor:
+        ctx.save_for_backward(*fields)
+        ctx.hidden, ctx.weight_dtype = x_TH.shape[1], weights_Tk.dtype
+        return fill(x_TH, weights_Tk, ExpertOrder(*fields))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order = ExpertOrder(*ctx.saved_tensors)
+        return *unpack_gradient(grad, order, ctx.hidden, ctx.weight_dtype), *(None,) * len(order)
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, message: Tensor, hidden: int, dtype: torch.dtype, room: int, sort_weights: bool, *fields: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*fields)
+        ctx.received, ctx.fields, ctx.sort_weights = message.shape[0], len(fields), sort_weights
+        pair_R = ExpertOrder(*fields).pair if fields else None
+        split: Callable[..., Any] = op("unpack", message)
+        tokens, weights_R = split(message, hidden, dtype, pair_R, room, sort_weights=sort_weights)
+        return tokens, weights_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: Tensor, grad_R: Tensor) -> tuple[Tensor | None, ...]:
+        columns = _columns(grad_RH.shape[1], grad_R.dtype, grad_RH.dtype)
+        if ctx.fields and ctx.received:
+            row_R = ExpertOrder(*ctx.saved_tensors).row.flatten()
+            grad = op("pack", grad_RH)(grad_RH, grad_R, columns, row_R, sort_weights=ctx.sort_weights)
+        else:
+            grad = op("pack", grad_RH)(grad_RH[: ctx.received], grad_R, columns, None)
+        return grad, None, None, None, None, *(None,) * ctx.fields
+
+
+def _columns(hidden: int, weight: torch.dtype, row: torch.dtype) -> int:
+    """Return the elements of dtype ``row`` in a row, H + w."""
+    return row_columns(hidden, weight.itemsize, row.itemsize)

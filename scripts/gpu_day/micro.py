@@ -19,7 +19,7 @@ from torch import Tensor
 from megapar.core.comm.axis import Axis
 from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
 from megapar.moe.expert_order import sort_by_expert
-from megapar.moe.message import fill
+from megapar.moe.token_dispatcher import fill
 from scripts.gpu_day.day import Answer, Day
 
 GB, T_FLOPS = 1e9, 1e12

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapar.config.published import flags_of
-from megapar.model.architectures import ARCHITECTURES, model_of_architecture, own_architecture
+from megapar.model.architectures import ARCHITECTURES, model_of_architecture
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.sizes import MoeSizes
@@ -88,13 +88,3 @@ def test_weights_that_were_quantized_are_written_as_numbers() -> None:
     plain = architecture.config(settings)
     quantized = {**plain, "quantization_config": {"quant_method": "fp8"}}
     assert architecture.continued(quantized, {**settings, "dtype": "bfloat16"}) == {**plain, "dtype": "bfloat16"}
-
-
-def test_the_class_of_a_model_that_is_not_from_a_folder() -> None:
-    of = {name: own_architecture(sizes) for name, sizes in SIZES.items()}
-    other = {
-        "LlamaForCausalLM": "Ernie4_5ForCausalLM",
-        "MistralForCausalLM": "Ernie4_5ForCausalLM",
-        "MixtralForCausalLM": "Ernie4_5_MoeForCausalLM",
-    }
-    assert {name: one and one.name for name, one in of.items()} == {name: other.get(name, name) for name in SIZES}

@@ -213,7 +213,3 @@ def test_wrong_sizes_are_refused(change, message):
 def test_ernie_heads_must_divide():
     with pytest.raises(ValueError, match="not a multiple"):
         replace(ERNIE, num_attention_heads=5)
-
-
-def test_layers_are_keyed_by_their_global_number():
-    assert list(build(MOE).layers) == ["0", "1", "2"]

@@ -9,11 +9,8 @@ from math import isclose
 import pytest
 
 from megapar.core.units import GIBIBYTE
-from megapar.moe.dispatch_bytes import (
-    DispatchBytes,
-    Sent,
-    node_row_bytes,
-)
+from megapar.moe.dispatch_bytes import DispatchBytes, ExpertRows, Sent, dispatched_rows, node_row_bytes, row_columns
+from megapar.moe.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
 from tests.support.sent_rows import plain_rows, rows_by_node
 
 
@@ -90,10 +87,6 @@ def test_rows_of_one_token_by_hand() -> None:
     assert plain_rows([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(3, 2), Sent(0, 0), Sent(0, 0))
 
 
-def test_a_token_without_a_kept_pair_does_not_travel() -> None:
-    assert rows_by_node([[[]], [[]]], 2, 1) == (Sent(0, 0), Sent(0, 0))
-
-
 def test_a_drawn_routing_has_nearly_the_expected_rows() -> None:
     draw = random.Random(1)
     routing = [[draw.sample(range(16), 4) for _ in range(2000)] for _ in range(8)]
@@ -112,3 +105,43 @@ def test_ranks_that_share_no_node_send_nothing_within_one() -> None:
 def test_one_node_sends_nothing_between_nodes() -> None:
     moe = layer(4, 16, 8, 8)
     assert moe.node_rows().between == moe.plain_rows().between == 0
+
+
+def sizes(kind: str) -> MoeSizes:
+    return MoeSizes(16, 32, num_experts=8, topk=2, kind=kind, capacity_factor=1.0, min_capacity=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "even", "rows"),
+    [
+        (MEGATRON_MOE, False, 64),  # two choices of 32 positions
+        (DEEPSPEED_MOE, False, 32),  # 16 tokens share capacities of 4
+        (DEEPSPEED_MOE, True, 32),
+    ],
+)
+def test_a_capacity_bounds_the_rows_of_a_rank(kind: str, even: bool, rows: int) -> None:
+    assert dispatched_rows(sizes(kind), 32, 16, even=even) == rows
+
+
+def test_even_splits_are_padded_to_the_capacity() -> None:
+    assert dispatched_rows(sizes(DEEPSPEED_MOE), 1, 16, even=True) == 32
+    assert dispatched_rows(sizes(DEEPSPEED_MOE), 1, 16, even=False) == 2
+
+
+@pytest.mark.parametrize(
+    ("ep", "gathered", "rows"),
+    [
+        (1, 1, ExpertRows(64, 64, 64)),
+        (4, 1, ExpertRows(64, 64, 256)),
+        (8, 1, ExpertRows(64, 64, 256)),  # one expert here: a token comes once
+        (2, 4, ExpertRows(64, 256, 512)),  # four ranks gather one another's rows
+    ],
+)
+def test_rows_that_the_experts_of_a_rank_multiply(ep: int, gathered: int, rows: ExpertRows) -> None:
+    assert ExpertRows.of(sizes(MEGATRON_MOE), 32, ep, gathered, even=False) == rows
+
+
+def test_a_row_has_room_for_its_weight_and_is_whole_in_sixteen_bytes() -> None:
+    assert row_columns(16, 4, 2) == 24
+    assert row_columns(16, 4, 4) == 20
+    assert row_columns(16, 8, 8) == 18

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
+from megapar.moe.dispatcher import RoutedPairs
 from megapar.moe.expert_order import permute, sort_by_expert, spread_by_expert, unpermute, weigh
 from megapar.moe.stats import count_pairs
 from megapar.moe.token_dispatcher import TokenDispatcher
@@ -113,7 +114,7 @@ def local(num_experts):
 def test_combine_adds_up_in_fp32(dtype):
     """1 + 255 small numbers: adding in bf16 or fp16 one by one would lose them."""
     topk = 256
-    plan = local(topk).plan(torch.arange(topk)[None], None, topk, True)
+    plan = local(topk).plan(RoutedPairs(torch.arange(topk)[None], None), topk, True)
     _, weights = local(topk).dispatch(torch.ones(1, WIDTH, dtype=dtype), torch.ones(1, topk), plan)
     rows = torch.full((topk, WIDTH), 2.0**-12, dtype=dtype)
     rows[0] = 1.0
@@ -129,7 +130,7 @@ def test_weights_travel_with_their_rows():
     experts = torch.tensor([[2, 0], [0, 1], [2, 1]])
     weights = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.0]], requires_grad=True)
     kept = torch.tensor([[True, True], [True, True], [True, False]])
-    plan = local(3).plan(experts, kept, 6, False)
+    plan = local(3).plan(RoutedPairs(experts, kept), 6, False)
     _, sent = local(3).dispatch(torch.zeros(3, WIDTH), weights, plan)
     torch.testing.assert_close(sent, torch.tensor([0.2, 0.3, 0.4, 0.1, 0.5, 0.0]))
     assert plan.counts.tolist() == [2, 1, 3]

@@ -91,18 +91,10 @@ def test_equal_to_a_loop_over_tokens(kind, topk, valid):
 
 @pytest.mark.parametrize("valid", ["all", "padded"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
-def test_sigmoid_groups_scaling_and_losses_of_single_samples(kind, valid):
-    routing = {"score": "sigmoid", "groups": 3, "group_topk": 2, "scaling": 2.5, "sequence_aux": True}
-    layer = make(capacity_factor=0.7, **kind, **routing)
-    layer.router.correction_bias[2] = 0.05
-    check_against_oracle(layer, valid)
-
-
-@pytest.mark.parametrize("valid", ["all", "padded"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 @pytest.mark.parametrize(
     "routing",
     [
+        {"score": "sigmoid", "groups": 3, "group_topk": 2, "scaling": 2.5, "sequence_aux": True},
         {"norm_topk_prob": "off"},
         {"norm_topk_prob": "on", "topk": 1},
         {"norm_topk_prob": "off", "score": "sigmoid", "scaling": 2.5},
@@ -112,7 +104,7 @@ def test_sigmoid_groups_scaling_and_losses_of_single_samples(kind, valid):
     ],
     ids=lambda routing: "-".join(map(str, routing.values())),
 )
-def test_weights_as_they_are_or_divided_and_scores_of_groups(kind, routing, valid):
+def test_scores_of_groups_and_weights_as_they_are_or_divided(kind, routing, valid):
     layer = make(capacity_factor=0.7, **kind, **routing)
     layer.router.correction_bias[2] = 0.05
     check_against_oracle(layer, valid)

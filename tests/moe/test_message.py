@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megapar.moe.expert_order import order_by_expert, sort_by_expert, spread_by_expert
-from megapar.moe.message import pack, unpack
+from megapar.moe.token_dispatcher import pack, unpack
 
 EXPERTS = torch.tensor([[1, 0], [0, 2], [2, 1], [0, 1]])
 KEPT = torch.tensor([[True, True], [True, False], [True, True], [False, False]])

@@ -9,6 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
@@ -17,9 +19,9 @@ from megapar.core.device.base import Device
 from megapar.core.grid import Grid
 from megapar.errors import DistributedError
 from megapar.moe.dispatch_bytes import node_row_bytes
-from megapar.moe.node_dispatcher import NodeDispatcher
+from megapar.moe.node_dispatcher import NodeDispatcher, NodeShape
 from megapar.moe.slicing import Slicing
-from tests.moe import test_passage
+from tests.moe import test_forward
 from tests.moe.test_token_dispatcher import CASES, EXPERTS, HIDDEN, Case, LateDevice, check, drops, make, whole_layer
 from tests.support import late
 from tests.support.ranks import run_ranks
@@ -71,8 +73,8 @@ def test_equal_to_one_process(layout, backend):
 
 
 def sliced(rank, world_size, experts, *arguments):
-    with patch.object(test_passage, "EXPERTS", experts):
-        return test_passage.on_ranks(rank, world_size, *arguments, 2)
+    with patch.object(test_forward, "EXPERTS", experts):
+        return test_forward.on_ranks(rank, world_size, *arguments, 2)
 
 
 SLICED = [
@@ -116,15 +118,15 @@ def beside_plain(rank, world_size, rendezvous):
         whole, mp = whole_layer(case), world.axis("mp")
         want = trained(make(case.moe(), mp=mp, ep=plain), whole, rank, case)
         layer, chosen = make(case.moe(), mp=mp, ep=world.axis("ep")), []
-        leave = type(layer.dispatcher.shape(0)).leave
+        outgoing = NodeShape.outgoing
 
-        def listed(shape, experts, kept, leave=leave, chosen=chosen):
+        def listed(shape, experts, kept, outgoing=outgoing, chosen=chosen):
             pairs = torch.where(torch.ones_like(experts, dtype=torch.bool) if kept is None else kept, experts, -1)
             chosen.append(pairs)
-            return leave(shape, experts, kept)
+            return outgoing(shape, experts, kept)
 
         world.sent_bytes.take()
-        with patch("megapar.moe.node_counts.NodeShape.leave", listed):
+        with patch.object(NodeShape, "outgoing", listed):
             got = trained(layer, whole, rank, case)
         sent = world.sent_bytes.take()
         for name, b in want.items():
@@ -175,3 +177,57 @@ def test_numbers_of_experts_fit_in_two_bytes():
     NodeDispatcher(2**15, *axes, False, False, CommContext())
     with pytest.raises(DistributedError, match="32,768 experts at most, not 32,769"):
         NodeDispatcher(2**15 + 1, *axes, False, False, CommContext())
+
+
+def drawn(data):
+    """(shape, for each rank experts and kept pairs)."""
+    nodes, ranks, local = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    shape = NodeShape(nodes * ranks * local, nodes, ranks, data.draw(st.integers(0, 3)))
+    topk = data.draw(st.integers(1, min(4, shape.experts)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    routing = []
+    for _ in range(shape.group):
+        tokens = data.draw(st.integers(0, 5))
+        scores = torch.rand(tokens, shape.experts, generator=generator)
+        kept = torch.rand(tokens, topk, generator=generator) < data.draw(st.sampled_from([0.0, 0.6, 1.0]))
+        routing.append((scores.topk(topk).indices, kept))
+    return shape, routing
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_both_ends_of_every_message_agree(data):
+    shape, routing = drawn(data)
+    numbers = torch.stack([shape.outgoing(*pairs).table for pairs in routing])[:, None]
+    splits = [shape.split(numbers, rank, 0) for rank in range(shape.group)]
+    for message in range(shape.messages):
+        for rank, own in enumerate(splits):
+            node, place = divmod(rank, shape.ranks)
+            for other in range(shape.nodes):
+                there = splits[other * shape.ranks + place][message]
+                assert own[message].to_nodes[other] == there.from_nodes[node]
+            for other in range(shape.ranks):
+                there = splits[node * shape.ranks + other][message]
+                assert own[message].to_ranks[other] == there.from_ranks[place]
+    for rank in range(shape.group):
+        first, arrived = rank * shape.local, torch.zeros(shape.local, dtype=torch.int64)
+        for experts, kept in routing:
+            arrived += torch.bincount(experts[kept], minlength=shape.experts)[first : first + shape.local]
+        assert sum(sum(split.pairs[0]) for split in splits[rank]) == int(arrived.sum())
+        if not shape.pieces:
+            assert list(splits[rank][0].pairs[0]) == arrived.tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_of_one_message_are_those_of_the_formula(data):
+    """``sent_rows`` counts the rows that leave a rank and a node; plans use its expectation."""
+    shape, routing = drawn(data)
+    shape = NodeShape(shape.experts, shape.nodes, shape.ranks, 0)
+    numbers = torch.stack([shape.outgoing(*pairs).table for pairs in routing])[:, None]
+    listed = [[e[k].tolist() for e, k in zip(*pairs, strict=True)] for pairs in routing]
+    for rank, sent in enumerate(rows_by_node(listed, shape.experts, shape.ranks)):
+        node, place = divmod(rank, shape.ranks)
+        (split,) = shape.split(numbers, rank, 0)
+        assert sum(split.to_nodes) - split.to_nodes[node] == sent.between
+        assert sum(split.to_ranks) - split.to_ranks[place] == sent.within

@@ -7,9 +7,18 @@ import torch
 
 from megapar.moe.dispatch_bytes import node_row_bytes
 from megapar.moe.expert_order import kept_rows
-from megapar.moe.node_counts import NodeShape
-from megapar.moe.node_route import NodeRoute
-from megapar.moe.node_rows import EMPTY, NodeRows, arrive, build, experts_of, sum_rows, weights_of, write
+from megapar.moe.node_dispatcher import NodeShape
+from megapar.moe.node_rows import (
+    EMPTY,
+    NodeMessage,
+    NodeRoute,
+    arrive,
+    build,
+    experts_of,
+    sum_rows,
+    weights_of,
+    write,
+)  # fmt: skip
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,7 +47,7 @@ def test_gradients_are_summed_with_their_fields(dtype, topk):
     """Over rows of one token, in fp32: as if each part were summed alone."""
     shape = NodeShape(8, 2, 1, 0)
     experts = torch.randint(0, 8, (7, 8)).argsort(1)[:, :topk]
-    order = shape.leave(experts, None).order
+    order = shape.outgoing(experts, None).order
     x, weights = torch.randn(7 * topk, 6).to(dtype), torch.randn(7 * topk, topk, dtype=wide(dtype))
     message = sum_rows(write(x, None, weights, None), order)
     rows, kept = order.row, order.pair_kept
@@ -51,13 +60,13 @@ def test_from_tokens_to_pairs_and_back():
     """On one node of one rank a pair arrives as its token and weight, and gradients are those of an index."""
     experts = torch.tensor([[2, 0], [1, 3], [3, 0], [1, 2]])
     kept = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
-    leaving = NodeShape(4, 1, 1, 0).leave(experts, kept)
-    assert leaving.table.tolist() == [3, 3, 1, 2, 2, 0]  # tokens to the node and the rank, pairs of each expert
-    order = kept_rows(leaving.order, 3)
+    outgoing = NodeShape(4, 1, 1, 0).outgoing(experts, kept)
+    assert outgoing.table.tolist() == [3, 3, 1, 2, 2, 0]  # tokens to the node and the rank, pairs of each expert
+    order = kept_rows(outgoing.order, 3)
     fields = torch.tensor([[0, 2], [1, EMPTY], [1, 2]]).to(torch.int16)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    message = build(x, weights, NodeRows(order, fields, leaving.choices, 6))
+    message = build(x, weights, NodeMessage(order, fields, outgoing.choices, 6))
     route = NodeRoute(0, 4, 1, 2, 3)
     rows, gates = arrive(message, route.arrive(message, 0, 5), 6, 7)
     token, choice = torch.tensor([0, 1, 3, 0, 3]), torch.tensor([1, 0, 0, 0, 1])

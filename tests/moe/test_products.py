@@ -19,7 +19,7 @@ from megapar.core.tensor_parallel.execution import Execution
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
-from tests.moe.test_waits import by_slices
+from tests.moe.test_forward import through
 from tests.support.ranks import run_ranks
 
 HIDDEN, FFN, EXPERTS = 16, 24, 4
@@ -64,7 +64,7 @@ def run(layer, slicing, x, upstream):
     """(output and gradients, grouped products, what products brought to the host, the layer's waits)"""
     x, before = x.clone().requires_grad_(), layer.comm.host_waits
     with Seen() as seen, Asked() as asked:
-        y, _ = by_slices(layer, slicing, x, x[..., 0].numel()) if slicing.active else layer(x)
+        y, _ = through(layer, slicing, x, None) if slicing.active else layer(x)
         y.backward(upstream)
     tensors = [y.detach(), x.grad, *(parameter.grad for parameter in layer.experts.parameters())]
     layer.zero_grad()

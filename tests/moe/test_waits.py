@@ -13,6 +13,7 @@ from megapar.core.device.attention.documents import PackedDocuments
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
+from tests.moe.test_forward import through
 from tests.support.host_tensors import HostTensors
 from tests.support.nodes import axis_by_node
 from tests.support.ranks import run_ranks
@@ -49,24 +50,11 @@ def forward_and_backward(rank, world_size, sizes, shared, slicing, node):
     for _ in range(2):
         x, before = torch.randn(2, 12, 8, requires_grad=True), layer.comm.host_waits
         with HostTensors() as found:
-            y, stats = by_slices(layer, slicing, x, tokens) if slicing.active else layer(x, None, tokens)
+            y, stats = through(layer, slicing, x, None, tokens) if slicing.active else layer(x, None, tokens)
             (y.sum() + stats.aux).backward()
     layer.comm.check_settled()
     assert x.grad is not None
     return dict(found.waits), layer.comm.host_waits - before
-
-
-def by_slices(layer, slicing, x, tokens):
-    passage = layer.passage(slicing, x.shape[1], tokens, None, x.shape[0])
-    slices = slicing.cut(x.shape[1])
-    for place in slices:
-        passage.send(x[:, place], None)
-    arriving, tokens_by_slice, _ = passage.work()
-    parts = [
-        arriving.finish(c, token).view_as(x[:, place])
-        for c, (place, token) in enumerate(zip(slices, tokens_by_slice, strict=True))
-    ]
-    return torch.cat(parts, dim=1), passage.stats()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -63,7 +63,7 @@ def test_waits_and_copies_that_no_row_allows_are_named():
         "1 copies to host in elsewhere, which no row allows",
         "rows of 132 bytes: a part is not aligned to 16 bytes (2 times)",
     ]
-    assert "the host waits 2 times in TokenDispatcher.read, 1 allowed" in list(
+    assert "the host waits 2 times in Dispatcher.read, 1 allowed" in list(
         complaints(Run("a run", "moe", 1, "", counts=1), sums)
     )
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megapar.moe.dispatch_bytes import Sent, node_row_bytes
-from megapar.moe.row_counts import row_columns
+from megapar.moe.dispatch_bytes import Sent, node_row_bytes, row_columns
 from megapar.training.step.observer import StepObserver
 from tests.support.ranks import run_ranks
 from tests.support.sent_rows import plain_rows, rows_by_node

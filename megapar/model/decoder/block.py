@@ -59,35 +59,16 @@ class DecoderBlock(nn.Module):
         self.norms_outputs = sizes.norm_placement == "output"
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
-        self.attention = make_attention(
-            sizes.attention,
-            layer,
-            cp=cp,
-            **options,
-        )
+        self.attention = make_attention(sizes.attention, layer, cp=cp, **options)
         self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
         self.mlp: Mlp | None = None
         self.moe: MoeLayer | None = None
         moe = sizes.moe_at(layer)
         if moe is not None:
             shared = _shared(sizes, moe, **options)
-            self.moe = MoeLayer(
-                moe,
-                shared=shared,
-                ep=ep,
-                emp=emp,
-                share=share,
-                parts=moe_parts,
-                **options,
-            )
+            self.moe = MoeLayer(moe, shared=shared, ep=ep, emp=emp, share=share, parts=moe_parts, **options)
         else:
-            self.mlp = Mlp(
-                H,
-                sizes.ffn_hidden_size,
-                gated=sizes.gated,
-                bias=sizes.add_bias_linear,
-                **options,
-            )
+            self.mlp = Mlp(H, sizes.ffn_hidden_size, gated=sizes.gated, bias=sizes.add_bias_linear, **options)
 
     def forward(
         self, x: Tensor | Sliced | PendingSum, context: Context
@@ -136,10 +117,4 @@ def _shared(sizes: DecoderSizes, moe: MoeSizes, **options: Unpack[LayerOptions])
     if not moe.shared_width:
         return None
     kind = TokenGatedMlp if moe.shared_gate else Mlp
-    return kind(
-        sizes.hidden_size,
-        moe.shared_width,
-        gated=moe.gated,
-        bias=sizes.add_bias_linear,
-        **options,
-    )
+    return kind(sizes.hidden_size, moe.shared_width, gated=moe.gated, bias=sizes.add_bias_linear, **options)

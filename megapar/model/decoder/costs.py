@@ -12,7 +12,7 @@ from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Produc
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.moe.expert_costs import expert_costs, held, in_flight
+from megapar.moe.expert_costs import expert_costs, held_bytes, in_flight
 from megapar.moe.sizes import MEGATRON_MOE, MoeSizes
 
 
@@ -31,7 +31,6 @@ class DecoderCost(ModelCost):
 
     @property
     def tied(self) -> bool:
-        """See ``ModelCost``."""
         return self.sizes.tie_embeddings
 
     @property
@@ -45,11 +44,11 @@ class DecoderCost(ModelCost):
     def embedding(self) -> UnitCost:
         """Cost of the word embedding, and of the position embedding if positions are learned."""
         learned = self.sizes.position_embedding_type == "learned"
-        found = self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
+        embedding = self._operators.embedding(INDEX_BYTES * self.view.local_tokens if learned else 0)
         if self.sizes.embedding_multiplier == 1.0:
-            return found
+            return embedding
         multiplier = OpCost("multiplier", moved=2 * self._operators.hidden_bytes)
-        return replace(found, operators=(*found.operators, multiplier))
+        return replace(embedding, operators=(*embedding.operators, multiplier))
 
     def layer(self, number: int) -> UnitCost:
         """Return the cost of layer ``number``."""
@@ -62,7 +61,6 @@ class DecoderCost(ModelCost):
 
     @cached_property
     def attention(self) -> Sequence[OpCost]:
-        """See ``ModelCost``."""
         rotary = self.sizes.position_embedding_type == "rope"
         shape = AttentionShape(self.sizes.attention, rotary=rotary)
         return kind_of(shape.sizes).costs(self._operators, shape)
@@ -106,7 +104,9 @@ class DecoderCost(ModelCost):
             if moe.shared_gate:
                 parts.append(self._shared_gate())
             arriving = in_flight(self.view, moe)
-            parts.append(OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes, working=held(self.view, moe)))
+            parts.append(
+                OpCost("residual", ops.dropped(), moved=3 * ops.hidden_bytes, working=held_bytes(self.view, moe))
+            )
         else:
             parts += ops.mlp(sizes.ffn_hidden_size, gated=sizes.gated, dropped=ops.dropped())
         if after:

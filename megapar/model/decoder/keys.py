@@ -228,12 +228,7 @@ OLMO_EXPERTS = (
     NORM_TOPK_PROB,
 )
 QWEN_SHARED = (
-    Setting(
-        "shared_expert_intermediate_size",
-        SIZE,
-        "moe_shared_expert_intermediate_size",
-        from_flags=shared_width,
-    ),
+    Setting("shared_expert_intermediate_size", SIZE, "moe_shared_expert_intermediate_size", from_flags=shared_width),
     Setting("qkv_bias", true_or_false, "add_qkv_bias", to_flag=lambda config: bool(config["qkv_bias"])),
 )
 QWEN_EXPERTS = (

@@ -1,11 +1,12 @@
 """Layers of a decoder that have experts, as ``--moe-layer-freq`` gives them.
 
-Megatron-LM evaluates the value as Python. Here it is parsed: a number N, which gives experts to layers 0, N, 2 N, ..,
+Megatron-LM evaluates the value as Python. Here it is read as a number N, which gives experts to layers 0, N, 2 N, ..,
 or sums and multiples of lists of 0 and 1, such as ([0]*3+[1]*58), with one number for each layer.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +17,7 @@ Pattern = tuple[int, ...]
 
 ALL = "1"  # all layers have experts
 LONGEST = MAX_LAYERS  # elements of a list: an expression such as [1]*9*9*9.. must not fill the memory
-_TOKEN = re.compile(r"\s*(\d+|[][()+*,])")
+_OTHER = re.compile(r"[^\d\s,+*()\[\]]|,\s*\]")  # no part of such an expression
 
 
 def listed(text: str) -> Pattern | None:
@@ -24,16 +25,16 @@ def listed(text: str) -> Pattern | None:
 
     Raises ValueError if the text is neither.
     """
-    found = _evaluated(text)
-    return None if isinstance(found, int) else found
+    value = _evaluated(text)
+    return None if isinstance(value, int) else value
 
 
 def to_pattern(text: str) -> Pattern:
     """Return the pattern of a flag's value. Raises ValueError for a wrong one."""
-    found = _evaluated(text)
-    if isinstance(found, int):
-        found = (1, *(0,) * (found - 1))
-    return () if all(found) else found
+    value = _evaluated(text)
+    if isinstance(value, int):
+        value = (1, *(0,) * (value - 1))
+    return () if all(value) else value
 
 
 def pattern_or_all(text: str) -> Pattern:
@@ -69,11 +70,11 @@ def layers_of(pattern: Sequence[int], num_layers: int, first_k_dense: int = 0) -
 
 def flags_of(layers: Iterable[int], num_layers: int) -> tuple[int, str]:
     """Return the values of --first-k-dense and --moe-layer-freq that give experts to ``layers``."""
-    held = set(layers)
-    first = min(held, default=num_layers)
-    if held == set(range(first, num_layers)):
+    with_experts = set(layers)
+    first = min(with_experts, default=num_layers)
+    if with_experts == set(range(first, num_layers)):
         return first, ALL
-    return 0, to_text([int(n in held) for n in range(num_layers)])
+    return 0, to_text([int(n in with_experts) for n in range(num_layers)])
 
 
 def ernie_interval(layers: Sequence[int]) -> int:
@@ -89,103 +90,41 @@ def ernie_interval(layers: Sequence[int]) -> int:
 
 
 def _evaluated(text: str) -> int | Pattern:
-    found = _Expression(text).value()
-    if isinstance(found, int):
-        if not 1 <= found <= LONGEST:
-            raise ValueError(f"{found} is not 1 to {LONGEST}")
-    elif not set(found) <= {0, 1}:
+    try:
+        if _OTHER.search(text):
+            raise SyntaxError
+        value = _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError(f"{text[:20]!r} is not a number, or a list, sum or multiple of lists") from None
+    if isinstance(value, int):
+        if not 1 <= value <= LONGEST:
+            raise ValueError(f"{value} is not 1 to {LONGEST}")
+    elif not set(value) <= {0, 1}:
         raise ValueError("a layer is 0 (dense) or 1 (experts)")
-    return found
+    return value
 
 
-class _Expression:
-    """A recursive descent over ``sum = product (+ product)*``, ``product = value (* value)*``.
-
-    A value is a number, a list of numbers, or a sum in parentheses.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._tokens: list[str] = []
-        at, end = 0, len(text.rstrip())
-        while at < end:
-            found = _TOKEN.match(text, at)
-            if found is None or len(self._tokens) > LONGEST:
-                raise ValueError(f"{text[at : at + 20]!r} is not a number, or a list, sum or multiple of lists")
-            self._tokens.append(found[1])
-            at = found.end()
-
-    def value(self) -> int | Pattern:
-        result = self._sum(0)
-        if self._tokens:
-            raise ValueError(f"{self._tokens[0]!r} is too much")
-        return result
-
-    def _next(self, wanted: str = "") -> str:
-        if not self._tokens:
-            raise ValueError("it ends too early")
-        token = self._tokens.pop(0)
-        if wanted and token != wanted:
-            raise ValueError(f"{wanted!r} is missing before {token!r}")
-        return token
-
-    def _sum(self, depth: int) -> int | Pattern:
-        total = self._product(depth)
-        while self._tokens[:1] == ["+"]:
-            self._next()
-            more = self._product(depth)
-            if isinstance(total, tuple) and isinstance(more, tuple):
-                _check_length(len(total) + len(more))
-                total += more
-            elif isinstance(total, int) and isinstance(more, int):
-                total += more
-            else:
-                raise ValueError("a list and a number have no sum")
-        return total
-
-    def _product(self, depth: int) -> int | Pattern:
-        result = self._value(depth)
-        while self._tokens[:1] == ["*"]:
-            self._next()
-            more = self._value(depth)
-            if isinstance(result, tuple) and isinstance(more, tuple):
-                raise ValueError("lists have no product")
-            _check_length(_size(result) * _size(more))
-            result = more * result if isinstance(result, int) else result * _size(more)
-        return result
-
-    def _value(self, depth: int) -> int | Pattern:
-        token = self._next()
-        if token.isdigit():
-            return int(token[:9])
-        if token == "(" and depth < 20:
-            inside = self._sum(depth + 1)
-            self._next(")")
-            return inside
-        if token != "[":
-            raise ValueError(f"{token!r} does not begin a number or a list")
-        numbers = [self._number()]
-        while self._next_is(","):
-            numbers.append(self._number())
-        self._next("]")
-        return tuple(numbers)
-
-    def _number(self) -> int:
-        token = self._next()
-        if not token.isdigit():
-            raise ValueError(f"a list contains numbers, not {token!r}")
-        return int(token[:9])
-
-    def _next_is(self, token: str) -> bool:
-        if self._tokens[:1] == [token]:
-            self._next()
-            return True
-        return False
+def _value(node: ast.expr) -> int | Pattern:
+    """Return the value of a number, a list of numbers, a sum or a product. Raises SyntaxError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List) and node.elts:
+        numbers = [number for item in node.elts if isinstance(number := _value(item), int)]
+        if len(numbers) == len(node.elts):
+            return tuple(numbers)
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult)):
+        raise SyntaxError
+    left, right, times = _value(node.left), _value(node.right), isinstance(node.op, ast.Mult)
+    if times and isinstance(left, tuple) and isinstance(right, tuple):
+        raise ValueError("lists have no product")
+    if not times and type(left) is not type(right):
+        raise ValueError("a list and a number have no sum")
+    length = _size(left) * _size(right) if times else _size(left) + _size(right)
+    if length > LONGEST:
+        raise ValueError(f"a list of {length} layers is too long")
+    result: int | Pattern = left * right if times else left + right  # type: ignore[operator]
+    return result
 
 
 def _size(value: int | Pattern) -> int:
     return value if isinstance(value, int) else len(value)
-
-
-def _check_length(length: int) -> None:
-    if length > LONGEST:
-        raise ValueError(f"a list of {length} layers is too long")

@@ -14,10 +14,10 @@ from megapar.schema.published import Limit
 _GLM = "--moe-router-score-function sigmoid --moe-shared-experts 1"
 _V2 = "--multi-latent-attention --attention-latent-norm-epsilon 1e-6 --moe-shared-experts 1 --no-norm-topk-prob"
 _LIMITED = "--num-experts 16 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 1"
+_WITHOUT_BLOCK = "Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT."
 _GROUPS = (
-    *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
-    "moe_router_topk",
-)
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk", "moe_router_topk",
+)  # fmt: skip
 
 
 def _scored(f: Any) -> int:
@@ -25,6 +25,11 @@ def _scored(f: Any) -> int:
     if f.moe_router_group_topk == f.moe_router_num_groups:
         return 0
     return int(f.moe_router_group_score_topk or f.moe_router_topk // f.moe_router_group_topk)
+
+
+def _opposite(limit: Limit, name: str, message: str) -> Limit:
+    """Return the limit of classes that need what the given one excludes."""
+    return Limit(id=name, reads=limit.reads, within=lambda f: not limit.within(f), message=message)
 
 
 VARIETY = Limit(
@@ -53,12 +58,7 @@ NO_QK_NORM = Limit(
     passing="--qk-norm",
     failing="--qk-norm --add-qkv-bias --num-experts 0",
 )
-QK_NORM = Limit(
-    id="hf-qk-norm-always",
-    reads=("qk_norm",),
-    within=lambda f: f.qk_norm,
-    message="this class has norms of queries and keys",
-)
+QK_NORM = _opposite(NO_QK_NORM, "hf-qk-norm-always", "this class has norms of queries and keys")
 HEAD_NORMS = Limit(
     id="hf-qk-norm-scope",
     reads=("qk_norm_scope",),
@@ -68,12 +68,7 @@ HEAD_NORMS = Limit(
     passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
     failing="--num-experts 0 --qk-norm --qk-norm-scope width",
 )
-WIDTH_NORMS = Limit(
-    id="hf-qk-norm-width",
-    reads=("qk_norm_scope",),
-    within=lambda f: f.qk_norm_scope == "width",
-    message="the norms of queries and keys of this class see all heads",
-)
+WIDTH_NORMS = _opposite(HEAD_NORMS, "hf-qk-norm-width", "the norms of queries and keys of this class see all heads")
 INPUT_NORMS = Limit(
     id="hf-norm-placement",
     reads=("norm_placement",),
@@ -83,12 +78,7 @@ INPUT_NORMS = Limit(
     passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
     failing="--num-experts 0 --norm-placement output",
 )
-OUTPUT_NORMS = Limit(
-    id="hf-norm-placement-output",
-    reads=("norm_placement",),
-    within=lambda f: f.norm_placement == "output",
-    message="this class has its norms after attention and MLP",
-)
+OUTPUT_NORMS = _opposite(INPUT_NORMS, "hf-norm-placement-output", "this class has its norms after attention and MLP")
 NO_MULTIPLIERS = Limit(
     id="hf-multipliers",
     reads=("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
@@ -100,11 +90,10 @@ NO_MULTIPLIERS = Limit(
     passing="--num-experts 0 --logits-scaling 8",
     failing="--num-experts 0 --qk-norm --logits-scaling 8",
 )
-MULTIPLIERS = Limit(
-    id="hf-multipliers-always",
-    reads=NO_MULTIPLIERS.reads,
-    within=lambda f: not NO_MULTIPLIERS.within(f),
-    message="this class has factors on embeddings, outputs of layers, attention scores or logits",
+MULTIPLIERS = _opposite(
+    NO_MULTIPLIERS,
+    "hf-multipliers-always",
+    "this class has factors on embeddings, outputs of layers, attention scores or logits",
 )
 NO_QKV_BIAS = Limit(
     id="hf-qkv-bias",
@@ -115,12 +104,7 @@ NO_QKV_BIAS = Limit(
     passing="--add-qkv-bias --num-experts 0",
     failing="--add-qkv-bias",
 )
-QKV_BIAS = Limit(
-    id="hf-qkv-bias-always",
-    reads=("add_qkv_bias",),
-    within=lambda f: f.add_qkv_bias,
-    message="this class has biases of queries, keys and values",
-)
+QKV_BIAS = _opposite(NO_QKV_BIAS, "hf-qkv-bias-always", "this class has biases of queries, keys and values")
 NO_BIAS = Limit(
     id="hf-bias",
     reads=("add_bias_linear",),
@@ -136,12 +120,7 @@ DENSE = Limit(
     within=lambda f: f.num_experts == 0,
     message="this class has no experts",
 )
-EXPERTS = Limit(
-    id="hf-experts",
-    reads=("num_experts",),
-    within=lambda f: f.num_experts > 0,
-    message="this class has experts",
-)
+EXPERTS = _opposite(DENSE, "hf-experts", "this class has experts")
 NO_EXPERT_BIAS = Limit(
     id="hf-moe-bias",
     reads=("add_bias_linear",),
@@ -187,12 +166,7 @@ NO_SHARED_GATE = Limit(
     passing="--moe-shared-experts 1 --moe-shared-expert-gate --add-qkv-bias",
     failing="--moe-shared-experts 1 --moe-shared-expert-gate",
 )
-SHARED_GATE = Limit(
-    id="hf-shared-gate-always",
-    reads=("moe_shared_expert_gate",),
-    within=lambda f: f.moe_shared_expert_gate,
-    message="the shared experts of this class have a gate",
-)
+SHARED_GATE = _opposite(NO_SHARED_GATE, "hf-shared-gate-always", "the shared experts of this class have a gate")
 ALL_EXPERTS = Limit(
     id="hf-dense-lead",
     reads=("first_k_dense", "moe_layer_freq"),
@@ -226,12 +200,7 @@ NO_LATENT = Limit(
     within=lambda f: not f.multi_latent_attention,
     message="this class has no multi-latent attention",
 )
-LATENT = Limit(
-    id="hf-latent-attention-always",
-    reads=("multi_latent_attention",),
-    within=lambda f: f.multi_latent_attention,
-    message="this class has multi-latent attention",
-)
+LATENT = _opposite(NO_LATENT, "hf-latent-attention-always", "this class has multi-latent attention")
 LATENT_EPSILON = Limit(
     id="hf-latent-epsilon",
     reads=("attention_latent_norm_epsilon",),
@@ -256,12 +225,7 @@ SIGMOID_SCORES = Limit(
     within=lambda f: f.moe_router_score_function == "sigmoid",
     message="the scores of this class's router are sigmoids",
 )
-SOFTMAX_SCORES = Limit(
-    id="hf-softmax-scores",
-    reads=("moe_router_score_function",),
-    within=lambda f: f.moe_router_score_function == "softmax",
-    message="the scores of this class's router are a softmax",
-)
+SOFTMAX_SCORES = _opposite(SIGMOID_SCORES, "hf-softmax-scores", "the scores of this class's router are a softmax")
 WEIGHTS_AS_THEY_ARE = Limit(
     id="hf-moe-weights",
     reads=("moe_router_topk", "norm_topk_prob"),
@@ -322,7 +286,7 @@ NO_MTP = Limit(
     reads=("mtp_depth",),
     within=lambda f: f.mtp_depth == 0,
     message="this class has no multi-token prediction block",
-    way="Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
+    way=_WITHOUT_BLOCK,
     passing="--mtp-depth 1",
     failing="--qk-norm --mtp-depth 1",
 )
@@ -332,7 +296,7 @@ DENSE_MTP = Limit(
     within=lambda f: f.mtp_depth == 0 or f.mtp_block == "dense",
     message="the multi-token prediction block of this class is dense",
     instead="Or train with --mtp-block dense.",
-    way="Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
+    way=_WITHOUT_BLOCK,
     passing="--mtp-depth 1 --mtp-block dense",
     failing="--mtp-depth 1 --mtp-block layer",
 )
@@ -342,7 +306,7 @@ LAYER_MTP = Limit(
     within=lambda f: f.mtp_depth == 0 or f.mtp_block == "layer",
     message="the multi-token prediction block of this class is like its last layer",
     instead="Or train with --mtp-block layer.",
-    way="Export it without its block: --load RUN --finetune --mtp-depth 0 --train-iters 0 --save-hf OUT.",
+    way=_WITHOUT_BLOCK,
     passing="--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1",
     failing="--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1 --mtp-block dense",
 )

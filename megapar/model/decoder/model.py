@@ -24,6 +24,7 @@ from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
 from megapar.core.tensor_parallel.layers import (
+    Embedding,
     LayerOptions,
     VocabularyEmbedding,
     gather_vocabulary,
@@ -32,13 +33,12 @@ from megapar.core.tensor_parallel.layers import (
     vocabulary_range,
 )
 from megapar.model.decoder.block import DecoderBlock
-from megapar.model.decoder.embedding import DecoderEmbedding
 from megapar.model.decoder.mtp import Mtp, following, of_next
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.context import Context
-from megapar.model.layers.embedding import TiedWord, own_sequence
+from megapar.model.layers.embedding import TiedWord, drop, own_sequence
 from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import RotaryEmbedding
@@ -51,6 +51,35 @@ from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class DecoderEmbedding(nn.Module):
+    """Vocab parallel word embedding, plus position embedding if positions are learned.
+
+    tokens [B, S] -> word [V/mp, H]: vocabulary embedding -> [B, S(/mp), H] * multiplier + position [P, H][positions]
+      -> dropout
+    Under sequence parallelism a rank looks up only its own positions, so their gradient is a partial sum over mp.
+    """
+
+    def __init__(self, sizes: DecoderSizes, *, cp: ContextParallel, **options: Unpack[LayerOptions]) -> None:
+        super().__init__()
+        self.mp, self.sequence_parallel = options["mp"], options["sequence_parallel"]
+        self.dropout, self.multiplier = sizes.hidden_dropout, sizes.embedding_multiplier
+        self.stream = cp.share(self.mp, sequence_parallel=self.sequence_parallel).rank
+        H, dtype, device = sizes.hidden_size, options["dtype"], options["device"]
+        self.word = VocabularyEmbedding(sizes.vocab_size, H, **options)
+        learned = sizes.position_embedding_type == "learned"
+        rows = sizes.max_position_embeddings
+        self.position = Embedding(rows, H, dtype=dtype, device=device) if learned else None
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return [B, S(/mp), H] for tokens and positions, [B, S] int64 each."""
+        x = self.word(tokens)
+        if self.multiplier != 1.0:
+            x = x * self.multiplier
+        if self.position is not None:
+            x = x + self.position(own_sequence(positions, self.mp, self.sequence_parallel))
+        return drop(x, self.dropout if self.training else 0.0, self.stream)
 
 
 class LmHead(nn.Module):
@@ -110,19 +139,12 @@ class Decoder(nn.Module):
     global shapes and splits are those of ``decoder_table(sizes)``.
 
     Args:
-        sizes: Sizes of the model.
-        mp: Tensor parallel axis.
-        ep: Expert parallel axis.
         emp: Axis over which the width of experts is split.
         sequence_parallel: Split positions over mp outside the matrix products.
         cp: Method and axis of context parallelism; batches then have this rank's positions only.
         rank_layers: Part of the model on this pipeline stage; None for all.
         slicing: Slices of the sequence, run as drawn in ``model.layers.ampipe``.
         recompute: Activation checkpointing; None to keep all activations.
-        moe_parts: The classes that mixture-of-experts layers are made of.
-        dtype: Compute dtype.
-        device: Device of the parameters.
-        execution: Options of the layers' execution, for example compilation.
     """
 
     embedding: DecoderEmbedding | TiedWord | None
@@ -147,7 +169,7 @@ class Decoder(nn.Module):
         execution: Execution = DEFAULT,
     ) -> None:
         super().__init__()
-        held = rank_layers or RankLayers.whole(sizes.num_layers)
+        rank_layers = rank_layers or RankLayers.whole(sizes.num_layers)
         self.sizes, self.mp, self.sequence_parallel, self.dtype = sizes, mp, sequence_parallel, dtype
         self.cp = cp or ContextParallel()
         self._arrangement = Arrangement(slicing or Slicing(), mp, sequence_parallel=sequence_parallel)
@@ -160,23 +182,23 @@ class Decoder(nn.Module):
             "device": device,
             "execution": execution,
         }
-        self.embedding = DecoderEmbedding(sizes, cp=self.cp, **options) if held.first else None
-        if held.last and not held.first and (sizes.tie_embeddings or sizes.mtp_depth):
+        self.embedding = DecoderEmbedding(sizes, cp=self.cp, **options) if rank_layers.first else None
+        if rank_layers.last and not rank_layers.first and (sizes.tie_embeddings or sizes.mtp_depth):
             self.embedding = TiedWord(VocabularyEmbedding(sizes.vocab_size, sizes.hidden_size, **options))
         self.recompute = recompute
         self.layers = nn.ModuleDict()
-        for layer in held.layers:
+        for layer in rank_layers.layers:
             self.layers[str(layer)] = DecoderBlock(
                 sizes, layer, ep=ep, emp=emp, cp=self.cp, moe_parts=moe_parts, **options
             )
         self.mtp = None
-        if held.last and sizes.mtp_depth:
+        if rank_layers.last and sizes.mtp_depth:
             self.mtp = Mtp(sizes, ep=ep, emp=emp, cp=self.cp, moe_parts=moe_parts, **options)
         self.final_norm: nn.Module | None = None
-        if held.last:
+        if rank_layers.last:
             norm, epsilon, run = sizes.normalization, sizes.layernorm_epsilon, execution.run
             self.final_norm = make_norm(norm, sizes.hidden_size, epsilon, dtype=dtype, device=device, run=run)
-        self.lm_head = LmHead(sizes, **options) if held.last else None
+        self.lm_head = LmHead(sizes, **options) if rank_layers.last else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """Return the loss terms of one micro-batch.
@@ -211,7 +233,6 @@ class Decoder(nn.Module):
         Args:
             x: Output of the previous chunk, [B, S(/mp), H]; None for the first.
             batch: As in ``forward``; all stages of a pipeline read the same batch.
-            valid_tokens: As in ``forward``.
             tied_weight: Weight that the head uses instead of this rank's embedding weight.
         """
         context = self._context(batch, valid_tokens)
@@ -244,8 +265,8 @@ class Decoder(nn.Module):
         blocks = {int(name): self.layers[name] for name in sorted(self.layers, key=int)}
         if self.mtp is not None:
             blocks[self.sizes.num_layers] = self.mtp.block
-        found = {number: block.moe for number, block in blocks.items() if isinstance(block, DecoderBlock)}
-        return {number: moe for number, moe in found.items() if moe is not None}
+        experts = {number: block.moe for number, block in blocks.items() if isinstance(block, DecoderBlock)}
+        return {number: moe for number, moe in experts.items() if moe is not None}
 
     def logits(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the whole logits [B, S, V] of ``batch``, for inspection and comparison."""
@@ -287,14 +308,9 @@ class Decoder(nn.Module):
         return [moe.router.correction_bias for moe in self.expert_layers().values()]
 
     def update_router_bias(self, load: Tensor | Sequence[Tensor], rate: float, keep: Tensor | None = None) -> None:
-        """Update all correction biases in favor of less loaded experts: bias += rate * sign(mean - count).
+        """Update all correction biases in favor of less loaded experts (``move_correction_bias``).
 
-        Source: auxiliary-loss-free balancing (DeepSeek-V3).
-
-        Args:
-            load: [E] counts of each layer over the global batch.
-            rate: Size of the update.
-            keep: Scalar on the device, 0 to leave the biases unchanged.
+        load: [E] counts of each layer over the global batch.
         """
         for bias, counts in zip(self.correction_biases(), load, strict=True):
             move_correction_bias(bias, counts, rate, keep)
@@ -309,11 +325,9 @@ class Decoder(nn.Module):
     def _sums(
         self, x: Tensor, batch: dict[str, Tensor], context: Context, word: Tensor | None
     ) -> tuple[dict[str, Tensor], list[MoeStats]]:
-        """Return the loss sums, and the routing statistics of multi-token prediction with experts.
+        """Return the loss sums for the final norm's output, and the statistics of multi-token prediction with experts.
 
-        Args:
-            x: Output of the final norm.
-            word: The embedding's weight if the head or multi-token prediction uses it.
+        word: The embedding's weight if the head or multi-token prediction uses it.
         """
         assert self.lm_head is not None
         labels, weights = batch["labels"], batch.get("weights")

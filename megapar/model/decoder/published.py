@@ -75,12 +75,14 @@ DENSE_FORM = (limits.VARIETY, limits.DENSE, limits.WHOLE_HEADS_ROTATED)
 DENSE_LIMITS = (*DENSE_FORM, *PLAIN_BLOCK)
 PLAIN_DENSE_LIMITS = (*DENSE_LIMITS, limits.NO_QK_NORM, limits.NO_QKV_BIAS)
 EXPERT_FORM = (
-    *(limits.VARIETY, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.NO_EXPERT_BIAS),
-    *(limits.PLAIN_ROUTING, limits.ONE_EXPERT_SIZE),
-)
+    limits.VARIETY, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.NO_EXPERT_BIAS, limits.PLAIN_ROUTING,
+    limits.ONE_EXPERT_SIZE,
+)  # fmt: skip
 NO_SHARED = (limits.NO_SHARED_EXPERTS, limits.NO_SHARED_GATE)
 EXPERT_LIMITS = (*EXPERT_FORM, limits.NO_QKV_BIAS, *PLAIN_BLOCK)
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+llama_like = partial(PublishedArchitecture, tied=TIED, rotary_halves=True)
+"""Return a class whose head may be tied, and which rotates the two halves of a head."""
 DEFAULTS = {"hidden_act": "silu", "rope_theta": 10000.0, "tie_word_embeddings": False, "attention_dropout": 0.0}
 ERNIE4_5_DEFAULTS = {
     "hidden_act": "silu",
@@ -104,7 +106,7 @@ ERNIE4_5 = PublishedArchitecture(
     tied=TIED,
     remark="the table's own names",
 )
-LLAMA = PublishedArchitecture(
+LLAMA = llama_like(
     name="LlamaForCausalLM",
     model_type="llama",
     settings=(*DECODER, *LLAMA_BIASES),
@@ -117,11 +119,9 @@ LLAMA = PublishedArchitecture(
     },
     flags=DENSE_FLAGS,
     limits=(*PLAIN_DENSE_LIMITS, limits.NO_MTP),
-    tied=TIED,
-    rotary_halves=True,
     remark="Llama 1 to 3.3",
 )
-MISTRAL = PublishedArchitecture(
+MISTRAL = llama_like(
     name="MistralForCausalLM",
     model_type="mistral",
     settings=(*DECODER, NO_WINDOW),
@@ -134,8 +134,6 @@ MISTRAL = PublishedArchitecture(
     },
     flags=DENSE_FLAGS,
     limits=(*PLAIN_DENSE_LIMITS, limits.NO_BIAS, limits.NO_MTP),
-    tied=TIED,
-    rotary_halves=True,
     remark="without a sliding window",
 )
 GRANITE_DEFAULTS = {
@@ -148,34 +146,32 @@ GRANITE_DEFAULTS = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
-GRANITE = PublishedArchitecture(
+GRANITE_LIMITS = (
+    *DENSE_FORM, limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_QK_NORM, limits.NO_QKV_BIAS,
+    limits.NO_MTP,
+)  # fmt: skip
+GRANITE = llama_like(
     name="GraniteForCausalLM",
     model_type="granite",
     settings=(*DECODER, *LLAMA_BIASES, *MULTIPLIERS),
     defaults={**GRANITE_DEFAULTS, "mlp_bias": False},
     flags=DENSE_FLAGS,
-    limits=(
-        *(*DENSE_FORM, limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_QK_NORM),
-        *(limits.NO_QKV_BIAS, limits.NO_MTP),
-    ),
-    tied=TIED,
-    rotary_halves=True,
+    limits=GRANITE_LIMITS,
     specific=(limits.MULTIPLIERS,),
     remark="factors on embeddings, attention scores, outputs of layers and logits",
 )
-OLMO2 = PublishedArchitecture(
+OLMO2_LIMITS = (
+    *DENSE_FORM, limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS, limits.NO_MULTIPLIERS, limits.NO_LATENT,
+    limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP,
+)  # fmt: skip
+OLMO2 = llama_like(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
     settings=(*DECODER, NO_ATTENTION_BIAS),
     defaults={**DEFAULTS, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
     flags={**DENSE_FLAGS, "qk_norm": True, "qk_norm_scope": "width", "norm_placement": "output"},
-    limits=(
-        *(*DENSE_FORM, limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS, limits.NO_MULTIPLIERS),
-        *(limits.NO_LATENT, limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
-    ),
+    limits=OLMO2_LIMITS,
     renames=QK_NORM_NAMES,
-    tied=TIED,
-    rotary_halves=True,
     specific=(limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS),
     remark="norms of queries and keys over all heads; norms after attention and MLP",
 )
@@ -187,19 +183,17 @@ QWEN_DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": None,
 }
-QWEN2 = PublishedArchitecture(
+QWEN2 = llama_like(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
     settings=(*DECODER, NO_WINDOW),
     defaults=QWEN_DEFAULTS,
     flags={**DENSE_FLAGS, "add_qkv_bias": True},
     limits=(*DENSE_LIMITS, limits.NO_QK_NORM, limits.QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
-    tied=TIED,
-    rotary_halves=True,
     specific=(limits.QKV_BIAS,),
     remark="biases on queries, keys and values",
 )
-QWEN3 = PublishedArchitecture(
+QWEN3 = llama_like(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
     settings=(*DECODER, NO_ATTENTION_BIAS, NO_WINDOW),
@@ -207,18 +201,24 @@ QWEN3 = PublishedArchitecture(
     flags={**DENSE_FLAGS, "qk_norm": True},
     limits=(*DENSE_LIMITS, limits.QK_NORM, limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
     renames=QK_NORM_NAMES,
-    tied=TIED,
-    rotary_halves=True,
     specific=(limits.QK_NORM,),
     remark="norms on queries and keys",
 )
+ERNIE4_5_MOE_LIMITS = (
+    limits.NO_QK_NORM, *EXPERT_LIMITS, limits.DIVIDED_WEIGHTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE,
+    limits.EVEN_EXPERTS, limits.DENSE_MTP,
+)  # fmt: skip
 ERNIE4_5_MOE = PublishedArchitecture(
     name="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
     settings=(
-        *(*VOCABULARY, DENSE_WIDTH, *ATTENTION),
+        *VOCABULARY,
+        DENSE_WIDTH,
+        *ATTENTION,
         Setting("use_bias", true_or_false, only=False),
-        *(*OUTPUT, MTP, *ERNIE_EXPERTS),
+        *OUTPUT,
+        MTP,
+        *ERNIE_EXPERTS,
     ),
     defaults={
         **ERNIE4_5_DEFAULTS,
@@ -230,16 +230,17 @@ ERNIE4_5_MOE = PublishedArchitecture(
         "moe_norm_min": 1e-12,
     },
     flags={**EXPERT_FLAGS, "mtp_block": DENSE_BLOCK},
-    limits=(
-        *(limits.NO_QK_NORM, *EXPERT_LIMITS, limits.DIVIDED_WEIGHTS),
-        *(limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.EVEN_EXPERTS, limits.DENSE_MTP),
-    ),
+    limits=ERNIE4_5_MOE_LIMITS,
     fp32=(r"\.gate\.weight$", _BIAS),
     tied=TIED,
     specific=(limits.EXPERTS,),
     remark="correction bias; `mtp` layers that config.json does not count are carried along",
 )
-MIXTRAL = PublishedArchitecture(
+MIXTRAL_LIMITS = (
+    limits.NO_QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS, limits.NO_MTP,
+    limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
+MIXTRAL = llama_like(
     name="MixtralForCausalLM",
     model_type="mixtral",
     settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS, NO_WINDOW),
@@ -256,10 +257,7 @@ MIXTRAL = PublishedArchitecture(
         "router_jitter_noise": 0.0,
     },
     flags=EXPERT_FLAGS,
-    limits=(
-        *(limits.NO_QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.ALL_EXPERTS),
-        *(limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS),
-    ),
+    limits=MIXTRAL_LIMITS,
     renames=(
         (r"\.mlp\.gate\.weight$", ".block_sparse_moe.gate.weight"),
         (r"\.mlp\.experts\.(\d+)\.gate_proj\.", r".block_sparse_moe.experts.\1.w1."),
@@ -267,30 +265,29 @@ MIXTRAL = PublishedArchitecture(
         (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
     ),
     absent=(_BIAS,),
-    tied=TIED,
-    rotary_halves=True,
     remark="`block_sparse_moe.experts.E.w1/w2/w3`",
 )
 QWEN_MOE_DEFAULTS = {**QWEN_DEFAULTS, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-QWEN3_MOE = PublishedArchitecture(
+QWEN3_MOE_LIMITS = (
+    limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
+QWEN3_MOE = llama_like(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     settings=(*DECODER, *QWEN_EXPERTS, NO_ATTENTION_BIAS, NO_WINDOW),
     defaults={**QWEN_MOE_DEFAULTS, "num_key_value_heads": 4, "attention_bias": False, "num_experts_per_tok": 8},
     flags={**EXPERT_FLAGS, "qk_norm": True},
-    limits=(
-        *(limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED),
-        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
-    ),
+    limits=QWEN3_MOE_LIMITS,
     renames=QK_NORM_NAMES,
     absent=(_BIAS,),
-    tied=TIED,
-    rotary_halves=True,
     specific=(*ERNIE4_5_MOE.specific, limits.QK_NORM),
     remark="norms on queries and keys, dense layers anywhere, weights divided by their sum or not",
 )
 GATED = {"moe_shared_expert_gate": True}
-QWEN2_MOE = PublishedArchitecture(
+QWEN2_MOE_LIMITS = (
+    *EXPERT_FORM, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.SHARED_GATE, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
+QWEN2_MOE = llama_like(
     name="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     settings=(*DECODER, *QWEN_EXPERTS, *QWEN_SHARED, NO_WINDOW),
@@ -299,18 +296,18 @@ QWEN2_MOE = PublishedArchitecture(
         "qkv_bias": True,
     },
     flags={**{name: value for name, value in EXPERT_FLAGS.items() if name != "moe_shared_experts"}, **GATED},
-    limits=(
-        *(*EXPERT_FORM, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.SHARED_GATE),
-        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
-    ),
+    limits=QWEN2_MOE_LIMITS,
     renames=((r"\.mlp\.shared_experts\.", ".mlp.shared_expert."),),
     absent=(_BIAS,),
-    tied=TIED,
-    rotary_halves=True,
     specific=(*ERNIE4_5_MOE.specific, limits.SHARED_GATE, limits.QKV_BIAS),
     remark="shared experts with a gate, dense layers anywhere",
 )
-OLMOE = PublishedArchitecture(
+OLMOE_LIMITS = (
+    *EXPERT_FORM, limits.NO_QKV_BIAS, limits.QK_NORM, limits.WIDTH_NORMS, limits.HEADS_OF_WIDTH, limits.NO_LATENT,
+    limits.INPUT_NORMS, limits.NO_MULTIPLIERS, *NO_SHARED, limits.ALL_EXPERTS, limits.NO_MTP,
+    limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
+OLMOE = llama_like(
     name="OlmoeForCausalLM",
     model_type="olmoe",
     settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *OLMO_EXPERTS, NO_ATTENTION_BIAS, NO_QKV_CLIP),
@@ -324,37 +321,29 @@ OLMOE = PublishedArchitecture(
         "norm_topk_prob": False,
     },
     flags={**EXPERT_FLAGS, "qk_norm": True, "qk_norm_scope": "width"},
-    limits=(
-        *(*EXPERT_FORM, limits.NO_QKV_BIAS, limits.QK_NORM, limits.WIDTH_NORMS, limits.HEADS_OF_WIDTH),
-        *(limits.NO_LATENT, limits.INPUT_NORMS, limits.NO_MULTIPLIERS, *NO_SHARED, limits.ALL_EXPERTS),
-        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
-    ),
+    limits=OLMOE_LIMITS,
     renames=QK_NORM_NAMES,
     absent=(_BIAS,),
-    tied=TIED,
-    rotary_halves=True,
     specific=(*QWEN3_MOE.specific, limits.WIDTH_NORMS),
     remark="norms of queries and keys over all heads, weights divided by their sum or not",
 )
-GRANITE_MOE = PublishedArchitecture(
+GRANITE_MOE_LIMITS = (
+    *EXPERT_FORM, limits.NO_QKV_BIAS, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_LATENT,
+    *NO_SHARED, limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
+GRANITE_MOE = llama_like(
     name="GraniteMoeForCausalLM",
     model_type="granitemoe",
     settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS, NO_ATTENTION_BIAS, *MULTIPLIERS),
     defaults={**GRANITE_DEFAULTS, "num_experts_per_tok": 2},
     flags=EXPERT_FLAGS,
-    limits=(
-        *(*EXPERT_FORM, limits.NO_QKV_BIAS, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.INPUT_NORMS),
-        *(limits.NO_LATENT, *NO_SHARED, limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS),
-        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
-    ),
+    limits=GRANITE_MOE_LIMITS,
     renames=((r"\.mlp\.gate\.weight$", ".block_sparse_moe.router.layer.weight"),),
     whole=(
         (r"^layers\.(\d+)\.moe\.experts\.gate_up$", r"model.layers.\1.block_sparse_moe.input_linear.weight"),
         (r"^layers\.(\d+)\.moe\.experts\.down$", r"model.layers.\1.block_sparse_moe.output_linear.weight"),
     ),
     absent=(_BIAS,),
-    tied=TIED,
-    rotary_halves=True,
     specific=(*ERNIE4_5_MOE.specific, limits.MULTIPLIERS),
     remark="a layer's experts in two tensors; factors on embeddings, attention scores, outputs of layers and logits",
 )
@@ -364,13 +353,13 @@ LATENT_FLAGS = {
     "attention_latent_norm_epsilon": 1e-6,
 }
 LEADING_AND_SHARED = (
-    *(limits.SHARED_EXPERTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.LEADING_DENSE),
-)
+    limits.SHARED_EXPERTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.LEADING_DENSE,
+)  # fmt: skip
 LATENT_LIMITS = (
-    *(limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, limits.EXPERTS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS),
-    *(limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_QK_NORM, limits.HEAD_NORMS),
-    *(limits.NO_QKV_BIAS, limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED),
-)
+    limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, limits.EXPERTS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS,
+    limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.NO_QKV_BIAS,
+    limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED,
+)  # fmt: skip
 DEEPSEEK_DEFAULTS = {
     **DEFAULTS,
     "rms_norm_eps": 1e-6,
@@ -381,6 +370,10 @@ DEEPSEEK_DEFAULTS = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+DEEPSEEK_V2_LIMITS = (
+    *LATENT_LIMITS, limits.SOFTMAX_SCORES, limits.WEIGHTS_AS_THEY_ARE, limits.GROUPS_BY_ONE, limits.NO_MTP,
+    limits.NO_CORRECTION_BIAS,
+)  # fmt: skip
 DEEPSEEK_V2 = PublishedArchitecture(
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -397,10 +390,7 @@ DEEPSEEK_V2 = PublishedArchitecture(
         "norm_topk_prob": False,
     },
     flags={**LATENT_FLAGS, "moe_router_score_function": "softmax", "norm_topk_prob": "off"},
-    limits=(
-        *(*LATENT_LIMITS, limits.SOFTMAX_SCORES, limits.WEIGHTS_AS_THEY_ARE, limits.GROUPS_BY_ONE),
-        *(limits.NO_MTP, limits.NO_CORRECTION_BIAS),
-    ),
+    limits=DEEPSEEK_V2_LIMITS,
     absent=(_BIAS,),
     tied=TIED,
     specific=(limits.LATENT,),
@@ -433,14 +423,22 @@ DEEPSEEK_V3 = PublishedArchitecture(
     remark="latent attention, sigmoid routing with a correction bias; also Kimi-K2 and Moonlight; multi-token "
     "prediction as layer `num_hidden_layers`",
 )
-GLM4_MOE = PublishedArchitecture(
+GLM4_MOE_LIMITS = (
+    limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE,
+    *PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.LAYER_MTP,
+)  # fmt: skip
+GLM4_MOE = llama_like(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     settings=(
-        *(*VOCABULARY, DENSE_WIDTH, *attention_settings(0.5), *OUTPUT),
+        *VOCABULARY,
+        DENSE_WIDTH,
+        *attention_settings(0.5),
+        *OUTPUT,
         Setting("attention_bias", true_or_false, "add_qkv_bias"),
         Setting("use_qk_norm", true_or_false, "qk_norm"),
-        *(*SIGMOID_ROUTING, *NEXT_LAYERS),
+        *SIGMOID_ROUTING,
+        *NEXT_LAYERS,
     ),
     defaults={
         **DEFAULTS,
@@ -459,25 +457,31 @@ GLM4_MOE = PublishedArchitecture(
     },
     flags={**EXPERT_FLAGS, "moe_router_score_function": "sigmoid", "mtp_block": LAYER_BLOCK},
     copies=block_copies,
-    limits=(
-        *(limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE),
-        *(*PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.LAYER_MTP),
-    ),
+    limits=GLM4_MOE_LIMITS,
     renames=(*QK_NORM_NAMES, *GATE_BIAS),
     vectors=(_BIAS,),
     fp32=(_BIAS,),
-    tied=TIED,
-    rotary_halves=True,
     specific=(*ERNIE4_5_MOE.specific, limits.SIGMOID_SCORES),
     remark="half of each head rotated, sigmoid routing with a correction bias; multi-token prediction as layer "
     "`num_hidden_layers`",
 )
 OWN = (
-    *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, ERNIE4_5_MOE),
-    *(OLMO2, QWEN2, QWEN3, GRANITE, ERNIE4_5),
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
+    GLM4_MOE,
+    OLMOE,
+    QWEN3_MOE,
+    GRANITE_MOE,
+    QWEN2_MOE,
+    ERNIE4_5_MOE,
+    OLMO2,
+    QWEN2,
+    QWEN3,
+    GRANITE,
+    ERNIE4_5,
 )
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
-ARCHITECTURES = tuple(sorted((*OWN, LLAMA, MISTRAL, MIXTRAL), key=lambda one: one.name))
+ARCHITECTURES = tuple(sorted((*OWN, LLAMA, MISTRAL, MIXTRAL), key=lambda architecture: architecture.name))
 
 
 def settings_of(sizes: DecoderSizes) -> Settings:

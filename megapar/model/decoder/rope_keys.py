@@ -76,8 +76,8 @@ def _one(flag: str, to_flag: Callable[[Json], Any]) -> Setting:
 
 
 def _object(config: Json) -> Json:
-    found: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return found
+    parameters: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return parameters
 
 
 def _theta(config: Json) -> float:
@@ -91,8 +91,8 @@ def _share(config: Json, default: float) -> float:
 
 def _named(config: Json) -> str:
     """Return the type of rope by its name in config.json."""
-    found = _object(config)
-    return str(found.get("rope_type") or found.get("type") or UNSCALED)
+    parameters = _object(config)
+    return str(parameters.get("rope_type") or parameters.get("type") or UNSCALED)
 
 
 def _type(config: Json) -> str:
@@ -103,37 +103,37 @@ def _value(key: str, flag: str) -> Callable[[Json], Any]:
     """Return the function that reads one number of the scaling; a type that does not use it has the flag's default."""
 
     def value(config: Json) -> Any:
-        found = _object(config).get(key)
+        given = _object(config).get(key)
         if flag not in FLAGS_OF.get(_type(config), ()):
             return _DEFAULTS[flag]
-        if found is None and flag == "original_max_position_embeddings":
+        if given is None and flag == "original_max_position_embeddings":
             return config["max_position_embeddings"]
-        if found is None and key == "factor":  # of yarn
+        if given is None and key == "factor":  # of yarn
             original = _object(config).get("original_max_position_embeddings") or config["max_position_embeddings"]
             return config["max_position_embeddings"] / original
-        if not found and key in ("beta_fast", "beta_slow"):
+        if not given and key in ("beta_fast", "beta_slow"):
             return _DEFAULTS[flag]
-        return _DEFAULTS[flag] if found is None else found
+        return _DEFAULTS[flag] if given is None else given
 
     return value
 
 
 def _reason(config: Json, partial: float | None) -> str:
     """Return why this scaling is not supported, "" if it is."""
-    found, name = _object(config), _named(config)
-    if any(isinstance(value, dict) for value in found.values()):
+    parameters, name = _object(config), _named(config)
+    if any(isinstance(value, dict) for value in parameters.values()):
         return "but all layers have the same rotary positions here"
     if name not in (UNSCALED, *SCALED):
         return f"but rope of the type {name[:40]} is not supported; types are {', '.join((UNSCALED, *SCALED))}"
-    if lacking := [key for key in _NEEDED[name] if found.get(key) is None]:
+    if lacking := [key for key in _NEEDED[name] if parameters.get(key) is None]:
         return f"but rope of the type {name} needs {', '.join(lacking)}"
-    if name == LLAMA3 and found["low_freq_factor"] >= found["high_freq_factor"]:
+    if name == LLAMA3 and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         return "but low_freq_factor must be below high_freq_factor"
     if name == YARN and _theta(config) <= 1:
         return "but yarn needs a rope_theta above 1"
-    if name != YARN and found.get("mscale_all_dim"):
+    if name != YARN and parameters.get("mscale_all_dim"):
         return "but mscale_all_dim is of the type yarn only"
-    if partial is None and (found.get("partial_rotary_factor") or 1) != 1:
+    if partial is None and (parameters.get("partial_rotary_factor") or 1) != 1:
         return _WHOLE
     return ""
 
@@ -147,11 +147,11 @@ def _incomplete(config: Json) -> bool:
 def _written(settings: Settings) -> dict[str, Any]:
     """Return the object of transformers 5, without the keys that have their default."""
     kind = settings["rope_scaling_type"]
-    found = {"rope_type": UNSCALED if kind == NONE else kind, "rope_theta": settings["rope_theta"]}
+    written = {"rope_type": UNSCALED if kind == NONE else kind, "rope_theta": settings["rope_theta"]}
     for key, flag in _KEYS.items():
         if flag in FLAGS_OF[kind] and (key in _ALWAYS or settings[flag] != _DEFAULTS[flag]):
-            found[key] = settings[flag]
-    return found
+            written[key] = settings[flag]
+    return written
 
 
 def _written_with_share(settings: Settings) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
 from megapar.schema.flag import MOE
@@ -14,6 +16,8 @@ _LATENT = frozenset(
     ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "attention_latent_norm_epsilon")
 )
 _GROUPED = "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4"
+_MSCALE = ("mscale", "mscale_all_dim")
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
 _EXPERTS = ("moe_", "first_k_dense", "norm_topk_prob")
 _CAPACITY = ("moe_capacity_factor", "moe_min_capacity", "moe_drop_policy", "moe_capacity_scope")
 
@@ -41,20 +45,20 @@ def _other_scaling(f: Facts) -> str:
 def _wrong_pattern(f: Facts) -> str:
     """Return the reason why --moe-layer-freq is not legal, or ""."""
     try:
-        found = listed(f.moe_layer_freq)
+        pattern = listed(f.moe_layer_freq)
     except ValueError as error:
         return str(error)
-    if found is not None and len(found) != f.num_layers:
-        return f"it lists {len(found)} layers"
-    held = layers_of(to_pattern(f.moe_layer_freq), f.num_layers, min(f.first_k_dense, f.num_layers - 1))
-    return "" if held else "no layer has experts"
+    if pattern is not None and len(pattern) != f.num_layers:
+        return f"it lists {len(pattern)} layers"
+    with_experts = layers_of(to_pattern(f.moe_layer_freq), f.num_layers, min(f.first_k_dense, f.num_layers - 1))
+    return "" if with_experts else "no layer has experts"
 
 
 def _moe_layers(f: Facts) -> int:
     return len(layers_of(to_pattern(f.moe_layer_freq), f.num_layers, f.first_k_dense))
 
 
-RULES: tuple[Rule, ...] = (
+_ROWS = (
     Rule(
         id="heads-groups",
         reads=("num_attention_heads", "num_query_groups"),
@@ -64,7 +68,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--num-attention-heads 4 --num-query-groups 2",
         failing="--num-attention-heads 4 --num-query-groups 3",
-        models=MOE,
     ),
     Rule(
         id="rope-even",
@@ -76,7 +79,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--head-dim 32",
         failing="--head-dim 33",
-        models=MOE,
     ),
     Rule(
         id="rotary-percent-even",
@@ -91,7 +93,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--head-dim 32 --rotary-percent 0.25",
         failing="--head-dim 6 --rotary-percent 0.5",
-        models=MOE,
     ),
     Rule(
         id="latent-positions",
@@ -103,7 +104,6 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention",
         failing="--multi-latent-attention --position-embedding-type learned",
-        models=MOE,
     ),
     Rule(
         id="latent-rotary-even",
@@ -115,7 +115,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--multi-latent-attention --qk-pos-emb-head-dim 16",
         failing="--multi-latent-attention --qk-pos-emb-head-dim 15",
-        models=MOE,
     ),
     Rule(
         id="latent-heads",
@@ -127,7 +126,6 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention",
         failing="--multi-latent-attention --num-query-groups 2",
-        models=MOE,
     ),
     Rule(
         id="latent-head-dim",
@@ -140,7 +138,6 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention --qk-head-dim 32 --qk-pos-emb-head-dim 16",
         failing="--multi-latent-attention --head-dim 32",
-        models=MOE,
     ),
     Rule(
         id="latent-rotary-percent",
@@ -152,7 +149,6 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention --qk-pos-emb-head-dim 16",
         failing="--multi-latent-attention --rotary-percent 0.5",
-        models=MOE,
     ),
     Rule(
         id="latent-extras",
@@ -165,7 +161,6 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention",
         failing="--multi-latent-attention --qk-norm",
-        models=MOE,
     ),
     Rule(
         id="latent-sizes-unused",
@@ -179,7 +174,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--multi-latent-attention --kv-lora-rank 256",
         failing="--kv-lora-rank 256",
-        models=MOE,
     ),
     Rule(
         id="rope-scaling-unused",
@@ -190,15 +184,11 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--rope-scaling-type yarn --beta-fast 16",
         failing="--rope-scaling-type llama3 --beta-fast 16",
-        models=MOE,
     ),
     Rule(
         id="mscale-unused",
-        reads=(
-            *("rope_scaling_type", "mscale", "mscale_all_dim", "rope_attention_factor", "given"),
-            "multi_latent_attention",
-        ),
-        when=lambda f: f.rope_scaling_type == YARN and bool(f.given & {"mscale", "mscale_all_dim"}),
+        reads=(*_MSCALE, "rope_scaling_type", "rope_attention_factor", "given", "multi_latent_attention"),
+        when=lambda f: f.rope_scaling_type == YARN and bool(f.given & set(_MSCALE)),
         requires=lambda f: (
             (f.mscale > 0 and f.mscale_all_dim > 0 and f.rope_attention_factor == 0)
             or (f.multi_latent_attention and f.mscale_all_dim > 0 and f.mscale == 0)
@@ -209,7 +199,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--rope-scaling-type yarn --mscale 1 --mscale-all-dim 0.5",
         failing="--rope-scaling-type yarn --mscale 1.5",
-        models=MOE,
     ),
     Rule(
         id="llama3-frequencies",
@@ -220,7 +209,6 @@ RULES: tuple[Rule, ...] = (
         source="Llama 3.1",
         passing="--rope-scaling-type llama3 --low-freq-factor 2 --high-freq-factor 8",
         failing="--rope-scaling-type llama3 --low-freq-factor 4",
-        models=MOE,
     ),
     Rule(
         id="yarn-frequencies",
@@ -232,7 +220,6 @@ RULES: tuple[Rule, ...] = (
         source="YaRN (arXiv 2309.00071)",
         passing="--rope-scaling-type yarn --beta-fast 16 --beta-slow 2",
         failing="--rope-scaling-type yarn --beta-fast 0.5",
-        models=MOE,
     ),
     Rule(
         id="qkv-bias-unused",
@@ -244,7 +231,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--add-qkv-bias",
         failing="--add-qkv-bias --add-bias-linear",
-        models=MOE,
     ),
     Rule(
         id="qk-norm-scope-unused",
@@ -256,7 +242,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--qk-norm --qk-norm-scope width",
         failing="--qk-norm-scope width",
-        models=MOE,
     ),
     Rule(
         id="output-norm-ampipe",
@@ -269,7 +254,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--norm-placement output",
         failing="--norm-placement output --world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --ampipe-degree 2",
-        models=MOE,
     ),
     Rule(
         id="mtp-block",
@@ -284,7 +268,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--mtp-depth 1",
         failing="--mtp-depth 1 --residual-multiplier 0.5",
-        models=MOE,
     ),
     Rule(
         id="topk",
@@ -296,7 +279,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--num-experts 4 --moe-router-topk 4",
         failing="--num-experts 4 --moe-router-topk 5",
-        models=MOE,
     ),
     Rule(
         id="deepspeed-topk",
@@ -310,7 +292,6 @@ RULES: tuple[Rule, ...] = (
         failing="--moe-model-type deepspeed_moe --moe-router-topk 4",
         kind=LIFTED,
         reason="the gates here count capacity and drops for any number of choices",
-        models=MOE,
     ),
     Rule(
         id="first-k-dense",
@@ -322,7 +303,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--num-layers 4 --first-k-dense 3",
         failing="--num-layers 4 --first-k-dense 4",
-        models=MOE,
     ),
     Rule(
         id="layer-freq",
@@ -334,7 +314,6 @@ RULES: tuple[Rule, ...] = (
         source="Megatron-LM",
         passing="--num-layers 4 --moe-layer-freq [0,1]*2",
         failing="--num-layers 4 --moe-layer-freq [0,1]*3",
-        models=MOE,
     ),
     Rule(
         id="layer-freq-lead",
@@ -346,7 +325,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--num-layers 4 --moe-layer-freq 2 --first-k-dense 1",
         failing="--num-layers 4 --moe-layer-freq [0,1,0,1] --first-k-dense 1",
-        models=MOE,
     ),
     Rule(
         id="shared-width",
@@ -359,7 +337,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--moe-shared-expert-intermediate-size 96",
         failing="--moe-shared-expert-intermediate-size 96 --moe-shared-experts 1",
-        models=MOE,
     ),
     Rule(
         id="shared-gate",
@@ -371,7 +348,6 @@ RULES: tuple[Rule, ...] = (
         source="Megatron-LM",
         passing="--moe-shared-expert-gate --moe-shared-experts 1",
         failing="--moe-shared-expert-gate",
-        models=MOE,
     ),
     Rule(
         id="router-groups",
@@ -385,14 +361,10 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
-        models=MOE,
     ),
     Rule(
         id="router-group-topk",
-        reads=(
-            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
-            *("num_experts", "moe_router_topk"),
-        ),
+        reads=(*_GROUPS, "num_experts", "moe_router_topk"),
         when=lambda f: f.num_experts > 0 and f.num_experts % f.moe_router_num_groups == 0,
         requires=lambda f: (
             f.moe_router_group_topk == f.moe_router_num_groups == 1
@@ -407,7 +379,6 @@ RULES: tuple[Rule, ...] = (
         source="DeepSeek-V3",
         passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",
-        models=MOE,
     ),
     Rule(
         id="router-group-score",
@@ -419,7 +390,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing=f"{_GROUPED} --moe-router-group-score-topk 2",
         failing=f"{_GROUPED} --moe-router-group-score-topk 3",
-        models=MOE,
     ),
     Rule(
         id="pre-softmax",
@@ -432,11 +402,10 @@ RULES: tuple[Rule, ...] = (
         source="Megatron-LM",
         passing="--moe-router-pre-softmax",
         failing="--moe-router-pre-softmax --norm-topk-prob",
-        models=MOE,
     ),
     Rule(
         id="router-groups-unused",
-        reads=("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"),
+        reads=_GROUPS,
         when=lambda f: (f.moe_router_num_groups, f.moe_router_group_topk, f.moe_router_group_score_topk) != (1, 1, 0),
         requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
         message="--moe-router-num-groups has no effect, because choices may come from all groups",
@@ -444,7 +413,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 2",
-        models=MOE,
     ),
     Rule(
         id="layer-ffn-sizes",
@@ -459,7 +427,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--num-layers 3 --first-k-dense 1 --moe-layer-ffn-hidden-sizes 64 32",
         failing="--num-layers 3 --moe-layer-ffn-hidden-sizes 64 32",
-        models=MOE,
     ),
     Rule(
         id="mtp-weight-unused",
@@ -470,7 +437,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--mtp-depth 1 --mtp-loss-weight 0.1",
         failing="--mtp-loss-weight 0.1",
-        models=MOE,
     ),
     Rule(
         id="mtp-block-unused",
@@ -481,7 +447,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--mtp-depth 1 --mtp-block layer",
         failing="--mtp-block layer",
-        models=MOE,
     ),
     Rule(
         id="mtp-length",
@@ -492,7 +457,6 @@ RULES: tuple[Rule, ...] = (
         source=SOURCE,
         passing="--mtp-depth 1 --seq-length 2",
         failing="--mtp-depth 1 --seq-length 1",
-        models=MOE,
     ),
     Rule(
         id="experts-unused",
@@ -504,7 +468,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--num-experts 0",
         failing="--num-experts 0 --moe-shared-experts 1",
-        models=MOE,
     ),
     Rule(
         id="capacity-unused",
@@ -516,7 +479,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--moe-model-type deepspeed_moe --moe-capacity-factor 1.5",
         failing="--moe-model-type megatron_moe --moe-capacity-factor 1.5",
-        models=MOE,
     ),
     Rule(
         id="rope-theta-unused",
@@ -527,6 +489,6 @@ RULES: tuple[Rule, ...] = (
         source=NO_EFFECT,
         passing="--rope-theta 500000 --rope-scaling-type linear --rotary-percent 0.5",
         failing="--position-embedding-type learned --rope-theta 500000",
-        models=MOE,
     ),
 )
+RULES: tuple[Rule, ...] = tuple(replace(row, models=MOE) for row in _ROWS)

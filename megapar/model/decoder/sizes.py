@@ -1,4 +1,4 @@
-"""Sizes and options of a decoder and its mixture-of-experts layers. Standard library only, no torch.
+"""Sizes and options of a decoder and its mixture-of-experts layers.
 
 All sizes are global and independent of the parallel layout.
 """
@@ -14,7 +14,7 @@ from megapar.model.attention.latent import LATENT, LatentAttentionSizes
 from megapar.model.attention_sizes import QK_NORM_SCOPES, AttentionSizes
 from megapar.model.decoder.layer_pattern import ALL, flags_of, layers_of, to_pattern, to_text
 from megapar.model.rope_scaling import NONE, RopeScaling
-from megapar.model.sizes import ACTIVATIONS, ModelSizes, defaults_of, require_choice
+from megapar.model.sizes import ACTIVATIONS, ModelSizes, check_choices, defaults_of
 from megapar.moe.sizes import MoeSizes
 from megapar.schema.flag import Alias, flag, follows, from_flags
 
@@ -31,44 +31,16 @@ MTP_BLOCKS = (DENSE_BLOCK, LAYER_BLOCK)
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSizes(ModelSizes):
-    """A decoder: dense (``moe`` is None) or with mixture-of-experts layers.
+    """A decoder: dense or with mixture-of-experts layers. The fields' flags explain them.
 
     Layers from ``first_k_dense`` on have experts where ``moe_pattern`` says so.
 
     Attributes:
-        num_query_groups: Key-value heads (G).
-        head_dim: Features of a head (D), not necessarily hidden / heads.
-        normalization: ``rmsnorm`` or ``layernorm``.
-        position_embedding_type: ``rope`` or ``learned``.
-        activation: ``swiglu`` or ``gelu``, of MLPs and experts.
-        add_bias_linear: Linear layers have biases.
-        add_qkv_bias: The projections of queries, keys and values have biases, whatever the other linear layers have.
-        qk_norm: RMSNorm on queries and keys.
-        qk_norm_scope: Features that a norm of queries or keys sees: those of one ``head``, or the whole ``width``.
-        norm_placement: Norms are on the ``input`` of attention and MLP, or on their ``output`` before the residual sum.
-        embedding_multiplier: Factor on the word embedding.
-        residual_multiplier: Factor on the outputs of attention and MLP before the residual sum.
-        softmax_scale: Factor on the attention scores before the softmax; 0 for head_dim^-0.5.
-        logits_scaling: Divisor of the logits.
-        rope_theta: Base of the rotary angles.
         rope_scaling: Scaling of the rotary frequencies; None for none.
-        rotary_percent: Share of a head's features that is rotated, the leading ones.
         tie_embeddings: The head uses the word embedding's weight.
-        first_k_dense: Leading layers without experts.
         moe_pattern: 1 for a layer with experts and 0 for a dense one, repeated; empty: 1 for all.
         moe: Experts of a layer; None for a dense decoder.
         moe_widths: Intermediate features of an expert for each mixture-of-experts layer; empty to use ``moe``'s.
-        mtp_depth: Multi-token prediction blocks after the last layer, 0 or 1.
-        mtp_block: What such a block is: ``dense``, with the model's final norm (ERNIE 4.5); or a ``layer`` like the
-            last one, with a separate norm at the end (DeepSeek-V3).
-        multi_latent_attention: Keys and values come from a latent (``model.attention.latent``); heads then have the
-            sizes of the fields below instead of ``head_dim``.
-        q_lora_rank: Features of the queries' latent; 0 for queries straight from the hidden states.
-        kv_lora_rank: Features of the latent of keys and values.
-        qk_head_dim: Features of a query or key head that are not rotated.
-        qk_pos_emb_head_dim: Rotated features of a query or key head, after the others.
-        v_head_dim: Features of a value head.
-        attention_latent_norm_epsilon: Added to the variance in the norms of the latents.
     """
 
     num_query_groups: int = flag(
@@ -263,13 +235,7 @@ class DecoderSizes(ModelSizes):
     stored_kind: ClassVar[str] = "DecoderSizes"
 
     def __post_init__(self) -> None:
-        # The command line refuses wrong values with a full report. This check is for direct callers.
-        require_choice("normalization", self.normalization, NORMALIZATIONS)
-        require_choice("position_embedding_type", self.position_embedding_type, POSITION_EMBEDDINGS)
-        require_choice("activation", self.activation, ACTIVATIONS)
-        require_choice("qk_norm_scope", self.qk_norm_scope, QK_NORM_SCOPES)
-        require_choice("norm_placement", self.norm_placement, NORM_PLACEMENTS)
-        require_choice("mtp_block", self.mtp_block, MTP_BLOCKS)
+        check_choices(self)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of "
@@ -287,11 +253,8 @@ class DecoderSizes(ModelSizes):
             raise ValueError(f"mtp_depth is {self.mtp_depth}; it must be 0 or 1")
         if self.mtp_depth and (self.norm_placement, self.embedding_multiplier) != ("input", 1.0):
             raise ValueError("multi-token prediction needs norm_placement input and embedding_multiplier 1")
-        if self.multi_latent_attention:
-            self._check_latent()
-
-    def _check_latent(self) -> None:
-        """Raise ValueError for what multi-latent attention cannot be together with."""
+        if not self.multi_latent_attention:
+            return
         if self.position_embedding_type != "rope" or self.qk_pos_emb_head_dim % 2:
             raise ValueError("multi_latent_attention rotates pairs: it needs rope and an even qk_pos_emb_head_dim")
         if self.num_query_groups != self.num_attention_heads:
@@ -301,14 +264,12 @@ class DecoderSizes(ModelSizes):
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """See ``ModelSizes``."""
         moe = set(self.moe_layers)
         inner = ("MoeLayer" if layer in moe else "Mlp" for layer in range(self.num_layers))
         return ("DecoderEmbedding", *(f"DecoderBlock({name})" for name in inner), "LmHead")
 
     @property
     def attention(self) -> AttentionSizes:
-        """See ``ModelSizes``."""
         if self.multi_latent_attention:
             return self._latent_attention
         return AttentionSizes(
@@ -368,12 +329,10 @@ class DecoderSizes(ModelSizes):
 
     @property
     def gated(self) -> bool:
-        """The MLP has a gate in addition to the up projection."""
         return self.activation == "swiglu"
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Global numbers of the mixture-of-experts layers."""
         return () if self.moe is None else layers_of(self.moe_pattern, self.num_layers, self.first_k_dense)
 
     @property
@@ -403,22 +362,18 @@ class DecoderSizes(ModelSizes):
 
     @property
     def expert_widths(self) -> tuple[int, ...]:
-        """Distinct intermediate widths of routed experts, in ascending order."""
         return () if self.moe is None else tuple(sorted({*(self.moe_widths or (self.moe.ffn_hidden_size,))}))
 
     @property
     def routed_experts(self) -> int:
-        """Routed experts of a layer; 0 without mixture-of-experts layers."""
         return 0 if self.moe is None else self.moe.num_experts
 
     @property
     def experts_per_token(self) -> int:
-        """Routed experts per token (top-k); 0 without mixture-of-experts layers."""
         return 0 if self.moe is None else self.moe.topk
 
     @property
     def drops_tokens(self) -> bool:
-        """Experts have a capacity and drop the tokens that exceed it."""
         return self.moe is not None and self.moe.has_capacity
 
     @property
@@ -428,15 +383,12 @@ class DecoderSizes(ModelSizes):
 
     @property
     def causal(self) -> bool:
-        """Tokens attend only to themselves and earlier tokens."""
         return True
 
     def loss_weights(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """See ``ModelSizes``."""
         return {"lm": 1.0, **({"mtp": values["mtp_loss_weight"]} if self.mtp_depth else {})}
 
     def with_layers(self, dense: int, moe: int) -> Self:
-        """See ``ModelSizes``."""
         widths = self.moe_widths[:moe]
         first = self.first_k_dense if self.moe is None else dense
         return replace(self, num_layers=dense + moe, first_k_dense=first, moe_pattern=(), moe_widths=widths)
@@ -476,7 +428,6 @@ class DecoderSizes(ModelSizes):
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """See ``ModelSizes``."""
         moe, scaling = facts.get("moe"), facts.get("rope_scaling")
         parts = {"moe": MoeSizes(**moe) if moe else None, "rope_scaling": RopeScaling(**scaling) if scaling else None}
         lists = {name: tuple(facts.get(name, ())) for name in ("moe_widths", "moe_pattern")}

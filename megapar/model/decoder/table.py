@@ -7,16 +7,7 @@ from dataclasses import replace
 
 from megapar.model.attention.kinds import kind_of
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.parameter import (
-    ALL,
-    HfPiece,
-    ParameterSpec,
-    bias_row,
-    fused_row,
-    mlp_rows,
-    norm_rows,
-    weight_row,
-)
+from megapar.model.parameter import ALL, HfPiece, ParameterSpec, bias_row, fused_row, mlp_rows, norm_rows, weight_row
 from megapar.moe.sizes import MoeSizes
 
 _HF_NAMES = {"kv_a": "kv_a_proj_with_mqa", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm"}
@@ -123,12 +114,7 @@ def _moe(name: str, moe: MoeSizes, bias: bool, hf: str, unit: str) -> list[Param
 
 
 def _experts(
-    name: str,
-    shape: tuple[int, ...],
-    hf: str,
-    parts: tuple[str, ...],
-    axes: tuple[tuple[str, int], ...],
-    unit: str,
+    name: str, shape: tuple[int, ...], hf: str, parts: tuple[str, ...], axes: tuple[tuple[str, int], ...], unit: str
 ) -> ParameterSpec:
     kind = "bias" if name.endswith("_bias") else "weight"
     pieces = []

@@ -12,8 +12,7 @@ from megapar.checkpoints.format.shards import DTYPES, ShardFile
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.files.tensor_file import ITEM_BYTES
-from megapar.model.hugging_face.block_fp8 import dequantized, stored_rows
-from megapar.model.hugging_face.tensors import rotated_dim, to_pairs
+from megapar.model.hugging_face.tensors import dequantized, rotated_dim, stored_rows, to_pairs
 from megapar.model.initialize import piece_box
 from megapar.model.parameter import ParameterSpec
 from megapar.model.published_tensors import FP8, SUFFIX, PublishedTensors, scale_shape, stored_pieces
@@ -36,11 +35,8 @@ class HfFolder(PublishedTensors):
         """Check that each stored copy of a tied tensor equals it byte by byte. Raises CheckpointError otherwise.
 
         Args:
-            architecture: Class of the folder.
             own: Names for which the model has separate parameters, which are not checked.
             share: Number of this caller among ``shares``, which divide the blocks among themselves.
-            shares: Number of callers.
-            block_bytes: Size of a block.
         """
         for copy in sorted(set(architecture.doubled) & set(self.tensors) - set(own)):
             original = architecture.doubled[copy]
@@ -111,12 +107,7 @@ class HfFolder(PublishedTensors):
     def _part(self, name: str, region: Box, part: Box, rotated: int | None, leading: int) -> Tensor:
         """Read ``part`` as ``_read`` does, in the order of the parameter's rows.
 
-        Args:
-            name: Name of the tensor.
-            region: Place of the tensor in its parameter.
-            part: Place of the elements to read.
-            rotated: Dim whose first ``leading`` rows are stored in another order; None for none.
-            leading: Number of these rows.
+        rotated: Dim whose first ``leading`` rows are stored in another order; None for none.
         """
         read = part
         if rotated is not None:  # the rows are stored in another order, so read all of them

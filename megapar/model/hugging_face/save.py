@@ -52,12 +52,10 @@ def save_hf(
     Raises CheckpointError for models without a Hugging Face form and for missing, unknown or misshapen tensors.
 
     Args:
-        folder: The folder to write.
         tensors: (megapar name, whole tensor), each row of the table once, in any order; they are consumed one at a
             time, so at most ``shard_bytes`` are in memory.
         dtype: Dtype of the files; what the class keeps in fp32 stays fp32.
         token_ids: bos_token_id, eos_token_id, pad_token_id for config.json.
-        shard_bytes: Most bytes of a file.
         architecture: Class to write; None for the model's default.
         published: config.json of the folder that the model was loaded from, whose other keys remain; {} without one.
         beside: Function that writes further files, for example the tokenizer, into the folder it is passed.
@@ -92,7 +90,7 @@ def config_of(
 
 
 def _is_weights(name: str) -> bool:
-    """Return True if a file of this name is part of an export, so that a new export removes it."""
+    """Return True if a file of this name belongs to an export, so that a new one removes it."""
     return name == INDEX_FILE or fnmatch(name, "model*.safetensors")
 
 

@@ -23,7 +23,6 @@ def written_aside(folder: Place, replaced: Callable[[str], bool], last: str) -> 
     failure ``folder`` is unchanged.
 
     Args:
-        folder: The folder to change.
         replaced: Returns True for names of old files that are removed if no new file has the name; others are kept.
         last: The new file without which a reader does not accept the folder as complete.
     """

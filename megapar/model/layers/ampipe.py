@@ -32,7 +32,7 @@ from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.fp32_grad_sum import fp32_grad_sums
 from megapar.model.layers.attention_slices import CausalSlices, split_slices
 from megapar.model.layers.context import Context
-from megapar.moe.passage import Passage, PendingCombines
+from megapar.moe.forward import MoeForward, PendingCombines
 from megapar.moe.stats import MoeStats
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class _Layer:
             x = Sliced(split_slices(x, context.own_slices))
         self._x = x
         self._residuals: list[Tensor] = []
-        self._passage: Passage | None = None
+        self._moe_forward: MoeForward | None = None
 
     def enter(self, number: int) -> None:
         """Wait for the slice and start its attention."""
@@ -180,8 +180,8 @@ class _Layer:
             x_BsH = x_BsH + block.drop(block.mlp(normed, context.ends_unit), context, "mlp", number)
         else:
             valid, slices = context.own_valid, context.own_slices
-            if self._passage is None:
-                self._passage = block.moe.passage(
+            if self._moe_forward is None:
+                self._moe_forward = block.moe.begin(
                     context.slicing,
                     slices[-1].stop,
                     context.valid_tokens,
@@ -190,15 +190,15 @@ class _Layer:
                     context.replay,
                     context.ends_unit,
                 )
-            self._passage.send(normed, None if valid is None else valid[:, slices[number]])  # [2]
+            self._moe_forward.dispatch(normed, None if valid is None else valid[:, slices[number]])  # [2]
         self._residuals[number] = x_BsH
 
     def result(self) -> tuple[Tensor | Sliced, MoeStats | None]:
         """Return the output of the block and its routing statistics."""
         out, stats = Sliced(tuple(self._residuals)), None
-        if self._passage is not None:
-            arriving, tokens, shared = self._passage.work()  # [3]
-            stats = self._passage.stats()
+        if self._moe_forward is not None:
+            arriving, tokens, shared = self._moe_forward.compute_experts()  # [3]
+            stats = self._moe_forward.stats()
             added = tuple(y for y in shared if y is not None)
             out = Sliced(tuple(self._residuals), tuple(tokens), added, arriving, self.block.drop)
         return (out if self.context.slicing.cross_layer else join(out, self.context)), stats

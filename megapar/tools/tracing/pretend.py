@@ -34,12 +34,12 @@ from megapar.data.corpus import Corpus
 from megapar.data.reduced_batch import context_parallel_collate
 from megapar.data.sampling.samples import Sample
 from megapar.moe.dispatch_bytes import DispatchBytes
-from megapar.moe.dispatcher import READ, DispatchPlan
+from megapar.moe.dispatcher import READ, RowCounts
+from megapar.moe.expert_order import OrderedRows
 from megapar.moe.experts import READ_SIZES, Experts
 from megapar.moe.layer import MoeParts
-from megapar.moe.node_counts import Leaving
-from megapar.moe.node_dispatcher import NodeDispatcher, NodeTables
-from megapar.moe.token_dispatcher import RowCounts, TokenDispatcher
+from megapar.moe.node_dispatcher import NodeDispatcher, OutgoingRows
+from megapar.moe.token_dispatcher import TokenDispatcher
 from megapar.tools.tracing.fake import RememberingMode, replaced
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_collate, make_corpus, make_layout
@@ -111,19 +111,12 @@ class BalancedDenominators(Denominators):
 class BalancedDispatcher(TokenDispatcher):
     """Token dispatcher whose host reads counts of a balanced load, as numpy arrays, since a tensor would be fake."""
 
-    def announce(self, counts_E: Tensor, pairs: int, *, aside: bool = False) -> RowCounts:
-        """Exchange counts like the real dispatcher; ``numbers`` are those of a balanced load: [2 (+ emp), ep, L]."""
-        row_counts = super().announce(counts_E, pairs, aside=aside)
-        own = np.array(_even(pairs, self.num_experts))
-        counts = own.reshape(tuple(row_counts.counts.shape))
-        arriving = np.broadcast_to(counts[self.ep.rank], counts.shape)
-        rows = [counts, arriving, *([arriving] * self.emp.size if self.gathers else [])]
-        return row_counts._replace(numbers=np.stack(rows))  # type: ignore[arg-type]
-
-    def read(self, row_counts: RowCounts) -> Tensor:
-        """Return the numbers of ``announce``."""
+    def read(self, ordered: OrderedRows, counts: RowCounts, pieces: int) -> Tensor:
+        """Return the counts of a balanced load: [1 + S, ep, L]."""
         self.comm.count_host_wait(READ)
-        return row_counts.numbers
+        sent = np.array(_even(ordered.order.row.numel(), self.num_experts)).reshape(self.ep.size, -1)
+        arriving = np.broadcast_to(sent[self.ep.rank], sent.shape)
+        return np.stack([sent, *[arriving] * len(counts.arriving)])  # type: ignore[return-value]
 
     def piece(self, counts: Tensor, number: int, pieces: int) -> Tensor:
         """Return numbers for counts on the host, fake tensors for counts on the device."""
@@ -136,16 +129,10 @@ class BalancedDispatcher(TokenDispatcher):
 class BalancedNodeDispatcher(NodeDispatcher):
     """Dispatcher by node whose host reads tables of a balanced load: experts of a token are as if drawn at random."""
 
-    def read(self, tables: NodeTables) -> Tensor:
-        """Return fake numbers, in whose place ``plan_pieces`` puts balanced ones."""
+    def read(self, ordered: OutgoingRows, counts: RowCounts, pieces: int) -> Tensor:
+        """Return the tables of a balanced load: [ep, S, W]."""
         self.comm.count_host_wait(READ)
-        return tables.numbers
-
-    def plan_pieces(
-        self, leaving: Leaving, tables: NodeTables, numbers: Tensor, pieces: int
-    ) -> tuple[DispatchPlan, ...]:
-        """See ``NodeDispatcher.plan_pieces``."""
-        shape, (tokens, topk) = self.shape(pieces), leaving.choices.shape
+        shape, (tokens, topk) = self.shape(pieces), ordered.choices.shape
         load = DispatchBytes(0, topk, self.num_experts, self.ep.size, self.nodes.within.size, 0, 0)
 
         def rows(destinations: int, pairs: int) -> list[int]:
@@ -158,15 +145,14 @@ class BalancedNodeDispatcher(NodeDispatcher):
         to_nodes = rows(shape.nodes, sum(pairs) // (shape.messages * shape.nodes))
         to_ranks = rows(shape.group, sum(pairs) // (shape.messages * shape.group))
         table = np.array([*to_nodes, *to_ranks, *pairs])
-        balanced = np.broadcast_to(table, (*tables.tables.shape[:2], len(table)))
-        return super().plan_pieces(leaving, tables, balanced, pieces)  # type: ignore[arg-type]
+        return np.broadcast_to(table, (*counts.arriving.shape[:2], len(table)))  # type: ignore[return-value]
 
 
 class BalancedExperts(Experts):
     """Experts that all receive the same number of rows."""
 
     def read_sizes(self, counts_E: Tensor, rows: int) -> tuple[int, ...]:
-        """Return the sizes that ``BalancedDispatcher.announce`` counts."""
+        """Return the sizes that ``BalancedDispatcher.read`` returns."""
         self._comm.count_host_wait(READ_SIZES)
         return _even(rows, len(counts_E))
 

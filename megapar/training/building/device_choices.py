@@ -15,8 +15,7 @@ from megapar.errors import Complaint, ConfigError
 from megapar.model.attention import kinds as attention_kinds
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.sizes import ModelSizes
-from megapar.moe.dispatch_bytes import MOST_EXPERTS, DispatchBytes
-from megapar.moe.row_counts import dispatched_rows
+from megapar.moe.dispatch_bytes import MOST_EXPERTS, DispatchBytes, dispatched_rows
 from megapar.moe.sizes import MoeSizes
 from megapar.training.building.partition import ITEM_BYTES
 

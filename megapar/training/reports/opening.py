@@ -28,7 +28,7 @@ from megapar.data.corpus import Corpus
 from megapar.data.sample_maker import Content
 from megapar.data.tokenizers.tokenizer import MockTokenizer, NoTokenizer
 from megapar.model.sizes import ModelSizes
-from megapar.moe.row_counts import ExpertRows
+from megapar.moe.dispatch_bytes import ExpertRows
 from megapar.moe.sizes import MoeSizes
 from megapar.schema.flag import Flag
 from megapar.training.building.attention_backend import attention_kernels

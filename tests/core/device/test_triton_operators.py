@@ -16,7 +16,7 @@ from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.layers.mlp import Mlp
 from megapar.moe.expert_order import order_by_expert, permute, sort_by_expert, unpermute
 from megapar.moe.experts import Experts
-from megapar.moe.message import pack, unpack
+from megapar.moe.token_dispatcher import pack, unpack
 from tests.support.interpreted import run_interpreted
 
 CPU = torch.device("cpu")

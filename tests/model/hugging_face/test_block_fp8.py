@@ -19,8 +19,8 @@ from megapar.checkpoints.export.to_hf import megapar_to_hf
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.model.architectures import ARCHITECTURES
-from megapar.model.hugging_face.block_fp8 import dequantized, stored_rows
 from megapar.model.hugging_face.folder import HfFolder
+from megapar.model.hugging_face.tensors import dequantized, stored_rows
 from megapar.model.published_tensors import BLOCK, scale_shape
 from megapar.model.spec import table_of
 from tests.checkpoints.export.test_convert import _logits

@@ -48,19 +48,15 @@ def draw(index=0, padding=False):
     return x.requires_grad_(), upstream, valid if padding else None
 
 
-def through(layer, slicing, x, valid):
-    """(y, statistics) slice by slice."""
-    tokens = x[..., 0].numel() if valid is None else int(valid.sum())
-    passage = layer.passage(slicing, x.shape[1], tokens, valid, x.shape[0])
+def through(layer, slicing, x, valid, tokens=None):
+    """(y, statistics) slice by slice. tokens: of the whole micro-batch, if ranks share it."""
+    forward = layer.begin(slicing, x.shape[1], tokens or _tokens(x, valid), valid, x.shape[0])
     slices = slicing.cut(x.shape[1])
     for s in slices:
-        passage.send(x[:, s], None if valid is None else valid[:, s])
-    arriving, tokens_by_slice, _ = passage.work()
-    stats = passage.stats()
-    parts = [
-        arriving.finish(c, token).view_as(x[:, s])
-        for c, (s, token) in enumerate(zip(slices, tokens_by_slice, strict=True))
-    ]
+        forward.dispatch(x[:, s], None if valid is None else valid[:, s])
+    combines, handles, _ = forward.compute_experts()
+    stats = forward.stats()
+    parts = [combines.finish(c, own).view_as(x[:, s]) for c, (s, own) in enumerate(zip(slices, handles, strict=True))]
     return torch.cat(parts, dim=1), stats
 
 
@@ -84,7 +80,7 @@ WAYS = [Slicing(2), Slicing(4, balanced=True), Slicing(expert_pieces=2), Slicing
 def test_slices_have_the_numbers_of_the_whole(slicing, sizes, padding):
     layer = make(**sizes)
     x, upstream, valid = draw(padding=padding)
-    y, stats = layer(x, valid, x[..., 0].numel() if valid is None else int(valid.sum()))
+    y, stats = layer(x, valid, _tokens(x, valid))
     want = gradients(layer, x, upstream, y, stats)
     other = make(**sizes)
     x, upstream, valid = draw(padding=padding)
