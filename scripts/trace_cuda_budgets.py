@@ -121,6 +121,7 @@ RUNS = (
     Run("ernie, padding computed, cp 2", "ernie", 2, f"{SMALL} --cp-degree 2 --context-parallel-algo ulysses_cp_algo"),
     Run("ernie, mp 2, sharding 2", "ernie", 4, f"{SMALL} --mp-degree 2 --sequence-parallel"),
     Run("ernie 3.0", "ernie", 1, ERNIE3),
+    Run("ernie 3.0, segments with a memory", "ernie", 1, f"{ERNIE3} --generation-segments 2 --memory-length 16"),
     Run("recipe of ERNIE 4.5 21B, three layers", "moe", 8, RECIPE, counts=4),
 )
 
@@ -309,8 +310,8 @@ WAITS: Mapping[str, tuple[int, str]] = MappingProxyType(
 COPIES: Mapping[str, str] = MappingProxyType(
     {
         "MicroBatch.to": "the micro-batch, from page-locked memory",
-        "PackedDocuments.of": "starts of documents, a few numbers",
-        "Ernie._padded_context": "lengths of samples, a few numbers, from page-locked memory; with padding under cp",
+        "DeviceMask.of": "starts of documents, a few numbers",
+        "Ernie._context": "lengths of samples, a few numbers, from page-locked memory; with padding under cp",
         "_reorder": "order of the parts of a message, which the host computes from the counts",
         "Accelerator.host_copy": "counts and log sums, to page-locked memory with an event",
         "Bucket.start_param_gather": "offloaded master weights, to the device",

@@ -24,7 +24,7 @@ import numpy as np
 from megapar.arguments import Config, parse
 from megapar.data.sampling.samples import NO_LOSS, Samples
 from megapar.data.text.builtin import documents
-from megapar.model.ernie3.tasks import CLASSES, TASKS, accuracy_of
+from megapar.model.ernie3.sizes import CLASSES, TASKS, accuracy_of
 from megapar.trainer import train
 from megapar.training.building.corpus import make_corpus
 

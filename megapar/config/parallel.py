@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megapar.model.attention.latent_exchange import AUTO, EXCHANGES
+from megapar.model.attention.latent import AUTO, EXCHANGES
 from megapar.schema import role as roles
 from megapar.schema.flag import SWITCH, Alias, flag
 

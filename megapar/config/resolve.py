@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megapar.files.paths import METRICS
-from megapar.model.attention.latent_exchange import KEYS_AND_VALUES, cheaper_exchange
+from megapar.model.attention.latent import KEYS_AND_VALUES, cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
 

@@ -1,8 +1,8 @@
 """The attention mask of a micro-batch: which positions attend to which, as a value on the host.
 
-It is made once per micro-batch, and says what attention inside documents and the tiles of context parallelism compute.
-Tensors that kernels need stand beside it (``device.attention.documents``). A compiled function must not take it,
-because each new value would compile the function again.
+It is made once per micro-batch. The kernel of attention (``device.attention.table``), the tiles of context parallelism,
+and the cost and FLOPs of a layer follow from it. ``device.attention.mask`` has the tensors that kernels need. A
+compiled function must not take it, because each new value would compile the function again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,20 @@ class AttentionMask:
         causal: A position attends to itself and the positions before it; False: also to those after it.
         ends: Per sample, the position after each document, beyond which no position attends; the last is ``length``.
             None: a sample is one document.
-        lengths: Per sample, positions before the padding; all of them if None. Read only if not causal: padding is
-            after the text, whose positions do not attend to it.
+        padded: No position attends to padding. False if there is none, or if it comes after causal text.
+        lengths: Per sample, positions before the padding, which is at the end; None if only the device knows them.
+        memory: Keys before the first position, to which all positions attend (ERNIE 3.0's earlier segment).
+        window: The most keys that a position attends to, itself included; None for any number. No kernel has it yet.
     """
 
     samples: int
     length: int
     causal: bool
     ends: tuple[tuple[int, ...], ...] | None = None
+    padded: bool = False
     lengths: tuple[int, ...] | None = None
+    memory: int = 0
+    window: int | None = None
 
     @classmethod
     def of(
@@ -42,28 +48,45 @@ class AttentionMask:
         ends: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> AttentionMask:
-        """Make the mask of a micro-batch. ends: indices into samples * length, as in micro-batches."""
-        own = None
+        """Make a mask of documents or padding. ends: indices into samples * length, as in micro-batches."""
+        by_sample = None
         if ends is not None:
             cut = [bisect.bisect_right(ends, sample * length) for sample in range(samples + 1)]
-            own = tuple(
+            by_sample = tuple(
                 tuple(end - sample * length for end in ends[cut[sample] : cut[sample + 1]]) for sample in range(samples)
             )
-        return cls(samples, length, causal, own, None if lengths is None else tuple(lengths))
+        text = None if lengths is None else tuple(lengths)
+        return cls(samples, length, causal, by_sample, lengths is not None, text)
 
     @classmethod
     def of_documents(cls, ends: Sequence[int], samples: int = 1, *, causal: bool = True) -> AttentionMask:
         """Make the mask of documents that fill ``samples`` sequences of one length. ends: as in ``of``."""
         return cls.of(samples, ends[-1] // samples, causal=causal, ends=ends)
 
-    @property
+    @cached_property
     def flat_ends(self) -> tuple[int, ...]:
         """The position after each document in samples * length, ascending."""
         ends = self.ends or ((self.length,),) * self.samples
         return tuple(sample * self.length + end for sample, own in enumerate(ends) for end in own)
 
+    @cached_property
+    def document_lengths(self) -> tuple[int, ...]:
+        """Positions of each document."""
+        return tuple(end - start for start, end in zip((0, *self.flat_ends), self.flat_ends, strict=False))
+
+    @property
+    def mean_keys(self) -> float:
+        """Keys per position whose scores kernels compute, documents aside; with a memory all: the mask is a tensor."""
+        if self.memory:
+            return float(self.memory + self.length)
+        if self.window is not None:
+            raise NotImplementedError("the cost of attention in a window is not known yet")
+        return self.length * (0.5 if self.causal else 1.0)
+
     def groups(self) -> list[tuple[int | None, tuple[int, ...], int]]:
         """Return (sample, document ends, visible keys) per sample; one group (sample None) if all are equal."""
+        if self.window is not None or self.memory:
+            raise NotImplementedError("tiles have neither windows nor a memory")
         ends = self.ends or ((self.length,),) * self.samples
         lengths = self.lengths or (self.length,) * self.samples
         if len(set(ends)) == len(set(lengths)) == 1:

@@ -9,13 +9,10 @@ QK_NORM_SCOPES = ("head", "width")
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes and options that every kind of self-attention has, for the whole model.
-
-    A kind with more of them extends this class.
+    """Sizes and options that every kind of self-attention has, for the whole model. Kinds with more extend it.
 
     Attributes:
         kind: Name of its ``AttentionKind`` in ``model.attention``.
-        hidden_size: Features of the input and the output.
         num_groups: Key-value heads.
         queries_per_group: Query heads that share a key-value head.
         key_dim: Features of a query or key head.
@@ -23,8 +20,6 @@ class AttentionSizes:
         rotary_dim: Leading features of a query or key head that rotary position embedding rotates.
         softmax_scale: Factor on the scores before the softmax, usually key_dim^-0.5.
         causal: A position attends to itself and earlier positions; False: all positions attend to each other.
-        qkv_bias: The projections of queries, keys and values have biases.
-        output_bias: The output projection has a bias.
         qk_norm: Queries and keys are normalized.
         qk_norm_scope: Features that their norms see: those of one ``head``, or of all heads, the whole ``width``.
         epsilon: Added to the variance in the norms of queries and keys.

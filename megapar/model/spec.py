@@ -26,7 +26,6 @@ from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.ernie.table import ernie_table
 from megapar.model.ernie3 import rules as ernie3
 from megapar.model.ernie3.costs import Ernie3Cost
-from megapar.model.ernie3.published import PUBLISHED as ERNIE3_PUBLISHED
 from megapar.model.ernie3.sizes import Ernie3Sizes
 from megapar.model.ernie3.table import ernie3_table
 from megapar.model.parameter import ParameterSpec
@@ -96,7 +95,7 @@ _MODELS = (
         title="ERNIE 3.0, which pretrain_ernie.py trains with --ernie-model ernie3",
         sizes=Ernie3Sizes,
         table=ernie3_table,
-        published=ERNIE3_PUBLISHED,
+        published=PublishedForms(),
         costs=Ernie3Cost,
         rules=ernie3.RULES,
         parts="megapar.model.ernie3.model:Ernie3",

@@ -22,7 +22,7 @@ class MoeStats(NamedTuple):
     """Statistics of one layer over one micro-batch, without padding. The losses have no coefficients.
 
     ``aux``, ``z`` and ``dropped`` are computed when they are read, so that a model computes those of all its layers at
-    once (``model.layers.terms``).
+    once (``model.layers.loss``).
 
     Attributes:
         probs: [E] sum of the tokens' scores, differentiable.

@@ -1,10 +1,10 @@
 """Programs of layers: the drawing of ``docs/ampipe.md``, slice by slice and piece by piece.
 
 With ``--ampipe-tp-sp-comm-overlap`` collectives of attention over mp travel under other slices, as
-``model/layers/ampipe.py`` draws it: all but a layer's first all-gather and last reduce-scatter are in flight while
+``model/ampipe.py`` draws it: all but a layer's first all-gather and last reduce-scatter are in flight while
 another slice computes, and their conjugates likewise.
 
-``tests/model/layers/test_ampipe.py`` compares the same drawing with the orders that runs record. Without slices a layer
+``tests/model/test_ampipe.py`` compares the same drawing with the orders that runs record. Without slices a layer
 is its operators one after another, and waits for each all-to-all where it is launched.
 """
 

@@ -18,10 +18,10 @@ from megapar.core.recompute.choice import FirstLayers, LayerSpan, RecomputeChoic
 from megapar.core.sharding.cut import box_at, shard_dim
 from megapar.core.tensor_parallel.overlap_price import OFF
 from megapar.errors import Complaint, ConfigError
-from megapar.model.attention.latent_exchange import LATENT
+from megapar.model.attention.latent import LATENT
 from megapar.model.cost.model_cost import ModelCost, UnitCost
 from megapar.model.cost.rank_view import RankView
-from megapar.model.ernie3.tasks import tasks_of
+from megapar.model.ernie3.sizes import tasks_of
 from megapar.model.parameter import ParameterSpec
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.table import (
     BLOCKS,
     CANDIDATE,
@@ -129,8 +129,8 @@ def _drawn(day: Day, form: str, size: int, length: int) -> tuple[list[Tensor], d
     tensors = [torch.randn(shape, device=day.place, dtype=DTYPE).requires_grad_() for shape in shapes]
     if form == DOCUMENTS:
         mask = AttentionMask.of_documents([length // 4 + 3, length // 2, length])
-        return tensors, {"documents": PackedDocuments.of(mask, day.place)}
-    return tensors, {} if form == LOWER_RIGHT else {"causal": form == CAUSAL}
+        return tensors, {"mask": DeviceMask.of(mask, day.place)}
+    return tensors, {} if form == LOWER_RIGHT else {"form": form}
 
 
 def _both_ways(kernel: Callable[..., Tensor], tensors: list[Tensor], more: dict[str, Any]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar.core.device.attention.table import CAUSAL, MASKED
 from megapar.core.device.ops import OPS
 from megapar.core.torch_names import flight_record
 from scripts.gpu_day.day import Answer, Day
@@ -45,8 +46,8 @@ def padded(day: Day) -> Answer:
     tensors, valid, lowest = low_scores(day, length)
     form = OPS["attention"].get(day.device, OPS["attention"]["reference"])
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    want = _both_ways(partial(OPS["attention"]["reference"], causal=False, valid=valid), exact)
-    got = _both_ways(partial(form, causal=False, valid=valid), tensors)
+    want = _both_ways(partial(OPS["attention"]["reference"], form=MASKED, valid=valid), exact)
+    got = _both_ways(partial(form, form=MASKED, valid=valid), tensors)
     figures: dict[str, Any] = {"lowest_logsumexp": lowest, "package": _compared(got, want)}
     mask = valid[:, None, None, :]
     for backend in (None, *BACKENDS):
@@ -99,11 +100,11 @@ def grouped(day: Day) -> Answer:
         for count in (heads, groups, groups)
     ]
     if not day.on_gpu:
-        _both_ways(partial(form, causal=True), tensors)
+        _both_ways(partial(form, form=CAUSAL), tensors)
         return Answer(None, {"not_to_be_had": "a CPU does not count its memory"})
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _both_ways(partial(form, causal=True), tensors)
+    _both_ways(partial(form, form=CAUSAL), tensors)
     torch.cuda.synchronize()
     peak, scores = torch.cuda.max_memory_allocated() - before, 4 * heads * length * length
     return Answer(peak < scores / 2, {"peak_bytes": peak, "scores_bytes": scores})

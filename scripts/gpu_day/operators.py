@@ -19,10 +19,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention.blocks import AttentionBlock, block_backward_reference, block_reference
-from megapar.core.device.attention.documents import PackedDocuments
-from megapar.core.device.attention.head_dims import HeadWidths
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.slices import attention_slice_reference
-from megapar.core.device.attention.whole import attention_reference
+from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
+from megapar.core.device.attention.whole import HeadWidths, attention_reference
 from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, weight_gradient_by_size
 from megapar.core.device.ops import OPS
 from megapar.core.device.pick import pick
@@ -149,9 +149,9 @@ def _attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     for groups in (8, 2):
         for length in (S, S - 3):
             qkv = (draw(2, 8, length, 64), draw(2, groups, length, 64), draw(2, groups, length, 64))
-            yield Case(f"causal, 8/{groups} heads, {length}", qkv, {"causal": True})
-        yield Case(f"all, 8/{groups} heads, {length}", qkv, {"causal": False})
-        padded = {"causal": False, "valid": valid[:, :length]}
+            yield Case(f"causal, 8/{groups} heads, {length}", qkv, {"form": CAUSAL})
+        yield Case(f"all, 8/{groups} heads, {length}", qkv, {"form": FULL})
+        padded = {"form": MASKED, "valid": valid[:, :length]}
         yield Case(f"padded, 8/{groups} heads, {length}", qkv, padded)
 
 
@@ -163,18 +163,18 @@ def _attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
             yield Case(f"last {own} of {S}, 8/{groups} heads", (draw(2, 8, own, 64), *keys), {})
 
 
-def _documents(day: Day, *, causal: bool = True) -> PackedDocuments:
+def _documents(day: Day, *, causal: bool = True) -> DeviceMask:
     """Return short and long documents, one of a single token, and one that fills its sample."""
     S = _length(day)
-    return PackedDocuments.of(AttentionMask.of_documents([1, S // 3, S, 2 * S], 2, causal=causal), day.place)
+    return DeviceMask.of(AttentionMask.of_documents([1, S // 3, S, 2 * S], 2, causal=causal), day.place)
 
 
 def _packed_attention(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
     S = _length(day)
     for groups in (8, 2):
         qkv = (draw(2, 8, S, 64), draw(2, groups, S, 64), draw(2, groups, S, 64))
-        yield Case(f"documents, 8/{groups} heads", qkv, {"documents": _documents(day)})
-        yield Case(f"samples, 8/{groups} heads", qkv, {"documents": _documents(day, causal=False)})
+        yield Case(f"documents, 8/{groups} heads", qkv, {"mask": _documents(day)})
+        yield Case(f"samples, 8/{groups} heads", qkv, {"mask": _documents(day, causal=False)})
 
 
 def _packed_attention_slice(day: Day, draw: Callable[..., Tensor]) -> Iterator[Case]:
@@ -343,12 +343,12 @@ def _kernels(day: Day, named: str, dtype: torch.dtype) -> None:
         k, v = draw(2, groups, S, 64), draw(2, groups, S, 64)
         whole, part = (draw(2, 8, S, 64), k, v), (draw(2, 8, S // 2 + 1, 64), k, v)
         forms: Sequence[tuple[str, tuple[Tensor, ...], Callable[..., Tensor], dict[str, Any]]] = (
-            ("causal", whole, partial(attention_reference, causal=True), {"is_causal": True}),
-            ("all", whole, partial(attention_reference, causal=False), {}),
+            ("causal", whole, partial(attention_reference, form=CAUSAL), {"is_causal": True}),
+            ("all", whole, partial(attention_reference, form=FULL), {}),
             (
                 "padded",
                 whole,
-                partial(attention_reference, causal=False, valid=valid),
+                partial(attention_reference, form=MASKED, valid=valid),
                 {"attn_mask": valid[:, None, None]},
             ),
             ("last half", part, attention_slice_reference, {"attn_mask": causal_lower_right(S // 2 + 1, S)}),

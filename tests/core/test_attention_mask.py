@@ -8,6 +8,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING
+from megapar.core.device.attention.table import CAUSAL, DOCUMENTS, FULL, MASKED, form_of
 
 
 def test_ends_of_a_micro_batch_are_those_of_its_samples_and_back() -> None:
@@ -16,6 +17,7 @@ def test_ends_of_a_micro_batch_are_those_of_its_samples_and_back() -> None:
     assert mask.flat_ends == (3, 8, 9, 10, 16)
     assert mask == AttentionMask.of_documents([3, 8, 9, 10, 16], 2)
     assert hash(mask) == hash(AttentionMask(2, 8, True, ((3, 8), (1, 2, 8))))
+    assert mask.document_lengths == (3, 5, 1, 1, 6)
     assert AttentionMask.of(2, 8, causal=True).flat_ends == (8, 16)
 
 
@@ -28,6 +30,28 @@ def test_samples_that_are_alike_are_one_group() -> None:
     assert AttentionMask.of(2, 8, causal=True, ends=[5, 8, 13, 16]).groups() == [(None, (5, 8), 8)]
     assert AttentionMask.of(2, 8, causal=True, ends=[5, 8, 16]).groups() == [(0, (5, 8), 8), (1, (8,), 8)]
     assert AttentionMask.of(2, 8, causal=False, lengths=[8, 3]).groups() == [(0, (8,), 8), (1, (8,), 3)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "form", "keys"),
+    [
+        (AttentionMask(2, 8, causal=True), CAUSAL, 4),
+        (AttentionMask(2, 8, causal=False), FULL, 8),
+        (AttentionMask(2, 8, causal=False, padded=True), MASKED, 8),
+        (AttentionMask.of(2, 8, causal=False, lengths=[8, 3]), MASKED, 8),
+        (AttentionMask(2, 8, causal=True, memory=3), MASKED, 11),
+        (AttentionMask.of_documents([3, 8], causal=False), DOCUMENTS, 8),
+    ],
+)
+def test_the_kernel_and_the_cost_follow_from_the_mask(mask: AttentionMask, form: str, keys: int) -> None:
+    assert (form_of(mask), mask.mean_keys) == (form, keys)
+
+
+def test_a_window_can_be_said_and_nothing_computes_another_mask_in_its_place() -> None:
+    mask = AttentionMask(2, 8, causal=True, window=3)
+    for use in (form_of, lambda mask: mask.mean_keys, AttentionMask.groups):
+        with pytest.raises(NotImplementedError, match="window"):
+            use(mask)
 
 
 @pytest.mark.parametrize("algorithm", [RING, GATHERED])

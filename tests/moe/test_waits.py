@@ -9,7 +9,7 @@ from torch import nn
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.share import Share
-from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.moe.layer import MoeLayer
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.slicing import Slicing
@@ -86,6 +86,6 @@ def test_documents_are_copied_from_where_the_loader_put_them():
     ends = torch.tensor([3, 8])
     with HostTensors() as found:
         mask = AttentionMask.of_documents(ends.tolist())
-        documents = PackedDocuments.of(mask, torch.device("meta"), ends)
+        documents = DeviceMask.of(mask, torch.device("meta"), ends)
     assert found.waits == {}
-    assert (documents.ends, documents.starts.shape, documents.starts.dtype) == ((3, 8), (3,), torch.int32)
+    assert (documents.host.flat_ends, documents.starts.shape, documents.starts.dtype) == ((3, 8), (3,), torch.int32)

@@ -1,4 +1,4 @@
-"""The programs of layers are those that ``tests/model/layers/test_ampipe.py`` compares with recorded orders."""
+"""The programs of layers are those that ``tests/model/test_ampipe.py`` compares with recorded orders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.stage_time import StagePrograms
 from megapar.planning.timeline import Event, Send, Wait, Work, backward_of, forward_of
-from tests.model.layers.test_ampipe import AGAIN, drawn, drawn_over_mp, mirrored
+from tests.model.test_ampipe import AGAIN, drawn, drawn_over_mp, mirrored
 
 TWO = ("--num-layers", "2", "--num-experts", "8", "--ep-degree", "4", "--first-k-dense", "0")
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from megapar.arguments import parse
+from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.base import Device
 from megapar.core.device.memory_tracker import MemoryTracker
 from megapar.core.recompute.adaptive import Adaptive
@@ -35,7 +37,8 @@ def test_it_measures_what_a_layer_keeps() -> None:
     assert isinstance(adaptive, Adaptive)
     trainer.step()
     x = torch.randn(2, config.model.seq_length, config.model.hidden_size, requires_grad=True)
-    context = Context(None, None, 2 * config.model.seq_length, _angles(trainer, config))
+    mask = DeviceMask(AttentionMask(2, config.model.seq_length, causal=True))
+    context = Context(mask, None, 2 * config.model.seq_length, _angles(trainer, config))
     for layer, block in enumerate(trainer.job.model.layers.values()):
         with MemoryTracker() as tracker:
             y, stats = block(x, context)

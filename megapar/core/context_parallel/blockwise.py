@@ -1,12 +1,12 @@
 """Blockwise attention: keys and values of other ranks arrive while this rank attends to its own.
 
-    forward    kv ^        own tiles        kv v        remote tiles                        (^ launch, v wait)
-    backward   kv ^        own, early       kv v        remote tiles       dkv ^   own, late   dkv v
+    forward    kv ^      local tiles        kv v        remote tiles                          (^ launch, v wait)
+    backward   kv ^      first local        kv v        remote tiles       dkv ^   last local   dkv v
 
 The ``Transport`` moves keys and values: block by block around a ring (``ring``), or all at once (``gathered``).
 Remote keys and values are not kept for the backward, which fetches them again. Their gradients are summed and sent in
 max(fp32, dtype). With an ``Expansion``, latents travel in the place of keys and values and are kept in their place
-(``latents``).
+(``columns``).
 
 Shape letters: B batch, N query heads, G key-value heads, S positions of this rank, D head size of queries and keys, V
 of values and outputs, R features of a latent, Dr of a rotary key.
@@ -23,16 +23,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.core.context_parallel.columns import Columns
-from megapar.core.context_parallel.latents import ColumnReader, Expansion, reader_of
+from megapar.core.context_parallel.columns import ColumnReader, Columns, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.tiles import Tile
 from megapar.core.device.attention.blocks import AttentionBlock
 from megapar.core.sharding.gradient_sink import GradientSink
 
 # Attends to tiles of columns that have arrived; in a backward it also adds to the columns' gradients.
-SeeColumns = Callable[[Iterable[Tile], Columns], None]
-SeeColumnsBackward = Callable[[Iterable[Tile], Columns, Columns], None]
+Compute = Callable[[Iterable[Tile], Columns], None]
+ComputeBackward = Callable[[Iterable[Tile], Columns, Columns], None]
 
 
 @dataclass(frozen=True)
@@ -40,27 +39,27 @@ class TilePlan:
     """The tiles that this rank computes in one micro-batch.
 
     Attributes:
-        own: Tiles over this rank's own columns.
-        early: The part of ``own`` that a backward computes first, while remote columns arrive.
-        late: The rest of ``own``, computed last, while gradients return.
-        others: Tiles over the columns of other ranks, one tuple per arrival.
+        local_tiles: Tiles over this rank's columns.
+        first_local_tiles: Those that a backward computes first, while remote columns arrive.
+        last_local_tiles: The rest, computed last, while gradients return.
+        remote_tiles: Tiles over the columns of other ranks, one tuple per arrival.
     """
 
-    own: tuple[Tile, ...]
-    early: tuple[Tile, ...]
-    late: tuple[Tile, ...]
-    others: tuple[tuple[Tile, ...], ...]
+    local_tiles: tuple[Tile, ...]
+    first_local_tiles: tuple[Tile, ...]
+    last_local_tiles: tuple[Tile, ...]
+    remote_tiles: tuple[tuple[Tile, ...], ...]
 
 
 class Transport(Protocol):
     """Transport of columns to the ranks whose rows attend to them, and of their gradients back."""
 
-    def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
-        """Attend to all columns: call ``see`` for this rank's own tiles and for each arrival."""
+    def forward(self, own: Columns, plan: TilePlan, compute: Compute) -> None:
+        """Attend to all columns: call ``compute`` for this rank's own tiles and for each arrival."""
         ...
 
-    def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
-        """Call ``see`` for all columns; return the gradients of this rank's columns, summed over all ranks."""
+    def backward(self, own: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
+        """Call ``compute`` for all columns; return the gradients of this rank's columns, summed over all ranks."""
         ...
 
 
@@ -77,14 +76,9 @@ def attend_blockwise(
 ) -> Tensor:
     """Attend from this rank's positions to those of all ranks; returns [B, N, S, V].
 
-    Args:
-        q: [B, N, S, D], this rank's positions; k [B, G, S, D] and v [B, G, S, V] likewise.
-        transport: Moves keys and values between ranks.
-        plan: The tiles to compute.
-        flash: Use fused kernels where the device has them.
-        dropout: Probability, applied to the attention weights.
-        expansion: Makes keys and values of the columns where they arrive; k is then latents [B, 1, S, R] and v rotary
-            keys [B, 1, S, Dr]. They are sent in q's dtype. In a wider dtype they get gradients that are not rounded.
+    q is [B, N, S, D], k [B, G, S, D] and v [B, G, S, V] of this rank's positions. With an expansion, which makes keys
+    and values of the columns where they arrive, k is latents [B, 1, S, R] and v rotary keys [B, 1, S, Dr]. They are
+    sent in q's dtype. In a wider dtype they get gradients that are not rounded.
     """
     defer_wgrad = None if expansion is None else expansion.defer_wgrad
     call = _BlockwiseCall(transport, plan, flash, dropout, defer_wgrad)
@@ -131,18 +125,18 @@ class _Blockwise(torch.autograd.Function):
         plan = call.plan
         if call.dropout:
             # Dropout masks were drawn per tile in the forward, so the backward must use exactly the same tiles.
-            first = len(plan.own)
+            first = len(plan.local_tiles)
             drawn = itertools.chain(ctx.drawn[first:], ctx.drawn[:first])
-            plan = TilePlan(plan.own, (), plan.own, plan.others)
+            plan = TilePlan(plan.local_tiles, (), plan.local_tiles, plan.remote_tiles)
         else:
             drawn = itertools.repeat(ctx.drawn[0])
         merged = AttentionBlock(out, lse)
         rows = OnlineSoftmaxBackward(grads[0], q, merged, drawn, flash=call.flash, dropout=call.dropout)
         reader = call.reader(q, own.v, weight, needs_wgrad=ctx.needs_input_grad[3])
 
-        def see(tiles: Iterable[Tile], columns: Columns, gradients: Columns) -> None:
+        def compute(tiles: Iterable[Tile], columns: Columns, gradients: Columns) -> None:
             reader.differentiate(rows, tiles, columns, gradients)
 
-        summed = call.transport.backward(own, plan, see)
+        summed = call.transport.backward(own, plan, compute)
         dk, dv = (x.to(ctx.column_dtype) for x in (summed.k, summed.v))
         return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), None

@@ -15,7 +15,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
-from megapar.core.context_parallel.blockwise import SeeColumns, SeeColumnsBackward, TilePlan
+from megapar.core.context_parallel.blockwise import Compute, ComputeBackward, TilePlan
 from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import cut_columns, gathered_tiles, halves, own_tiles
@@ -36,36 +36,30 @@ def gathered_plan(layout: SequenceLayout, rank: int, mask: AttentionMask, *, mos
 
 @dataclass(frozen=True)
 class Gathered:
-    """A transport that keeps all columns on every rank of cp while a layer attends to them.
-
-    Attributes:
-        axis: cp, at least two ranks.
-        layout: The positions of each rank.
-        comm: Launches the collectives and tracks those in flight.
-    """
+    """A transport that keeps all columns on each of two or more ranks of cp while a layer attends to them."""
 
     axis: Axis
     layout: SequenceLayout
     comm: CommContext
 
-    def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
+    def forward(self, own: Columns, plan: TilePlan, compute: Compute) -> None:
         """Overlap the all-gather with this rank's own tiles."""
         whole, mine = self._gather_buffer(own)
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
-        see(plan.own, mine)
-        see(plan.others[0], own.with_message(self._in_order(self.comm.wait(flight))))
+        compute(plan.local_tiles, mine)
+        compute(plan.remote_tiles[0], own.with_message(self._in_order(self.comm.wait(flight))))
 
-    def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
+    def backward(self, own: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
         """Overlap the all-gather with the early tiles and the reduce-scatter with the late ones."""
         whole, mine = self._gather_buffer(own)
         gradients = own.zeros()
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
-        see(plan.early, mine, gradients)
+        compute(plan.first_local_tiles, mine, gradients)
         columns = own.with_message(self._in_order(self.comm.wait(flight)))
         remote_gradients = columns.zeros()
-        see(plan.others[0], columns, remote_gradients)
+        compute(plan.remote_tiles[0], columns, remote_gradients)
         flight = self.comm.launch(ReduceScatter(self.axis), self._by_rank(remote_gradients.message))
-        see(plan.late, mine, gradients)
+        compute(plan.last_local_tiles, mine, gradients)
         gradients.message.add_(self.comm.wait(flight))
         return gradients
 

@@ -6,7 +6,7 @@
 Positions stay in order. Where cp does not divide the G key-value heads, each is repeated (G' heads in all) and sent to
 every rank that has query heads of its group; its gradients are summed. Source: DeepSpeed-Ulysses, arXiv 2309.14509.
 
-Keys and values that are made of latents (``latents``) need not travel: queries take the all-to-all, the latents of all
+Keys and values that are made of latents (``columns``) need not travel: queries take the all-to-all, the latents of all
 positions are gathered, and each rank makes the keys and values of its heads.
 
 Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values.
@@ -26,7 +26,7 @@ from megapar.core.comm.async_pairs import start, wait
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import AllGather, AllToAll, ReduceScatter
 from megapar.core.comm.in_flight import CommContext
-from megapar.core.context_parallel.latents import Expansion
+from megapar.core.context_parallel.columns import Expansion
 from megapar.core.device.dtypes import at_least_fp32
 
 
@@ -50,14 +50,8 @@ def queries_to_heads(q: Tensor, latents: Tensor, cp: Axis, comm: CommContext) ->
 
     The other heads' keys and values are never made here: the weight that expands latents is cut by ``own_heads``. The
     gradient of the latents, a sum over the heads of all ranks, is reduce-scattered in max(fp32, dtype).
-
-    Args:
-        q: [B, S/cp, N, D].
-        latents: [B, S/cp, F], sent in q's dtype. In a wider dtype they get a gradient that is not rounded.
-        comm: Launches the all-to-all and the all-gather, which are in flight together.
-
-    Returns:
-        Queries [B, S, N/cp, D] and latents [B, S, F] in q's dtype.
+    q [B, S/cp, N, D] and latents [B, S/cp, F] become [B, S, N/cp, D] and [B, S, F], both in q's dtype. Latents in a
+    wider dtype get a gradient that is not rounded.
     """
     dealt: tuple[Tensor, Tensor] = _DealQueries.apply(q, latents, cp, comm)
     return dealt

@@ -17,14 +17,13 @@ from megapar.core.context_parallel.slices import GatheredSlices, RingSlices, Sli
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The ranks that share a sequence, and their algorithm.
+    """The ranks of cp that share a sequence, and their algorithm.
 
     Attributes:
-        axis: Cp.
         algorithm: ``RING``, ``ULYSSES`` or ``GATHERED`` (``positions``).
         layout: The positions of each rank.
         comm: Launches the collectives and tracks those in flight.
-        latents: Attention that makes keys and values of latents sends the latents (``latents.py``).
+        latents: Attention that makes keys and values of latents sends the latents (``columns``).
     """
 
     axis: Axis = field(default_factory=lambda: Axis.single("cp"))

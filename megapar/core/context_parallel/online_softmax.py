@@ -33,12 +33,6 @@ def merge(out: Tensor, lse: Tensor, block: AttentionBlock) -> tuple[Tensor, Tens
 class OnlineSoftmax:
     """The rows of the attention matrix for queries q [B, N, S, D], accumulated over the tiles so far.
 
-    Args:
-        q: [B, N, S, D].
-        value_dim: V.
-        flash: Use fused kernels where the device has them.
-        dropout: Probability, applied to the attention weights.
-
     Attributes:
         key_dim: D.
         out: [B, N, S, V], in max(fp32, dtype).
@@ -50,17 +44,17 @@ class OnlineSoftmax:
         self._q, self._dropout = q, dropout
         self.key_dim = q.shape[-1]
         # The operator table types every operator as a function of tensors; this one returns an AttentionBlock.
-        self._attend: Callable[..., Any] = op("attention_block", q) if flash else block_reference
+        self._block: Callable[..., Any] = op("attention_block", q) if flash else block_reference
         exact = at_least_fp32(q.dtype)
         self.out = torch.zeros((*q.shape[:-1], value_dim), dtype=exact, device=q.device)
         self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=exact, device=q.device)
         self.drawn: list[tuple[Any, ...]] = []
 
-    def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor) -> None:
+    def attend(self, tiles: Iterable[Tile], k: Tensor, v: Tensor) -> None:
         """Attend to the columns k [B, G, L, D] and v [B, G, L, V], tile by tile."""
         for tile in tiles:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
-            block: AttentionBlock = self._attend(
+            block: AttentionBlock = self._block(
                 self._q[rows], k[columns], v[columns], causal=tile.causal, dropout=self._dropout
             )
             self.drawn.append(block.drawn)
@@ -74,7 +68,7 @@ class OnlineSoftmax:
 class OnlineSoftmaxBackward:
     """The backward of ``OnlineSoftmax``: accumulates dq [B, N, S, D] in max(fp32, dtype); ``key_dim`` is D.
 
-    drawn: the random state of each tile, in the order in which ``see`` receives the tiles.
+    drawn: the random state of each tile, in the order in which ``differentiate`` receives the tiles.
     """
 
     def __init__(
@@ -88,16 +82,16 @@ class OnlineSoftmaxBackward:
         dropout: float,
     ) -> None:
         self._grad, self._q, self._rows, self._drawn, self._dropout = grad, q, rows, iter(drawn), dropout
-        self._differentiate = op("attention_block_backward", q) if flash else block_backward_reference
+        self._block_backward = op("attention_block_backward", q) if flash else block_backward_reference
         self.key_dim = q.shape[-1]
         self.dq = torch.zeros(q.shape, dtype=at_least_fp32(q.dtype), device=q.device)
 
-    def see(self, tiles: Iterable[Tile], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
+    def differentiate(self, tiles: Iterable[Tile], k: Tensor, v: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Add to dq, and to the columns' gradients: k and dk [B, G, L, D], v and dv [B, G, L, V]."""
         for tile in tiles:
             rows, columns = _index(tile.sample, tile.queries), _index(tile.sample, tile.keys)
             block = AttentionBlock(self._rows.out[rows], self._rows.lse[rows], next(self._drawn))
-            grads = self._differentiate(
+            grads = self._block_backward(
                 self._grad[rows],
                 self._q[rows],
                 k[columns],

@@ -25,10 +25,9 @@ RING, ULYSSES, GATHERED = "megatron_cp_algo", "ulysses_cp_algo", "allgather_cp_a
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The order in which ranks share a sequence.
+    """The order in which the ranks of cp share a sequence.
 
     Attributes:
-        size: Ranks of cp.
         zigzag: Balance causal work by mirroring every second run.
         slices: Slices that ``cut_sequence`` makes first; every rank has a part of each.
         balanced: Passed to ``cut_sequence``.
@@ -97,13 +96,7 @@ class SequenceLayout:
 
 
 class HeldRun(NamedTuple):
-    """Consecutive positions of a sequence on one rank.
-
-    Attributes:
-        rank: The rank.
-        start: First row in the rank's storage.
-        stop: One past the last row.
-    """
+    """Consecutive positions of a sequence on one rank: rows ``start`` to ``stop`` of its storage."""
 
     rank: int
     start: int

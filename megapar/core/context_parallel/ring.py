@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.exchange import SendReceive
 from megapar.core.comm.in_flight import CommContext, InFlight
-from megapar.core.context_parallel.blockwise import SeeColumns, SeeColumnsBackward, TilePlan
+from megapar.core.context_parallel.blockwise import Compute, ComputeBackward, TilePlan
 from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.tiles import halves, own_tiles, tiles_between
@@ -34,45 +36,42 @@ def ring_plan(layout: SequenceLayout, rank: int, mask: AttentionMask) -> TilePla
 
 @dataclass(frozen=True)
 class Ring:
-    """A transport that passes blocks around a ring.
-
-    Attributes:
-        axis: cp, at least two ranks.
-        comm: Launches the messages and tracks those in flight.
-    """
+    """A transport that passes blocks around a ring of two or more ranks of cp."""
 
     axis: Axis
     comm: CommContext
 
-    def forward(self, own: Columns, plan: TilePlan, see: SeeColumns) -> None:
+    def forward(self, own: Columns, plan: TilePlan, compute: Compute) -> None:
         """Compute one block per step while the next one is in flight."""
-        flight = self._pass_on(own)
-        see(plan.own, own)
-        for step, tiles in enumerate(plan.others, start=1):
+        flight = pass_on(self.axis, self.comm, own.message)
+        compute(plan.local_tiles, own)
+        for step, tiles in enumerate(plan.remote_tiles, start=1):
             columns = own.with_message(self.comm.wait(flight))
-            if step < len(plan.others):
-                flight = self._pass_on(columns)
-            see(tiles, columns)
+            if step < len(plan.remote_tiles):
+                flight = pass_on(self.axis, self.comm, columns.message)
+            compute(tiles, columns)
 
-    def backward(self, own: Columns, plan: TilePlan, see: SeeColumnsBackward) -> Columns:
+    def backward(self, own: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
         """Go around the ring again; the gradients of each block follow it one step later."""
-        flight, gradients = self._pass_on(own), own.zeros()
+        flight, gradients = pass_on(self.axis, self.comm, own.message), own.zeros()
         returning: InFlight | None = None
-        see(plan.early, own, gradients)
-        for step, tiles in enumerate(plan.others, start=1):
+        compute(plan.first_local_tiles, own, gradients)
+        for step, tiles in enumerate(plan.remote_tiles, start=1):
             columns = own.with_message(self.comm.wait(flight))
-            if step < len(plan.others):
-                flight = self._pass_on(columns)
+            if step < len(plan.remote_tiles):
+                flight = pass_on(self.axis, self.comm, columns.message)
             remote_gradients = columns.zeros()
-            see(tiles, columns, remote_gradients)
+            compute(tiles, columns, remote_gradients)
             if returning is not None:
                 remote_gradients.message.add_(self.comm.wait(returning))
-            returning = self._pass_on(remote_gradients)
-        see(plan.late, own, gradients)
+            returning = pass_on(self.axis, self.comm, remote_gradients.message)
+        compute(plan.last_local_tiles, own, gradients)
         assert returning is not None
         gradients.message.add_(self.comm.wait(returning))
         return gradients
 
-    def _pass_on(self, columns: Columns) -> InFlight:
-        size, rank = self.axis.size, self.axis.rank
-        return self.comm.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), columns.message)
+
+def pass_on(axis: Axis, comm: CommContext, message: Tensor) -> InFlight:
+    """Send a message to the next rank of the ring, and receive that of the rank before."""
+    size, rank = axis.size, axis.rank
+    return comm.launch(SendReceive(axis, (rank + 1) % size, (rank - 1) % size), message)

@@ -33,10 +33,7 @@ class Runs(NamedTuple):
 class Share:
     """This rank's share of the positions of a micro-batch. Ranks are numbered cp.rank * mp.size + mp.rank.
 
-    Attributes:
-        cp: The context parallel axis.
-        mp: The tensor parallel axis; an axis of one rank if positions are not split over it.
-        layout: The positions of each cp rank.
+    mp is an axis of one rank if positions are not split over it.
     """
 
     cp: Axis = field(default_factory=lambda: Axis.single("cp"))

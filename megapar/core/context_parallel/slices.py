@@ -7,7 +7,7 @@
 around a ring or all at once, and are kept until the layer's backward, since later slices need them again. A key's
 gradient is summed in max(fp32, dtype) over the slices that attended to it. It returns to its owner once the queries of
 its own slice, which come last in the backward, have added their part. With an ``Expansion`` all of this holds of
-latents in the place of keys and values (``latents``); each slice expands the columns that it attends to.
+latents in the place of keys and values (``columns``); each slice expands the columns that it attends to.
 
 Shape letters: B batch, N query heads, G key-value heads, S sequence, s positions of this rank in a slice, D head size
 of queries and keys, V of values and outputs.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,12 @@ from torch.autograd.function import once_differentiable
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.exchange import AllGather, ReduceScatter, SendReceive
+from megapar.core.comm.exchange import AllGather, ReduceScatter
 from megapar.core.comm.in_flight import CommContext, InFlight
-from megapar.core.context_parallel.columns import Columns
-from megapar.core.context_parallel.latents import ColumnReader, Expansion, reader_of
+from megapar.core.context_parallel.columns import ColumnReader, Columns, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
 from megapar.core.context_parallel.positions import SequenceLayout
+from megapar.core.context_parallel.ring import pass_on
 from megapar.core.context_parallel.tiles import Tile, cut_columns, diagonal_tiles, tiles_before
 from megapar.core.device.attention.blocks import AttentionBlock
 from megapar.core.sharding.gradient_sink import GradientSink
@@ -43,13 +43,13 @@ class SlicePlan:
 
     Attributes:
         runs: The positions of each rank in this slice.
-        near: Tiles over the keys of earlier slices and over this rank's own keys, which need no message.
-        others: Tiles over the keys of other ranks in this slice, one tuple per arrival.
+        local_tiles: Tiles over the keys of earlier slices and over this rank's keys, which need no message.
+        remote_tiles: Tiles over the keys of other ranks in this slice, one tuple per arrival.
     """
 
     runs: tuple[range, ...]
-    near: tuple[Tile, ...]
-    others: tuple[tuple[Tile, ...], ...]
+    local_tiles: tuple[Tile, ...]
+    remote_tiles: tuple[tuple[Tile, ...], ...]
 
 
 def slice_plans(
@@ -58,8 +58,6 @@ def slice_plans(
     """Plan every slice of ``layout``.
 
     Args:
-        layout: The positions of each rank.
-        mask: The attention mask.
         ring: Remote keys arrive one block at a time from the ranks before this one, nearest first; otherwise all at
             once.
         most: The maximum number of columns of a tile, for columns that are expanded piece by piece; None for any
@@ -83,108 +81,81 @@ def slice_plans(
 
 
 # Attends to tiles; in a backward it also adds to the gradients of their columns.
-SeeTiles = Callable[[Iterable[Tile]], None]
-
-
-class SliceTransport(Protocol):
-    """Transport of the keys and values of a slice to the other ranks, and of their gradients back to the owner."""
-
-    def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
-        """Call ``see`` for all tiles, filling in the slice's remote ``columns`` [S, ..] as they arrive."""
-        ...
-
-    def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """Call ``see`` for all tiles; return the other ranks' part of the gradients of this rank's columns, [s, ..].
-
-        gradients: [S, ..], of all columns, summed over the slices so far.
-        """
-        ...
+ComputeTiles = Callable[[Iterable[Tile]], None]
 
 
 @dataclass(frozen=True)
 class GatheredSlices:
-    """A transport with one all-gather and one reduce-scatter per slice.
-
-    Attributes:
-        axis: cp, at least two ranks.
-        comm: Launches the collectives and tracks those in flight.
-    """
+    """A transport with one all-gather and one reduce-scatter over cp per slice."""
 
     axis: Axis
     comm: CommContext
 
-    def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
-        """Overlap the all-gather with the near tiles."""
+    def fetch(self, columns: Tensor, plan: SlicePlan, compute: ComputeTiles) -> None:
+        """Compute all tiles, filling in the slice's remote ``columns`` [S, ..] as they arrive. Local tiles hide it."""
         flight = self.comm.launch(AllGather(self.axis), _rows(columns, plan.runs[self.axis.rank]).clone())
-        see(plan.near)
+        compute(plan.local_tiles)
         pieces = self.comm.wait(flight).chunk(self.axis.size)
         for rank, run in enumerate(plan.runs):
             if rank != self.axis.rank:
                 _rows(columns, run).copy_(pieces[rank])
-        see(plan.others[0])
+        compute(plan.remote_tiles[0])
 
-    def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """Overlap the reduce-scatter with the near tiles."""
-        see(plan.others[0])
+    def return_gradients(self, gradients: Tensor, plan: SlicePlan, compute: ComputeTiles) -> Tensor:
+        """Compute all tiles; return the other ranks' part of the gradients of this rank's columns, [s, ..].
+
+        gradients: [S, ..], of all columns, summed over the slices so far.
+        """
+        compute(plan.remote_tiles[0])
         message = torch.cat([_rows(gradients, run) for run in plan.runs])
         message.chunk(self.axis.size)[self.axis.rank].zero_()  # already in ``gradients``
         flight = self.comm.launch(ReduceScatter(self.axis), message)
-        see(plan.near)
+        compute(plan.local_tiles)
         return self.comm.wait(flight)
 
 
 @dataclass(frozen=True)
 class RingSlices:
-    """A transport around a ring: each block is forwarded before it is used, and its gradients follow it.
-
-    Attributes:
-        axis: cp, at least two ranks.
-        comm: Launches the messages and tracks those in flight.
-    """
+    """A transport around a ring: each block is forwarded before it is used, and its gradients follow it."""
 
     axis: Axis
     comm: CommContext
 
-    def fetch(self, columns: Tensor, plan: SlicePlan, see: SeeTiles) -> None:
-        """Overlap the first block's arrival with the near tiles."""
-        flight = self._pass_on(_rows(columns, plan.runs[self.axis.rank]).clone())
-        see(plan.near)
-        for step, tiles in enumerate(plan.others, start=1):
+    def fetch(self, columns: Tensor, plan: SlicePlan, compute: ComputeTiles) -> None:
+        """See ``GatheredSlices.fetch``. Local tiles hide the first block's arrival."""
+        flight = pass_on(self.axis, self.comm, _rows(columns, plan.runs[self.axis.rank]).clone())
+        compute(plan.local_tiles)
+        for step, tiles in enumerate(plan.remote_tiles, start=1):
             block = self.comm.wait(flight)
-            if step < len(plan.others):
-                flight = self._pass_on(block)
+            if step < len(plan.remote_tiles):
+                flight = pass_on(self.axis, self.comm, block)
             _rows(columns, self._source(plan, step)).copy_(block)
-            see(tiles)
+            compute(tiles)
 
-    def return_gradients(self, gradients: Tensor, plan: SlicePlan, see: SeeTiles) -> Tensor:
-        """Overlap the return of this rank's gradients with the near tiles."""
+    def return_gradients(self, gradients: Tensor, plan: SlicePlan, compute: ComputeTiles) -> Tensor:
+        """See ``GatheredSlices.return_gradients``. Local tiles hide the return of this rank's gradients."""
         returning: InFlight | None = None
-        for step, tiles in enumerate(plan.others, start=1):
-            see(tiles)
+        for step, tiles in enumerate(plan.remote_tiles, start=1):
+            compute(tiles)
             remote_gradients = _rows(gradients, self._source(plan, step)).clone()
             if returning is not None:
                 remote_gradients.add_(self.comm.wait(returning))
-            returning = self._pass_on(remote_gradients)
-        see(plan.near)
+            returning = pass_on(self.axis, self.comm, remote_gradients)
+        compute(plan.local_tiles)
         assert returning is not None
         return self.comm.wait(returning)
 
     def _source(self, plan: SlicePlan, step: int) -> range:
         return plan.runs[(self.axis.rank - step) % self.axis.size]
 
-    def _pass_on(self, block: Tensor) -> InFlight:
-        size, rank = self.axis.size, self.axis.rank
-        return self.comm.launch(SendReceive(self.axis, (rank + 1) % size, (rank - 1) % size), block)
+
+SliceTransport = GatheredSlices | RingSlices
 
 
 class SharedSlices:
     """Attention of one layer over one micro-batch whose slices ranks share; call ``attend`` slice by slice.
 
     Attributes:
-        axis: Cp.
-        transport: Moves keys and values between ranks.
-        plans: The tiles of each slice.
-        flash: Use fused kernels where the device has them.
         length: S, positions of all slices.
         columns: Keys and values, or latents, of all slices so far.
         gradients: The gradients of ``columns`` while the backward runs.
@@ -195,7 +166,7 @@ class SharedSlices:
         self.length = sum(len(run) for plan in plans for run in plan.runs)
         self.columns: Columns | None = None
         self.gradients: Columns | None = None
-        self._token: Tensor | None = None
+        self._handle: Tensor | None = None
         self._refilled = False
 
     def attend(
@@ -203,17 +174,14 @@ class SharedSlices:
     ) -> Tensor:
         """Attend from slice ``number`` to itself and earlier slices; returns [B, N, s, V].
 
-        Args:
-            q: [B, N, s, D], this rank's positions of the slice; k [B, G, s, D] and v [B, G, s, V] likewise.
-            number: Number of the slice.
-            dropout: Probability, applied to the attention weights.
-            expansion: Makes keys and values of k and v, which are then latents; see ``attend_blockwise``.
+        q is [B, N, s, D], k [B, G, s, D] and v [B, G, s, V] of this rank's positions of the slice; with an expansion as
+        in ``attend_blockwise``.
         """
         weight, defer_wgrad = (None, None) if expansion is None else (expansion.weight, expansion.defer_wgrad)
         out: Tensor
-        out, self._token = _Attend.apply(q, k, v, weight, self._token, _Call(self, number, dropout, defer_wgrad))
+        out, self._handle = _Attend.apply(q, k, v, weight, self._handle, _Call(self, number, dropout, defer_wgrad))
         if number == len(self.plans) - 1:
-            self._token = None  # its graph refers to this object
+            self._handle = None  # its graph refers to this object
         return out
 
     def drop_columns(self) -> None:
@@ -258,18 +226,18 @@ class _Call:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of one slice. The token passed from slice to slice makes the backward run last slice first."""
+    """Attention of one slice. The handle passed from slice to slice makes the backward run last slice first."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, token: Tensor | None, call: _Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, handle: Tensor | None, call: _Call
     ) -> tuple[Tensor, Tensor]:
         shared, reader = call.shared, call.reader(v.shape[-1], weight)
         columns = shared.put(Columns.of(k, v, q.dtype), call.own)
         rows = OnlineSoftmax(q, reader.value_dim(q, v), flash=shared.flash, dropout=call.dropout)
         shared.transport.fetch(columns.message, call.plan, lambda tiles: reader.attend(rows, tiles, columns))
         result = rows.result()
-        ctx.call, ctx.drawn, ctx.first, ctx.column_dtype = call, rows.drawn, token is None, k.dtype
+        ctx.call, ctx.drawn, ctx.first, ctx.column_dtype = call, rows.drawn, handle is None, k.dtype
         ctx.save_for_backward(q, weight, *result[:2])
         return result.out, q.new_zeros(1)
 
@@ -282,8 +250,8 @@ class _Attend(torch.autograd.Function):
         assert columns is not None
         if shared.gradients is None:
             shared.gradients = columns.zeros()
-        sums, near = shared.gradients, len(call.plan.near)
-        # The forward computed the near tiles first; the backward computes them last.
+        sums, near = shared.gradients, len(call.plan.local_tiles)
+        # The forward computed the local tiles first; the backward computes them last.
         drawn = itertools.chain(ctx.drawn[near:], ctx.drawn[:near])
         rows = OnlineSoftmaxBackward(
             grads[0], q, AttentionBlock(out, lse), drawn, flash=shared.flash, dropout=call.dropout
@@ -296,9 +264,9 @@ class _Attend(torch.autograd.Function):
         own = columns.with_message(_rows(sums.message, call.own) + received)
         if ctx.first:
             shared.finish()
-        token = None if ctx.first else grads[1]
+        handle = None if ctx.first else grads[1]
         dk, dv = (x.to(ctx.column_dtype) for x in (own.k, own.v))
-        return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), token, None
+        return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), handle, None
 
 
 def _rows(x: Tensor, run: range) -> Tensor:

@@ -25,8 +25,6 @@ class Tile(NamedTuple):
 
     Attributes:
         sample: Index into the micro-batch; None: all samples.
-        queries: Rows.
-        keys: Columns.
         causal: Square and on the diagonal, with a causal mask; otherwise all pairs are visible.
     """
 
@@ -54,7 +52,7 @@ def own_tiles(layout: SequenceLayout, rank: int, mask: AttentionMask) -> list[Ti
             continue
         start = 0
         for end in ends:  # a document is contiguous in storage: the end of one run and the start of the next
-            own = range(_held(first, second, start), _held(first, second, end))
+            own = range(_rows_before(first, second, start), _rows_before(first, second, end))
             tiles += [Tile(sample, own, own, causal=True)] if own else []
             start = end
     return tiles
@@ -200,7 +198,7 @@ def _visible(runs: Sequence[range], seen: int) -> range:
     return range(sum(len(range(run.start, min(run.stop, seen))) for run in runs))
 
 
-def _held(first: range, second: range, position: int) -> int:
+def _rows_before(first: range, second: range, position: int) -> int:
     """Count the rows of a rank that precede a position."""
     return sum(min(max(position - run.start, 0), len(run)) for run in (first, second))
 

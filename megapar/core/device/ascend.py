@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.device.attention.blocks import AttentionBlock, BlockGradients
-from megapar.core.device.attention.documents import DocumentSlice, PackedDocuments
-from megapar.core.device.attention.head_dims import cut_features, pad_features
+from megapar.core.device.attention.mask import DeviceMask, DocumentSlice
+from megapar.core.device.attention.table import CAUSAL, MASKED
+from megapar.core.device.attention.whole import cut_features, keys_of_heads, pad_features
 from megapar.core.device.expert_rows import permute_reference, rows_of_pairs
 
 # Mask modes of npu_fusion_attention. LOWER_RIGHT requires the compressed causal mask.
@@ -37,12 +38,12 @@ def causal_mask(device: torch.device) -> Tensor:
 
 
 def attention_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``attention_reference`` by npu_fusion_attention."""
-    if causal or valid is None:
-        return _attend(q, k, v, causal, dropout).out
-    masked = (~valid)[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+    if form != MASKED:
+        return _attend(q, k, v, form == CAUSAL, dropout).out
+    masked = (~keys_of_heads(valid)).expand(-1, 1, q.shape[2], -1)
     return _attend(q, k, v, False, dropout, atten_mask=masked.contiguous(), sparse_mode=WHOLE_MASK).out
 
 
@@ -51,12 +52,11 @@ def attention_slice_npu(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0
     return _attend(q, k, v, True, dropout).out
 
 
-def packed_attention_npu(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
-) -> Tensor:
+def packed_attention_npu(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
     """Compute ``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    y = _attend_unequal(q_TND, k_TGD, v_TGD, documents.ends, documents.ends, dropout, causal=documents.mask.causal)
+    ends = mask.host.flat_ends
+    y = _attend_unequal(q_TND, k_TGD, v_TGD, ends, ends, dropout, causal=mask.host.causal)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 

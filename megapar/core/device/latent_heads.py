@@ -23,19 +23,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.core.device.ascend import rotary_npu
-from megapar.core.device.attention.head_dims import HeadWidths, pad_features
+from megapar.core.device.attention.whole import HeadWidths, pad_features
 from megapar.core.device.rotary import rotary_reference, turn_
 
 
 def rotate_last_reference(q: Tensor, cos: Tensor, sin: Tensor, factor: float, width: int) -> Tensor:
     """Rotate the last Dr features of q [B, S, N, D], multiply all by a factor and pad them to [B, S, N, width].
 
-    Args:
-        q: [B, S, N, D].
-        cos: [B, S, Dr / 2].
-        sin: [B, S, Dr / 2].
-        factor: Factor on the scores, in addition to that of the kernels.
-        width: Features of the result, at least D.
+    cos and sin are [B, S, Dr / 2]; the factor comes in addition to that of the kernels on the scores.
     """
     return _rotate_last_by(rotary_reference, q, cos, sin, factor, width)
 

@@ -18,7 +18,7 @@ from megapar.data.tasks.sentences import DocumentLm, SentenceDistance, SentenceR
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
-from megapar.model.ernie3.tasks import (
+from megapar.model.ernie3.sizes import (
     CLASSES,
     DISTANCE,
     DOCUMENT_LM,
@@ -99,7 +99,7 @@ class TaskData:
     """The values of ``--ernie-tasks`` and of the flags that name its files.
 
     Attributes:
-        mixture: Tasks and weights, in the form that ``model.ernie3.tasks.tasks_of`` reads.
+        mixture: Tasks and weights, in the form that ``model.ernie3.sizes.tasks_of`` reads.
         phrase_file: Phrases that are masked whole, one per line.
         entity_file: Named entities that are masked whole, one per line.
         triples_file: Triples and sentences of the task knowledge_text; None uses random ones.

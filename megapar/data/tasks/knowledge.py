@@ -17,7 +17,7 @@ from megapar.data.sampling.samples import NO_LOSS, Sample, TokenPieces
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
-from megapar.model.ernie3.tasks import KNOWLEDGE_MLM, KNOWLEDGE_TEXT
+from megapar.model.ernie3.sizes import KNOWLEDGE_MLM, KNOWLEDGE_TEXT
 
 
 class Lexicon:

@@ -15,7 +15,7 @@ from megapar.data.sampling.draws import Draws
 from megapar.data.sampling.ernie import Frame
 from megapar.data.sampling.samples import NO_LOSS, DocumentPieces, Sample, TokenPieces, nearby
 from megapar.errors import DataError
-from megapar.model.ernie3.tasks import DISTANCE, DISTANCES, DOCUMENT_LM, REORDER, reorder_classes
+from megapar.model.ernie3.sizes import DISTANCE, DISTANCES, DOCUMENT_LM, REORDER, reorder_classes
 
 
 class Task(Protocol):
@@ -23,7 +23,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the task in ``model.ernie3.tasks``."""
+        """Name of the task in ``model.ernie3.sizes``."""
 
     def make(self, number: int, draws: Draws) -> Sample:
         """Return sample ``number`` of this task; it depends only on the number and on ``draws``."""

@@ -1,1 +1,1 @@
-"""Descriptions of the kinds of self-attention. Standard library only; the classes are in ``model.layers``."""
+"""Self-attention: its kinds as descriptions without torch, and the layers, which are named by them."""

@@ -1,17 +1,19 @@
-"""Description of multi-head, grouped-query and multi-query attention; ``model.layers`` has its class.
+"""Multi-head, grouped-query and multi-query attention as rows of the parameter table and as costs on a rank.
 
-Shape letters as in ``model.parameter``; Q query heads of a group.
+Shape letters as in ``model.parameter``; t positions that matrix products see, H hidden, N query heads, G key-value
+heads, Q query heads of a group, D head size. N and G are those of the rank in costs.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
-from megapar.model.attention.costs import AttentionShape, attention_cost
-from megapar.model.attention.kind import AttentionKind, HfNames
+from megapar.model.attention.kind import AttentionKind, AttentionShape, HfNames
 from megapar.model.attention_sizes import AttentionSizes
-from megapar.model.cost.model_cost import OpCost
-from megapar.model.cost.operators import Operators
+from megapar.model.cost.model_cost import CommCost, OpCost, Product
+from megapar.model.cost.operators import Operators, norm_kept
+from megapar.model.cost.rank_view import RankView
 from megapar.model.parameter import HfPiece, ParameterSpec, attention_rows, row_parallel_rows, scale_row
 
 
@@ -48,9 +50,166 @@ def widths(sizes: AttentionSizes) -> tuple[int, int]:
     return queries + 2 * sizes.num_groups * sizes.key_dim, queries
 
 
+class _Heads(NamedTuple):
+    """Heads of one rank.
+
+    Attributes:
+        qkv: Output features of the matrix products before the core.
+        out: Input features of the output projection.
+        kept: Bytes kept of queries, keys and values, including those kept to rotate and normalize them.
+        moved: Bytes that kernels before the core read and write in the forward, half of those in the backward.
+        read: Bytes beside the core's result that count as moved in the core.
+    """
+
+    N: float
+    G: float
+    D: int
+    qkv: float
+    out: float
+    kept: float
+    moved: float
+    read: float
+
+
 def costs(operators: Operators, shape: AttentionShape) -> list[OpCost]:
-    """Return the operators on a rank."""
-    return attention_cost(operators, shape, widths(shape.sizes))
+    """Return the operators of attention: norm, queries, keys and values, core, output projection."""
+    view, H = operators.view, operators.hidden_size
+    e, t, x = view.item_bytes, view.tokens, operators.hidden_bytes
+    heads = _heads(view, shape)
+    factor = 0.0 if shape.sizes.query_factor == 1.0 else 2 * e * t * heads.N * heads.D
+    return [
+        operators.norm(),
+        OpCost(
+            "qkv",
+            view.stored_bytes(view.local_tokens * H) + heads.kept,
+            (Product(t, H, round(heads.qkv)),),
+            moved=x + heads.moved + factor,
+            sent=(*operators.communication.column_parallel(e * t * H), *_norms_sent(operators, shape.sizes)),
+            transient=e * t * heads.qkv + 2 * x + operators.column_gathers,
+        ),
+        _core(operators, shape, heads),
+        OpCost(
+            "proj",
+            operators.dropped(),
+            (Product(t, round(heads.out), H),),
+            moved=3 * x,
+            sent=operators.communication.row_parallel(e * t * H),
+            transient=e * t * heads.out + x + operators.row_gathers,
+        ),
+    ]
+
+
+def _heads(view: RankView, shape: AttentionShape) -> _Heads:
+    t, e = view.tokens, view.item_bytes
+    N, G, D = shape.sizes.num_heads / view.mp, shape.sizes.num_groups / view.mp, shape.sizes.key_dim
+    qkv, out = (width / view.mp for width in widths(shape.sizes))
+    kept = e * t * qkv
+    # Shared slices keep queries, and in the core the keys and values of all ranks. Ulysses keeps what it has received.
+    shares = view.attends_blockwise and view.ampipe_degree > 1
+    if shares:
+        kept = e * t * N * D
+    if shape.rotary:
+        # Rotated queries and keys; values are a view of the product's output.
+        kept += 0.0 if shares or (view.cp > 1 and view.ulysses) else e * t * (N + G) * D
+        if view.kernels == "cpu":  # and the angles as complex numbers, for queries and for keys
+            kept += 2 * view.wide_bytes * t * D
+    elif shape.sizes.queries_per_group > 1 and not shares:
+        kept += e * t * N * D
+    if shape.sizes.qk_norm:
+        kept += _norms_kept(view, shape.sizes, N, G)
+    moved, read = kept * (3 if shape.rotary else 1), 0.0 if view.fuses else kept  # the core is bound by its products
+    if shape.rotary and _rotated_by_kernel(view, shape, N, G):
+        moved = e * t * qkv * 4 / 3  # read and written once in each direction
+    if not (shares or (view.cp > 1 and view.ulysses)):
+        kept -= _not_kept(view, shape, N, G)
+    if view.repeats_heads and not shape.sizes.qk_norm:
+        moved += 2 * e * t * (N - G) * D
+        kept = 3 * e * t * N * D
+    return _Heads(N, G, D, qkv, out, kept, moved, read)
+
+
+def _not_kept(view: RankView, shape: AttentionShape, N: float, G: float) -> float:
+    """Return the bytes of queries, keys and values that a GPU frees before the backward, of whole samples."""
+    sizes, both = shape.sizes, view.item_bytes * view.tokens * (N + G) * shape.sizes.key_dim
+    if view.kernels != "cuda" or not shape.rotary or sizes.norms_width:
+        return 0.0
+    if sizes.qk_norm:  # their inputs are parts of the kept product, but queries of several heads of a group are a copy
+        return both * (1.0 if sizes.queries_per_group > 1 else (2 * N + G) / (N + G))
+    # The kernel that rotates them writes values, too, so that nothing keeps the product.
+    return both if _rotated_by_kernel(view, shape, N, G) else 0.0
+
+
+def _rotated_by_kernel(view: RankView, shape: AttentionShape, N: float, G: float) -> bool:
+    """Return True if one kernel splits and rotates heads."""
+    return not shape.sizes.qk_norm and (N / G + 2) * shape.sizes.key_dim <= view.fused_group
+
+
+def _norms_kept(view: RankView, sizes: AttentionSizes, N: float, G: float) -> float:
+    """Return the bytes that the norms of queries and keys keep."""
+    t, e, D = view.tokens, view.item_bytes, sizes.key_dim
+    if not sizes.norms_width:
+        return norm_kept(view, t * N, D, "rmsnorm") + norm_kept(view, t * G, D, "rmsnorm") + e * t * N * D
+    if view.mp == 1:
+        return norm_kept(view, t, round(N * D), "rmsnorm") + norm_kept(view, t, round(G * D), "rmsnorm")
+    # Queries of several heads of a group are a copy; keys and single queries are parts of the product's output.
+    return (e * t * N * D if sizes.queries_per_group > 1 else 0.0) + 2 * view.wide_bytes * t
+
+
+def _norms_sent(operators: Operators, sizes: AttentionSizes) -> list[CommCost]:
+    """Return the sums over mp of norms over all heads: two numbers per position."""
+    view = operators.view
+    if view.mp == 1 or not sizes.norms_width:
+        return []
+    sums = 2 * view.wide_bytes * view.tokens
+    return [operators.communication.over_mp("all_reduce", sums, phase) for phase in ("forward", "backward")]
+
+
+def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
+    """Return the cost of softmax(q k^T) v."""
+    view = operators.view
+    t, e, N, G, D = view.tokens, view.item_bytes, heads.N, heads.G, heads.D
+    core = e * t * heads.out + 4 * t * N
+    length, memory = shape.masks[-1].length, shape.masks[-1].memory
+    if memory:  # later segments also attend to a memory, with a mask; their keys and values are concatenated
+        later = len(shape.masks) - 1
+        joined = t / len(shape.masks) * later * (1 + memory / length)
+        core += 2 * e * joined * N * D + e * later * length * (length + memory)
+    if (shape.sizes.dropout and view.kernels == "cpu") or not shape.sizes.flash:
+        core += _scores_kept(view, shape, heads, length + memory)
+    kept = e * t * heads.out if view.selective_recompute and not view.attends_blockwise else core
+    if view.attends_blockwise:
+        kept += e * t * heads.out  # its output head by head, beside that of each position for the projection
+    again = max(0.0, core - kept)
+    transient = e * t * (heads.qkv + heads.out) + again + operators.hidden_bytes
+    if view.attends_blockwise:  # sums in fp32; keys, values and their gradients of two ranks (ring) or all ranks
+        w, columns = view.wide_bytes, 2 * t * G * D
+        if view.ring:
+            transient += w * t * heads.out + 2 * columns * (e + w)
+        else:  # gathered, joined and its gradient; gradients of all ranks summed, stacked, and on a CPU received
+            copies = 3 if view.kernels == "cpu" else 2
+            inside = e * t * heads.out + columns * (e * 3 * (view.cp + 1) + w * (copies * view.cp + 1))
+            transient = w * t * heads.out + inside + operators.hidden_bytes
+        if view.ampipe_degree > 1:
+            kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
+    elif view.cp > 1:
+        kept += e * t * heads.out  # the core's output before and after the all-to-all
+    sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
+    scores, moved = 2.0 * t * (2 * N * D) * shape.mean_keys, core + heads.read
+    return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)
+
+
+def _scores_kept(view: RankView, shape: AttentionShape, heads: _Heads, length: float) -> float:
+    """Return the bytes kept without a fused kernel: softmax's output, and with dropout the weights and their mask.
+
+    In place of its fused kernel torch computes on a CPU in fp32, with copies of queries, keys and values.
+    """
+    e, t, mask = view.item_bytes, view.tokens, view.dropout_item_bytes
+    kept = 0.0
+    if shape.sizes.flash and view.kernels == "cpu" and e < view.wide_bytes:
+        e = mask = view.wide_bytes
+        kept = e * t * (heads.N + 2 * heads.G) * heads.D
+    scores = t * heads.N * length
+    return kept + e * scores + ((e + mask) * scores if shape.sizes.dropout else 0.0)
 
 
 GROUPED_QUERY = AttentionKind(
@@ -58,5 +217,5 @@ GROUPED_QUERY = AttentionKind(
     rows=rows,
     widths=widths,
     costs=costs,
-    parts="megapar.model.layers.grouped_query_attention:GroupedQueryAttention",
+    parts="megapar.model.attention.grouped_query_layer:GroupedQueryAttention",
 )

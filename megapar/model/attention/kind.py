@@ -1,4 +1,4 @@
-"""One kind of self-attention, described without torch."""
+"""One kind of self-attention: its rows, its costs, and the name of its layer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
-from megapar.model.attention.costs import AttentionShape
+from megapar.core.attention_mask import AttentionMask
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.cost.model_cost import OpCost
 from megapar.model.cost.operators import Operators
@@ -16,6 +16,25 @@ from megapar.model.parameter import ParameterSpec
 HfNames = Callable[[str], str]
 """Function from a part of an attention (q, k, v, o, or what a kind adds) to the name of its Hugging Face tensor, which
 lacks only ``.weight`` or ``.bias``."""
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One layer's attention and the inputs that its costs depend on.
+
+    Attributes:
+        masks: Mask of a sample, or of each of its segments, all of one length.
+        rotary: Queries and keys are rotated by their positions.
+    """
+
+    sizes: AttentionSizes
+    masks: tuple[AttentionMask, ...]
+    rotary: bool = False
+
+    @property
+    def mean_keys(self) -> float:
+        """Keys per position whose scores are computed, over all segments."""
+        return sum(mask.mean_keys for mask in self.masks) / len(self.masks)
 
 
 @dataclass(frozen=True, kw_only=True)

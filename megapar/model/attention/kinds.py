@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from megapar.model.attention.grouped_query import GROUPED_QUERY
 from megapar.model.attention.kind import AttentionKind
-from megapar.model.attention.latent import LATENT
+from megapar.model.attention.latent import MULTI_LATENT
 from megapar.model.attention_sizes import AttentionSizes
 
-_KINDS = (GROUPED_QUERY, LATENT)
+_KINDS = (GROUPED_QUERY, MULTI_LATENT)
 
 ATTENTION_KINDS: Mapping[str, AttentionKind] = {kind.name: kind for kind in _KINDS}
 

@@ -15,15 +15,13 @@ from megapar.core.device.compiled import plain
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions
+from megapar.model.ampipe import Sliced, run_sliced
+from megapar.model.attention.self_attention import make_attention
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.layers.ampipe import Sliced, run_sliced
 from megapar.model.layers.context import Context
-from megapar.model.layers.hidden_dropout import HiddenDropout
-from megapar.model.layers.mlp import Mlp
+from megapar.model.layers.mlp import Mlp, TokenGatedMlp
 from megapar.model.layers.norm import make_norm
-from megapar.model.layers.pending_sum import PendingSum
-from megapar.model.layers.self_attention import make_attention
-from megapar.model.layers.token_gated_mlp import TokenGatedMlp
+from megapar.model.layers.residual import HiddenDropout, PendingSum
 from megapar.moe.layer import MoeLayer, MoeParts
 from megapar.moe.sizes import MoeSizes
 from megapar.moe.stats import MoeStats
@@ -75,7 +73,7 @@ class DecoderBlock(nn.Module):
     ) -> tuple[Tensor | Sliced | PendingSum, MoeStats | None]:
         """Return [B, S(/mp), H] for x [B, S(/mp), H], and the routing statistics of a mixture-of-experts layer.
 
-        If the context has slices, the layer runs as drawn in ``model.layers.ampipe``. If functions are compiled and
+        If the context has slices, the layer runs as drawn in ``model.ampipe``. If functions are compiled and
         another layer follows, the last sum is left to it.
         """
         if self.norms_outputs:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from megapar.model.attention.costs import AttentionShape
+from megapar.core.attention_mask import AttentionMask
+from megapar.model.attention.kind import AttentionShape
 from megapar.model.attention.kinds import kind_of
 from megapar.model.cost.model_cost import INDEX_BYTES, ModelCost, OpCost, Product, UnitCost
 from megapar.model.cost.operators import Operators
@@ -62,7 +63,8 @@ class DecoderCost(ModelCost):
     @cached_property
     def attention(self) -> Sequence[OpCost]:
         rotary = self.sizes.position_embedding_type == "rope"
-        shape = AttentionShape(self.sizes.attention, rotary=rotary)
+        mask = AttentionMask(1, self.view.seq_length, self.sizes.attention.causal)
+        shape = AttentionShape(self.sizes.attention, (mask,), rotary)
         return kind_of(shape.sizes).costs(self._operators, shape)
 
     @cached_property

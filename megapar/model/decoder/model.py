@@ -17,7 +17,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import all_gather, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.recompute.checkpointing import Recompute
@@ -32,18 +32,17 @@ from megapar.core.tensor_parallel.layers import (
     parameter,
     vocabulary_range,
 )
+from megapar.model.ampipe import Sliced, join
+from megapar.model.attention.slices import Arrangement
 from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.mtp import Mtp, following, of_next
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.layers.ampipe import Sliced, join
-from megapar.model.layers.arrangement import Arrangement
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import TiedWord, drop, own_sequence
-from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
+from megapar.model.layers.loss import Terms, check_shard, collect, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import make_norm
 from megapar.model.layers.rotary import RotaryEmbedding
-from megapar.model.layers.stack import run_layers
-from megapar.model.layers.terms import Terms, collect
+from megapar.model.stack import run_layers
 from megapar.moe.layer import MoeLayer, MoeParts
 from megapar.moe.router import move_correction_bias
 from megapar.moe.slicing import Slicing
@@ -143,7 +142,7 @@ class Decoder(nn.Module):
         sequence_parallel: Split positions over mp outside the matrix products.
         cp: Method and axis of context parallelism; batches then have this rank's positions only.
         rank_layers: Part of the model on this pipeline stage; None for all.
-        slicing: Slices of the sequence, run as drawn in ``model.layers.ampipe``.
+        slicing: Slices of the sequence, run as drawn in ``model.ampipe``.
         recompute: Activation checkpointing; None to keep all activations.
     """
 
@@ -377,19 +376,18 @@ class Decoder(nn.Module):
         ranks, ends = self.cp.axis.size, None if places is None else places.tolist()
         mask = AttentionMask.of(samples, length * ranks, causal=True, ends=ends)
         plan, plans = (None, self.cp.slice_plans(mask)) if self.slicing.active else (self.cp.plan(mask), None)
-        documents = None
-        if places is not None and plan is None and plans is None:
-            documents = PackedDocuments.of(mask, batch["tokens"].device, places)
+        # Tiles need no tensors. Padding is after the text, which does not attend to it.
+        shared = plan is not None or plans is not None
+        device_mask = DeviceMask(mask) if shared else DeviceMask.of(mask, batch["tokens"].device, places)
         if not self.slicing.active:
-            return Context(valid, own_valid, valid_tokens, angles, documents=documents, plan=plan)
+            return Context(device_mask, own_valid, valid_tokens, angles, plan=plan)
         parts = self.mp.size if self.sequence_parallel else 1
         slices = self.slicing.cut(length, parts)
         return Context(
-            valid,
+            device_mask,
             own_valid,
             valid_tokens,
             angles,
-            documents=documents,
             slicing=self.slicing,
             slices=slices,
             own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),

@@ -29,9 +29,9 @@ from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.tensor_parallel.execution import DEFAULT
 from megapar.core.tensor_parallel.layers import LayerOptions, Linear, look_up, vocabulary_range
+from megapar.model.ampipe import Sliced, join
 from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.layers.ampipe import Sliced, join
 from megapar.model.layers.context import Context
 from megapar.model.layers.loss import IGNORED
 from megapar.model.layers.norm import make_norm

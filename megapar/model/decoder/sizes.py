@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import not_
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megapar.model.attention.latent import LATENT, LatentAttentionSizes
+from megapar.model.attention.latent import MULTI_LATENT, LatentAttentionSizes
 from megapar.model.attention_sizes import QK_NORM_SCOPES, AttentionSizes
 from megapar.model.decoder.layer_pattern import ALL, flags_of, layers_of, to_pattern, to_text
 from megapar.model.rope_scaling import NONE, RopeScaling
@@ -301,7 +301,7 @@ class DecoderSizes(ModelSizes):
         key_dim = self.qk_head_dim + self.qk_pos_emb_head_dim
         factor = self.rope_scaling.scores_factor if self.rope_scaling else 1.0
         return LatentAttentionSizes(
-            kind=LATENT.name,
+            kind=MULTI_LATENT.name,
             hidden_size=self.hidden_size,
             num_groups=self.num_attention_heads,
             queries_per_group=1,

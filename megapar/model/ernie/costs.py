@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from megapar.model.attention.costs import AttentionShape
+from megapar.core.attention_mask import AttentionMask
+from megapar.model.attention.kind import AttentionShape
 from megapar.model.attention.kinds import kind_of
-from megapar.model.cost.model_cost import (
-    FORWARD_AND_BACKWARD,
-    INDEX_BYTES,
-    MASKED_PERCENT,
-    ModelCost,
-    OpCost,
-    UnitCost,
-)
+from megapar.model.cost.model_cost import FORWARD_AND_BACKWARD, INDEX_BYTES, MASKED_PERCENT, ModelCost, OpCost, UnitCost
 from megapar.model.cost.operators import Operators
 from megapar.model.cost.rank_view import RankView
 from megapar.model.ernie.sizes import ErnieSizes
@@ -71,11 +65,11 @@ class ErnieCost(ModelCost):
         """Return the operators of a vocabulary head at ``rows`` positions of ``features`` features."""
         return self._operators.masked_word_head(features, rows, self.sizes.vocab_size)
 
-    def block(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:
-        """Return the operators of a layer. A causal one may attend to ``memory`` positions of the previous segment."""
+    def block(self, masks: tuple[AttentionMask, ...] = ()) -> list[OpCost]:
+        """Return the operators of a layer. masks: of each segment of a sample; none: all positions attend to all."""
         ops, sizes = self._operators, self.sizes
         mlp = ops.mlp(sizes.ffn_hidden_size, gated=False, dropped=ops.dropped())
-        return [*self._attention(causal=causal, segments=segments, memory=memory), ops.norm(), *mlp]
+        return [*self._attention(masks), ops.norm(), *mlp]
 
     @classmethod
     def forward_flops(cls, sizes: ErnieSizes, seq_length: int) -> list[int]:
@@ -108,6 +102,7 @@ class ErnieCost(ModelCost):
         """Return the forward FLOPs of the sentence-order head for one sequence: a pooler and two classes."""
         return 2 * sizes.hidden_size * (sizes.hidden_size + 2) if sizes.sop else 0
 
-    def _attention(self, *, causal: bool = False, segments: int = 1, memory: int = 0) -> list[OpCost]:
-        shape = AttentionShape(replace(self.sizes.attention, causal=causal), segments=segments, memory=memory)
-        return kind_of(shape.sizes).costs(self._operators, shape)
+    def _attention(self, masks: tuple[AttentionMask, ...] = ()) -> list[OpCost]:
+        sizes = self.sizes.attention
+        masks = masks or (AttentionMask(1, self.view.seq_length, causal=False),)
+        return kind_of(sizes).costs(self._operators, AttentionShape(sizes, masks))

@@ -17,7 +17,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import copy, gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.pipeline.stages import Chunk, RankLayers
@@ -33,17 +33,15 @@ from megapar.core.tensor_parallel.layers import (
     parameter,
     vocabulary_range,
 )
-from megapar.model.ernie.block import ErnieBlock
-from megapar.model.ernie.embedding import ErnieEmbedding
+from megapar.model.attention.self_attention import SelfAttention
+from megapar.model.ernie.block import ErnieBlock, ErnieEmbedding
 from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.layers.context import Context
 from megapar.model.layers.embedding import TiedWord, own_sequence
-from megapar.model.layers.hidden_dropout import HiddenDropout
-from megapar.model.layers.loss import check_shard, vocab_parallel_linear_cross_entropy
+from megapar.model.layers.loss import Terms, check_shard, collect, vocab_parallel_linear_cross_entropy
 from megapar.model.layers.norm import LayerNorm
-from megapar.model.layers.self_attention import SelfAttention
-from megapar.model.layers.stack import run_layers
-from megapar.model.layers.terms import Terms, collect
+from megapar.model.layers.residual import HiddenDropout
+from megapar.model.stack import run_layers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -57,21 +55,16 @@ class Pooler(Linear):
         return torch.tanh(super().forward(x[:, 0] if x.dim() > 2 else x))
 
 
-class SentenceOrderHead(nn.Module):
+class SentenceOrderHead(Linear):
     """Cross-entropy of two classes (in order, swapped): pooled [B, H] -> scalar sum. Replicated over mp."""
 
-    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.weight = parameter((2, hidden_size), dtype, device)
-        self.bias = parameter((2,), dtype, device)
-
-    def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, pooled: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         """Return the sum of cross-entropies in max(fp32, dtype) for pooled [B, H] and labels [B]."""
         return F.cross_entropy(self.logits(pooled).to(at_least_fp32(pooled.dtype)), labels, reduction="sum")
 
     def logits(self, pooled: Tensor) -> Tensor:
         """Return the logits [B, 2] for pooled [B, H]."""
-        return F.linear(pooled, local(self.weight), local(self.bias))
+        return super().forward(pooled)
 
 
 class MaskedLmHead(nn.Module):
@@ -79,15 +72,7 @@ class MaskedLmHead(nn.Module):
 
     rows [M, I] -> transform [H, I] -> gelu -> norm -> @ w [V/mp, H]^T + bias [V/mp] -> in chunks -> scalar sum
     transform and norm are replicated over mp; dgrad: all-reduce over mp after the norm; wgrad: dw and dbias of this
-    rank's vocabulary, complete on their rank.
-
-    Args:
-        sizes: Sizes of the model.
-        features: Features I of the rows; None for H.
-        mp: Tensor parallel axis.
-        dtype: Compute dtype.
-        device: Device of the parameters.
-        run: Runner of pure functions.
+    rank's vocabulary, complete on their rank. features: I; None for H.
     """
 
     def __init__(
@@ -108,13 +93,7 @@ class MaskedLmHead(nn.Module):
         self.bias = parameter((vocabulary_range(sizes.vocab_size, mp)[1],), dtype, device)
 
     def forward(self, rows: Tensor, labels: Tensor, word: Tensor) -> Tensor:
-        """Return the sum of cross-entropies in max(fp32, dtype).
-
-        Args:
-            rows: [M, I].
-            labels: [M] int64.
-            word: The word embedding's weight, [V/mp, H].
-        """
+        """Return the sum of cross-entropies in max(fp32, dtype) for rows [M, I], labels [M], word [V/mp, H]."""
         hidden = copy(self._transformed(rows), self.mp)
         return vocab_parallel_linear_cross_entropy(
             hidden, local(word), local(self.bias), labels, vocab_size=self.vocab_size, mp=self.mp
@@ -135,18 +114,7 @@ class Ernie(nn.Module):
     """An ERNIE encoder with its heads.
 
     ``layers`` contains the layers by their global number. Parameters are this rank's uninitialized shards; their names,
-    global shapes and splits are those of ``ernie_table(sizes)``.
-
-    Args:
-        sizes: Sizes of the model.
-        mp: Tensor parallel axis.
-        sequence_parallel: Split positions over mp outside the matrix products.
-        cp: Method and axis of context parallelism; batches then have this rank's positions only.
-        rank_layers: Part of the model on this pipeline stage; None for all.
-        recompute: Activation checkpointing; None to keep all activations.
-        dtype: Compute dtype.
-        device: Device of the parameters.
-        execution: Options of the layers' execution, for example compilation.
+    global shapes and splits are those of ``ernie_table(sizes)``. The arguments are those of ``Decoder``.
     """
 
     embedding: ErnieEmbedding | TiedWord | None
@@ -196,7 +164,7 @@ class Ernie(nn.Module):
         self.lm_head = None
         if held.last:
             self.lm_head = MaskedLmHead(self.sizes, mp=self.mp, dtype=dtype, device=device, run=run)
-        self.sop_head = SentenceOrderHead(H, dtype=dtype, device=device) if sop else None
+        self.sop_head = SentenceOrderHead(H, 2, dtype=dtype, device=device) if sop else None
 
     def forward(self, batch: dict[str, Tensor], valid_tokens: int | None = None) -> Terms:
         """Return the loss terms of one micro-batch.
@@ -233,7 +201,6 @@ class Ernie(nn.Module):
         Args:
             x: Output of the previous chunk, [B, S(/mp), H]; None for the first.
             batch: As in ``forward``; all stages of a pipeline read the same batch.
-            valid_tokens: As in ``forward``.
             tied_weight: Weight that the head uses instead of this rank's embedding weight.
         """
         if chunk.first:
@@ -294,26 +261,24 @@ class Ernie(nn.Module):
         return x
 
     def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
-        if "ends" in batch:  # no position is padding, and samples attend to themselves only
-            mask = AttentionMask.of_documents(batch["ends"].tolist(), causal=False)
-            documents = PackedDocuments(mask, batch["starts"])
-            context = Context(None, None, batch["tokens"].numel(), documents=documents)
-        else:
-            context = self._padded_context(batch)
-        y, _ = run_layers((self.layers[name] for name in names), x, context, self.recompute)
+        y, _ = run_layers((self.layers[name] for name in names), x, self._context(batch), self.recompute)
         assert isinstance(y, Tensor)  # ERNIE does not run in slices
         return y
 
-    def _padded_context(self, batch: dict[str, Tensor]) -> Context:
+    def _context(self, batch: dict[str, Tensor]) -> Context:
+        if "ends" in batch:  # no position is padding, and samples attend to themselves only
+            mask = AttentionMask.of_documents(batch["ends"].tolist(), causal=False)
+            return Context(DeviceMask(mask, starts=batch["starts"]), None, batch["tokens"].numel())
         valid = batch.get("valid")
         own_valid = None if valid is None else own_sequence(valid, self.mp, self.sequence_parallel)
         samples, length = batch["tokens"].shape
-        lengths = None if batch.get("lengths") is None else batch["lengths"].tolist()
-        plan = self.cp.plan(AttentionMask.of(samples, length * self.cp.axis.size, causal=False, lengths=lengths))
+        length *= self.cp.axis.size
+        lengths = None if batch.get("lengths") is None else tuple(batch["lengths"].tolist())
+        mask = AttentionMask(samples, length, causal=False, padded=valid is not None, lengths=lengths)
         if self.cp.deals_heads and valid is not None:
-            places = torch.arange(length * self.cp.axis.size, device=valid.device)
+            places = torch.arange(length, device=valid.device)
             valid = places < batch["lengths"].to(valid.device, non_blocking=True)[:, None]
-        return Context(valid, own_valid, batch["tokens"].numel(), plan=plan)
+        return Context(DeviceMask(mask, valid), own_valid, batch["tokens"].numel(), plan=self.cp.plan(mask))
 
     def _leave(self, x: Tensor) -> Tensor:
         return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x

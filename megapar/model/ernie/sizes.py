@@ -13,13 +13,7 @@ from megapar.schema.flag import flag
 
 @dataclass(frozen=True, kw_only=True)
 class ErnieSizes(ModelSizes):
-    """Sizes of an ERNIE encoder with a masked language model head and, with ``sop``, a sentence-order head.
-
-    Attributes:
-        type_vocab_size: Rows of the token-type (sentence) embedding.
-        task_type_vocab_size: Rows of the task-type embedding.
-        sop: The model has a sentence-order head.
-    """
+    """Sizes of an ERNIE encoder with a masked language model head and, with ``sop``, a sentence-order head."""
 
     type_vocab_size: int = flag(2, "rows of the token type embedding", low=1, value=4, other=4)
     task_type_vocab_size: int = flag(3, "rows of the task type embedding", low=1, other=4)

@@ -10,16 +10,16 @@ Shape letters: H hidden of the universal module, h of the branches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.model.cost.model_cost import FORWARD_AND_BACKWARD, MASKED_PERCENT, OpCost, Product, UnitCost
 from megapar.model.cost.rank_view import RankView
 from megapar.model.ernie.costs import ErnieCost
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.ernie3.sizes import Ernie3Sizes
-from megapar.model.ernie3.tasks import CLASSES, GENERATION
+from megapar.model.ernie3.sizes import CLASSES, GENERATION, Ernie3Sizes
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,7 @@ class Mix:
 
 
 def mixes(counts: Sequence[Mapping[str, float]]) -> tuple[Mix, Mix]:
-    """Return the mean of micro-batches, and the one with the most generation samples.
-
-    Args:
-        counts: Samples of each task, for each micro-batch.
-    """
+    """Return the mean of micro-batches and the one with the most generation samples, from the samples of each task."""
     batches = [_mix(by_task) for by_task in counts]
     mean = Mix(
         {task: sum(mix.by_task[task] for mix in batches) / len(batches) for task in batches[0].by_task},
@@ -66,11 +62,6 @@ def mixes(counts: Sequence[Mapping[str, float]]) -> tuple[Mix, Mix]:
 def _mix(by_task: Mapping[str, float]) -> Mix:
     one = Mix(by_task, 0.0, 0.0)
     return Mix(by_task, float(not one.understanding), float(not one.generation))
-
-
-def universal_sizes(sizes: Ernie3Sizes) -> ErnieSizes:
-    """Return the sizes of the universal module as those of an encoder."""
-    return ErnieSizes(**{item.name: getattr(sizes, item.name) for item in fields(ErnieSizes)})
 
 
 class Ernie3Cost(ErnieCost):
@@ -121,7 +112,7 @@ class Ernie3Cost(ErnieCost):
     def forward_flops(cls, sizes: Any, seq_length: int) -> list[int]:
         """See ``ModelCost``. A sample passes one branch, and 15 % of its positions are masked."""
         whole = sizes.seq_length
-        encoders = universal_sizes(sizes), sizes.branch
+        encoders = sizes.universal, sizes.branch
         universal, branch = (ErnieCost.layer_flops(replace(of, num_layers=1), whole)[0] for of in encoders)
         into = 2 * sizes.hidden_size * sizes.task_hidden_size * whole
         costs = [0, *[universal] * sizes.num_layers, branch + into, *[branch] * (sizes.task_layers - 1)]
@@ -139,7 +130,7 @@ class Ernie3Cost(ErnieCost):
 
     @cached_property
     def _universal(self) -> UnitCost:
-        mix, universal = self.mix, universal_sizes(self.sizes)
+        mix, universal = self.mix, self.sizes.universal
         operators = [*self._block_for(universal, mix.understanding, generates=False)]
         operators += self._block_for(universal, mix.generation, generates=True)
         x = self._hidden_bytes(self.sizes.hidden_size)
@@ -178,7 +169,10 @@ class Ernie3Cost(ErnieCost):
         if not generates:
             return layer.block()
         segments = self.sizes.segments
-        operators = layer.block(causal=True, segments=segments, memory=self.sizes.memory)
+        length, memory = view.seq_length // segments, self.sizes.memory
+        operators = layer.block(
+            tuple(AttentionMask(1, length, causal=True, memory=memory if number else 0) for number in range(segments))
+        )
         remembered = 1 - 1 / segments
         if view.splits_sequence and remembered:  # each mp rank needs the whole previous segment
             size = view.item_bytes * view.tokens * sizes.hidden_size * remembered

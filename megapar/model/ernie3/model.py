@@ -13,7 +13,6 @@ S is split over mp under sequence parallelism, written S(/mp).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.autograd import gather
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.pipeline.stages import Chunk, RankLayers
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT
-from megapar.core.tensor_parallel.layers import LayerOptions, Linear, local, parameter
-from megapar.model.ernie.block import ErnieBlock
-from megapar.model.ernie.embedding import ErnieEmbedding
+from megapar.core.tensor_parallel.layers import LayerOptions, Linear
+from megapar.model.attention.slices import Arrangement
+from megapar.model.ernie.block import ErnieBlock, ErnieEmbedding
 from megapar.model.ernie.model import Ernie, MaskedLmHead, Pooler
-from megapar.model.ernie3.recurrence import BranchContext, generate, understand
-from megapar.model.ernie3.sizes import Ernie3Sizes
-from megapar.model.ernie3.tasks import CLASSES, GENERATION, accuracy_of
-from megapar.model.layers.arrangement import Arrangement
+from megapar.model.ernie3.recurrence import Branch, BranchContext, generate, understand
+from megapar.model.ernie3.sizes import CLASSES, GENERATION, Ernie3Sizes, accuracy_of
 from megapar.model.layers.context import Context
-from megapar.model.layers.stack import run_layers
 from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
@@ -52,9 +50,9 @@ class UniversalBlock(ErnieBlock):
         """Return [B, S(/mp), H] for x [B, S(/mp), H], and None: the layer has no routing statistics."""
         assert isinstance(context, BranchContext)
         outputs = []
-        for rows, run in ((context.understanding, understand), (context.generation, generate)):
-            if rows is not None and len(rows):
-                outputs.append(run(self, x.index_select(0, rows), rows, context))
+        for branch, run in ((context.understanding, understand), (context.generation, generate)):
+            if branch is not None and len(branch.rows):
+                outputs.append(run(self, x.index_select(0, branch.rows), branch, context))
         return _merge(outputs, context), None
 
 
@@ -85,31 +83,23 @@ class BranchLayer(nn.Module):
             (context.understanding, understand, self.understanding, self.understanding_proj),
             (context.generation, generate, self.generation, self.generation_proj),
         )
-        for rows, run, block, proj in branches:
-            assert rows is not None
-            # A branch without samples runs sample 0 and multiplies the result by 0, because sharding requires that all
-            # ranks gather and reduce all parameters.
-            samples = rows if len(rows) else rows.new_zeros(1)
-            selected = x.index_select(0, samples)
-            y = run(block, selected if proj is None else proj(selected), samples, context)
-            (outputs if len(rows) else idle).append(y)
+        for branch, run, block, proj in branches:
+            assert branch is not None
+            selected = x.index_select(0, branch.samples)
+            y = run(block, selected if proj is None else proj(selected), branch, context)
+            (outputs if len(branch.rows) else idle).append(y)
         out = _merge(outputs, context)
         for y in idle:
             out = out + 0.0 * y.sum()
         return out, None
 
 
-class ClassHead(nn.Module):
+class ClassHead(Linear):
     """Cross-entropy and correct predictions of one class per sample: pooled [M, h] -> two sums. Replicated over mp."""
 
-    def __init__(self, features: int, classes: int, *, dtype: torch.dtype, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.weight = parameter((classes, features), dtype, device)
-        self.bias = parameter((classes,), dtype, device)
-
-    def forward(self, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pooled: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return (sum of cross-entropies, correct predictions) in max(fp32, dtype) for pooled [M, h] and labels [M]."""
-        logits = F.linear(pooled, local(self.weight), local(self.bias)).to(at_least_fp32(pooled.dtype))
+        logits = super().forward(pooled).to(at_least_fp32(pooled.dtype))
         right = (logits.detach().argmax(1) == labels).sum().to(logits.dtype)
         return F.cross_entropy(logits, labels, reduction="sum"), right
 
@@ -132,9 +122,7 @@ class TaskHeads(nn.Module):
     def forward(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
         """Return the loss sums of all tasks, and the correct predictions of classification tasks.
 
-        Args:
-            x: [B, S, h], whole on all mp ranks.
-            word: The word embedding's weight, [V/mp, H].
+        x is [B, S, h], whole on all mp ranks, and word the weight of the word embedding, [V/mp, H].
         """
         rows, sums = x.flatten(0, 1), {}
         for task in self.tasks:
@@ -153,13 +141,7 @@ class Ernie3(Ernie):
     """ERNIE 3.0 with the heads of its tasks.
 
     ``layers`` contains the layers by their number: universal layers, then those of the branches. Names, global shapes
-    and splits are those of ``ernie3_table(sizes)``.
-
-    Args:
-        sizes: Sizes of the model.
-        mp: Tensor parallel axis.
-        rank_layers: Part of the model on this pipeline stage; None for all.
-        common: The other arguments of ``Ernie``.
+    and splits are those of ``ernie3_table(sizes)``. The arguments are those of ``Ernie``.
     """
 
     sizes: Ernie3Sizes
@@ -199,27 +181,22 @@ class Ernie3(Ernie):
         x: Tensor = self.embedding(*(self._arrange(batch[name]) for name in names))
         return x
 
-    def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
-        y, _ = run_layers((self.layers[name] for name in names), x, self._rows(batch), self.recompute)
-        assert isinstance(y, Tensor)
-        return y
-
-    def _rows(self, batch: dict[str, Tensor]) -> BranchContext:
-        length, parts = batch["tokens"].shape[1], self.mp.size if self.sequence_parallel else 1
+    def _context(self, batch: dict[str, Tensor]) -> BranchContext:
+        (samples, length), parts = batch["tokens"].shape, self.mp.size if self.sequence_parallel else 1
         slices = self.segments.cut(length, parts)
-        valid = batch.get("valid")
+        text = batch.get("valid")
+        valid = None if text is None else self._arrange(text)
+        mask = AttentionMask(samples, length, causal=False, padded=valid is not None)
         understanding, generation = batch["understanding"], batch["generation"]
         return BranchContext(
-            None if valid is None else self._arrange(valid),
+            DeviceMask(mask, valid),
             None,
             batch["tokens"].numel(),
             slices=slices,
             own_slices=tuple(slice(s.start // parts, s.stop // parts) for s in slices),
-            understanding=understanding,
-            generation=generation,
-            text=valid,
+            understanding=Branch.understanding(understanding, valid, length),
+            generation=Branch.generation(generation, text, slices, min(self.sizes.memory, slices[0].stop)),
             back=torch.cat((understanding, generation)).argsort(),
-            memory=min(self.sizes.memory, slices[0].stop),
         )
 
     def _arrange(self, x_BS: Tensor) -> Tensor:

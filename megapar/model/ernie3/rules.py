@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megapar.model.ernie3.tasks import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
+from megapar.model.ernie3.sizes import DOCUMENT_LM, KNOWLEDGE_MLM, KNOWLEDGE_TEXT, TASKS, tasks_of
 from megapar.schema.flag import ERNIE
 from megapar.schema.rule import NO_EFFECT, Facts, Rule, divisors, either
 

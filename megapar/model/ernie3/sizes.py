@@ -1,26 +1,61 @@
-"""Sizes of ERNIE 3.0. Standard library only, no torch. All sizes are global."""
+"""Sizes and tasks of ERNIE 3.0, and the parser of ``--ernie-tasks``. All sizes are global."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from math import factorial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megapar.model.ernie.sizes import ErnieSizes
-from megapar.model.ernie3.tasks import (
-    CLASSES,
-    DISTANCES,
-    GENERATION,
-    REORDER,
-    TASKS,
-    accuracy_of,
-    reorder_classes,
-    tasks_of,
-)
 from megapar.schema.flag import flag, follows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+KNOWLEDGE_MLM, DOCUMENT_LM, REORDER = "knowledge_mlm", "document_lm", "sentence_reorder"
+DISTANCE, KNOWLEDGE_TEXT = "sentence_distance", "knowledge_text"
+TASKS = (KNOWLEDGE_MLM, DOCUMENT_LM, REORDER, DISTANCE, KNOWLEDGE_TEXT)
+CLASSES = (REORDER, DISTANCE)  # predict one class per sample; the other tasks predict tokens
+GENERATION = (DOCUMENT_LM,)  # run the causal branch; the other tasks run the bidirectional one
+DISTANCES = 3  # adjacent, of one document, of different documents
+DEFAULT_TASKS = "knowledge_mlm:1.0,document_lm:1.0,sentence_reorder:0.5,sentence_distance:0.5"
+
+
+def tasks_of(text: str | None) -> Mapping[str, Fraction]:
+    """Parse ``knowledge_mlm:1.0,document_lm:0.5`` to shares of the samples, in the order of TASKS.
+
+    Raises ValueError for unknown or repeated names, and for weights that are malformed, negative or all 0.
+    """
+    weights: dict[str, Fraction] = {}
+    for item in (text or DEFAULT_TASKS).split(","):
+        name, _, weight = item.strip().partition(":")
+        if name not in TASKS:
+            raise ValueError(f"{name!r} is not one of {', '.join(TASKS)}")
+        if name in weights:
+            raise ValueError(f"{name} occurs twice")
+        try:
+            weights[name] = Fraction(weight or "1")
+        except (ValueError, ZeroDivisionError):
+            raise ValueError(f"{item.strip()!r} is not NAME:WEIGHT") from None
+        if weights[name] < 0:
+            raise ValueError(f"the weight of {name} is below 0")
+    if not any(weights.values()):
+        raise ValueError("no task has a weight above 0")
+    return {name: weights[name] for name in TASKS if weights.get(name)}
+
+
+def reorder_classes(pieces: int) -> int:
+    """Return the number of classes of sentence reordering: all permutations of up to ``pieces`` pieces."""
+    return sum(factorial(n) for n in range(1, pieces + 1))
+
+
+def accuracy_of(task: str) -> str:
+    """Return the name of the term that counts a task's correct predictions."""
+    return f"{task}_accuracy"
+
 
 BRANCHES = ("understanding", "generation")
 
@@ -30,12 +65,6 @@ class Ernie3Sizes(ErnieSizes):
     """Sizes of ERNIE 3.0: ``num_layers`` universal layers, then ``task_layers`` in each of two branches.
 
     Attributes:
-        task_layers: Layers of each branch.
-        task_hidden_size: Features of a token in the branches.
-        task_heads: Attention heads of the branches.
-        task_ffn_hidden_size: Intermediate features of the branches' MLPs.
-        segments: Segments per generation sample.
-        memory: Positions of the previous segment that a segment attends to.
         tasks: Names of the tasks that are trained.
         reorder_pieces: Most pieces of sentence reordering.
     """
@@ -114,22 +143,19 @@ class Ernie3Sizes(ErnieSizes):
         return replace(super().with_layers(dense, moe), task_layers=min(self.task_layers, 1))
 
     @property
+    def universal(self) -> ErnieSizes:
+        """Sizes of the universal module as those of an encoder."""
+        return ErnieSizes(**{item.name: getattr(self, item.name) for item in fields(ErnieSizes)})
+
+    @property
     def branch(self) -> ErnieSizes:
-        """Sizes of a layer in a branch."""
-        return ErnieSizes(
+        """Sizes of a branch as those of an encoder."""
+        return replace(
+            self.universal,
             num_layers=self.task_layers,
             hidden_size=self.task_hidden_size,
             num_attention_heads=self.task_heads,
             ffn_hidden_size=self.task_ffn_hidden_size,
-            vocab_size=self.vocab_size,
-            seq_length=self.seq_length,
-            max_position_embeddings=self.max_position_embeddings,
-            layernorm_epsilon=self.layernorm_epsilon,
-            attention_dropout=self.attention_dropout,
-            hidden_dropout=self.hidden_dropout,
-            init_std=self.init_std,
-            depth_scaled_init=self.depth_scaled_init,
-            use_flash_attn=self.use_flash_attn,
         )
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megapar.model.ernie.table import embedding_rows, layer_rows, word_head_rows
-from megapar.model.ernie3.sizes import BRANCHES, Ernie3Sizes
-from megapar.model.ernie3.tasks import CLASSES
+from megapar.model.ernie3.sizes import BRANCHES, CLASSES, Ernie3Sizes
 from megapar.model.parameter import ParameterSpec, bias_row, linear_rows, weight_row
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megapar.core.context_parallel.blockwise import TilePlan
 from megapar.core.context_parallel.slices import SlicePlan
-from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.random import Streams
 from megapar.core.recompute.replay import Replay
 from megapar.moe.slicing import Slicing
@@ -21,12 +21,12 @@ class Context:
     Not a pytree on purpose, so that hooks that copy or cast a module's arguments leave it unchanged.
 
     Attributes:
-        valid: [B, S] bool, False at padding, at the positions that attention sees; None without padding.
-        own_valid: The same at the positions of this rank's activations (split by cp and sequence parallelism).
+        mask: The mask of attention, where it sees whole samples; ``plan`` follows from it under context parallelism.
+        own_valid: [B, S] bool, False at padding, at the positions of this rank's activations (split by cp and sequence
+            parallelism); None without padding.
         valid_tokens: Non-padding tokens of the micro-batch, known on the host.
         angles: (cos, sin) of rope, [B, S/cp, D / 2] each, in the order of the positions; None without rope.
         streams: Random streams of this micro-batch's dropout.
-        documents: Documents that attention does not cross; None if a sample is one document.
         plan: This rank's tiles of attention if keys come from other cp ranks; it includes documents and padding.
         slicing: How layers run slice by slice.
         slices: Slices of the sequence on this cp rank if layers run slice by slice; otherwise empty.
@@ -38,12 +38,11 @@ class Context:
         followed: The result goes to another layer of the same unit, so that its last sum may be left to that layer.
     """
 
-    valid: Tensor | None
+    mask: DeviceMask
     own_valid: Tensor | None
     valid_tokens: int
     angles: tuple[Tensor, Tensor] | None = None
     streams: Streams = field(default_factory=Streams.current)
-    documents: PackedDocuments | None = None
     plan: TilePlan | None = None
     slicing: Slicing = field(default_factory=Slicing)
     slices: tuple[slice, ...] = ()

@@ -31,13 +31,7 @@ class TiedWord(nn.Module):
 
 
 def drop(x: Tensor, probability: float, rank: int) -> Tensor:
-    """Apply dropout to the embedding's output [B, S(/mp), H].
-
-    Args:
-        x: The output.
-        probability: Dropout probability.
-        rank: Number of this rank among those that hold other positions.
-    """
+    """Apply dropout to the embedding's output [B, S(/mp), H]. rank: number among ranks with other positions."""
     return Streams.current().dropout(x, probability, "embedding", rank)
 
 

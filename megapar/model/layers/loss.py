@@ -1,10 +1,13 @@
-"""Vocab parallel linear cross-entropy, computed chunk by chunk so that the full logits never exist.
+"""Loss terms of a micro-batch, and the vocab parallel linear cross-entropy that computes most of them.
+
+Cross-entropy is computed chunk by chunk so that the full logits never exist.
 
 Shape letters: N rows (tokens), H hidden, V vocabulary; /mp marks the split over the tensor parallel axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import vocab_parallel_cross_entropy_, vocabulary_range
 from megapar.model.cost.operators import rows_at_a_time
+from megapar.moe.stats import MoeStats
 
 IGNORED = -100
 
@@ -41,12 +45,9 @@ def vocab_parallel_linear_cross_entropy(
 
     Args:
         hidden: [N, H], the same on all mp ranks.
-        weight: [V/mp, H], this rank's shard.
-        bias: [V/mp], this rank's shard, or None.
+        weight: [V/mp, H], this rank's shard, as is the bias [V/mp].
         labels: [N] int64.
         weights: [N] fp32, read only where there is a label; None for 1, at no cost.
-        vocab_size: V.
-        mp: The tensor parallel axis.
         logits_bytes: Most bytes of logits, in max(fp32, dtype), that exist at a time; None for the device's default.
     """
     first_token, rows = check_shard(weight, vocab_size, mp)
@@ -78,14 +79,9 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _HeadGradients(NamedTuple):
-    """Gradients of the head, summed over chunks of rows.
+    """Gradients of the head, summed over chunks of rows: hidden [N, H], weight [V/mp, H] and bias [1, V/mp].
 
     Sums over many chunks lose bits in 16-bit dtypes, so those of weight and bias are in fp32 and rounded once.
-
-    Attributes:
-        hidden: [N, H], also of rows without a loss.
-        weight: [V/mp, H] in max(fp32, dtype).
-        bias: [1, V/mp] in max(fp32, dtype), or None.
     """
 
     hidden: Tensor
@@ -153,3 +149,69 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         # A zero-dim factor does not promote, so the products keep the gradients' dtypes.
         d_bias = None if d_bias is None else d_bias * grad
         return d_hidden * grad, d_weight * grad, d_bias, None, None, None, None, None, None
+
+
+ROUTING = ("aux", "z", "sequence", "orthogonal")
+
+
+class Terms(NamedTuple):
+    """Loss terms of one micro-batch on this rank, neither averaged nor weighted.
+
+    Routing losses are scalars without coefficients, summed over the mixture-of-experts layers; 0 without such layers.
+
+    Attributes:
+        sums: Scalar sums over this rank's items in max(fp32, dtype): "lm" (predicted tokens); for ERNIE also "sop"
+            (sequences); with multi-token prediction also "mtp" (the tokens that it predicts).
+        aux: Load balancing loss of the micro-batch.
+        z: Router z-loss.
+        sequence: Load balancing loss of each sequence, also summed over the samples.
+        orthogonal: Orthogonal loss of the routers.
+        load: [mixture-of-experts layers, experts] int64, (token, choice) pairs routed before drops; [0, 0] without
+            such layers.
+        dropped: int64 scalar, dropped (token, choice) pairs.
+    """
+
+    sums: dict[str, Tensor]
+    aux: Tensor
+    z: Tensor
+    sequence: Tensor
+    orthogonal: Tensor
+    load: Tensor
+    dropped: Tensor
+
+    def routing(self) -> Tensor:
+        """Return the routing losses in the order of ROUTING, [4], without gradients."""
+        return torch.stack([getattr(self, name).detach() for name in ROUTING])
+
+
+def collect(sums: dict[str, Tensor], stats: Sequence[MoeStats], like: Tensor | None = None) -> Terms:
+    """Combine the loss sums, none on a pipeline stage without a head, with the layers' statistics, summed.
+
+    like: tensor with the dtype and device of the zeros; None for ``sums["lm"]``.
+    """
+    like = sums["lm"] if like is None else like
+    if not stats:
+        aux, z, sequence, orthogonal = like.new_zeros(4).unbind()
+        dropped = torch.zeros((), dtype=torch.int64, device=like.device)
+        load = dropped.new_empty((0, 0))
+        return Terms(sums, aux=aux, z=z, sequence=sequence, orthogonal=orthogonal, load=load, dropped=dropped)
+    zero = like.new_zeros(())
+    load = torch.stack([s.load for s in stats])
+    counted = load if all(s.counted is s.load for s in stats) else torch.stack([s.counted for s in stats])
+    scale, tokens = stats[0].aux_scale, stats[0].tokens  # of the micro-batch and of all layers
+    over = [s.over for s in stats if s.over is not None]
+    return Terms(
+        sums,
+        aux=(torch.stack([s.probs for s in stats]) * counted).sum() * scale,
+        z=torch.stack([s.squares for s in stats]).sum() / tokens,
+        sequence=_sum([s.sequence for s in stats], zero),
+        orthogonal=_sum([s.orthogonal for s in stats], zero),
+        load=load,
+        dropped=torch.stack(over).sum() if over else load.new_zeros(()),
+    )
+
+
+def _sum(losses: Sequence[Tensor | None], zero: Tensor) -> Tensor:
+    """Return the sum of the layers' losses; ``zero`` if they are not used."""
+    used = [loss for loss in losses if loss is not None]
+    return torch.stack(used).sum() if used else zero

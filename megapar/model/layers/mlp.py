@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT
-from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear
+from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, local, parameter
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -31,13 +32,7 @@ class Mlp(nn.Module):
     adds_onto = True  # it takes a sum to add to
 
     def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        *,
-        gated: bool,
-        bias: bool,
-        **options: Unpack[LayerOptions],
+        self, hidden_size: int, ffn_hidden_size: int, *, gated: bool, bias: bool, **options: Unpack[LayerOptions]
     ) -> None:
         super().__init__()
         first = ColumnLinear(
@@ -51,18 +46,12 @@ class Mlp(nn.Module):
         self.run, self.selective = execution.run, execution.selective
         self.gate_up = first if gated else None
         self.up = None if gated else first
-        self.down = RowLinear(
-            ffn_hidden_size,
-            hidden_size,
-            bias=bias,
-            **options,
-        )
+        self.down = RowLinear(ffn_hidden_size, hidden_size, bias=bias, **options)
 
     def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
         """Return [B, S(/mp), H] for x [B, S(/mp), H].
 
         Args:
-            x: The input.
             ends_unit: The recomputed unit whose output is made here; its recomputation skips the last product.
             onto: A sum [B S(/mp), H] to add the output to, which is returned in its place (``RowLinear``).
         """
@@ -90,3 +79,34 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 _activations = (gelu, swiglu)
+
+
+class TokenGatedMlp(Mlp):
+    """sigmoid(x g^T) mlp(x); x [B, S(/mp), H], the gate's weight g [1, H] whole on all ranks.
+
+    The gate multiplies the finished sum over mp, so every mp rank has its whole gradient for its positions: all
+    positions, or a part of them under sequence parallelism, where the gradients are partial sums over mp.
+    Source: Qwen2-MoE ("Qwen1.5-MoE", its model card; arXiv 2407.10671, section 2.2.2).
+    """
+
+    adds_onto = False
+
+    def __init__(
+        self, hidden_size: int, ffn_hidden_size: int, *, gated: bool, bias: bool, **options: Unpack[LayerOptions]
+    ) -> None:
+        super().__init__(hidden_size, ffn_hidden_size, gated=gated, bias=bias, **options)
+        self.token_gate = parameter((1, hidden_size), options["dtype"], options["device"])
+
+    def forward(self, x: Tensor, ends_unit: Replay | None = None, onto: Tensor | None = None) -> Tensor:
+        """Return [B, S(/mp), H] for x [B, S(/mp), H], or ``onto`` [B S(/mp), H] plus that.
+
+        ``ends_unit`` is ignored: the gate's backward needs the last product, so no recomputation skips it.
+        """
+        y = self.run(gate_tokens, super().forward(x), x, local(self.token_gate))
+        return y if onto is None else onto + y.flatten(0, -2)
+
+
+@counted(2, 2)
+def gate_tokens(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return y [B, S, H] times sigmoid(x [B, S, H] weight [1, H]^T)."""
+    return y * torch.sigmoid(F.linear(x, weight))

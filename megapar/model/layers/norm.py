@@ -11,8 +11,8 @@ from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import local, parameter
 
 
-class RmsNorm(nn.Module):
-    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight; x [.., H], weight [H] whole on all ranks.
+class Norm(nn.Module):
+    """Base class of the norms of x [.., H], with a weight [H] that is whole on all ranks.
 
     The weight of a norm over all heads is [N/mp, D]; ``GroupedQueryAttention`` applies it.
     """
@@ -27,9 +27,20 @@ class RmsNorm(nn.Module):
         run: FunctionRunner = plain,
     ) -> None:
         super().__init__()
-        self.epsilon = epsilon
+        self.epsilon, self.run = epsilon, run
         self.weight = parameter((size,) if isinstance(size, int) else size, dtype, device)
-        self.run = run
+
+    def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (x + y, norm(x + y)), as one function if functions are compiled."""
+        if self.run is plain:
+            total = x + y
+            return total, self(total)
+        both: tuple[Tensor, Tensor] = self(x, y)
+        return both
+
+
+class RmsNorm(Norm):
+    """RMS norm: x / sqrt(mean(x^2) + epsilon) * weight."""
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize x [.., H]; with y see ``after``, which calls the module, so that FSDP unshards the weight."""
@@ -37,13 +48,9 @@ class RmsNorm(nn.Module):
             return self.run(add_rms_norm, x, y, local(self.weight), self.epsilon)
         return self.run(rms_norm, x, local(self.weight), self.epsilon)
 
-    def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x + y, norm(x + y)), as one function if functions are compiled."""
-        return after(self, x, y)
 
-
-class LayerNorm(nn.Module):
-    """Layer norm: (x - mean) / sqrt(variance + epsilon) * weight + bias; weight and bias [H] whole on all ranks."""
+class LayerNorm(Norm):
+    """Layer norm: (x - mean) / sqrt(variance + epsilon) * weight + bias; the bias [H] is whole on all ranks."""
 
     def __init__(
         self,
@@ -54,30 +61,14 @@ class LayerNorm(nn.Module):
         device: torch.device | str | None,
         run: FunctionRunner = plain,
     ) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = parameter((size,), dtype, device)
+        super().__init__(size, epsilon, dtype=dtype, device=device, run=run)
         self.bias = parameter((size,), dtype, device)
-        self.run = run
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalize x [.., H]; with y see ``after``. torch's kernel computes statistics of 16-bit inputs in fp32."""
+        """See ``RmsNorm.forward``. torch's kernel computes statistics of 16-bit inputs in fp32."""
         if y is not None:
             return self.run(add_layer_norm, x, y, local(self.weight), local(self.bias), self.epsilon)
         return self.run(layer_norm, x, local(self.weight), local(self.bias), self.epsilon)
-
-    def after(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (x + y, norm(x + y)), as one function if functions are compiled."""
-        return after(self, x, y)
-
-
-def after(norm: RmsNorm | LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (x + y, norm(x + y)), as one function if functions are compiled, by a call of the module in each case."""
-    if norm.run is plain:
-        total = x + y
-        return total, norm(total)
-    both: tuple[Tensor, Tensor] = norm(x, y)
-    return both
 
 
 @counted(2)
@@ -114,6 +105,6 @@ def make_norm(
     dtype: torch.dtype,
     device: torch.device | str | None,
     run: FunctionRunner = plain,
-) -> RmsNorm | LayerNorm:
+) -> Norm:
     """Build the norm named ``kind``: ``rmsnorm`` or ``layernorm``."""
     return (RmsNorm if kind == "rmsnorm" else LayerNorm)(size, epsilon, dtype=dtype, device=device, run=run)

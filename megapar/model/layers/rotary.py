@@ -19,8 +19,6 @@ class RotaryEmbedding:
 
     Args:
         rotary_dim: Leading features of a head that are rotated (Dr).
-        theta: Base of the angles.
-        dtype: Compute dtype.
         scaling: Scaling of the frequencies; None for theta^(-2i / Dr).
         head_dim: Features that the angles cover (D >= Dr); those after Dr have angle 0. None for Dr.
     """
@@ -65,10 +63,7 @@ class RotaryEmbedding:
 def scaled_frequencies(wavelengths: Tensor, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Return the frequencies [Dr / 2] of pairs of features in the order of operations of transformers.
 
-    Args:
-        wavelengths: Positions in one radian without scaling, theta^(2i / Dr), [Dr / 2].
-        theta: Base of the angles.
-        scaling: Scaling of the frequencies, see ``RopeScaling`` for its sources; None for none.
+    wavelengths: positions in one radian without scaling, theta^(2i / Dr), [Dr / 2]. ``RopeScaling`` has the sources.
     """
     frequencies = 1.0 / wavelengths
     if scaling is None:

@@ -26,7 +26,7 @@ from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.data.batches import Collate
 from megapar.data.corpus import Corpus
 from megapar.errors import Complaint, ConfigError
-from megapar.model.attention.latent_exchange import LATENT
+from megapar.model.attention.latent import LATENT
 from megapar.model.initialize import fill
 from megapar.model.spec import spec_of
 from megapar.moe.layer import MoeParts

@@ -25,9 +25,9 @@ from megapar.core.device.peak import peak_flops
 from megapar.errors import TrainingError
 from megapar.health.hangs.stragglers import Pace
 from megapar.health.hangs.stragglers import pace as find_pace
-from megapar.model.ernie3.tasks import CLASSES, TASKS
+from megapar.model.ernie3.sizes import CLASSES, TASKS
 from megapar.model.flops import flops_per_token
-from megapar.model.layers.terms import ROUTING
+from megapar.model.layers.loss import ROUTING
 from megapar.training.reports.chosen_loggers import make_loggers
 from megapar.training.reports.logger import Logger
 from megapar.training.reports.record import Record

@@ -17,7 +17,7 @@ from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import seed_micro_batch
 from megapar.core.sharding.partial_gradients import sum_partial, sum_tied
 from megapar.health.corruption.first_nonfinite import FirstNonfinite, watch
-from megapar.model.layers.terms import Terms
+from megapar.model.layers.loss import Terms
 from megapar.training.step.batches import Denominators, StepBatches
 from megapar.training.step.function_runner import runs_alike
 from megapar.training.step.job import Job

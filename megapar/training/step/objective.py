@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from megapar.arguments import Config
-from megapar.model.layers.terms import ROUTING, Terms
+from megapar.model.layers.loss import ROUTING, Terms
 from megapar.model.spec import spec_of
 
 T = TypeVar("T", float, Tensor)

@@ -20,7 +20,7 @@ from megapar.data.batches import MicroBatch
 from megapar.health.corruption.step_digest import StepDigest
 from megapar.model.decoder.model import Decoder
 from megapar.model.ernie.model import Ernie
-from megapar.model.layers.terms import Terms
+from megapar.model.layers.loss import Terms
 from megapar.training.step.objective import Objective
 
 

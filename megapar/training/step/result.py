@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapar.core.comm.meter import Waits
-from megapar.model.layers.terms import Terms
+from megapar.model.layers.loss import Terms
 from megapar.training.step.batches import Denominators
 
 

@@ -12,8 +12,9 @@ from megapar.core.context_parallel.online_softmax import merge
 from megapar.core.context_parallel.positions import SequenceLayout
 from megapar.core.context_parallel.ring import ring_plan
 from megapar.core.device.attention.blocks import AttentionBlock, block_reference
-from megapar.core.device.attention.documents import PackedDocuments, packed_attention_reference
+from megapar.core.device.attention.table import FULL
 from megapar.core.device.attention.whole import attention_reference
+from tests.support.attention import plain_attention_of
 
 LENGTH, SAMPLES, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8  # SIZE: features of queries and keys
 ENDS, LENGTHS = [5, 17, 24, 24 + 1, 24 + 13, 48], [24, 7]
@@ -39,27 +40,27 @@ class Neighbours:
             return [of[(self.rank - step) % size] for step in range(1, size)]
         return [of[0].with_message(torch.cat([columns.message for columns in of])[self.gathered])]
 
-    def forward(self, own, plan, see):
-        see(plan.own, own)
-        for tiles, columns in zip(plan.others, self._arrivals(self.columns), strict=True):
-            see(tiles, columns)
+    def forward(self, own, plan, compute):
+        compute(plan.local_tiles, own)
+        for tiles, columns in zip(plan.remote_tiles, self._arrivals(self.columns), strict=True):
+            compute(tiles, columns)
 
-    def backward(self, own, plan, see):
+    def backward(self, own, plan, compute):
         mine = own.zeros()
-        see(plan.early, own, mine)
+        compute(plan.first_local_tiles, own, mine)
         if self.gathered:
             (whole,) = self._arrivals(self.columns)
             gradients = whole.zeros()
-            see(plan.others[0], whole, gradients)
+            compute(plan.remote_tiles[0], whole, gradients)
             by_rank = torch.empty_like(gradients.message).index_copy_(0, torch.tensor(self.gathered), gradients.message)
             for theirs, share in zip(self.gradients, by_rank.split(own.message.shape[0]), strict=True):
                 theirs.message.add_(share)
         else:
             for tiles, columns, theirs in zip(
-                plan.others, self._arrivals(self.columns), self._arrivals(self.gradients), strict=True
+                plan.remote_tiles, self._arrivals(self.columns), self._arrivals(self.gradients), strict=True
             ):
-                see(tiles, columns, theirs)
-        see(plan.late, own, mine)
+                compute(tiles, columns, theirs)
+        compute(plan.last_local_tiles, own, mine)
         return mine
 
 
@@ -88,11 +89,7 @@ def shared(tensors, layout, mask, *, gathered, flash, dropout=0.0):
 def whole(tensors, mask):
     """The same by one call of the reference."""
     q, k, v = (x.detach().requires_grad_() for x in tensors)
-    if mask.ends is not None:
-        y = packed_attention_reference(q, k, v, documents=PackedDocuments.of(mask, torch.device("cpu")))
-    else:
-        valid = None if mask.lengths is None else torch.arange(LENGTH) < torch.tensor(mask.lengths)[:, None]
-        y = attention_reference(q, k, v, causal=mask.causal, valid=valid)
+    y = plain_attention_of(mask, q, k, v)
     return y, *torch.autograd.grad(y.square().sum(), (q, k, v))
 
 
@@ -122,7 +119,7 @@ def test_shared_attention_is_that_of_one_process(name, size, gathered, value_dim
 
 def test_blocks_merge_in_any_order():
     q, k, v = draw(torch.float64)
-    want = attention_reference(q, k, v, causal=False)
+    want = attention_reference(q, k, v, form=FULL)
     for cuts in ((8, 8, 8), (1, 20, 3)):
         parts = list(zip(k.split(cuts, dim=2), v.split(cuts, dim=2), strict=True))
         for order in (parts, parts[::-1]):

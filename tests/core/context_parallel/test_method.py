@@ -16,8 +16,7 @@ from megapar.core.context_parallel.blockwise import attend_blockwise
 from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
-from megapar.core.device.attention.documents import PackedDocuments, packed_attention_reference
-from megapar.core.device.attention.whole import attention_reference
+from tests.support.attention import plain_attention_of
 from tests.support.ranks import run_ranks
 
 SAMPLES, LENGTH, HEADS, GROUPS, SIZE = 2, 16, 4, 2, 8
@@ -48,17 +47,11 @@ def draw(value_dim=SIZE):
 
 def attend(method, q, k, v, causal, ends):
     """q, k, v [B, S/cp, heads, D] of this rank to y of the same."""
-    documents = (
-        None if ends is None else PackedDocuments.of(AttentionMask.of_documents(ends, SAMPLES), torch.device("cpu"))
-    )
+    mask = AttentionMask.of(SAMPLES, LENGTH, causal=causal, ends=ends)
     if method.deals_heads:
         q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, method.axis, method.comm))
-        if documents is None:
-            y = attention_reference(q, k, v, causal=causal)
-        else:
-            y = packed_attention_reference(q, k, v, documents=documents)
-        return to_positions(y.transpose(1, 2), method.axis, method.comm)
-    plan = method.plan(AttentionMask.of(SAMPLES, LENGTH, causal=causal, ends=ends))
+        return to_positions(plain_attention_of(mask, q, k, v).transpose(1, 2), method.axis, method.comm)
+    plan = method.plan(mask)
     heads = [x.transpose(1, 2) for x in (q, k, v)]
     return attend_blockwise(*heads, method.transport, plan, flash=False).transpose(1, 2)
 
@@ -66,13 +59,7 @@ def attend(method, q, k, v, causal, ends):
 def whole(causal, ends, value_dim=SIZE):
     q, k, v = (x.requires_grad_() for x in draw(value_dim))
     heads = [x.transpose(1, 2) for x in (q, k, v)]
-    if ends is not None:
-        y = packed_attention_reference(
-            *heads, documents=PackedDocuments.of(AttentionMask.of_documents(ends, SAMPLES), torch.device("cpu"))
-        )
-    else:
-        y = attention_reference(*heads, causal=causal)
-    y = y.transpose(1, 2)
+    y = plain_attention_of(AttentionMask.of(SAMPLES, LENGTH, causal=causal, ends=ends), *heads).transpose(1, 2)
     return y, torch.autograd.grad(y.square().sum(), (q, k, v))
 
 

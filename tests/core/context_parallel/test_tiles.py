@@ -142,8 +142,5 @@ def test_tiles_cut_by_columns_cover_the_same_pairs_in_few_spans(name, layout):
 def test_a_causal_tile_is_a_span_of_its_own_where_it_is_too_long():
     tiles = [Tile(None, range(2), range(0, 2)), Tile(None, range(6), range(2, 8), causal=True)]
     assert cut_columns(tiles, 4) == tiles
-    assert spans(tiles, 4) == [
-        (range(0, 2), [tiles[0]]),
-        (range(2, 8), [Tile(None, range(6), range(6), causal=True)]),
-    ]
+    assert spans(tiles, 4) == [(range(0, 2), [tiles[0]]), (range(2, 8), [Tile(None, range(6), range(6), causal=True)])]
     assert spans([], 4) == []

@@ -11,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 
 from megapar.core.device.compiled import Compiled, plain
 from megapar.core.tensor_parallel.execution import Execution
+from megapar.model.attention.self_attention import attend
 from megapar.model.layers.norm import rms_norm
-from megapar.model.layers.self_attention import attend
 from megapar.moe.experts import activate
 from megapar.moe.router import choose, score
-from tests.model.small import BIASED_MOE, DENSE, ERNIE, MOE, batch_for, build, total
+from tests.model.small import BIASED_MOE, DENSE, ERNIE, LATENT, MOE, batch_for, build, total
 
 # What each of them runs, by the functions' names; all are compiled with fullgraph, so that a graph break gives up.
 ATTENTION = {"rotated_heads", "attend"}
@@ -68,6 +68,22 @@ def assert_same_numbers(sizes, run):
 
 def name(function):
     return function.__qualname__
+
+
+@pytest.mark.parametrize("sizes", [DENSE, LATENT, ERNIE])
+def test_layouts_of_documents_compile_nothing_again(sizes):
+    """A function that took the host's facts of a mask would be compiled for each micro-batch."""
+    model, batch = build(sizes, execution=Execution(run=Compiled("aot_eager"))), batch_for(sizes)
+    if sizes is ERNIE:  # samples without padding, one after another
+        batch |= {name: batch[name].reshape(1, -1) for name in ("tokens", "positions", "token_types", "task_types")}
+    graphs = []
+    for layout in range(20):
+        ends = torch.tensor(sorted({2 + layout % 5, 5 + layout // 5, 16, 17 + layout % 4, 32}))
+        starts = torch.cat((torch.zeros(1), ends)).int()
+        total(model, batch | ({"ends": ends, "starts": starts} if sizes is ERNIE else {"ends": ends})).backward()
+        graphs.append(dict(torch._dynamo.utils.counters["stats"]))
+    assert graphs[0]["unique_graphs"] >= 3
+    assert graphs[1:] == graphs[:1] * 19
 
 
 def test_what_another_rank_gives_up_is_not_compiled():

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.core.device.attention.head_dims import HeadWidths
-from megapar.core.device.attention.whole import kernel_head_dims
+from megapar.core.device.attention.whole import HeadWidths, kernel_head_dims
 from megapar.core.device.latent_heads import (
     join_heads_apart,
     join_heads_once,

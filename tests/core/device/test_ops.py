@@ -14,16 +14,17 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention import documents as packed_attention
 from megapar.core.device.attention import whole as attention
 from megapar.core.device.attention.documents import (
-    PackedDocuments,
     by_kernel,
     packed_attention_by_document,
     packed_attention_reference,
 )
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.slices import (
     attention_slice_merged,
     attention_slice_reference,
     packed_attention_slice_reference,
 )
+from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
 from megapar.core.device.attention.whole import attention_fused, attention_reference
 from megapar.core.device.ops import OPS, op
 from megapar.core.device.rotary import rotary_reference
@@ -94,13 +95,13 @@ def cases(name, dtype):
         return [
             (
                 tuple(draw(i, *s, dtype=dtype) for i, s in enumerate(one)),
-                {"documents": PackedDocuments.of(mask, torch.device("cpu"))},
+                {"mask": DeviceMask.of(mask, torch.device("cpu"))},
             )
             for one in shapes
             for mask in masks
         ]
     if name == "packed_attention_slice":
-        documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
+        documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
         return [
             (
                 tuple(draw(i, 2, n, s, 16, dtype=dtype) for i, (n, s) in enumerate(((4, stop - start), *keys))),
@@ -117,11 +118,17 @@ def cases(name, dtype):
         ]
     valid = torch.ones(2, 8, dtype=torch.bool)
     valid[1, 5:] = False
+    memory = torch.ones(8, 8, dtype=torch.bool).tril(3)[None]
     query, grouped, whole = ((2, n, 8, 16) for n in (4, 2, 4))
     return [
         (tuple(draw(i, *shape, dtype=dtype) for i, shape in enumerate((query, keys, keys))), arguments)
         for keys in (grouped, whole)
-        for arguments in ({"causal": True}, {"causal": False}, {"causal": False, "valid": valid})
+        for arguments in (
+            {"form": CAUSAL},
+            {"form": FULL},
+            {"form": MASKED, "valid": valid},
+            {"form": MASKED, "valid": memory},
+        )
     ]
 
 
@@ -222,18 +229,18 @@ def test_flash_by_name_pads_heads_as_torch_does(head, value, monkeypatch):
     q, k, v = (
         draw(i, 2, n, 8, size, dtype=torch.bfloat16) for i, (n, size) in enumerate(((4, head), (2, head), (2, value)))
     )
-    got = OPS["attention_flash"]["cuda"](q, k, v, causal=True)
-    want = attention_reference(*(x.double() for x in (q, k, v)), causal=True)
+    got = OPS["attention_flash"]["cuda"](q, k, v, form=CAUSAL)
+    want = attention_reference(*(x.double() for x in (q, k, v)), form=CAUSAL)
     assert got.shape == want.shape
     assert float((got - want).detach().norm() / want.detach().norm()) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("given", [{"dropout": 0.5}, {"valid": torch.ones(2, 8).bool()}])
+@pytest.mark.parametrize("given", [{"form": FULL, "dropout": 0.5}, {"form": MASKED, "valid": torch.ones(2, 8).bool()}])
 def test_cudnn_by_name_leaves_other_calls_to_torch(given, monkeypatch):
     monkeypatch.setattr(attention, "capability_of", lambda like: (9, 0))
     monkeypatch.setattr(attention, "attention_fused", lambda *tensors, **more: "torch's choice")
     q = draw(0, 2, 4, 8, 16, dtype=torch.bfloat16)
-    assert OPS["attention_cudnn"]["cuda"](q, q, q, causal=False, **given) == "torch's choice"
+    assert OPS["attention_cudnn"]["cuda"](q, q, q, **given) == "torch's choice"
 
 
 def test_fp64_and_unknown_devices_take_the_reference():
@@ -246,10 +253,10 @@ def test_fp64_and_unknown_devices_take_the_reference():
 
 def test_attention_reference_by_hand():
     q, k, v = (draw(i, 1, 1, 3, 4, dtype=torch.float64) for i in range(3))
-    first = attention_reference(q, k, v, causal=True)[0, 0, 0]
+    first = attention_reference(q, k, v, form=CAUSAL)[0, 0, 0]
     assert torch.allclose(first, v[0, 0, 0])
     weights = (q[0, 0, 1] @ k[0, 0, :2].T / 2.0).softmax(0)
-    second = attention_reference(q, k, v, causal=True)[0, 0, 1]
+    second = attention_reference(q, k, v, form=CAUSAL)[0, 0, 1]
     assert torch.allclose(second, weights @ v[0, 0, :2])
 
 
@@ -257,7 +264,7 @@ def test_attention_reference_by_hand():
 def test_attention_dropout_keeps_the_mean(form):
     torch.manual_seed(0)
     q, k = torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4)
-    y = form(q, k, torch.ones(1, 1, 64, 4), causal=False, dropout=0.5)
+    y = form(q, k, torch.ones(1, 1, 64, 4), form=FULL, dropout=0.5)
     assert float(y.mean()) == pytest.approx(1.0, abs=0.05)
     assert float(y.std()) > 0.05
 
@@ -267,7 +274,7 @@ def test_slices_of_causal_attention_are_the_whole(form):
     """Outputs and gradients of uneven slices against the whole, in fp64; a mask aligned top left would differ."""
     tensors = [draw(i, 2, heads, 9, 16, dtype=torch.float64) for i, heads in enumerate((4, 2, 2))]
     q, k, v = tensors
-    whole = attention_reference(q, k, v, causal=True)
+    whole = attention_reference(q, k, v, form=CAUSAL)
     edges = (0, 1, 5, 9)
     pieces = [form(q[:, :, a:b], k[:, :, :b], v[:, :, :b]) for a, b in itertools.pairwise(edges)]
     sliced = torch.cat(pieces, dim=2)
@@ -308,17 +315,17 @@ def test_gradients_of_forms_for_cuda_are_those_of_autograd(name):
 
 
 def test_packed_attention_is_attention_of_each_document_alone():
-    documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
+    documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
-    packed = packed_attention_reference(q, k, v, documents=documents)
+    packed = packed_attention_reference(q, k, v, mask=documents)
     for sample, start, end in ((0, 0, 3), (0, 3, 8), (1, 0, 1), (1, 1, 2), (1, 2, 8)):
-        alone = attention_reference(*(x[sample : sample + 1, :, start:end] for x in (q, k, v)), causal=True)
+        alone = attention_reference(*(x[sample : sample + 1, :, start:end] for x in (q, k, v)), form=CAUSAL)
         assert torch.allclose(packed[sample : sample + 1, :, start:end], alone, atol=1e-12)
 
 
 def test_packed_attention_never_holds_a_square():
     """One call per document: the largest tensor made is no larger than the scores of the longest document."""
-    documents = PackedDocuments.of(AttentionMask.of_documents(range(16, 2049, 16)), torch.device("cpu"))
+    documents = DeviceMask.of(AttentionMask.of_documents(range(16, 2049, 16)), torch.device("cpu"))
     q = torch.randn(1, 2, 2048, 8)
     sizes = []
 
@@ -329,7 +336,7 @@ def test_packed_attention_never_holds_a_square():
             return out
 
     with Watch():
-        packed_attention_by_document(q, q, q, documents=documents)
+        packed_attention_by_document(q, q, q, mask=documents)
     assert max(sizes) <= q.numel()
 
 
@@ -360,11 +367,11 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
 
     stand_in.__signature__ = signature
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
-    documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
+    documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
     for value_dim in (16, 8, 24):
         shapes = ((4, 16), (2, 16), (2, value_dim))
         tensors = [draw(i, 2, n, 8, size, dtype=torch.float32) for i, (n, size) in enumerate(shapes)]
-        expected = packed_attention_reference(*tensors, documents=documents)
+        expected = packed_attention_reference(*tensors, mask=documents)
         assert torch.allclose(by_kernel(*tensors, (documents.starts, documents.starts), (6, 6)), expected, atol=1e-5)
 
 
@@ -387,7 +394,7 @@ def lower_right(query, key, value, starts_q, starts_k, max_q, max_k, *, window_s
 @pytest.mark.parametrize("ends", [[8, 16], [3, 8, 9, 10, 16], [8, 11, 12, 16], [4, 5, 8, 12, 13, 16]])
 @pytest.mark.parametrize("place", [slice(0, 3), slice(3, 4), slice(4, 8), slice(0, 8)])
 def test_documents_of_a_slice_are_one_call_of_the_kernel(ends, place, monkeypatch):
-    documents = PackedDocuments.of(AttentionMask.of_documents(ends, 2), torch.device("cpu"))
+    documents = DeviceMask.of(AttentionMask.of_documents(ends, 2), torch.device("cpu"))
     monkeypatch.setattr(packed_attention, "varlen_attention", lower_right)
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64)[:, :, : place.stop] for i, n in enumerate((4, 2, 2)))
     cut = documents.cut(place)
@@ -398,9 +405,9 @@ def test_documents_of_a_slice_are_one_call_of_the_kernel(ends, place, monkeypatc
 
 
 def test_slices_inside_documents_are_the_whole_cut():
-    documents = PackedDocuments.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
+    documents = DeviceMask.of(AttentionMask.of_documents([3, 8, 9, 10, 16], 2), torch.device("cpu"))
     q, k, v = (draw(i, 2, n, 8, 16, dtype=torch.float64) for i, n in enumerate((4, 2, 2)))
-    whole = packed_attention_reference(q, k, v, documents=documents)
+    whole = packed_attention_reference(q, k, v, mask=documents)
     for place in (slice(0, 3), slice(3, 4), slice(4, 8)):
         seen = [x[:, :, : place.stop] for x in (k, v)]
         got = packed_attention_slice_reference(q[:, :, place], *seen, documents=documents.cut(place))

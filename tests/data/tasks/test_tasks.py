@@ -30,7 +30,7 @@ from megapar.data.tasks.sentences import (
 from megapar.data.tokenizers.tokenizer import MockTokenizer, WordMarks
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
-from megapar.model.ernie3.tasks import TASKS, reorder_classes, tasks_of
+from megapar.model.ernie3.sizes import TASKS, reorder_classes, tasks_of
 
 TOKENIZER = MockTokenizer(101)
 CLS, SEP, PAD, MASK = 4, 5, 0, 6

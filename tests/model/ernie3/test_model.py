@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.pipeline.stages import Stages
 from megapar.data.sampling.samples import RandomPieces
 from megapar.data.tasks.build import TaskData, collate_tasks
 from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
-from megapar.model.ernie3.recurrence import BranchContext, generate
-from megapar.model.ernie3.sizes import Ernie3Sizes
-from megapar.model.ernie3.tasks import TASKS
+from megapar.model.ernie3.recurrence import Branch, BranchContext, generate
+from megapar.model.ernie3.sizes import TASKS, Ernie3Sizes
 from megapar.model.spec import parameter_counts, table_of
 from tests.model.small import initialize, named_tensors, shift_norms
 
@@ -134,9 +135,10 @@ def test_memory_is_the_same_layers_last_segment_without_gradient() -> None:
     valid[1, 6:] = False
     rows = torch.arange(2)
     slices = (slice(0, 8), slice(8, 16))
-    context = BranchContext(valid, None, 32, slices=slices, own_slices=slices, text=valid, memory=4)
+    mask = DeviceMask(AttentionMask(2, 16, causal=False, padded=True), valid)
+    context = BranchContext(mask, None, 32, slices=slices, own_slices=slices)
     first, second = x[:, :8].clone().requires_grad_(), x[:, 8:].clone().requires_grad_()
-    y = generate(block, torch.cat((first, second), dim=1), rows, context)
+    y = generate(block, torch.cat((first, second), dim=1), Branch.generation(rows, valid, slices, 4), context)
 
     def attend(queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
         weight, bias = block.attention.qkv.weight, block.attention.qkv.bias

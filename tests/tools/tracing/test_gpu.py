@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.device.attention import whole as attention
-from megapar.core.device.attention.table import MASKED
+from megapar.core.device.attention.table import FULL, MASKED
 from megapar.core.device.ops import OPS
 from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 
@@ -58,7 +58,7 @@ MASK = torch.ones(2, 704, dtype=torch.bool, device=META)
 def test_attention_with_a_mask_never_is_cudnns(capability: tuple[int, int]) -> None:
     """Its backward returns NaN where S % 128 = 64 (torch's issue 196678)."""
     q, k, v = heads(4), heads(4), heads(4)
-    padded = called(OPS["attention"]["cuda"], q, k, v, causal=False, valid=MASK, capability=capability)
+    padded = called(OPS["attention"]["cuda"], q, k, v, form=MASKED, valid=MASK, capability=capability)
     segment = called(
         lambda *given: attention.torch_attention(MASKED, *given, mask=MASK[:, None, None]),
         q,
@@ -70,7 +70,7 @@ def test_attention_with_a_mask_never_is_cudnns(capability: tuple[int, int]) -> N
 
 
 def test_dropout_never_is_cudnns() -> None:
-    found = called(OPS["attention"]["cuda"], heads(4), heads(4), heads(4), causal=False, dropout=0.1)
+    found = called(OPS["attention"]["cuda"], heads(4), heads(4), heads(4), form=FULL, dropout=0.1)
     assert found.kernels == ["flash", "flash"]
 
 

@@ -73,7 +73,7 @@ HERE = "tests/tools/translation/test_megatron_numbers.py"
 STEPS = f"{HERE}::test_two_steps_are_megatron_s"
 MASTERS = f"{HERE}::test_masters_gradients_and_moments_are_fp32"
 GATES = "tests/moe/test_deepspeed_gates.py"
-TOKEN_GATE = "tests/model/layers/test_token_gated_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
+TOKEN_GATE = "tests/model/layers/test_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
 AHEAD = "tests/model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula"
 LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
 ROPE = "tests/model/layers/test_rotary.py::test_frequencies_are_those_of_transformers"
@@ -96,7 +96,7 @@ FLAGS = {
     **dict.fromkeys(("--original-max-position-embeddings", "--low-freq-factor", "--high-freq-factor"), ROPE),
     **dict.fromkeys(("--beta-fast", "--beta-slow", "--mscale", "--mscale-all-dim", "--rope-attention-factor"), ROPE),
     "--moe-router-pre-softmax": "tests/moe/test_hf.py::test_weights_of_published_routers_and_their_gradients",
-    "--multi-latent-attention": "tests/model/layers/test_latent_attention.py::test_it_is_the_published_class",
+    "--multi-latent-attention": "tests/model/attention/test_latent_layer.py::test_it_is_the_published_class",
     "--moe-layer-freq": "tests/model/test_layer_pattern.py::test_lists_are_those_of_python",
     "--moe-shared-expert-intermediate-size": TOKEN_GATE,
     "--moe-shared-expert-gate": TOKEN_GATE,

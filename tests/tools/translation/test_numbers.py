@@ -211,10 +211,10 @@ MEGATRON = "tests/tools/translation/test_megatron_numbers.py"
 STEPS = f"{HERE}::test_two_steps_are_paddle_s"
 RATE = f"{HERE}::test_the_learning_rate_behind_the_warm_up_is_paddle_s"
 SCALE = f"{HERE}::test_the_loss_scale_moves_as_paddle_s"
-SLICES = "tests/model/layers/test_ampipe.py::test_two_ranks_equal_one_and_hooks_fire_once"
+SLICES = "tests/model/test_ampipe.py::test_two_ranks_equal_one_and_hooks_fire_once"
 GRANITE = "tests/checkpoints/export/test_convert.py::test_logits_on_every_layout"
 PATTERN = "tests/model/test_layer_pattern.py::test_a_number_gives_experts_to_every_nth_layer_as_megatron_does"
-GATED = "tests/model/layers/test_token_gated_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
+GATED = "tests/model/layers/test_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
 ROUTERS = "tests/moe/test_hf.py::test_weights_of_published_routers_and_their_gradients"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
 ROUTER = "tests/moe/test_router.py"
@@ -253,7 +253,7 @@ FLAGS = {
     **dict.fromkeys(
         ("--embedding-multiplier", "--residual-multiplier", "--logits-scaling", "--softmax-scale"), GRANITE
     ),
-    "--multi-latent-attention": "tests/model/layers/test_latent_attention.py::test_it_is_the_published_class",
+    "--multi-latent-attention": "tests/model/attention/test_latent_layer.py::test_it_is_the_published_class",
     **dict.fromkeys(("--rotary-percent", "--rope-scaling-type"), f"{MEGATRON}::test_two_steps_are_megatron_s"),
     "--reset-attention-mask": f"{MEGATRON}::test_documents_are_parted_as_megatron_s",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapar.model.layers.terms import Terms
+from megapar.model.layers.loss import Terms
 from megapar.training.step.objective import Objective
 
 

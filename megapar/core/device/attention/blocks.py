@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapar.core.device.attention.head_dims import EqualHeads, cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.mask import causal_keys
 from megapar.core.device.attention.table import BLOCKS, FLASH, takes
-from megapar.core.device.attention.whole import call_of
+from megapar.core.device.attention.whole import EqualHeads, call_of, cut_features, equal_head_dims, pad_features
+from megapar.core.device.dtypes import at_least_fp32
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -67,16 +68,11 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: f
 def block_backward_reference(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, *, causal: bool, dropout: float = 0.0
 ) -> BlockGradients:
-    """Return the block's share of the gradients.
+    """Return the block's share of the gradients; q, k, v, causal and dropout as in the forward.
 
     Args:
         grad: Gradient of the output, [B, N, S, V].
-        q: [B, N, S, D].
-        k: [B, G, L, D].
-        v: [B, G, L, V].
         block: Output and log-sum-exp merged over the whole row, and ``drawn`` of this block's forward.
-        causal: As in the forward.
-        dropout: As in the forward.
     """
     k_N, v_N = (_repeated(x, q) for x in (k, v))
     exact = block.lse.dtype
@@ -155,8 +151,5 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     """Return the scores [B, N, S, L] in max(fp32, dtype)."""
-    scores: Tensor = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-    if causal:
-        masked = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(masked, -torch.inf)
-    return scores
+    scores: Tensor = (q @ k.mT).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~causal_keys(q.shape[2], k.shape[2], q.device), -torch.inf) if causal else scores

@@ -9,187 +9,56 @@ values and outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.device.attention.head_dims import cut_features, equal_head_dims
-from megapar.core.device.attention.table import DOCUMENTS, VARLEN, takes
-from megapar.core.device.attention.whole import attention_fused, attention_reference, call_of
+from megapar.core.device.attention.mask import DeviceMask, causal_keys
+from megapar.core.device.attention.table import CAUSAL, DOCUMENTS, FULL, VARLEN, takes
+from megapar.core.device.attention.whole import (
+    attention_fused,
+    attention_reference,
+    call_of,
+    cut_features,
+    equal_head_dims,
+    plain_attention,
+)
 from megapar.core.torch_names import varlen_attention
 
 
-@dataclass(frozen=True)
-class PackedDocuments:
-    """The documents of a packed micro-batch of T = B S positions. None of them crosses the end of a sample.
-
-    Attributes:
-        mask: The mask, with the ends of the documents, on the host.
-        starts: [documents + 1] int32, 0 and the same ends, on the device of the activations; for kernels.
-    """
-
-    mask: AttentionMask
-    starts: Tensor
-    _slices: dict[tuple[int, int], DocumentSlice] = field(default_factory=dict, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, mask: AttentionMask, device: torch.device, ends: Tensor | None = None) -> PackedDocuments:
-        """Put the documents of a mask on a device.
-
-        Args:
-            mask: The mask.
-            device: Device of the activations.
-            ends: [documents], its ``flat_ends`` on the host. The host does not wait for the copy if they are in pinned
-                memory; None makes them.
-        """
-        ends_D = torch.tensor(mask.flat_ends) if ends is None else ends
-        return cls(mask, F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32))
-
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Position after each document, ascending to T."""
-        return self.mask.flat_ends
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of positions of each document."""
-        return [end - start for start, end in zip((0, *self.ends), self.ends, strict=False)]
-
-    def cut(self, place: slice) -> DocumentSlice:
-        """Return the parts of documents in a slice of the sequence. All layers share the result.
-
-        place: Positions of the slice in each sample.
-        """
-        key = (place.start, place.stop)
-        if key not in self._slices:
-            length = self.mask.length
-            self._slices[key] = DocumentSlice(
-                self._pieces(place, length), self._longest(place, length), place, length, self.starts
-            )
-        return self._slices[key]
-
-    def _longest(self, place: slice, length: int) -> tuple[int, int]:
-        queries = keys = 0
-        for start, end in zip((0, *self.ends), self.ends, strict=False):
-            first, last = start % length, start % length + end - start
-            queries = max(queries, min(last, place.stop) - max(first, place.start))
-            keys = max(keys, min(last, place.stop) - min(first, place.stop))
-        return queries, keys
-
-    def _pieces(self, place: slice, length: int) -> tuple[DocumentPiece, ...]:
-        pieces = []
-        for start, end in zip((0, *self.ends), self.ends, strict=False):
-            sample = start // length
-            first, last = start - sample * length, end - sample * length
-            queries = slice(max(first, place.start), min(last, place.stop))
-            if queries.start < queries.stop:
-                pieces.append(
-                    DocumentPiece(sample, slice(queries.start - place.start, queries.stop - place.start), first)
-                )
-        return tuple(pieces)
-
-
-class DocumentPiece(NamedTuple):
-    """The part of a document that is in a slice of the sequence.
-
-    Attributes:
-        sample: Number of the sample.
-        queries: Positions of the part, relative to the start of the slice.
-        first: Start of the document in its sample.
-    """
-
-    sample: int
-    queries: slice
-    first: int
-
-
-@dataclass(frozen=True)
-class DocumentSlice:
-    """The parts of documents in a slice of the sequence.
-
-    Attributes:
-        pieces: The non-empty parts, in order.
-        longest: The most queries of a document, and the most keys, also of a document without a query.
-        place: Positions of the slice in each sample.
-        length: Positions of a sample.
-        starts: As in ``PackedDocuments``.
-    """
-
-    pieces: tuple[DocumentPiece, ...]
-    longest: tuple[int, int]
-    place: slice
-    length: int
-    starts: Tensor
-
-    @cached_property
-    def starts_q(self) -> Tensor:
-        """[documents + 1] int32: start of each document among the queries; documents outside the slice are empty."""
-        sample, first = self.starts // self.length, self.starts % self.length
-        size = self.place.stop - self.place.start
-        starts: Tensor = sample * size + (first - self.place.start).clamp(0, size)
-        return starts
-
-    @cached_property
-    def starts_k(self) -> Tensor:
-        """[documents + 1] int32: start of each document among the keys, which end with the slice."""
-        sample, first = self.starts // self.length, self.starts % self.length
-        starts: Tensor = sample * self.place.stop + first.clamp(max=self.place.stop)
-        return starts
-
-
-def packed_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
-) -> Tensor:
+def packed_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
     """Compute softmax(q k^T / sqrt(D)) v inside each document. Materializes all scores, of all documents if causal.
 
-    Each key-value head serves N / G consecutive query heads.
-
-    Args:
-        q: [B, N, S, D].
-        k: [B, G, S, D].
-        v: [B, G, S, V].
-        documents: The documents of the micro-batch.
-        dropout: Dropout probability of the attention weights.
-
-    Returns:
-        [B, N, S, V].
+    Shapes as of ``attention_reference``.
     """
-    if not documents.mask.causal:
-        return _by_length(partial(attention_reference, causal=False, dropout=dropout), q, k, v, documents)
-    batch, _, length, size = q.shape
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    number = torch.repeat_interleave(torch.tensor(documents.lengths)).to(q.device).view(batch, 1, length)
-    visible = (number.mT == number).tril()[:, None]  # [B, 1, S, S]
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * size**-0.5
-    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout, training=dropout > 0.0) @ v
+    if not mask.host.causal:
+        return _by_length(partial(attention_reference, form=FULL, dropout=dropout), q, k, v, mask.host)
+    number = torch.repeat_interleave(torch.tensor(mask.host.document_lengths)).to(q.device)
+    number = number.view(q.shape[0], 1, q.shape[2])
+    visible = (number.mT == number) & causal_keys(q.shape[2], k.shape[2], q.device)
+    return plain_attention(q, k, v, visible[:, None], dropout)
 
 
-def packed_attention_by_document(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
-) -> Tensor:
+def packed_attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
     """Compute ``packed_attention_reference`` by one fused call for each run of documents of one length."""
-    return _by_length(partial(attention_fused, causal=documents.mask.causal, dropout=dropout), q, k, v, documents)
+    form = CAUSAL if mask.host.causal else FULL
+    return _by_length(partial(attention_fused, form=form, dropout=dropout), q, k, v, mask.host)
 
 
-def packed_attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, documents: PackedDocuments, dropout: float = 0.0
-) -> Tensor:
+def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
     """Compute ``packed_attention_reference`` by torch's kernel for sequences of variable lengths, if it takes them.
 
     Otherwise documents of one length are one call.
     """
     if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout)):
-        return packed_attention_by_document(q, k, v, documents=documents, dropout=dropout)
-    longest = max(documents.lengths)
-    starts = (documents.starts, documents.starts)
-    return by_kernel(q, k, v, starts, (longest, longest), causal=documents.mask.causal, dropout=dropout)
+        return packed_attention_by_document(q, k, v, mask=mask, dropout=dropout)
+    assert mask.starts is not None
+    longest = max(mask.host.document_lengths)
+    starts = (mask.starts, mask.starts)
+    return by_kernel(q, k, v, starts, (longest, longest), causal=mask.host.causal, dropout=dropout)
 
 
 def by_kernel(
@@ -202,22 +71,14 @@ def by_kernel(
     causal: bool = True,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Call torch's kernel for variable lengths, which takes a single head size.
+    """Call torch's kernel for variable lengths, which takes a single head size. Shapes as of ``attention_reference``.
 
-    If ``causal``, the last query of a document sees all of its keys. Documents may have keys and no query. The kernel
-    writes their gradients, zero, only up to the most keys, so these count, too.
+    If ``causal``, the last query of a document sees all of its keys; otherwise all of its queries do. Documents may
+    have keys and no query. The kernel writes their gradients, zero, only up to the most keys, so these count, too.
 
     Args:
-        q: [B, N, S, D].
-        k: [B, G, L, D].
-        v: [B, G, L, V].
         starts: Starts of the documents among the queries and among the keys of all samples, [documents + 1] int32.
         longest: The most queries and the most keys of a document.
-        causal: See above; False: all queries of a document see all of its keys.
-        dropout: Dropout probability of the attention weights.
-
-    Returns:
-        [B, N, S, V].
     """
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
@@ -234,10 +95,10 @@ def by_kernel(
 
 
 def _by_length(
-    form: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, documents: PackedDocuments
+    form: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
 ) -> Tensor:
     """Call ``form`` for each run of consecutive documents of one length, as samples of a batch."""
-    runs = [(length, len(list(run))) for length, run in groupby(documents.lengths)]
+    runs = [(length, len(list(run))) for length, run in groupby(mask.document_lengths)]
     sizes = [length * count for length, count in runs]
     outputs = []
     for (length, count), *own in zip(runs, *(_in_row(x).split(sizes, dim=1) for x in (q, k, v)), strict=True):

@@ -14,35 +14,30 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import bias as alignments
 
-from megapar.core.device.attention.documents import DocumentSlice, by_kernel
-from megapar.core.device.attention.head_dims import cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.documents import by_kernel
+from megapar.core.device.attention.mask import DocumentSlice
 from megapar.core.device.attention.table import DOCUMENTS, LOWER_RIGHT, VARLEN, takes
-from megapar.core.device.attention.whole import call_of, torch_attention
-from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.device.attention.whole import (
+    attention_reference,
+    call_of,
+    cut_features,
+    equal_head_dims,
+    pad_features,
+    plain_attention,
+    torch_attention,
+)
 
 
 def attention_slice_reference(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
     """Compute causal attention of the last S of L positions: i attends to 0..L - S + i (lower-right alignment).
 
-    Args:
-        q: [B, N, S, D].
-        k: [B, G, L, D].
-        v: [B, G, L, V].
-        dropout: Dropout probability of the attention weights.
-
-    Returns:
-        [B, N, S, V].
+    Shapes as of ``attention_reference``.
     """
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
-    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout, training=dropout > 0.0) @ v
+    return attention_reference(q, k, v, form=LOWER_RIGHT, dropout=dropout)
 
 
 def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -64,16 +59,13 @@ def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0
 def packed_attention_slice_reference(
     q: Tensor, k: Tensor, v: Tensor, *, documents: DocumentSlice, dropout: float = 0.0
 ) -> Tensor:
-    """Compute ``attention_slice_reference`` inside documents (``PackedDocuments.cut``)."""
+    """Compute ``attention_slice_reference`` inside documents (``DeviceMask.cut``)."""
     before = k.shape[2] - q.shape[2]
     visible = torch.zeros(q.shape[0], 1, q.shape[2], k.shape[2], dtype=torch.bool)
     for sample, queries, first in documents.pieces:
         visible[sample, 0, queries, first : before + queries.stop] = True
     visible = visible.tril(before).to(q.device)
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.mT).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~visible, torch.finfo(scores.dtype).min).softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout, training=dropout > 0.0) @ v
+    return plain_attention(q, k, v, visible, dropout)
 
 
 def packed_attention_slice_merged(
@@ -111,8 +103,6 @@ def _by_document(
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 

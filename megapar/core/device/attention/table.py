@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from megapar.core.attention_mask import AttentionMask
+
 # Forms of a call.
 CAUSAL, FULL = "causal", "full"  # whole samples; position i attends to 0..i, or to all
 LOWER_RIGHT = "lower-right"  # causal, the last positions of the keys (AMPipe)
 DOCUMENTS = "documents"  # sequences of unequal lengths one after another: packed documents, samples without padding
-MASKED = "masked"  # full, without the keys at padding
+MASKED = "masked"  # whole samples without the keys at padding, or with a memory: the mask is a tensor
 BLOCKS = "blocks"  # a block of queries and keys with its log-sum-exp (ring attention)
 FORMS = (CAUSAL, FULL, LOWER_RIGHT, DOCUMENTS, MASKED, BLOCKS)
 
@@ -33,12 +35,9 @@ _EVERY: tuple[Capability, Capability] = ((0, 0), (99, 9))
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention on a GPU.
+    """A call of attention on a GPU, of one of ``FORMS``.
 
     Attributes:
-        form: One of ``FORMS``.
-        key_dim: Head size of queries and keys.
-        value_dim: Head size of values.
         dtype: Name of the dtype, as torch writes it.
         capability: Compute capability of the GPU, (major, minor).
         dropout: Attention weights are dropped.
@@ -58,29 +57,26 @@ class KernelRow(NamedTuple):
     """The calls that one kernel takes, and its standing.
 
     Attributes:
-        kernel: Name of the kernel.
-        forms: Forms of calls.
         capabilities: Smallest and largest compute capability of NVIDIA's GPUs.
-        dtypes: Names of dtypes.
+        source: Source of the limits.
         multiple: Head sizes are a multiple of it.
         largest: Largest head size.
         dropout: The kernel drops attention weights.
         repeats: Forward and backward repeat to the last bit under torch's deterministic algorithms.
         standing: ``TODAY`` for today's choice, ``CANDIDATE``, or the date and device of the GPU day that confirmed it.
-        source: Source of the limits.
         grouped: The kernel takes fewer heads of keys than of queries; otherwise they are repeated before the call.
     """
 
     kernel: str
     forms: tuple[str, ...]
     capabilities: tuple[Capability, Capability]
-    dtypes: tuple[str, ...]
-    multiple: int
-    largest: int
-    dropout: bool
-    repeats: bool
-    standing: str
     source: str
+    dtypes: tuple[str, ...] = HALF
+    multiple: int = 8
+    largest: int = 256
+    dropout: bool = True
+    repeats: bool = True
+    standing: str = TODAY
     grouped: bool = True
 
     @property
@@ -128,17 +124,9 @@ _WHOLE = (CAUSAL, FULL)
 _SINGLE = (*_WHOLE, LOWER_RIGHT, DOCUMENTS)  # forms that are calls of torch's scaled_dot_product_attention
 
 _CUDNN = KernelRow(
-    CUDNN,
-    _WHOLE,
-    capabilities=_HOPPER,
-    dtypes=HALF,
-    multiple=8,
-    largest=256,
-    dropout=False,
-    repeats=False,
-    standing=TODAY,
-    source=f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on",
+    CUDNN, _WHOLE, _HOPPER, f"{_SDP_UTILS}, check_prefer_cudnn_attention; cuDNN 9.15.1 on", dropout=False, repeats=False
 )
+_EFFICIENT = KernelRow(EFFICIENT, (*_SINGLE, MASKED), _AMPERE_ON, _SDP_UTILS, largest=65536, grouped=False)
 
 ROWS: tuple[KernelRow, ...] = (
     _CUDNN,
@@ -147,90 +135,36 @@ ROWS: tuple[KernelRow, ...] = (
     KernelRow(
         FLASH3,
         (*_WHOLE, LOWER_RIGHT, DOCUMENTS, BLOCKS),
-        capabilities=_HOPPER,
-        dtypes=HALF,
-        multiple=8,
-        largest=256,
+        _HOPPER,
+        "torch/nn/attention/_fa3.py; its deterministic backward has not been measured",
         dropout=False,
         repeats=False,
         standing=CANDIDATE,
-        source="torch/nn/attention/_fa3.py; its deterministic backward has not been measured",
     ),
-    KernelRow(
-        VARLEN,
-        (DOCUMENTS,),
-        capabilities=_AMPERE_ON,
-        dtypes=HALF,
-        multiple=8,
-        largest=256,
-        dropout=True,
-        repeats=True,
-        standing=TODAY,
-        source=_FLASH_API,
-    ),
-    KernelRow(
-        FLASH,
-        (BLOCKS,),
-        capabilities=_AMPERE_ON,
-        dtypes=HALF,
-        multiple=8,
-        largest=256,
-        dropout=True,
-        repeats=True,
-        standing=TODAY,
-        source=_FLASH_API,
-    ),
+    KernelRow(VARLEN, (DOCUMENTS,), _AMPERE_ON, _FLASH_API),
+    KernelRow(FLASH, (BLOCKS,), _AMPERE_ON, _FLASH_API),
     KernelRow(
         FLASH,
         _SINGLE,
-        capabilities=_AMPERE_ON,
-        dtypes=HALF,
+        _AMPERE_ON,
+        f"{_SDP_UTILS}; heads are padded to a multiple of 8; one call per length of documents",
         multiple=1,
-        largest=256,
-        dropout=True,
-        repeats=True,
-        standing=TODAY,
-        source=f"{_SDP_UTILS}; heads are padded to a multiple of 8; one call per length of documents",
     ),
-    KernelRow(
-        EFFICIENT,
-        (*_SINGLE, MASKED),
-        capabilities=_AMPERE_ON,
-        dtypes=(*HALF, "float32"),
-        multiple=8,
-        largest=65536,
-        dropout=True,
-        repeats=True,
-        grouped=False,
-        standing=TODAY,
-        source=_SDP_UTILS,
-    ),
-    KernelRow(
-        EFFICIENT,
-        (*_SINGLE, MASKED),
-        capabilities=((5, 0), (7, 5)),
-        dtypes=("float16", "float32"),
-        multiple=8,
-        largest=65536,
-        dropout=True,
-        repeats=True,
-        grouped=False,
-        standing=TODAY,
-        source=_SDP_UTILS,
-    ),
-    KernelRow(
-        MATH,
-        FORMS,
-        capabilities=_EVERY,
-        dtypes=(*HALF, "float32", "float64"),
-        multiple=1,
-        largest=65536,
-        dropout=True,
-        repeats=True,
-        standing=TODAY,
-        source="plain products",
-    ),
+    _EFFICIENT._replace(dtypes=(*HALF, "float32")),
+    _EFFICIENT._replace(dtypes=("float16", "float32"), capabilities=((5, 0), (7, 5))),
+    KernelRow(MATH, FORMS, _EVERY, "plain products", (*HALF, "float32", "float64"), multiple=1, largest=65536),
 )
+
+
+def form_of(mask: AttentionMask) -> str:
+    """Return the form of a call over whole samples. Raises NotImplementedError for a window: no kernel has it yet."""
+    if mask.window is not None:
+        raise NotImplementedError(f"no kernel of attention has a window; the mask has one of {mask.window} positions")
+    if mask.ends is not None:
+        return DOCUMENTS
+    if mask.memory or mask.padded:
+        return MASKED
+    return CAUSAL if mask.causal else FULL
 
 
 def rows_of(backend: str, rows: tuple[KernelRow, ...] = ROWS) -> Iterator[KernelRow]:

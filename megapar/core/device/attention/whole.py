@@ -1,26 +1,29 @@
 """Attention of whole samples: the plain reference, torch's choice of a fused kernel, and kernels chosen by name.
 
-``attention_table`` says which kernel takes which call.
+The table says which form a mask is and which kernel takes which call. Heads of keys and values with different sizes are
+padded for kernels that take a single size: zeros after the shorter features change neither the scores nor the other
+features of the output.
 
-Shape letters: B batch, S sequence, N query heads, G key-value heads, D head size of queries and keys, V of values and
-outputs.
+Shape letters: B batch, S queries, L keys (S except in a slice or with a memory), N query heads, G key-value heads, D
+head size of queries and keys, V of values and outputs.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar.core.device.attention.head_dims import HeadWidths, cut_features, equal_head_dims, pad_features
+from megapar.core.device.attention.mask import causal_keys
 from megapar.core.device.attention.table import (
     CAUSAL,
     CUDNN,
     FLASH,
-    FULL,
+    LOWER_RIGHT,
     MASKED,
     AttentionCall,
     Capability,
@@ -33,45 +36,70 @@ MULTIPLE = 8  # features of a head that FlashAttention takes
 WITHOUT_CUDNN = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
+class EqualHeads(NamedTuple):
+    """Queries, keys and values [B, heads, positions, D] of one head size, and the scale of the scores.
+
+    The scale follows from the head size before padding; None for the kernel's default, D^-0.5.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None
+
+
+class HeadWidths(NamedTuple):
+    """Features of key and value heads that the kernel of attention gets: the model's, or more, filled up with zeros."""
+
+    key: int
+    value: int
+
+
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute grouped-query attention softmax(q k^T / sqrt(D)) v by plain products. Materializes all scores.
 
-    Each key-value head serves N / G consecutive query heads.
+    Each key-value head serves N / G consecutive query heads: q [B, N, S, D], k [B, G, L, D], v [B, G, L, V] make
+    [B, N, S, V].
 
     Args:
-        q: [B, N, S, D].
-        k: [B, G, S, D].
-        v: [B, G, S, V].
-        causal: Position i attends to 0..i.
-        valid: [B, S] bool, False for padding keys. Ignored if causal: padding is after the text, whose positions do
-            not attend to it.
+        form: Form of the mask in the table, without documents.
+        valid: The keys of form ``MASKED``, as in ``DeviceMask``.
         dropout: Dropout probability of the attention weights.
-
-    Returns:
-        [B, N, S, V].
     """
+    visible = None
+    if form in (CAUSAL, LOWER_RIGHT):
+        before = k.shape[2] - q.shape[2] if form == LOWER_RIGHT else 0
+        visible = causal_keys(q.shape[2], k.shape[2], q.device, before)
+    elif form == MASKED:
+        visible = keys_of_heads(valid)
+    return plain_attention(q, k, v, visible, dropout)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, dropout: float) -> Tensor:
+    """Compute ``attention_reference`` over the visible keys, bool broadcast to [B, N, S, L]; None for all keys."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(at_least_fp32(q.dtype)) * q.shape[-1] ** -0.5
-    least = torch.finfo(scores.dtype).min  # not -inf: a sample that is all padding must stay finite
-    if causal:
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~visible, least)
-    elif valid is not None:
-        scores = scores.masked_fill(~valid[:, None, None, :], least)
+    if visible is not None:  # not -inf: a sample that is all padding must stay finite
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = F.dropout(scores.softmax(-1).to(q.dtype), dropout, training=dropout > 0.0)
     return weights @ v
 
 
 def attention_fused(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's fused kernels, without materializing the scores."""
-    mask = None if causal or valid is None else valid[:, None, None, :]
-    form, size = CAUSAL if causal else FULL if mask is None else MASKED, v.shape[-1]
+    mask, size = keys_of_heads(valid) if form == MASKED else None, v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     return cut_features(torch_attention(form, q, k, v, mask=mask, dropout=dropout, scale=scale), size)
+
+
+def keys_of_heads(valid: Tensor | None) -> Tensor:
+    """Return the keys of all heads, [B, 1, 1 or S, L], for ``DeviceMask.valid``."""
+    assert valid is not None
+    return valid[:, None, None, :] if valid.dim() == 2 else valid[:, None]
 
 
 def torch_attention(
@@ -91,12 +119,8 @@ def torch_attention(
     takes them only with as many heads as the queries, since torch would store the scores instead.
 
     Args:
-        form: Form of the call in the table.
-        q: [B, N, S, D].
-        k: [B, G, L, D].
-        v: [B, G, L, D].
+        form: Form of the call in the table. Heads have one size.
         mask: Keys that each position attends to, broadcast to [B, N, S, L] bool, or an alignment of the causal mask.
-        dropout: Dropout probability of the attention weights.
         scale: Scale of the scores; None for D^-0.5.
     """
     grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
@@ -111,48 +135,55 @@ def torch_attention(
 
 
 def attention_flash(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's FlashAttention where it takes the call, else by torch's choice.
 
     The operator is that of FlashAttention-3 once ``CudaDevice.activate_attention`` has put it in place.
     """
-    if not _fits(FLASH, q, v, causal, valid, dropout):
-        return attention_fused(q, k, v, causal=causal, valid=valid, dropout=dropout)
+    if not takes(FLASH, call_of(form, q, v, dropout)):
+        return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout)
     size, scale = v.shape[-1], q.shape[-1] ** -0.5
     width = -(-max(q.shape[-1], size) // MULTIPLE) * MULTIPLE
     q, k, v = (pad_features(x, width) for x in (q, k, v))
-    y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)[0]
+    y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, form == CAUSAL, scale=scale)[0]
     return cut_features(y, size)
 
 
 def attention_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, valid: Tensor | None = None, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``attention_reference`` by cuDNN where it takes the call, else by torch's choice."""
-    if not _fits(CUDNN, q, v, causal, valid, dropout):
-        return attention_fused(q, k, v, causal=causal, valid=valid, dropout=dropout)
+    if not takes(CUDNN, call_of(form, q, v, dropout)):
+        return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout)
     needs_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    y: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, needs_lse, dropout, causal)[0]
+    y: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, needs_lse, dropout, form == CAUSAL)[0]
     return y
 
 
-def _fits(kernel: str, q: Tensor, v: Tensor, causal: bool, valid: Tensor | None, dropout: float) -> bool:
-    """Return True if the kernel of this name takes the call. It takes no mask but the causal one."""
-    form = CAUSAL if causal else FULL if valid is None else None
-    return form is not None and takes(kernel, call_of(form, q, v, dropout))
+def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:
+    """Pad q and k [.., Dk] or v [.., Dv] to max(Dk, Dv) features. Copies nothing if the sizes are equal."""
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    if key_dim == value_dim:
+        return EqualHeads(q, k, v, None)
+    size = max(key_dim, value_dim)
+    return EqualHeads(pad_features(q, size), pad_features(k, size), pad_features(v, size), key_dim**-0.5)
+
+
+def pad_features(x: Tensor, size: int) -> Tensor:
+    """Pad [.., D] to [.., size] with zeros after the features. Returns ``x`` itself if it has that size."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+
+
+def cut_features(x: Tensor, size: int) -> Tensor:
+    """Undo ``pad_features``: return the first ``size`` features of [.., D], or ``x`` itself if it has that size."""
+    return x if x.shape[-1] == size else x.narrow(-1, 0, size)
 
 
 def kernel_head_dims(operator: str, like: Tensor, key_dim: int, value_dim: int) -> HeadWidths:
-    """Return the head sizes to which the kernels of an operator would pad keys and values.
+    """Return the head sizes to which the kernels of an operator would pad keys and values: those are not copied.
 
-    Heads that have these sizes already are not copied.
-
-    Args:
-        operator: Its name in the table of operators.
-        like: A tensor of the dtype and on the device of the heads.
-        key_dim: Head size of queries and keys.
-        value_dim: Head size of values.
+    operator: its name in the table of operators. like: a tensor of the dtype and on the device of the heads.
     """
     largest, kind = max(key_dim, value_dim), like.device.type
     if like.dtype == torch.float64 or kind not in ("cpu", "cuda", "npu"):

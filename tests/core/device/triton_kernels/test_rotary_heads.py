@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapar.core.device.rotary import rotary_reference
 from megapar.core.device.triton_operators import KERNELS
-from megapar.model.layers.grouped_query_attention import split_heads
+from megapar.model.attention.grouped_query_layer import split_heads
 from tests.support.interpreted import run_interpreted
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # the interpreter rounds towards zero

@@ -13,21 +13,22 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
-from megapar.core.device.attention.documents import PackedDocuments
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of
+from megapar.model.attention.self_attention import SelfAttention, make_attention
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.ernie.block import ErnieBlock
-from megapar.model.ernie3.recurrence import BranchContext, generate, understand
-from megapar.model.layers.attention_slices import CausalSlices
+from megapar.model.ernie3.recurrence import Branch, BranchContext, generate, understand
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
-from megapar.model.layers.self_attention import SelfAttention, make_attention
 from megapar.moe.slicing import Slicing
 from tests.model.small import DENSE, ERNIE, LATENT, MOE, batch_for, build
+from tests.support.attention import causal_mask, sliced
 from tests.support.ranks import run_ranks
 
 LENGTH, ENDS = 16, (6, 16, 16 + 7, 32)
+ALONE = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
 VALUE_DIMS = (4, 12)  # queries and keys have 8 features
 
 
@@ -66,8 +67,7 @@ def fill(attention: ApartAttention, seed: int) -> None:
 
 def single(sizes: AttentionSizes, layer: int = 0, **more) -> ApartAttention:
     """The test's kind on one rank, in fp64."""
-    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
-    attention = ApartAttention(sizes, layer, **more, **options)
+    attention = ApartAttention(sizes, layer, **more, **ALONE)
     fill(attention, layer)
     return attention
 
@@ -115,9 +115,8 @@ def close(y, want, tensors) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def packed_context(angles, **more):
-    documents = PackedDocuments.of(AttentionMask.of_documents(ENDS, 2), torch.device("cpu"))
-    return Context(None, None, 32, angles, documents=documents, **more)
+def causal_context(angles, *, packed=False, **more):
+    return Context(causal_mask(2, LENGTH, ENDS if packed else None), None, 32, angles, **more)
 
 
 @pytest.mark.parametrize("selective", [False, True])
@@ -129,10 +128,11 @@ def test_one_process(value_dim, selective):
     valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
     sizes = replace(DENSE.attention, value_dim=value_dim)
     both_ways = replace(sizes, causal=False)
+    padded = DeviceMask(AttentionMask(2, LENGTH, causal=False, padded=True), valid)
     for own, context, seen in (
-        (sizes, Context(None, None, 32, angles), causal),
-        (sizes, packed_context(angles), documents_seen() & causal),
-        (both_ways, Context(valid, valid, 27, angles), valid[:, None, None]),
+        (sizes, causal_context(angles), causal),
+        (sizes, causal_context(angles, packed=True), documents_seen() & causal),
+        (both_ways, Context(padded, valid, 27, angles), valid[:, None, None]),
     ):
         attention = single(own)
         attention.selective = selective
@@ -148,7 +148,7 @@ def test_slices(value_dim, prepared, packed):
     attention = single(replace(DENSE.attention, value_dim=value_dim))
     slices = Slicing(3).cut(LENGTH)
     cuts = {"slices": slices, "own_slices": slices, "whole_slices": slices}
-    context = packed_context(angles, **cuts) if packed else Context(None, None, 32, angles, **cuts)
+    context = causal_context(angles, packed=packed, **cuts)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     want = plainly(attention, x, angles, seen & documents_seen() if packed else seen)
     close(sliced(attention, x, context, prepared=prepared), want, (x, *attention.parameters()))
@@ -229,8 +229,7 @@ def test_slices_of_a_layer_of_experts():
 @pytest.mark.parametrize("flash", [False, True])
 def test_both_branches_of_ernie_3(flash):
     """Understanding sees all that is not padding, a segment of generation also the memory of the one before."""
-    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
-    block = ErnieBlock(ERNIE, 0, cp=ContextParallel(), **options)
+    block = ErnieBlock(ERNIE, 0, cp=ContextParallel(), **ALONE)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -239,7 +238,10 @@ def test_both_branches_of_ernie_3(flash):
     x, _ = inputs()
     slices, rows, memory = (slice(0, 8), slice(8, 16)), torch.arange(2), 4
     valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
-    context = BranchContext(valid, None, 32, slices=slices, own_slices=slices, text=valid, memory=memory)
+    context = causal_context(None)
+    context = BranchContext(context.mask, None, 32, slices=slices, own_slices=slices)
+    understanding = Branch.understanding(rows, valid, LENGTH)
+    generation = Branch.generation(rows, valid, slices, memory)
 
     def layer(queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
         q, (k, v) = attention.q(queries).transpose(1, 2), (t.transpose(1, 2) for t in attention.project_memory(keys))
@@ -248,13 +250,13 @@ def test_both_branches_of_ernie_3(flash):
         return block.mlp_norm(middle + block.mlp(middle))
 
     tensors = (x, *block.parameters())
-    close(understand(block, x, rows, context), layer(x, x, valid[:, None, None]), tensors)
+    close(understand(block, x, understanding, context), layer(x, x, valid[:, None, None]), tensors)
     own = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(2, 1, 8, 8)
     first = layer(x[:, :8], x[:, :8], own)
     remembered = valid[:, None, None, 8 - memory : 8].expand(2, 1, 8, memory)
     keys = torch.cat((first[:, -memory:].detach(), x[:, 8:]), dim=1)
     second = layer(x[:, 8:], keys, torch.cat((remembered, own), dim=-1))
-    close(generate(block, x, rows, context), torch.cat((first, second), dim=1), tensors)
+    close(generate(block, x, generation, context), torch.cat((first, second), dim=1), tensors)
 
 
 class GatedAttention(ApartAttention):
@@ -272,9 +274,8 @@ def test_what_project_adds_reaches_the_output(prepared):
     """As a whole, and slice after slice."""
     x, angles = inputs()
     slices = Slicing(3).cut(LENGTH)
-    context = Context(None, None, 32, angles, slices=slices, own_slices=slices, whole_slices=slices)
-    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
-    attention = GatedAttention(DENSE.attention, 0, **options)
+    context = causal_context(angles, slices=slices, own_slices=slices, whole_slices=slices)
+    attention = GatedAttention(DENSE.attention, 0, **ALONE)
     fill(attention, 0)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     want = plainly(attention, x, angles, seen) * x
@@ -282,28 +283,13 @@ def test_what_project_adds_reaches_the_output(prepared):
     close(y, want, (x, *attention.parameters()))
 
 
-def sliced(attention, x, context, *, prepared):
-    """The output for x, slice after slice."""
-    run, parts = CausalSlices(attention, context), []
-    if prepared:
-        run.prepare(x)
-    for number, place in enumerate(context.slices):
-        run.enter(None if prepared else x[:, place])
-        run.project(number)
-        run.attend(number)
-        run.leave(number)
-        parts.append(run.finish(number))
-    return torch.cat(parts, dim=1)
-
-
 def test_kinds_are_chosen_by_name():
     sizes = DENSE.attention
-    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
-    assert type(make_attention(sizes, 0, cp=ContextParallel(), **options)) is kind_of(sizes).load_parts()
+    assert type(make_attention(sizes, 0, cp=ContextParallel(), **ALONE)) is kind_of(sizes).load_parts()
     with pytest.raises(KeyError, match="nothing"):
-        make_attention(replace(sizes, kind="nothing"), 0, cp=ContextParallel(), **options)
+        make_attention(replace(sizes, kind="nothing"), 0, cp=ContextParallel(), **ALONE)
     with pytest.raises(ValueError, match="keys have 8 features and values 12"):
-        make_attention(replace(sizes, value_dim=12), 0, cp=ContextParallel(), **options)
+        make_attention(replace(sizes, value_dim=12), 0, cp=ContextParallel(), **ALONE)
 
 
 @pytest.mark.parametrize("name", ATTENTION_KINDS)
@@ -320,6 +306,5 @@ def test_a_kind_without_a_memory_says_so():
     class Forgetful(ApartAttention):
         project_memory = SelfAttention.project_memory
 
-    options = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
     with pytest.raises(NotImplementedError, match="Forgetful has no memory"):
-        Forgetful(DENSE.attention, 0, **options).project_memory(torch.zeros(2, 4, 32))
+        Forgetful(DENSE.attention, 0, **ALONE).project_memory(torch.zeros(2, 4, 32))

@@ -5,11 +5,11 @@
 ``project`` may return more tensors [B, S, ..] after v, such as gates, which go past the core to ``output``. A kind that
 can make k and v again from them (``remake``) does not keep k and v for the core's backward.
 
-A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind`` in ``model.attention``. It owns the weights,
-computes queries, keys and values of this rank's positions (``project``) and projects heads to hidden features
-(``output``). The core is the same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole
-or slice by slice (``attention_slices``), with or without context parallelism (``core.context_parallel``), kept or
-recomputed. A kind whose scores have another scale multiplies its queries by the ratio.
+A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind``. It owns the weights, computes queries, keys
+and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is the
+same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
+(``slices``), with or without context parallelism (``core.context_parallel``), kept or recomputed. A kind whose scores
+have another scale multiplies its queries by the ratio.
 
 Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N query heads and G
 key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks dims that are split over
@@ -28,10 +28,12 @@ import torch
 from torch import Tensor, nn
 
 from megapar.core.context_parallel.blockwise import attend_blockwise
+from megapar.core.context_parallel.columns import Expansion
 from megapar.core.context_parallel.heads import to_heads, to_positions
-from megapar.core.context_parallel.latents import Expansion
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.documents import packed_attention_reference
+from megapar.core.device.attention.mask import DeviceMask
+from megapar.core.device.attention.table import DOCUMENTS
 from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
@@ -56,9 +58,6 @@ class SelfAttention(nn.Module, ABC):
     Under context parallelism the core attends to all positions, by the method of ``cp``.
 
     Attributes:
-        sizes: Sizes of the layer.
-        mp: Axis over which heads are split.
-        cp: Method and axis over which positions are split.
         stream: Number of this rank's random stream; each mp rank has other heads, each cp rank other positions or
             heads.
         place: Name of the random stream of the weights' dropout.
@@ -110,9 +109,7 @@ class SelfAttention(nn.Module, ABC):
         """Return keys [B, M, G, D] and values [B, M, G, V] of earlier positions (ERNIE 3.0's recurrence).
 
         Raises NotImplementedError for kinds without a memory.
-
-        Args:
-            memory: Hidden states of the earlier positions, [B, M, H], without gradient and whole on all mp ranks.
+        memory: hidden states, [B, M, H], without gradient and whole on all mp ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} has no memory of earlier segments. Define project_memory.")
 
@@ -134,9 +131,7 @@ class SelfAttention(nn.Module, ABC):
         """Return what makes k and v again in the core's backward; None to keep them.
 
         They are kept if they come from other ranks, and in a recomputed unit, which drops all that it saves.
-
-        Args:
-            more: Returns what ``project`` returned after v, for all positions.
+        more: returns what ``project`` returned after v, for all positions.
         """
         foreign = self.cp.deals_heads and not self.cp.latents
         kept = context.replay is not None or foreign or not torch.is_grad_enabled()
@@ -164,7 +159,7 @@ class SelfAttention(nn.Module, ABC):
     def core(self, q: Tensor, k: Tensor, v: Tensor, context: Context, more: Sequence[Tensor] = ()) -> Tensor:
         """Return [B, S, N, V] for q [B, S, N, D], k [B, S, G, D], v [B, S, G, V].
 
-        more: What ``project`` returned after v, from which k and v can be made again.
+        more: what ``project`` returned after v, from which k and v can be made again.
         """
         if self.cp.deals_heads:
             q, k, v, *dealt = self.to_heads(q, k, v)
@@ -184,22 +179,26 @@ class SelfAttention(nn.Module, ABC):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
-        flash, documents = self.sizes.flash, context.documents
+        flash, mask = self.sizes.flash, context.mask
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         with self.drawing(context, self.place, q.device) as dropout:
             if context.plan is not None:
                 y = attend_blockwise(
                     *heads, self.cp.transport, context.plan, flash=flash, dropout=dropout, expansion=self.expansion()
                 )
-            elif documents is not None:
-                packed = op("packed_attention", q) if flash else packed_attention_reference
-                y = packed(*heads, documents=documents, dropout=dropout)
-            elif dropout:
-                attention = op(self.operator, q) if flash else attention_reference
-                y = attention(*heads, causal=self.sizes.causal, valid=context.valid, dropout=dropout)
+            elif dropout or mask.form == DOCUMENTS:
+                y = self.attend(*heads, mask, dropout)
             else:
-                y = self.run(attend, q, k, v, context.valid, self.sizes.causal, self.operator if flash else None)
+                y = self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
         return y.transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DeviceMask, dropout: float) -> Tensor:
+        """Attend from q [B, N, S, D] to k [B, G, L, D] and v [B, G, L, V], uncompiled; returns [B, N, S, V]."""
+        if mask.form == DOCUMENTS:
+            packed = op("packed_attention", q) if self.sizes.flash else packed_attention_reference
+            return packed(q, k, v, mask=mask, dropout=dropout)
+        attention = op(self.operator, q) if self.sizes.flash else attention_reference
+        return attention(q, k, v, form=mask.form, valid=mask.valid, dropout=dropout)
 
 
 def make_attention(
@@ -211,10 +210,11 @@ def make_attention(
 
 
 @counted(2, 2, 2, 2)
-def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, causal: bool, operator: str | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, form: str, operator: str | None) -> Tensor:
     """Compute attention without dropout: q [B, S, N, D], k [B, S, G, D], v [B, S, G, V] to [B, N, S, V].
 
+    It takes the form and the tensor of a mask, because a mask that differs in each micro-batch would compile it again.
     ``operator`` is its name in the table of operators; None for the reference.
     """
     attention = attention_reference if operator is None else op(operator, q)
-    return attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, valid=valid)
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), form=form, valid=valid)

@@ -1,9 +1,11 @@
-"""Dropout and factor on hidden states, the output of attention or MLP.
+"""The residual stream: a layer adds the output of attention or MLP, with dropout and a factor.
 
 Shape letters: B batch, S sequence, H hidden; S is split over mp under sequence parallelism, written S(/mp).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,10 +16,7 @@ class HiddenDropout(nn.Module):
     """Dropout on the output of attention or MLP, and the factor with which the output enters the residual sum.
 
     Attributes:
-        probability: Dropout probability.
-        layer: Global number of the layer.
         rank: Number of this rank among those that hold other positions.
-        factor: Factor on the output.
         share: Factor on the probability, for dropout that grows during training.
     """
 
@@ -30,8 +29,7 @@ class HiddenDropout(nn.Module):
         """Multiply x [B, S(/mp), H] by the factor and drop elements.
 
         Args:
-            x: Output of attention or MLP.
-            half: ``attention`` or ``mlp``.
+            half: ``attention`` or ``mlp``, whose output x is.
             number: Number of the slice, if x is one of several.
         """
         if self.factor != 1.0:
@@ -40,3 +38,13 @@ class HiddenDropout(nn.Module):
             return x
         place = context.place(f"layers.{self.layer}.{half}", number)
         return context.streams.dropout(x, self.probability * self.share, place, self.rank)
+
+
+class PendingSum(NamedTuple):
+    """Residual and output of a layer, [B, S(/mp), H] each, whose sum the next layer's first norm makes.
+
+    A compiler makes one kernel of a sum and a norm, in each direction.
+    """
+
+    residual: Tensor
+    output: Tensor

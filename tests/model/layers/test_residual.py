@@ -13,7 +13,7 @@ from megapar.core.device.compiled import plain
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import Interval
 from megapar.core.tensor_parallel.execution import Execution
-from megapar.model.layers.pending_sum import PendingSum
+from megapar.model.layers.residual import PendingSum
 from tests.model.small import DENSE, MOE, batch_for, build, total
 
 

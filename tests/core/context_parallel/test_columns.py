@@ -10,15 +10,14 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.context_parallel.blockwise import attend_blockwise
+from megapar.core.context_parallel.columns import Expansion, LatentReader
 from megapar.core.context_parallel.heads import own_heads, queries_to_heads, to_positions
-from megapar.core.context_parallel.latents import Expansion, LatentReader
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, SequenceLayout, choose_layout
 from megapar.core.context_parallel.slices import SharedSlices
-from megapar.core.device.attention.documents import PackedDocuments, packed_attention_reference
-from megapar.core.device.attention.whole import attention_reference
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients, linear
 from tests.core.context_parallel.test_method import RecordedTraffic
+from tests.support.attention import plain_attention_of
 from tests.support.lazy import LazyDevice
 from tests.support.ranks import run_ranks
 
@@ -46,23 +45,16 @@ def expanded(latents, rotary, weight, defer_wgrad=None):
     return torch.cat([plain, rotary[:, None].expand(-1, weight.shape[0], -1, -1)], dim=-1), v
 
 
-def whole(tensors, causal=True, ends=None, lengths=None):
+def whole(tensors, **mask):
     """(y [B, S, N, V], gradients of the four tensors), by keys and values that are made first."""
     q, latents, rotary, weight = (x.detach().requires_grad_() for x in tensors)
     k, v = expanded(latents, rotary, weight)
-    y = on_whole_samples(q.transpose(1, 2), k, v, causal, ends, lengths)
+    y = plain_attention_of(mask_of(q, **mask), q.transpose(1, 2), k, v).transpose(1, 2)
     return y, torch.autograd.grad(y.square().sum(), (q, latents, rotary, weight))
 
 
-def on_whole_samples(q, k, v, causal, ends, lengths):
-    if ends is not None:
-        y = packed_attention_reference(
-            q, k, v, documents=PackedDocuments.of(AttentionMask.of_documents(ends, q.shape[0]), torch.device("cpu"))
-        )
-    else:
-        valid = None if lengths is None else torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
-        y = attention_reference(q, k, v, causal=causal, valid=valid)
-    return y.transpose(1, 2)
+def mask_of(q, causal=True, ends=None, lengths=None):
+    return AttentionMask.of(q.shape[0], LENGTH, causal=causal, ends=ends, lengths=lengths)
 
 
 def make(rank, size, algorithm, comm, sent=None, causal=True, slices=1, zigzag=True):
@@ -73,17 +65,17 @@ def make(rank, size, algorithm, comm, sent=None, causal=True, slices=1, zigzag=T
     return ContextParallel(axis, algorithm, layout, comm, latents=True)
 
 
-def attend(method, q, latents, rotary, expansion, *, dropout=0.0, flash=False, **sight):
+def attend(method, q, latents, rotary, expansion, *, dropout=0.0, flash=False, **mask):
     """y [B, S/cp, N, V] for this rank's positions."""
-    causal, ends, lengths = (sight.get(name) for name in ("causal", "ends", "lengths"))
+    mask = mask_of(q, **mask)
     if method.deals_heads:
         message = torch.cat([latents, rotary], dim=-1)
         q, message = queries_to_heads(q, message, method.axis, method.comm)
         own = own_heads(expansion, method.axis)
         k, v = expanded(*message.split([RANK, ROTARY], dim=-1), own.weight, own.defer_wgrad)
-        return to_positions(on_whole_samples(q.transpose(1, 2), k, v, causal, ends, lengths), method.axis, method.comm)
+        y = plain_attention_of(mask, q.transpose(1, 2), k, v).transpose(1, 2)
+        return to_positions(y, method.axis, method.comm)
     heads = (q.transpose(1, 2), latents.unsqueeze(1), rotary.unsqueeze(1))
-    mask = AttentionMask.of(q.shape[0], LENGTH, causal=causal, ends=ends, lengths=lengths)
     if method.layout.slices == 1:
         plan = method.plan(mask)
         options = {"flash": flash, "dropout": dropout, "expansion": expansion}
@@ -95,7 +87,7 @@ def attend(method, q, latents, rotary, expansion, *, dropout=0.0, flash=False, *
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def compare(rank, size, algorithm, slices, sight, zigzag=True, lazy=False):
+def compare(rank, size, algorithm, slices, mask, zigzag=True, lazy=False):
     """(worst error, relative to the largest number; order of messages; bytes sent).
 
     Of y and of the gradients; that of the weight is summed over the ranks first.
@@ -105,7 +97,7 @@ def compare(rank, size, algorithm, slices, sight, zigzag=True, lazy=False):
     if device is not None:
         comm.device = device
         device.__enter__()
-    method = make(rank, size, algorithm, comm, sent, sight["causal"], slices, zigzag)
+    method = make(rank, size, algorithm, comm, sent, mask["causal"], slices, zigzag)
     expand = LatentReader.expand
 
     def noted(*args):
@@ -116,7 +108,7 @@ def compare(rank, size, algorithm, slices, sight, zigzag=True, lazy=False):
     own = method.layout.positions(LENGTH, rank)
     *parts, weight = draw()
     leaves = [*(x[:, own].requires_grad_() for x in parts), weight.requires_grad_()]
-    y = attend(method, *leaves[:3], Expansion(leaves[3]), **sight)
+    y = attend(method, *leaves[:3], Expansion(leaves[3]), **mask)
     grads = list(torch.autograd.grad(y.square().sum(), leaves))
     comm.check_settled()
     LatentReader.expand = expand
@@ -125,7 +117,7 @@ def compare(rank, size, algorithm, slices, sight, zigzag=True, lazy=False):
         device.__exit__(None, None, None)
     bytes_sent = dict(sent)
     dist.all_reduce(grads[3])
-    want, want_grads = whole(draw(), **sight)
+    want, want_grads = whole(draw(), **mask)
     wants = [x[:, own] for x in (want, *want_grads[:3])] + [want_grads[3]]
     error = max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip((y, *grads), wants, strict=True))
     return error, comm.order, bytes_sent
@@ -137,7 +129,7 @@ BOTH_WAYS, PADDING = {"causal": False}, {"causal": False, "lengths": LENGTHS}
 
 @pytest.mark.parametrize("algorithm", [RING, GATHERED, ULYSSES])
 @pytest.mark.parametrize(
-    ("size", "sight", "zigzag"),
+    ("size", "mask", "zigzag"),
     [
         (2, CAUSAL, True),
         (2, CAUSAL, False),
@@ -147,17 +139,17 @@ BOTH_WAYS, PADDING = {"causal": False}, {"causal": False, "lengths": LENGTHS}
         (4, PADDING, True),
     ],
 )
-def test_latents_are_expanded_where_they_arrive(algorithm, size, sight, zigzag):
-    for error, *_ in run_ranks(size, compare, algorithm, 1, sight, zigzag, backend="late"):
+def test_latents_are_expanded_where_they_arrive(algorithm, size, mask, zigzag):
+    for error, *_ in run_ranks(size, compare, algorithm, 1, mask, zigzag, backend="late"):
         assert error < 1e-12
 
 
 @pytest.mark.parametrize("algorithm", [RING, GATHERED])
 @pytest.mark.parametrize(
-    ("size", "slices", "sight"), [(2, 2, CAUSAL), (2, 3, DOCUMENTS), (4, 4, DOCUMENTS), (4, 2, CAUSAL)]
+    ("size", "slices", "mask"), [(2, 2, CAUSAL), (2, 3, DOCUMENTS), (4, 4, DOCUMENTS), (4, 2, CAUSAL)]
 )
-def test_slices_share_latents(algorithm, size, slices, sight):
-    for error, *_ in run_ranks(size, compare, algorithm, slices, sight, backend="late"):
+def test_slices_share_latents(algorithm, size, slices, mask):
+    for error, *_ in run_ranks(size, compare, algorithm, slices, mask, backend="late"):
         assert error < 1e-12
 
 

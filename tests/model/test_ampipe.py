@@ -11,16 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.comm_bytes import CommBytes
 from megapar.core.comm.in_flight import CommContext
+from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.base import Device
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import Interval
 from megapar.core.sharding.cut import box_at
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
-from megapar.model.layers.attention_slices import CausalSlices, PrefixBuffer
+from megapar.model.attention.slices import CausalSlices, PrefixBuffer
 from megapar.model.layers.context import Context
 from megapar.model.spec import table_of
 from megapar.moe.slicing import Slicing
@@ -195,7 +197,7 @@ def hidden_over_mp(rank, world_size, slicing):
 
 
 def drawn_over_mp(slices, layers, cross):
-    """The drawing of ``model.layers.ampipe``, forward and backward."""
+    """The drawing of ``model.ampipe``, forward and backward."""
     forward, backward, last = [], [], slices - 1
     for layer in range(layers):
         here, back = not (cross and layer), []  # back: the layer's backward, the other way round
@@ -402,7 +404,9 @@ def test_nothing_of_a_slice_is_copied_for_the_keys_of_later_ones():
     """Under cross-layer slicing keys grow in one buffer: what all slices keep of it shares one storage."""
     slices = Slicing(4).cut(16)
     model = build(MOE, dtype=torch.float64)
-    context = Context(None, None, 32, slices=slices, own_slices=slices, whole_slices=slices)
+    context = Context(
+        DeviceMask(AttentionMask(2, 16, causal=True)), None, 32, slices=slices, own_slices=slices, whole_slices=slices
+    )
     run = CausalSlices(model.layers["0"].attention, context)
     x = torch.randn(2, 16, MOE.hidden_size, dtype=torch.float64)
     storages = set()

@@ -27,11 +27,10 @@ from torch.distributed.tensor import DTensor
 from megapar.core.comm.async_pairs import start
 from megapar.core.comm.exchange import AllGather
 from megapar.core.comm.in_flight import CommContext
+from megapar.core.context_parallel.columns import Expansion
 from megapar.core.context_parallel.heads import own_heads, queries_to_heads
-from megapar.core.context_parallel.latents import Expansion
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.device.attention.head_dims import HeadWidths, cut_features, pad_features
-from megapar.core.device.attention.whole import kernel_head_dims
+from megapar.core.device.attention.whole import HeadWidths, cut_features, kernel_head_dims, pad_features
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.execution import DEFAULT
@@ -39,8 +38,8 @@ from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, Repl
 from megapar.core.tensor_parallel.shared_input import SharedComm, shared_products
 from megapar.core.tensor_parallel.weight_gradients import defer_wgrad_of, linear
 from megapar.model.attention.latent import LatentAttentionSizes
+from megapar.model.attention.self_attention import Angles, SelfAttention
 from megapar.model.layers.norm import RmsNorm
-from megapar.model.layers.self_attention import Angles, SelfAttention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -8,7 +8,7 @@ from torch import nn
 
 from megapar.core.comm.axis import Axis
 from megapar.core.recompute.replay import Replay
-from megapar.model.layers.token_gated_mlp import TokenGatedMlp
+from megapar.model.layers.mlp import TokenGatedMlp
 
 H, WIDTH = 6, 10
 

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.slices import SharedSlices
 from megapar.core.device.attention.slices import attention_slice_reference, packed_attention_slice_reference
+from megapar.core.device.attention.table import DOCUMENTS
+from megapar.core.device.base import Indices
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import once
 from megapar.core.recompute.selective import Rematerialized, consume
 from megapar.core.tensor_parallel.layers import Started
 from megapar.model.layers.context import Context
+from megapar.moe.slicing import Slicing
 
 if TYPE_CHECKING:
-    from megapar.model.layers.self_attention import SelfAttention
+    from megapar.model.attention.self_attention import SelfAttention
 
 
 class CausalSlices:
@@ -58,8 +62,7 @@ class CausalSlices:
             cp, plans = attention.cp, context.slice_plans
             # The backward reads the columns of the object of the forward, so the recomputation fills the same one.
             self._shared = once(
-                context.replay,
-                lambda: SharedSlices(cp.axis, cp.slice_transport, plans, flash=attention.sizes.flash),
+                context.replay, lambda: SharedSlices(cp.axis, cp.slice_transport, plans, flash=attention.sizes.flash)
             )
 
     def prepare(self, x_BSH: Tensor) -> None:
@@ -129,12 +132,12 @@ class CausalSlices:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
         """Return [B, s, N, V] for q [B, s, N, D], k [B, end of the slice, G, D], v [B, end of the slice, G, V]."""
-        context, documents = self._context, self._context.documents
-        flash, heads = self._attention.sizes.flash, tuple(x.transpose(1, 2) for x in (q, k, v))
+        context, flash = self._context, self._attention.sizes.flash
+        heads = tuple(x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            if documents is not None:
+            if context.mask.form == DOCUMENTS:
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
-                cut = documents.cut(context.whole_slices[number])
+                cut = context.mask.cut(context.whole_slices[number])
                 y = packed(*heads, documents=cut, dropout=dropout)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference
@@ -161,30 +164,25 @@ class PrefixBuffer:
     """One buffer for the keys, or the values, of all slices. Slice c reads the prefix of slices 0..c.
 
     The gradient of a slice is the sum over all slices that read it, computed in max(fp32, dtype) and rounded once.
-
-    Args:
-        whole: Keys or values of all slices, if they are known from the start.
+    whole: keys or values of all slices, if they are known from the start.
     """
 
     def __init__(self, whole: Tensor | None = None) -> None:
         self._buffer, self._filled = whole, whole is not None
-        self._token: Tensor | None = None
+        self._handle: Tensor | None = None
         self._sum = _PrefixGradients()
 
     def add(self, piece: Tensor, place: slice, total: int) -> Tensor:
-        """Add the next slice and return the prefix that it reads, [B, end of the slice, G, any].
+        """Add the keys or values of the next slice, [B, s, G, any], at ``place`` of ``total`` positions.
 
-        Args:
-            piece: Keys or values of the slice, [B, s, G, any].
-            place: Positions of the slice.
-            total: Positions of all slices.
+        Returns the prefix that the slice reads, [B, end of the slice, G, any].
         """
         if self._buffer is None:
             self._buffer = piece.new_empty((piece.shape[0], total, *piece.shape[2:]))
         if not self._filled:
             self._buffer.data[:, place] = piece.detach()
         prefix: Tensor
-        prefix, self._token = _Prefix.apply(self._token, piece, self._buffer, place, self._sum)
+        prefix, self._handle = _Prefix.apply(self._handle, piece, self._buffer, place, self._sum)
         return prefix
 
 
@@ -207,22 +205,60 @@ class _PrefixGradients:
 
 
 class _Prefix(torch.autograd.Function):
-    """The buffer up to the end of a slice. A token passed from slice to slice orders the backward."""
+    """The buffer up to the end of a slice. A handle passed from slice to slice orders the backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _PrefixGradients
+        ctx: Any, handle: Tensor | None, piece: Tensor, buffer: Tensor, place: slice, total: _PrefixGradients
     ) -> tuple[Tensor, Tensor]:
-        ctx.place, ctx.total, ctx.first = place, total, token is None
+        ctx.place, ctx.total, ctx.first = place, total, handle is None
         # ``data`` has a separate version counter, so autograd still accepts the prefixes that earlier slices saved.
         return buffer.data[:, : place.stop], piece.new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, token = grads
-        return None if ctx.first else token, ctx.total.take(grad, ctx.place), None, None, None
+        grad, handle = grads
+        return None if ctx.first else handle, ctx.total.take(grad, ctx.place), None, None, None
 
 
 def split_slices(x: Tensor, slices: Sequence[slice]) -> tuple[Tensor, ...]:
     """Split dim 1 of ``x`` into slices, whose gradients are concatenated by one copy."""
     return torch.split(x, [place.stop - place.start for place in slices], dim=1)
+
+
+class Arrangement:
+    """Reorders positions so that the chunk of each mp rank holds its part of every slice.
+
+    Attributes:
+        slicing: The slices of the sequence. May change between two forwards.
+    """
+
+    def __init__(self, slicing: Slicing, mp: Axis, *, sequence_parallel: bool) -> None:
+        self.slicing, self._parts = slicing, mp.size if sequence_parallel else 1
+        self._indices = Indices()
+
+    @property
+    def moves(self) -> bool:
+        """The order differs from the sequence's; otherwise all methods return their input."""
+        return self.slicing.degree > 1 and self._parts > 1
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """Return the source of each position, [length] int64."""
+        key = length, self.slicing, "arrange"
+        return self._indices.of(key, device, lambda: self.slicing.order(length, self._parts))
+
+    def arrange(self, x_BS: Tensor) -> Tensor:
+        """Reorder [B, S, ..]."""
+        return x_BS.index_select(1, self.index(x_BS.shape[1], x_BS.device)) if self.moves else x_BS
+
+    def restore(self, x_BS: Tensor) -> Tensor:
+        """Undo ``arrange``."""
+        if not self.moves:
+            return x_BS
+        length = x_BS.shape[1]
+
+        def order() -> list[int]:
+            chosen = self.slicing.order(length, self._parts)
+            return sorted(range(length), key=chosen.__getitem__)
+
+        return x_BS.index_select(1, self._indices.of((length, self.slicing, "restore"), x_BS.device, order))

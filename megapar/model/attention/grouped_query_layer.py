@@ -19,10 +19,10 @@ from megapar.core.device.rotary import rotary_heads_in_one_kernel, split_heads
 from megapar.core.tensor_parallel.layers import ColumnLinear, LayerOptions, RowLinear, Started, local
 from megapar.core.tensor_parallel.split_norm import SplitNorm
 from megapar.core.tensor_parallel.weight_gradients import linear
+from megapar.model.attention.self_attention import Angles, SelfAttention
 from megapar.model.attention_sizes import AttentionSizes
 from megapar.model.layers.norm import RmsNorm, rms_norm
 from megapar.model.layers.rotary import rotate
-from megapar.model.layers.self_attention import Angles, SelfAttention
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.replay import Replay
-from megapar.model.layers.ampipe import IncomingSlices, Sliced
+from megapar.model.ampipe import IncomingSlices, Sliced
 from megapar.model.layers.context import Context
 from megapar.moe.stats import MoeStats
 
@@ -25,12 +25,7 @@ def run_layers(
 ) -> tuple[Tensor | Sliced, list[MoeStats]]:
     """Run x [B, S(/mp), H] through all blocks. Return the output and the routing statistics of those with experts.
 
-    The output is still sliced if layers pass slices on.
-
-    Args:
-        blocks: The layers.
-        x: Input of the first one.
-        recompute: Activation checkpointing; None to keep all activations. Without gradients it has no effect.
+    The output is still sliced if layers pass slices on. Without gradients, activation checkpointing has no effect.
     """
     layers = list(blocks)
     if recompute is None or not torch.is_grad_enabled():

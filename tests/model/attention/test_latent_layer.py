@@ -14,21 +14,17 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
-from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
-from megapar.core.device.attention.documents import PackedDocuments
 from megapar.core.device.compiled import Compiled
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.model.attention.latent import LatentAttentionSizes
-from megapar.model.layers.attention_slices import CausalSlices
+from megapar.model.attention.latent_layer import LatentAttention
 from megapar.model.layers.context import Context
-from megapar.model.layers.latent_attention import LatentAttention
 from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.moe.slicing import Slicing
+from tests.support.attention import causal_mask, sliced
 from tests.support.ranks import run_ranks
 
 BATCH, LENGTH, THETA = 2, 16, 1e4
@@ -189,32 +185,17 @@ def test_it_is_the_published_class(seed):
     sizes = drawn_sizes(seed)
     x, angles, upstream = inputs(sizes)
     attention, theirs = layer(sizes), published(sizes)
-    y = attention(x, Context(None, None, BATCH * LENGTH, angles))
+    y = attention(x, Context(causal_mask(BATCH, LENGTH), None, BATCH * LENGTH, angles))
     both = tuple(torch.cat((part, part), dim=-1) for part in angles)
     want = theirs(x, both, None)[0]
     torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-11)
     same(gradients(attention, y, x, upstream), published_gradients(theirs, sizes, want, x, upstream))
 
 
-def sliced(attention, x, context, *, prepared, hides=False) -> Tensor:
-    """The output for x, slice after slice, from heads of the whole or from each slice's own."""
-    run, parts = CausalSlices(attention, context, hides=hides), []
-    if prepared:
-        run.prepare(x)
-    for number, place in enumerate(context.own_slices):
-        run.enter(None if prepared else x[:, place])
-        run.project(number)
-        run.attend(number)
-        run.leave(number)
-        parts.append(run.finish(number))
-    return torch.cat(parts, dim=1)
-
-
 def contexts(angles, *, packed=False, slices=1, **more) -> Context:
     cut = Slicing(slices).cut(LENGTH) if slices > 1 else ()
-    documents = PackedDocuments.of(AttentionMask.of_documents(ENDS, BATCH), torch.device("cpu")) if packed else None
     places = {"slices": cut, "own_slices": cut, "whole_slices": cut}
-    return Context(None, None, BATCH * LENGTH, angles, documents=documents, **places, **more)
+    return Context(causal_mask(BATCH, LENGTH, ENDS if packed else None), None, BATCH * LENGTH, angles, **places, **more)
 
 
 FORMS: dict[str, Callable[[LatentAttention, Tensor, tuple[Tensor, Tensor], bool], Tensor]] = {
@@ -345,7 +326,7 @@ def on_mp(rank, size, sp, form, query_rank, early, deferred):
     if form == "slices":
         lengths = torch.tensor([0, *map(len, pieces)]).cumsum(0).tolist()
         places = tuple(slice(*pair) for pair in itertools.pairwise(lengths))
-        context = Context(None, None, 32, angles, slices=cut, own_slices=places, whole_slices=cut)
+        context = Context(causal_mask(BATCH, LENGTH), None, 32, angles, slices=cut, own_slices=places, whole_slices=cut)
         y = sliced(attention, x_own, context, prepared=False, hides=early)
     else:
         y = attention(x_own, contexts(angles))
@@ -382,42 +363,3 @@ def on_mp(rank, size, sp, form, query_rank, early, deferred):
 def test_ranks_that_share_heads(sp, form, early, deferred, query_rank):
     for launched in run_ranks(2, on_mp, sp, form, query_rank, early, deferred):
         assert launched["all_gather"] > 0 if sp else launched["all_reduce"] > 0
-
-
-def on_cp(rank, size, algorithm, slices, packed):
-    """Compare with one process."""
-    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)))
-    layout = choose_layout(algorithm, size, causal=True, length=LENGTH, slices=slices)
-    cp, sizes = ContextParallel(axis, algorithm, layout), latent_sizes()
-    attention = layer(sizes, cp=cp)
-    x, angles, upstream = inputs(sizes)
-    own = layout.positions(LENGTH, rank)
-    x, angles, upstream = (
-        x.detach()[:, own].requires_grad_(),
-        tuple(part[:, own] for part in angles),
-        upstream[:, own],
-    )
-    mask = AttentionMask.of(BATCH, LENGTH, causal=True, ends=ENDS if packed else None)
-    documents = PackedDocuments.of(AttentionMask.of_documents(ENDS, BATCH), torch.device("cpu")) if packed else None
-    if slices > 1:
-        cut, whole = Slicing(slices).cut(len(own)), Slicing(slices).cut(LENGTH)
-        plans = cp.slice_plans(mask)
-        more = {"slices": cut, "own_slices": cut, "whole_slices": whole, "slice_plans": plans}
-        context = Context(None, None, 32, angles, documents=documents, **more)
-        y = sliced(attention, x, context, prepared=True)
-    else:
-        plan = cp.plan(mask)
-        context = Context(None, None, 32, angles, documents=documents, plan=plan)
-        y = attention(x, context)
-    found = {"y": y.detach(), **gradients(attention, y, x, upstream)}
-    for name in found.keys() - {"x", "y"}:
-        dist.all_reduce(found[name])
-    want, wanted = alone(sizes, packed=packed)
-    same(found, {"y": want[:, own], **wanted, "x": wanted["x"][:, own]})
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("slices", [1, 2])
-@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
-def test_ranks_that_share_a_sequence(algorithm, slices, packed):
-    run_ranks(2, on_cp, algorithm, slices, packed, backend="late")

@@ -8,8 +8,8 @@ keys and values are shared: slice c sees those of slices 0..c. Program order of 
     [1]   [2]                [3]                            [4]
 
 With ``cross_layer`` the last column moves into the next layer, slice by slice, and only the last layer concatenates its
-slices: ``C0v attn0 D0^  C1v attn1 D1^``. Combines in flight between two layers are passed as tokens (``async_pairs``).
-The tokens are plain tensors of the output, because sharding's hooks must see every tensor that autograd sees. A
+slices: ``C0v attn0 D0^  C1v attn1 D1^``. Combines in flight between two layers are passed as handles (``async_pairs``).
+The handles are plain tensors of the output, because sharding's hooks must see every tensor that autograd sees. A
 recomputed unit waits for its incoming slices once, in its forward, and keeps the results (``IncomingSlices``).
 With ``overlap_mp`` the collectives of attention over mp are in flight, too (g all-gather before the heads, r
 reduce-scatter after the projection, q the product that makes queries, keys and values):
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.fp32_grad_sum import fp32_grad_sums
-from megapar.model.layers.attention_slices import CausalSlices, split_slices
+from megapar.model.attention.slices import CausalSlices, split_slices
 from megapar.model.layers.context import Context
 from megapar.moe.forward import MoeForward, PendingCombines
 from megapar.moe.stats import MoeStats
@@ -38,20 +38,20 @@ from megapar.moe.stats import MoeStats
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megapar.model.layers.hidden_dropout import HiddenDropout
+    from megapar.model.attention.self_attention import SelfAttention
     from megapar.model.layers.mlp import Mlp
-    from megapar.model.layers.norm import LayerNorm, RmsNorm
-    from megapar.model.layers.self_attention import SelfAttention
+    from megapar.model.layers.norm import Norm
+    from megapar.model.layers.residual import HiddenDropout
     from megapar.moe.layer import MoeLayer
 
 
 class SliceableBlock(Protocol):
     """A pre-norm layer that can run in slices, such as ``DecoderBlock``."""
 
-    attention_norm: RmsNorm | LayerNorm
+    attention_norm: Norm
     attention: SelfAttention
     drop: HiddenDropout
-    mlp_norm: RmsNorm | LayerNorm
+    mlp_norm: Norm
     mlp: Mlp | None
     moe: MoeLayer | None
 
@@ -64,7 +64,7 @@ class Sliced(NamedTuple):
 
     Attributes:
         residuals: [B, s, H] per slice.
-        tokens: Tokens of the combines in flight, per slice.
+        handles: Handles of the combines in flight, per slice.
         shared: Output of the shared experts, [B, s, H] per slice; empty without shared experts.
         arriving: The combines; None if nothing is in flight.
         drop: Dropout of the layer that launched the combines; None if nothing is in flight.
@@ -72,7 +72,7 @@ class Sliced(NamedTuple):
     """
 
     residuals: tuple[Tensor, ...]
-    tokens: tuple[tuple[Tensor, ...], ...] = ()
+    handles: tuple[tuple[Tensor, ...], ...] = ()
     shared: tuple[Tensor, ...] = ()
     arriving: PendingCombines | None = None
     drop: HiddenDropout | None = None
@@ -88,7 +88,7 @@ class Sliced(NamedTuple):
         x = self.residuals[number]
         if self.arriving is None or self.drop is None:
             return x
-        y = self.arriving.finish(number, self.tokens[number]).view_as(x)  # [4]
+        y = self.arriving.finish(number, self.handles[number]).view_as(x)  # [4]
         if self.shared:
             y = y + self.shared[number]
         out: Tensor = x + self.drop(y, context, "mlp", number)
@@ -197,8 +197,8 @@ class _Layer:
         """Return the output of the block and its routing statistics."""
         out, stats = Sliced(tuple(self._residuals)), None
         if self._moe_forward is not None:
-            arriving, tokens, shared = self._moe_forward.compute_experts()  # [3]
+            arriving, handles, shared = self._moe_forward.compute_experts()  # [3]
             stats = self._moe_forward.stats()
             added = tuple(y for y in shared if y is not None)
-            out = Sliced(tuple(self._residuals), tuple(tokens), added, arriving, self.block.drop)
+            out = Sliced(tuple(self._residuals), tuple(handles), added, arriving, self.block.drop)
         return (out if self.context.slicing.cross_layer else join(out, self.context)), stats

@@ -1,0 +1,153 @@
+"""Attention masks on a device: the tensors that kernels read, beside the value on the host.
+
+Shape letters: B batch, S positions of queries, L of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.attention.table import form_of
+
+
+@dataclass(frozen=True)
+class DeviceMask:
+    """The mask of a micro-batch and its tensors, made once for all layers.
+
+    Attributes:
+        host: The mask.
+        valid: Keys that are not hidden, [B, L] bool; with a memory those of each position, [B or 1, S, L]. None: those
+            of the form.
+        starts: [documents + 1] int32, 0 and ``host.flat_ends``; None without documents.
+    """
+
+    host: AttentionMask
+    valid: Tensor | None = None
+    starts: Tensor | None = None
+    _slices: dict[tuple[int, int], DocumentSlice] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, mask: AttentionMask, device: torch.device, ends: Tensor | None = None) -> DeviceMask:
+        """Put the documents of a mask, if it has any, on a device.
+
+        ends: [documents], its ``flat_ends`` on the host; None makes them. If they are in pinned memory, the host does
+        not wait for the copy.
+        """
+        if mask.ends is None:
+            return cls(mask)
+        ends_D = torch.tensor(mask.flat_ends) if ends is None else ends
+        return cls(mask, starts=F.pad(ends_D.to(device, non_blocking=True), (1, 0)).to(torch.int32))
+
+    @classmethod
+    def of_memory(cls, mask: AttentionMask, text: Tensor | None, device: torch.device) -> DeviceMask:
+        """Make the mask of a segment whose positions attend to a memory and, causally, to each other.
+
+        text: [B, M] bool, False at padding in the memory. Padding comes after the text, so that text in the segment
+        does not attend to padding there.
+        """
+        visible = causal_keys(mask.length, mask.memory + mask.length, device, before=mask.memory)[None]
+        if text is not None:
+            visible = visible & torch.cat((text, text.new_ones(len(text), mask.length)), dim=1)[:, None]
+        return cls(mask, visible)
+
+    @cached_property
+    def form(self) -> str:
+        """The form of a call of attention with this mask, in the table of kernels."""
+        return form_of(self.host)
+
+    def cut(self, place: slice) -> DocumentSlice:
+        """Return the parts of documents in a slice of the sequence. All layers share the result.
+
+        place: Positions of the slice in each sample.
+        """
+        key = (place.start, place.stop)
+        if key not in self._slices:
+            assert self.starts is not None
+            pieces, longest = _pieces(self.host, place), _longest(self.host, place)
+            self._slices[key] = DocumentSlice(pieces, longest, place, self.host.length, self.starts)
+        return self._slices[key]
+
+
+class DocumentPiece(NamedTuple):
+    """The part of a document that is in a slice of the sequence.
+
+    Attributes:
+        sample: Number of the sample.
+        queries: Positions of the part, relative to the start of the slice.
+        first: Start of the document in its sample.
+    """
+
+    sample: int
+    queries: slice
+    first: int
+
+
+@dataclass(frozen=True)
+class DocumentSlice:
+    """The parts of documents in a slice of the sequence.
+
+    Attributes:
+        pieces: The non-empty parts, in order.
+        longest: The most queries of a document, and the most keys, also of a document without a query.
+        place: Positions of the slice in each sample.
+        length: Positions of a sample.
+        starts: As in ``DeviceMask``.
+    """
+
+    pieces: tuple[DocumentPiece, ...]
+    longest: tuple[int, int]
+    place: slice
+    length: int
+    starts: Tensor
+
+    @cached_property
+    def starts_q(self) -> Tensor:
+        """[documents + 1] int32: start of each document among the queries; documents outside the slice are empty."""
+        sample, first = self.starts // self.length, self.starts % self.length
+        size = self.place.stop - self.place.start
+        starts: Tensor = sample * size + (first - self.place.start).clamp(0, size)
+        return starts
+
+    @cached_property
+    def starts_k(self) -> Tensor:
+        """[documents + 1] int32: start of each document among the keys, which end with the slice."""
+        sample, first = self.starts // self.length, self.starts % self.length
+        starts: Tensor = sample * self.place.stop + first.clamp(max=self.place.stop)
+        return starts
+
+
+def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0) -> Tensor:
+    """Return the keys that each position attends to, [queries, keys] bool: position i attends to 0..before + i."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+
+
+def _documents(mask: AttentionMask) -> Iterator[tuple[int, int, int]]:
+    """Yield (sample, start, end in the sample) of each document."""
+    for start, end in zip((0, *mask.flat_ends), mask.flat_ends, strict=False):
+        sample = start // mask.length
+        yield sample, start - sample * mask.length, end - sample * mask.length
+
+
+def _longest(mask: AttentionMask, place: slice) -> tuple[int, int]:
+    queries = keys = 0
+    for _, first, last in _documents(mask):
+        queries = max(queries, min(last, place.stop) - max(first, place.start))
+        keys = max(keys, min(last, place.stop) - min(first, place.stop))
+    return queries, keys
+
+
+def _pieces(mask: AttentionMask, place: slice) -> tuple[DocumentPiece, ...]:
+    pieces = []
+    for sample, first, last in _documents(mask):
+        start, stop = max(first, place.start), min(last, place.stop)
+        if start < stop:
+            pieces.append(DocumentPiece(sample, slice(start - place.start, stop - place.start), first))
+    return tuple(pieces)
