@@ -75,11 +75,6 @@ class Manifest:
                 return f"is damaged: {part or path.name} does not have the SHA-256 that it was written with"
         return self.wrong_sizes(path)
 
-    def changed_at(self, path: Path) -> list[list[Any]]:
-        """Return the size and change times of each file. They show a later call whether a file was written since."""
-        statuses = [(part, file.stat()) for part, file in _files(path)]
-        return [[part, status.st_size, status.st_mtime_ns, status.st_ctime_ns] for part, status in statuses]
-
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield every file at the path in order of name, except the manifest itself and hidden files (of NFS)."""

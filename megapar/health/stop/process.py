@@ -85,14 +85,6 @@ class Process:
             return None
 
 
-def boot_id() -> str:
-    """Return the kernel's id of this boot, or "" if the system has none."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return ""
-
-
 def fields_of(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third on: state, parent, ... Raises OSError for a missing process.
 
