@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -376,10 +376,11 @@ class Trainer:
             failure.note(error, os.environ, self.stepper.feed.following(self.progress), saved=saved)
             raise
         finally:
-            for callback in callbacks:
-                callback.close()
-            self.loader.close()
-            self.monitor.close()
+            with ExitStack() as closing:  # an error of one does not keep the others from closing
+                closing.callback(self.monitor.close)
+                closing.callback(self.loader.close)
+                for callback in reversed(callbacks):
+                    closing.callback(callback.close)
         self._report_end(exported)
         folder = self.checkpoints.folder
         checkpoint = None if folder is None else folder.local_path()
@@ -515,6 +516,7 @@ class Trainer:
         assert heldout is not None  # the rules refuse an evaluation without held-out samples
         self.corpus.check_files()
         self.stepper.resolve_pending()
+        self.loader.settle()
         with self.world.meter.paused():
             self.job.sharding.wait()
         section = self.watch.section("evaluation", f"after step {self.progress.iteration}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
 from datetime import datetime, timezone
 from pathlib import Path
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from megapar.arguments import parse
 from megapar.errors import DataError
 from megapar.trainer import Trainer, train
+from megapar.training.loop.callbacks import TrainerCallback
 from megapar.training.reports.terminal import PlainTerminal
 from megapar.training.step import bad_steps as numbers
 from tests.support.here import run_here
@@ -343,3 +345,15 @@ def test_what_is_logged_does_not_depend_on_the_log_interval() -> None:
     flags = ("--sharding-degree", "4", "--dtype", "fp64")
     each, together = (run(4, "moe", *flags, "--log-interval", interval).records for interval in ("1", "100"))
     assert [record.lm_loss for record in each] == [record.lm_loss for record in together]
+
+
+def test_an_error_of_a_callback_that_closes_keeps_nothing_open() -> None:
+    class Failing(TrainerCallback):
+        def close(self) -> None:
+            raise OSError("cannot close")
+
+    flags = [*SMALL["moe"], *COMMON, "--train-iters", "1", "--manual-gc", "--data-path", "mock"]
+    with pytest.raises(OSError, match="cannot close"):
+        train(parse("moe", flags, {}), callbacks=[Failing()])
+    assert gc.isenabled()
+    assert not any(thread.name.startswith("megapar-loader") for thread in threading.enumerate())

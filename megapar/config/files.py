@@ -26,7 +26,7 @@ from megapar.config.draft import Draft
 from megapar.config.run import METRICS_OFF
 from megapar.config.vocab_size import MOCK, check_vocabulary
 from megapar.errors import Complaint
-from megapar.files.location import Location, at
+from megapar.files.location import Location, at, same_place
 from megapar.files.paths import METRICS
 from megapar.files.regular_file import INDEX_BYTES, read_json
 from megapar.files.tensor_file import CONFIG_FILE, INDEX_FILE
@@ -100,8 +100,7 @@ def _loaded(values: Mapping[str, Any]) -> Iterator[Complaint]:
 
 
 def _saves_where_it_loads(values: Mapping[str, Any]) -> bool:
-    load, save = values.get("load"), values.get("save")
-    return load is not None and save is not None and at(load) == at(save)
+    return same_place(values.get("load"), values.get("save"))
 
 
 def _tokenizer(path: Path) -> Iterator[Complaint]:

@@ -192,7 +192,7 @@ class TrainingOptions:
     )
     attention_backend: str = flag(
         "auto",
-        "kernel of attention on an NVIDIA GPU; auto: today's choice until a GPU day has confirmed another",
+        "kernel of attention on an NVIDIA GPU; auto: the default until a measurement on a GPU has confirmed another",
         choices=("auto", "flash", "cudnn", "flash3"),
         role=roles.by_hand("has no confirmed kernel but the default's, so no figures"),
         undrawn="needs a GPU; scripts/gpu_day.sh compares the kernels",

@@ -18,7 +18,7 @@ from megapar.checkpoints.format.names import (
 )
 from megapar.config.draft import is_from_file
 from megapar.errors import Complaint
-from megapar.files.location import Location, at
+from megapar.files.location import Location, at, same_place
 from megapar.launch_environment import job_id, starts_before
 from megapar.machine import no_device
 
@@ -62,7 +62,7 @@ def _check_gpu(values: Mapping[str, Any]) -> list[Complaint]:
 def check_save(environ: Mapping[str, str], values: Mapping[str, Any]) -> list[Complaint]:
     """Complain if a run would overwrite another run's checkpoints; a restarted job may find its own."""
     load, save = values.get("load"), values.get("save")
-    if save is None or (load is not None and at(load) == at(save)):
+    if save is None or same_place(load, save):
         return []
     saved = saved_iterations(save)
     unnamed_restart = starts_before(environ) and not job_id(environ)  # the owner cannot be determined

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,8 +141,8 @@ class Loader:
     so that its k-th is j = k R + r. K may change from step to step (batch size ramp-up).
 
     During a step, a thread prefetches the next one, assuming the same K and sequence length. If the next step differs,
-    its micro-batches are made when they are requested. The thread holds at most one step. Its errors are raised by the
-    step that needs the prefetched micro-batches.
+    the same thread makes its micro-batches when they are requested: samples may keep a file's position. The thread
+    holds at most one step. Its errors are raised by the step that needs the prefetched micro-batches.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Loader:
         else:
             if prefetched is not None:
                 prefetched[1].cancel()
-            batches = self._made(request)
+            batches = self._read(request)
         if self._worker is not None:
             global_batch = num_micro_batches * self._ranks * self._size
             following = _Request(consumed_samples + global_batch, num_micro_batches, length)
@@ -194,10 +194,18 @@ class Loader:
 
     def first_of(self, data_rank: int, consumed_samples: int, length: int | None = None) -> MicroBatch:
         """Return the first micro-batch of another data rank in the step after ``consumed_samples``."""
-        request = _Request(consumed_samples, 1, length)
+        return self._read(_Request(consumed_samples, 1, length), data_rank)[0]
+
+    def settle(self) -> None:
+        """Wait until the thread reads no sample, so that another one may."""
+        if self._prefetched is not None:
+            wait([self._prefetched[1]])
+
+    def _read(self, request: _Request, data_rank: int | None = None) -> list[MicroBatch]:
+        """Return micro-batches that were not prefetched."""
         if self._worker is None:
-            return self._made(request, data_rank)[0]
-        return self._worker.submit(self._made, request, data_rank).result()[0]  # only one thread reads samples
+            return self._made(request, data_rank)
+        return self._worker.submit(self._made, request, data_rank).result()
 
     def _made(self, request: _Request, data_rank: int | None = None) -> list[MicroBatch]:
         rank = self._rank if data_rank is None else data_rank

@@ -219,6 +219,11 @@ def at(place: Place) -> Location:
     return place if isinstance(place, Location) else Location(DiskStore(), Path(place))
 
 
+def same_place(first: Place | None, second: Place | None) -> bool:
+    """Return True if two names are of one location, also through links or from a working directory. None is none."""
+    return first is not None and second is not None and at(first).resolve() == at(second).resolve()
+
+
 def copy(source: Place, target: Location) -> None:
     """Write a file with the content of another one, in place of an existing one."""
     target.remove()

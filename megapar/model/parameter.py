@@ -69,7 +69,7 @@ class ParameterSpec:
         return prod(self.shape)
 
 
-def led_names(table: Sequence[ParameterSpec], mp: int, partial: Sequence[str]) -> frozenset[str]:
+def names_from_first_rank(table: Sequence[ParameterSpec], mp: int, partial: Sequence[str]) -> frozenset[str]:
     """Return the parameters whose gradients all mp ranks take from the first one at sharding stage 3.
 
     If mp cuts a parameter unevenly (the vocabulary), groups of FSDP2 have messages of unequal lengths, in which sums of

@@ -124,7 +124,7 @@ class NodeShape:
         # The last place counts what is not sent.
         place_Tk = torch.where(first_of_each(rank_Tk, rank_Tk < ranks), rank_Tk, ranks + pairs)
         pair_Tk = (rank_Tk if self.pieces else sorted_Tk) + ranks
-        # A number is added, not a tensor, as in ``core.device.rows.row_order``.
+        # A number is added, not a tensor, as in ``core.device.expert_rows``.
         counted = place_Tk.new_zeros(ranks + pairs + 1)
         counted = counted.scatter_(0, torch.cat([place_Tk, pair_Tk]).flatten(), 1, reduce="add")[:-1]
         experts_Tk = sorted_Tk % self.experts if self.pieces else sorted_Tk

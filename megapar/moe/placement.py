@@ -7,8 +7,8 @@ experts as ever.
     loads of experts 0 to 3: 9 8 1 2      placement 0 1 | 2 3    two ranks with 17 and 3
                                                     3 1 | 2 0    10 and 10, two experts moved
 
-Experts are placement, so every rank keeps its number of them, and those that no swap needs stay. A swap stays within a
-class of slots (``PlacementRoom.block``).
+Experts are only exchanged, so that every rank keeps its number of them, and those that no swap needs stay. A swap stays
+within a class of slots (``PlacementRoom.block``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megapar.core.device.base import Device
 
-LEAST_GAIN = 0.05  # of the mean load of a rank: below this a layer's experts stay
+LEAST_LOAD_SHIFT = 0.05  # of the mean load of a rank: below this a layer's experts stay
 LEAST_STEP = 0.005  # of the same: what one swap must gain
 
 
@@ -49,7 +49,7 @@ class PlacementRoom:
         return self.experts // self.ranks
 
     def class_of(self, slot: int) -> int:
-        """Return the block of a slot within its rank; experts are placement between slots of equal blocks."""
+        """Return the block of a slot within its rank; experts may trade places only between slots of equal blocks."""
         return slot % self.local // self.block
 
     def fits(self, experts: Sequence[int]) -> bool:
@@ -93,7 +93,7 @@ def rebalanced(loads: Sequence[float], experts: Sequence[int], room: PlacementRo
         slots = range(first, first + room.node_ranks * room.local)
         _swap(loads, placement, slots, room.local, room.class_of)
     before, after = (_peaks(loads, placed, room) for placed in (experts, placement))
-    gains = max(old - new for old, new in zip(before, after, strict=True)) >= LEAST_GAIN * mean > 0
+    gains = max(old - new for old, new in zip(before, after, strict=True)) >= LEAST_LOAD_SHIFT * mean > 0
     return tuple(placement) if gains else tuple(experts)
 
 

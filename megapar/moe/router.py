@@ -94,8 +94,8 @@ class Router(nn.Module):
         experts_Tk = self.choose(probs_TE)
         weights_Tk = total_E = None
         if self.renormalizes:
-            share_T = None if valid_T is None else valid_T.to(probs_TE.dtype)
-            weights_Tk, total_E = _ChosenShares.apply(logits_TE, probs_TE.detach(), experts_Tk, share_T)
+            valid_weight_T = None if valid_T is None else valid_T.to(probs_TE.dtype)
+            weights_Tk, total_E = _ChosenShares.apply(logits_TE, probs_TE.detach(), experts_Tk, valid_weight_T)
         sums = router_sums(
             lse_T,
             shares_TE,
@@ -215,22 +215,22 @@ class _ChosenShares(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, share_T: Tensor | None
+        ctx: Any, logits_TE: Tensor, probs_TE: Tensor, experts_Tk: Tensor, valid_weight_T: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         shares_Tk = logits_TE.gather(1, experts_Tk).softmax(1)
-        ctx.save_for_backward(probs_TE, experts_Tk, shares_Tk, share_T)
+        ctx.save_for_backward(probs_TE, experts_Tk, shares_Tk, valid_weight_T)
         ctx.set_materialize_grads(False)
-        return shares_Tk, probs_TE.sum(0) if share_T is None else share_T @ probs_TE
+        return shares_Tk, probs_TE.sum(0) if valid_weight_T is None else valid_weight_T @ probs_TE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        probs_TE, experts_Tk, shares_Tk, share_T = ctx.saved_tensors
+        probs_TE, experts_Tk, shares_Tk, valid_weight_T = ctx.saved_tensors
         of_shares, of_total = grads
         if of_total is None:
             grad_TE = torch.zeros_like(probs_TE)
         else:
-            of_probs = of_total.expand_as(probs_TE) if share_T is None else share_T[:, None] * of_total
+            of_probs = of_total.expand_as(probs_TE) if valid_weight_T is None else valid_weight_T[:, None] * of_total
             grad_TE = _softmax_backward(of_probs, probs_TE)
         if of_shares is not None:
             grad_TE.scatter_add_(1, experts_Tk, _softmax_backward(of_shares, shares_Tk))

@@ -163,10 +163,10 @@ def router_sums(
     best_E = counts.new_empty(0)
     if best:
         best_E = count_pairs(best_Tk[:, :best], mask_T1, num_experts, by_choice=False)[0]
-    share_T = None if valid_T is None else valid_T.to(probs_TE.dtype)
+    valid_weight_T = None if valid_T is None else valid_T.to(probs_TE.dtype)
     if total_E is None:
-        total_E = probs_TE.sum(0) if share_T is None else share_T @ probs_TE
-    squares = torch.dot(lse_T if share_T is None else lse_T * share_T, lse_T)
+        total_E = probs_TE.sum(0) if valid_weight_T is None else valid_weight_T @ probs_TE
+    squares = torch.dot(lse_T if valid_weight_T is None else lse_T * valid_weight_T, lse_T)
     return RouterSums(total_E, squares, counts, by_sample, best_E)
 
 

@@ -16,7 +16,7 @@ from megapar.core.grid import Grid
 from megapar.core.pipeline.schedule import GPIPE
 from megapar.core.recompute.choice import NEWEST_WHOLE
 from megapar.model.cost.model_cost import CommCost
-from megapar.model.parameter import led_names
+from megapar.model.parameter import names_from_first_rank
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
@@ -205,14 +205,14 @@ def pipeline_traffic(run: PlannedRun, stage: int) -> float:
 
 
 def _add_partial(run: PlannedRun, stage: int, sent: defaultdict[str, float]) -> None:
-    """Add the all-reduce over mp of gradients that are partial sums on each mp rank, or led by one; already sharded."""
+    """Add the all-reduce over mp of sharded gradients that are partial on each mp rank, or of its first rank alone."""
     mp = run.config.grid.mp
     if mp == 1:
         return
     partial = ("always", "sp") if run.config.parallel.sequence_parallel else ("always",)
-    led = led_names(run.table, mp, partial) if run.cuts_parameters else ()
+    from_first_rank = names_from_first_rank(run.table, mp, partial) if run.cuts_parameters else ()
     alike = ((row, count) for row, count in run.distinct_rows(stage) if row.trainable)
-    rows = [(row, count) for row, count in alike if row.mp_partial in partial or row.name in led]
+    rows = [(row, count) for row, count in alike if row.mp_partial in partial or row.name in from_first_rank]
     elements = sum(run.local_numel(row) * count / run.shards(row) for row, count in rows)
     sent["mp/all_reduce"] += 2 * elements * run.view.wide_bytes * (mp - 1) / mp
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -21,6 +20,7 @@ class Numbered:
 
     def __init__(self, broken: int = 1 << 60) -> None:
         self.asked: list[int] = []
+        self.readers: set[int] = set()
         self._broken = broken
 
     def __len__(self) -> int:
@@ -30,6 +30,7 @@ class Numbered:
         if number >= self._broken:
             raise OSError(f"sample {number} cannot be read")
         self.asked.append(number)
+        self.readers.add(threading.get_ident())
         return {"tokens": np.full(4, number), "labels": np.full(4, number)}
 
 
@@ -128,10 +129,7 @@ def test_the_thread_works_one_step_ahead_and_no_further() -> None:
     samples = Numbered()
     with closing(Loader(samples, collate_decoder, 2)) as loader:
         assert _numbers(loader.step(0, 2)) == [[0, 1], [2, 3]]
-        deadline = time.monotonic() + 5
-        while len(samples.asked) < 8 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
+        loader.settle()
         assert samples.asked == list(range(8))
         assert _numbers(loader.step(4, 2)) == [[4, 5], [6, 7]]
     assert samples.asked[:8] == list(range(8))  # what was made ahead was not made again
@@ -139,10 +137,13 @@ def test_the_thread_works_one_step_ahead_and_no_further() -> None:
 
 
 def test_a_step_elsewhere_or_of_another_size_is_right_too() -> None:
-    with closing(Loader(Numbered(), collate_decoder, 2)) as loader:
+    samples = Numbered()
+    with closing(Loader(samples, collate_decoder, 2)) as loader:
         assert _numbers(loader.step(0, 1)) == [[0, 1]]
         assert _numbers(loader.step(2, 2)) == [[2, 3], [4, 5]]  # ramp-up
         assert _numbers(loader.step(50, 1)) == [[50, 51]]  # resumed
+        assert _numbers([loader.first_of(0, 70)]) == [[70, 71]]
+    assert len(samples.readers) == 1, "one thread reads, because samples may keep a file's position"
 
 
 def test_an_error_in_the_thread_reaches_the_step_it_belongs_to() -> None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megapar.files import disk
-from megapar.files.location import Location, at, read_locally, written_locally
+from megapar.files.location import Location, at, read_locally, same_place, written_locally
 from tests.support.stores import names, put
 
 
@@ -131,3 +131,12 @@ def test_a_disk_that_cannot_flush_a_name_gives_it_back(tmp_path: Path) -> None:
             (root / "new").publish(root / name, replace=True)
         assert names(root) == ["new", "old"]
         assert (root / "old" / "a").content() == b"old"
+
+
+def test_two_names_of_one_folder_are_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "./run", tmp_path / "run", "link", at("run")):
+        assert same_place(name, tmp_path / "run")
+    assert not same_place("other", "run")
+    assert not same_place(None, None)

@@ -37,7 +37,7 @@ from megapar.config.start import check_save
 from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
 from megapar.errors import CheckpointError, CheckpointMismatchError, Complaint, FolderLostError, UnverifiedError
-from megapar.files.location import Location, at
+from megapar.files.location import Location, at, same_place
 from megapar.launch_environment import job_id, launch_id, starts_before
 from megapar.training.step.job import Job
 
@@ -185,12 +185,11 @@ class Checkpoints:
 
     @property
     def _loads_what_it_saves(self) -> bool:
-        options = self._options
-        return bool(options.save and options.load) and at(str(options.load)) == at(str(options.save))
+        return same_place(self._options.load or None, self._options.save or None)
 
     def saves_into(self, source: ResumeSource) -> bool:
         """Return True if the run saves to the folder that it resumes from."""
-        return bool(self._options.save) and source.root == at(str(self._options.save))
+        return same_place(source.root, self._options.save or None)
 
     @cached_property
     def is_restart(self) -> bool:

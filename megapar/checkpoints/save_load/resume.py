@@ -25,7 +25,7 @@ from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.comm.world import World
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.errors import UnverifiedError
-from megapar.files.location import Location, at
+from megapar.files.location import Location, at, same_place
 from megapar.training.step.job import Job
 from megapar.training.step.progress import Progress
 
@@ -125,7 +125,7 @@ class FaultRecovery:
         self._checkpoints = checkpoints
         self._save = at(options.save) if options.save else None
         self._elsewhere = at(options.load) if options.load else None
-        if self._elsewhere == self._save:
+        if same_place(options.load, options.save):
             self._elsewhere = None
         self.notes: list[str] = []
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megapar.core.comm import collectives
 from megapar.core.comm.axis import Axis
-from megapar.core.comm.exchange import AllGather, Conjugate, Copy, Reduce, ReduceScatter
+from megapar.core.comm.exchange import AllGather, BlockingExchange, Copy, Reduce, ReduceScatter
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
@@ -50,7 +50,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
     return x
 
 
-def _run(exchange: Conjugate, x: Tensor, dim: int = 0) -> Tensor:
+def _run(exchange: BlockingExchange, x: Tensor, dim: int = 0) -> Tensor:
     if exchange.axis.size == 1:
         return x
     y: Tensor = _Run.apply(x, exchange, dim)
@@ -61,7 +61,7 @@ class _Run(torch.autograd.Function):
     """An exchange forward, its conjugate backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: Conjugate, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: BlockingExchange, dim: int) -> Tensor:
         ctx.exchange, ctx.dim = exchange, dim
         return exchange.run(x, dim)
 

@@ -13,8 +13,8 @@
 The right all-gather depends on the use of its result. If all ranks compute the same from it, each already has the whole
 gradient (``alike``). If each rank uses it for a part of the work, the parts of the gradient must be summed.
 
-An exchange along dim 0 can be in flight (``launch``, called by ``async_pairs.py``). A ``Conjugate`` can also block
-(``run``, called by ``autograd.py``), along any dim.
+An exchange along dim 0 can be in flight (``launch``, called by ``async_pairs.py``). A ``BlockingExchange`` can also
+block (``run``, called by ``autograd.py``), along any dim.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Exchange(Protocol):
         """Return the exchange of the gradient."""
 
 
-class Conjugate(Exchange, Protocol):
+class BlockingExchange(Exchange, Protocol):
     """An exchange that can also block, along any dim. So can its conjugate."""
 
     def run(self, x: Tensor, dim: int) -> Tensor:
         """Run the exchange along ``dim`` and return the finished output. ``x`` may have any strides."""
 
-    def conjugate(self) -> Conjugate:
+    def conjugate(self) -> BlockingExchange:
         """Return the exchange of the gradient."""
 
 

@@ -129,7 +129,7 @@ class _Blockwise(torch.autograd.Function):
             drawn = itertools.chain(ctx.drawn[first:], ctx.drawn[:first])
             plan = TilePlan(plan.local_tiles, (), plan.local_tiles, plan.remote_tiles)
         else:
-            drawn = itertools.repeat(ctx.drawn[0])
+            drawn = itertools.repeat(ctx.drawn[0] if ctx.drawn else ())
         merged = AttentionBlock(out, lse)
         rows = OnlineSoftmaxBackward(grads[0], q, merged, drawn, flash=call.flash, dropout=call.dropout)
         reader = call.reader(q, own.v, weight, needs_wgrad=ctx.needs_input_grad[3])

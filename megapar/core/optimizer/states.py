@@ -1,4 +1,4 @@
-"""Each optimizer by name: the states that it keeps of a parameter, and the flags that choose it. Without torch."""
+"""Each optimizer by name: the states that it keeps of a parameter. Without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,5 @@ def states_of(optimizer: str, momentum: float = 0.0) -> tuple[str, ...]:
 
     Checkpoints have them under these names. ``momentum`` is that of sgd, which keeps nothing without.
     """
-    if optimizer == "adamw":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if momentum else ()
+    states = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",) if momentum else ()}
+    return states[optimizer]

@@ -17,17 +17,20 @@ from megapar.core.comm.axis import Axis
 from megapar.core.sharding.sharding import Sharding
 
 
-def sum_partial(sharding: Sharding, names: Sequence[str], mp: Axis, led: frozenset[str] = frozenset()) -> None:
+def sum_partial(
+    sharding: Sharding, names: Sequence[str], mp: Axis, from_first_rank: frozenset[str] = frozenset()
+) -> None:
     """Sum the finished gradients of the named parameters over mp, in place, as one message.
 
-    Of the parameters ``led``, whose gradients each mp rank has whole, all take the first rank's: others add zeros.
+    Of the parameters ``from_first_rank``, whose gradients each mp rank has whole, all take the first rank's: others
+    add zeros.
     """
-    selected = {*names, *led}
+    selected = {*names, *from_first_rank}
     if mp.group is None or not selected:
         return
     grads = [shard.grad for shard in sharding.master_shards if shard.grad is not None]
     views = [view for view in sharding.views(grads) if view.spec.name in selected]
-    pieces = [view.tensor.zero_() if mp.rank and view.spec.name in led else view.tensor for view in views]
+    pieces = [view.tensor.zero_() if mp.rank and view.spec.name in from_first_rank else view.tensor for view in views]
     if not pieces:
         return  # a stage without such parameters, the same on all its mp ranks
     message = torch.cat([piece.flatten() for piece in pieces])

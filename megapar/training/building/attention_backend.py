@@ -32,8 +32,8 @@ from megapar.core.device.attention.table import (
 from megapar.core.device.kinds import DeviceKind
 
 ULYSSES = "ulysses_cp_algo"
-# Kernel of whole samples -> operator of the table in ``core/device/ops.py``.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as a flag's -> as torch writes it
+# Kernel of whole samples -> operator of the table in ``core/device/ops.py``.
 _OPERATORS = {FLASH: "attention_flash", FLASH3: "attention_flash", CUDNN: "attention_cudnn"}
 
 

@@ -22,7 +22,7 @@ from megapar.training.building.partition import ITEM_BYTES
 FIGURES = ("device_tflops", "device_memory_gib", "link_gb", "network_gb")
 """Flags that give a figure of a device."""
 
-LEAST_GAIN = 1.1  # of the time of plain dispatch over that by node, for ``auto``
+LEAST_SPEEDUP = 1.1  # of the time of plain dispatch over that by node, for ``auto``
 NODE, PLAIN = "node", "plain"
 
 
@@ -141,7 +141,7 @@ def dispatch_choice(config: Config, kind: DeviceKind, dtype: str, node: int | No
         return DispatchChoice(0, f"by node takes {MOST_EXPERTS:,} experts at most")
     gain = estimated_gain(config, moe, kind, dtype, local)
     reason = f"{gain:.2f} times the speed of plain by estimate on {kind.title}, {grid.ep // local} nodes"
-    return DispatchChoice(local if gain >= LEAST_GAIN else 0, reason)
+    return DispatchChoice(local if gain >= LEAST_SPEEDUP else 0, reason)
 
 
 def estimated_gain(config: Config, moe: MoeSizes, kind: DeviceKind, dtype: str, local: int) -> float:

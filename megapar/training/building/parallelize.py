@@ -45,7 +45,7 @@ from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import std_of
-from megapar.model.parameter import ParameterSpec, led_names
+from megapar.model.parameter import ParameterSpec, names_from_first_rank
 from megapar.model.spec import table_of
 from megapar.training.building.attention_backend import attention_operator, backend_lacks, needs_flash3
 from megapar.training.building.partition import effective_schedule, make_segments, make_stages, placed
@@ -100,7 +100,7 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
         optimizer=optimizer,
         comm=comm,
         partial=tuple(spec.name for spec in trainable if spec.mp_partial in summed),
-        led=led_names(table, world.grid.mp, summed) if cut_parameters else frozenset(),
+        from_first_rank=names_from_first_rank(table, world.grid.mp, summed) if cut_parameters else frozenset(),
         pipeline=pipeline,
         moves_experts=config.moe.moe_rebalance_interval > 0,
         runner=execution.run,

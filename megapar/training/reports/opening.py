@@ -54,13 +54,13 @@ def hosts(world: World) -> list[str]:
 
 
 def opening(
-    config: Config, world: World, corpus: Corpus, names: Sequence[str], *, compiled: bool = False
+    config: Config, world: World, corpus: Corpus, host_names: Sequence[str], *, compiled: bool = False
 ) -> Iterator[str]:
-    """Yield the first lines of the log. ``names`` are the hosts, by rank; ``compiled``: functions of layers are."""
+    """Yield the first lines of the log. ``host_names`` are by rank; ``compiled``: functions of layers are."""
     started = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
     versions = f"megapar {__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}"
     yield f"{versions}, {world.device.type}; started {started}"
-    yield _hosts(names)
+    yield _hosts(host_names)
     yield from _flags(config)
     decision = compilation(config, device_class(world.device.type).compiler)
     yield f"compiled functions: {decision}{', but a rank cannot compile' if decision.on and not compiled else ''}"
@@ -71,8 +71,8 @@ def opening(
     yield from _data(config, corpus)
 
 
-def _hosts(names: Sequence[str]) -> str:
-    ranks = Counter(names)
+def _hosts(host_names: Sequence[str]) -> str:
+    ranks = Counter(host_names)
     shown = [f"{name} ({count} rank{'s' * (count > 1)})" for name, count in list(ranks.items())[:MOST_HOSTS]]
     more = [f"{len(ranks) - MOST_HOSTS} more"] if len(ranks) > MOST_HOSTS else []
     return f"{len(ranks)} host{'s' * (len(ranks) > 1)}: {', '.join([*shown, *more])}"

@@ -147,7 +147,7 @@ class Gradients:
         job, world = self._job, self._job.world
         job.sharding.finish()
         job.comm.check_settled()
-        sum_partial(job.sharding, job.partial, world.axis("mp"), job.led)
+        sum_partial(job.sharding, job.partial, world.axis("mp"), job.from_first_rank)
         if job.tied is not None:
             sum_tied(job.sharding, job.tied, world.axis("pp"))
         if factor != 1.0:

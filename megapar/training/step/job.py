@@ -33,7 +33,7 @@ class Job:
         sharding: Shards of the parameters and gradients.
         comm: Collectives that layers have in flight. None may be left at the end of a step.
         partial: Parameters whose gradients are summed over mp.
-        led: Parameters whose gradients all mp ranks take from the first.
+        from_first_rank: Parameters whose gradients all mp ranks take from the first.
         pipeline: Runs the model if pp > 1, else None.
         moves_experts: True if experts change their places, which the gradient norm must not depend on.
         tied: Parameter that the first and the last stage share and whose gradients they sum, or None.
@@ -47,7 +47,7 @@ class Job:
     optimizer: Optimizer | OffloadedOptimizer
     comm: CommContext
     partial: tuple[str, ...]
-    led: frozenset[str] = frozenset()
+    from_first_rank: frozenset[str] = frozenset()
     pipeline: PipelinedModel | None = None
     moves_experts: bool = False
     tied: str | None = None

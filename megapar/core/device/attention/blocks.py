@@ -108,7 +108,7 @@ def block_backward_cpu(
 
 
 def block_cuda(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout: float = 0.0) -> AttentionBlock:
-    """Compute ``block_reference`` by FlashAttention where ``attention_table`` says that it takes the call."""
+    """Compute ``block_reference`` by FlashAttention where the table of attention says that it takes the call."""
     heads = equal_head_dims(q, k, v)
     if not takes(FLASH, call_of(BLOCKS, heads.q, heads.v, dropout)):
         return block_reference(q, k, v, causal=causal, dropout=dropout)
