@@ -24,7 +24,7 @@ import yaml
 
 from benchmarks.prediction.rows import published_rows
 from benchmarks.prediction.run import ROWS, attention_flops, published_plan
-from megapar.planning.calibration import CALIBRATIONS, MEGATRON, TABLE, Calibration
+from megapar.planning.calibration import MEGATRON, TABLE, Calibration, calibrations
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.speed import model_flops, predict
 
@@ -82,7 +82,7 @@ class Constants:
         most = MOST / value["product"]
         clocks = {name: (min(value[name] * value["wide"], most), value[name]) for name in value if name.endswith("g")}
         clocks |= {name: clocks[other] for name, other in SAME_CLOCK.items()}
-        base = CALIBRATIONS[MEGATRON]
+        base = calibrations()[MEGATRON]
         names = ("scores", "memory", "grouped", "wait", "fp8_launches_per_expert", "cast")
         linear, expert = dict.fromkeys(LINEAR, value["linear_bytes"]), dict.fromkeys(EXPERT, value["expert_bytes"])
         costs: dict[str, Any] = {name: value[name] for name in names}

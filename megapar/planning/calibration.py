@@ -15,10 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-
-import yaml
 
 TABLE = Path(__file__).with_suffix(".yaml")
 MEGAPAR, MEGATRON = "megapar", "megatron"
@@ -92,12 +91,13 @@ COMPARED = frozenset(
 )
 
 
-def _calibrations() -> Mapping[str, Calibration]:
+@cache
+def calibrations() -> Mapping[str, Calibration]:
     """Return the calibration of each software."""
+    import yaml
+
     numbers = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     shares, clocks = numbers["shares"], {name: (wide, narrow) for name, (wide, narrow) in numbers["clocks"].items()}
     found = {name: Software(name, **costs) for name, costs in numbers["software"].items()}
-    return {name: Calibration(**shares, clocks=clocks, software=software) for name, software in found.items()}
-
-
-CALIBRATIONS: Mapping[str, Calibration] = MappingProxyType(_calibrations())
+    made = {name: Calibration(**shares, clocks=clocks, software=software) for name, software in found.items()}
+    return MappingProxyType(made)

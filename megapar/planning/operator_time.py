@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.moe.sizes import MoeSizes
-from megapar.planning.calibration import CALIBRATIONS, Calibration
+from megapar.planning.calibration import Calibration, calibrations
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.traffic import Link, link
 
@@ -49,7 +49,7 @@ class OperatorTime:
     def __init__(self, run: PlannedRun, calibration: Calibration | None = None) -> None:
         self._run, self._kind = run, run.kind
         self._experts: MoeSizes | None = getattr(run.sizes, "moe", None)
-        base, experts = calibration or CALIBRATIONS[run.assumed.software], self._experts is not None
+        base, experts = calibration or calibrations()[run.assumed.software], self._experts is not None
         self.calibration = c = run.assumed.calibration(base, experts=experts)
         clock, fp8_clock = c.clocks.get(run.kind.name, (1.0, 1.0))
         self._rate = run.kind.peak(run.dtype) * c.product * clock

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.cost.model_cost import CommCost
 from megapar.model.flops import step_flops
-from megapar.planning.calibration import CALIBRATIONS, Calibration
+from megapar.planning.calibration import Calibration, calibrations
 from megapar.planning.gathered_groups import gathered_groups
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
@@ -54,7 +54,7 @@ class Speed:
 def predict(run: PlannedRun, calibration: Calibration | None = None) -> Speed:
     """Predict the speed of a run, by the calibration of the software that it assumes if none is given."""
     grid, m = run.config.grid, run.micro_batches
-    calibration = calibration or CALIBRATIONS[run.assumed.software]
+    calibration = calibration or calibrations()[run.assumed.software]
     clock = Clock(run, calibration)
     times = [clock.stage(stage) for stage in range(grid.pp)]
     slowest = max(times, key=lambda time: time.both)

@@ -167,7 +167,7 @@ def test_what_was_read_under_another_longest_line_is_read_again(
 
     def documents(longest: int) -> tuple[int, str]:
         monkeypatch.setattr("megapar.data.text.chunks._BLOCK_BYTES", 512)  # below it, as in earnest
-        for place in ("files.record", "data.text.chunks", "data.tokens.token_cache", "data.corpus"):
+        for place in ("files.data_files", "data.text.chunks", "data.tokens.token_cache", "data.corpus"):
             monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", longest, raising=False)
         corpus = build("moe", data_path=[str(path)], **SMALL, **more)
         return corpus.contents[0].documents or 0, corpus.tokenizer.fingerprint()

@@ -14,7 +14,7 @@ from megapar.arguments import parse
 from megapar.core.device.kinds import LINK_SHARE
 from megapar.model.cost.model_cost import CommCost, OpCost, Product
 from megapar.planning.assume import assumed
-from megapar.planning.calibration import CALIBRATIONS, COMPARED, MEGAPAR, MEGATRON, NAMES, TABLE
+from megapar.planning.calibration import COMPARED, MEGAPAR, MEGATRON, NAMES, TABLE, calibrations
 from megapar.planning.devices import device_kind
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.plan import Plan
@@ -30,14 +30,14 @@ def plan(flags: str = EXPERTS, ranks: int = 8, assume: str = "", **more: object)
 
 
 def test_softwares_share_the_shares_of_devices() -> None:
-    ours, theirs = (CALIBRATIONS[name] for name in NAMES)
+    ours, theirs = (calibrations()[name] for name in NAMES)
     assert replace(ours, software=theirs.software) == theirs
     assert ours.software != theirs.software
     assert ours.inside == LINK_SHARE  # by which runs choose their overlap
 
 
 def test_the_numbers_are_as_the_fit_writes_them() -> None:
-    assert table(CALIBRATIONS[MEGATRON]) == TABLE.read_text(encoding="utf-8")
+    assert table(calibrations()[MEGATRON]) == TABLE.read_text(encoding="utf-8")
 
 
 def test_plans_say_which_devices_were_compared() -> None:
@@ -50,7 +50,7 @@ def test_plans_say_which_devices_were_compared() -> None:
 
 
 def test_no_device_exceeds_its_peak() -> None:
-    for calibration in CALIBRATIONS.values():
+    for calibration in calibrations().values():
         for wide, narrow in ((1.0, 1.0), *calibration.clocks.values()):
             assert calibration.product * wide <= 0.901
             assert calibration.fp8 * narrow <= 0.9
@@ -107,7 +107,7 @@ def test_a_token_travels_once_under_hybrid_ep() -> None:
     plain, once = (Plan(config, device_kind("b200"), assumed(words)).run for words in ([], ["hybrid-ep"]))
     copies = CommCost("ep", "all_to_all", 4 * 15 / 16 * 1e9, "forward")
     apart, together = OperatorTime(plain).message(copies), OperatorTime(once).message(copies)
-    link = device_kind("b200").between * CALIBRATIONS[MEGAPAR].between
+    link = device_kind("b200").between * calibrations()[MEGAPAR].between
     assert apart.between * link == pytest.approx(4 * 8 / 16 * 1e9)
     assert together.between * link == pytest.approx(15 / 16 * 1e9)
     assert together.inside < apart.inside * 2

@@ -6,12 +6,12 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.model.cost.model_cost import CommCost, Product
-from megapar.planning.calibration import CALIBRATIONS
+from megapar.planning.calibration import calibrations
 from megapar.planning.devices import device_kind
 from megapar.planning.operator_time import MessageTime, OperatorTime
 from megapar.planning.planned_run import PlannedRun
 
-CALIBRATION = CALIBRATIONS["megapar"]
+CALIBRATION = calibrations()["megapar"]
 
 
 def times(*flags: str, ranks: int = 16) -> OperatorTime:

@@ -69,7 +69,8 @@ def npu_fusion_attention(
     q, k, v = (_head_first(x, input_layout) for x in (query, key, value))
     assert q.shape[1] == head_num
     masks = [
-        atten_mask[i, 0] if atten_mask is not None and atten_mask.dim() == 4 else atten_mask for i in range(len(q))
+        atten_mask[i % len(atten_mask), 0] if atten_mask is not None and atten_mask.dim() == 4 else atten_mask
+        for i in range(len(q))
     ]
     each = [_one(*one, scale, mask, sparse_mode) for *one, mask in zip(q, k, v, masks, strict=True)]
     out, peak, total = (torch.stack(parts) for parts in zip(*each, strict=True))

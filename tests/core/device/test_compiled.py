@@ -9,6 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
+from megapar.core.device.attention.table import CAUSAL, MASKED
 from megapar.core.device.compiled import Compiled, plain
 from megapar.core.tensor_parallel.execution import Execution
 from megapar.model.attention.self_attention import attend
@@ -204,8 +205,8 @@ def life_of_attention(trained):
     """Lengths that grow, with padding and without."""
     for samples, length in ((2, 16), (2, 24), (1, 24), (1, 32), (3, 40)):
         heads = [rows(samples, length, n, 8, trained=trained) for n in (4, 2, 2)]
-        yield attend, *heads, None, True, "attention"
-        yield attend, *heads, torch.arange(length).expand(samples, -1) < length - 3, False, "attention"
+        yield attend, *heads, None, CAUSAL, "attention"
+        yield attend, *heads, torch.arange(length).expand(samples, -1) < length - 3, MASKED, "attention"
 
 
 # How many graphs the lives may take: for each function one per grad mode and width, and by what is differentiated,

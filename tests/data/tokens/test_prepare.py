@@ -90,7 +90,7 @@ def test_a_text_file_gives_the_same_documents_read_straight_and_in_chunks(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megapar.data.text.chunks.CHUNK_BYTES", size)
         patch.setattr("megapar.data.text.chunks.LEAST_CHUNK_BYTES", 1)
-        for place in ("files.record", "data.text.chunks"):
+        for place in ("files.data_files", "data.text.chunks"):
             patch.setattr(f"megapar.{place}.LONGEST_LINE", longest)
         documents = list(all_documents(open_sources([str(path)]), straight))
         chunks = input_chunks([str(path)])
@@ -390,9 +390,9 @@ def test_the_commands(
 def test_a_line_that_is_too_long_is_named_or_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: str
 ) -> None:
-    for place in ("files.record", "data.text.chunks"):
+    for place in ("files.data_files", "data.text.chunks"):
         monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", 40)
-    for place in ("files.record", "data.text.chunks"):
+    for place in ("files.data_files", "data.text.chunks"):
         monkeypatch.setattr(f"megapar.{place}._BLOCK_BYTES", 16)
     texts = ["first", "x" * 500, "third", "y" * 41, "last"]
     path = tmp_path / f"a.{'jsonl' if kind == 'jsonl' else 'txt'}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.core.device.attention import whole as attention
-from megapar.core.device.attention.table import FULL, MASKED
+from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
 from megapar.core.device.ops import OPS
 from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 
@@ -40,12 +40,14 @@ def heads(number: int, size: int = 64, dtype: torch.dtype = torch.bfloat16) -> T
     return torch.empty(2, number, 704, size, device=META, dtype=dtype, requires_grad=True)
 
 
-def called(form: Callable[..., Tensor], *tensors: Tensor, capability: tuple[int, int] = (9, 0), **more: Any) -> Called:
+def called(
+    call: Callable[..., Tensor], /, *tensors: Tensor, capability: tuple[int, int] = (9, 0), **more: Any
+) -> Called:
     """What a call and its backward run on a GPU of this compute capability."""
     found = Called()
     with as_on_a_gpu(FakeGpu(META)), pytest.MonkeyPatch.context() as patch, found:
         patch.setattr(attention, "capability_of", lambda like: capability)
-        y = form(*tensors, **more)
+        y = call(*tensors, **more)
         y.backward(torch.empty_like(y))
     assert y.shape == tensors[0].shape
     return found
@@ -104,7 +106,7 @@ def test_all_calls_of_torchs_attention_have_one_home() -> None:
 def test_grouped_heads_store_no_scores(dtype: torch.dtype, capability: tuple[int, int], kernel: str, form: str) -> None:
     """The memory-efficient kernel takes as many heads of keys as of queries; torch would multiply plainly."""
     tensors = heads(4, dtype=dtype), heads(2, dtype=dtype), heads(2, dtype=dtype)
-    more = {"causal": True} if form == "attention" else {}
+    more = {"form": CAUSAL} if form == "attention" else {}
     found = called(OPS[form]["cuda"], *tensors, capability=capability, **more)
     assert found.kernels == [kernel, kernel]
     assert found.largest == tensors[0].numel()
