@@ -90,7 +90,9 @@ def prove(rule: Rule) -> Verdict:
                 config = parse(kind, case.flags(), {"WORLD_SIZE": str(ranks)})
         except ConfigError as error:
             return Verdict(rule.id, spelled, ELSEWHERE, ", ".join(complaint.rule for complaint in error.complaints))
-        except Exception as error:  # whatever the parser trips over is what the row is for
+        except Exception as error:  # whatever the parser trips over is what the row is for, but a row that is wrong
+            if isinstance(error, AttributeError) and "without declaring it" in str(error):
+                raise
             return Verdict(rule.id, spelled, LATE_ERROR, f"the parser: {type(error).__name__}: {error}")
     for size in {1, ranks}:  # what takes long to start is no hang
         run_ranks(size, ready, group=False, timeout=START_SECONDS)

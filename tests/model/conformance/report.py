@@ -82,6 +82,10 @@ def _line(first: str, cells: Iterable[str]) -> str:
 
 
 def _write(page: Path, lines: list[str]) -> None:
+    """Write the page, with the lines that it has of other rows."""
+    before = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    of_row = {line.split(" | ")[0].removeprefix("| "): line for line in (*before, *lines) if line.startswith("| ")}
+    lines = [*lines[:3], *(of_row[row.name] for row in ROWS if row.name in of_row)]
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
     meanings = [f"* {name}: {' '.join((check.__doc__ or '').split())}" for name, check in CHECKS.items()]
     page.write_text(PREFACE.format(versions=versions) + "\n".join([*lines, "", *meanings]) + "\n", encoding="utf-8")

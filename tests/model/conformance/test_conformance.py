@@ -19,6 +19,7 @@ from megapar.model.architectures import ARCHITECTURES, own_architecture
 from megapar.rules.model import export_class
 from tests.model.conformance.case import Case
 from tests.model.conformance.checks import CHECKS, Figure
+from tests.model.conformance.report import _write
 from tests.model.conformance.rows import ROWS, Row
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -120,6 +121,19 @@ def test_every_preset_is_saved_as_its_class() -> None:
 
 def test_every_architecture_has_a_row() -> None:
     assert {row.architecture for row in ROWS} == ARCHITECTURES.keys()
+
+
+def test_the_page_has_every_row_and_keeps_those_that_were_not_run(tmp_path: Path) -> None:
+    page = Path(__file__).parents[3] / "docs" / "conformance.md"
+    rows = [line for line in page.read_text("utf-8").splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in rows[1:]] == [row.name for row in ROWS]
+    copy = tmp_path / "page.md"
+    copy.write_text(page.read_text("utf-8"), "utf-8")
+    again = f"| {ROWS[1].name} | 7 |"
+    _write(copy, ["| class | x |", "| --- | --- |", "| at most | 1 |", again])
+    kept = copy.read_text("utf-8").splitlines()
+    assert [line for line in rows[1:] if line not in kept] == [rows[2]]
+    assert again in kept
 
 
 def test_the_table_is_of_the_pinned_transformers() -> None:
