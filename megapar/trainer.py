@@ -232,7 +232,6 @@ class Trainer:
             observer: Hooks into every step.
             parts: Factories of the replaceable parts. None uses the default ones.
             loggers: Loggers of the caller. This and the arguments that are not named here are as in ``train``.
-            callbacks: Callbacks of the caller.
         """
         self.config = config
         self._user_loggers, self._user_callbacks = tuple(loggers), tuple(callbacks)

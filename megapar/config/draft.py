@@ -86,7 +86,6 @@ class Draft:
         values: Valid values by field name; bad ones are absent.
         origins: By field name, ``default``, ``flag``, ``derived``, or ``file`` (``file NAME`` if there are several).
         complaints: Problems found.
-        warnings: Warnings to print.
         bad: Field names of bad values.
         cuts_parameters: A file sets segments (buckets) as PaddlePaddle's static graphs do, where sharding includes
             parameters.

@@ -41,9 +41,6 @@ class Streams:
     """The streams of one micro-batch.
 
     A recomputation of a part of the micro-batch must use the same object, which is passed along with the inputs.
-
-    Attributes:
-        seed: Seed of the micro-batch.
     """
 
     seed: int

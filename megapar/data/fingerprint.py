@@ -38,7 +38,6 @@ class Fingerprint:
     """The fingerprint of one source of a mixture; all paths without weights are one source.
 
     Attributes:
-        name: The name in messages.
         value: The hash; None if it is not known without reading ``unread`` bytes.
         weight: Weight in the mixture; None if no weights are given.
         cut: BY_TEXT or BY_POSITION, the way its documents are split; "" if they are not.

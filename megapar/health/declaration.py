@@ -164,7 +164,6 @@ class RankEntry(Declaration):
         of_node: Facts that only local rank 0 collects for its node, such as the hash of the code.
         node: Name of the node, the same on all its ranks. "" without a launcher. Local rank 0 writes the entry of the
             node, and the other ranks compare themselves with it.
-        local_rank: Rank on the node.
     """
 
     of_node: Mapping[str, str]

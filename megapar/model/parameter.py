@@ -31,7 +31,6 @@ class ParameterSpec:
 
     Attributes:
         name: Dotted path in the module tree.
-        shape: Global shape.
         axes: (mesh axis, dim it splits) pairs, outermost split first.
         unit: The layer that contains it: "embedding", "layers.N" or "head".
         init: "normal", "ones" or "zeros".

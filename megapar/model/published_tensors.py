@@ -34,7 +34,6 @@ class FolderTensor(NamedTuple):
     """Location and type of a stored tensor.
 
     Attributes:
-        name: Its name in the file.
         code: The dtype as others see it: BF16 for a tensor that is stored in FP8 by blocks.
         scales: The file of the scales of a tensor that is stored in FP8; None for others.
     """

@@ -39,7 +39,6 @@ class ModelSpec:
     """One model.
 
     Attributes:
-        name: Name of its folder.
         kind: Trainer that it belongs to, a key of ``schema.flag.SCRIPTS``.
         title: Description for messages.
         table: Function from sizes to the parameter table, in forward order.

@@ -63,7 +63,6 @@ class MoeLayer(nn.Module):
         share: The ranks that share the positions of a micro-batch.
         shares_batch: There is more than one such rank.
         local_capacity: This rank decides alone which of its pairs are dropped.
-        slots: The expert in each slot.
         dispatcher: Sends tokens to their experts and back, with even splits if capacities allow it.
     """
 

@@ -58,7 +58,6 @@ class StageBucket:
 
     Attributes:
         row: Elements of one shard.
-        shards: Number of shards.
         item: Bytes of an element of its parameters.
         replicated: It has replicas over dp (hybrid sharding).
         cast: The master weights are cast into a buffer, which is gathered or copied to the parameters.

@@ -119,7 +119,6 @@ class Scope:
 
     Attributes:
         kind: ``moe`` or ``ernie``.
-        node: Ranks of a node.
         batch: Samples of the global batch.
         latent: The model has multi-latent attention.
     """
@@ -158,7 +157,6 @@ class Knob:
     """One decision of a layout.
 
     Attributes:
-        flags: The flags that make it.
         values: Returns the values that it can have beside those of a candidate.
     """
 

@@ -46,7 +46,6 @@ class _Parts:
 
     Attributes:
         before: From the first norm to the router.
-        shared: The shared experts.
         last: The residual sum.
     """
 
@@ -79,7 +78,6 @@ class _Overlap:
     """The overlap of communication in the layers of a run.
 
     Attributes:
-        slices: Slices of a sequence.
         crosses_layers: Slices pass from layer to layer in flight.
         pieces: Pieces of a slice's rows for each local expert; 0: all experts compute a slice at once.
         chains_experts: Collectives of experts run one after another.

@@ -52,7 +52,6 @@ class StageMemory:
         groups: Buffers of communicators.
         reserved: Peak, groups, fragmentation and the driver's context.
         host: Offloaded bytes.
-        moment: The moment of the peak.
     """
 
     stage: int

@@ -43,8 +43,6 @@ class Seconds(NamedTuple):
     """Times of an operator for one slice.
 
     Attributes:
-        product: Its products, once.
-        forward: The rest of its forward.
         backward: The rest of its backward: all but the two products for each of the forward.
         launches: Least time of its forward's kernels, and of its backward's.
     """

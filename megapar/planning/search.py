@@ -299,7 +299,6 @@ def launch_command(
 
     Args:
         given: Files and flags that the layout belongs to.
-        node: Ranks of a node.
     """
     local = min(node, world_size)
     nodes = -(-world_size // local)

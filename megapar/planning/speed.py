@@ -28,7 +28,6 @@ class Speed:
         step_seconds: Time of the whole step.
         bubble_share: Pipeline bubble: share of the pipeline's time in which ranks wait.
         exposed_seconds: Time of exposed communication on the slowest stage.
-        optimizer_seconds: Time of the optimizer.
         fill_seconds: Time in which the slowest stage waits for the pipeline to fill and to drain.
         hop_seconds: Time of exposed messages between stages, a part of ``exposed_seconds``.
         jitter_seconds: Time of waits for ranks that are slower in this step.

@@ -30,7 +30,6 @@ class StageTime:
     """One micro-batch on a stage.
 
     Attributes:
-        backward: Its backward, with recomputation.
         weight: Seconds of weight gradients that the schedule runs apart from the backward.
     """
 

@@ -176,7 +176,6 @@ class ProgramPart:
     """A part of a program, forward and backward.
 
     Attributes:
-        forward: Its events in the forward.
         backward: Its events in the backward, which runs the parts of a program in reverse.
         weight: Seconds of weight gradients that the schedule runs apart from the backward.
         again: Its events when a unit is recomputed; None for those of the forward.

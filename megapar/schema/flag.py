@@ -48,13 +48,10 @@ class Flag:
     """One flag of the command line and of YAML files.
 
     Attributes:
-        name: Field name.
         group: Name of the group that lists it.
         type: int, float, str, bool, switch (auto, on, off), strings or integers.
         defaults: Default per model kind; None if the value is derived.
-        help: Help text.
         role: What a search for a faster layout does with it; by default that of its dataclass.
-        unit: Unit of a number.
         choices: Legal values, if they are listed; SWITCH by default for a switch.
         low: Inclusive lower bound.
         high: Inclusive upper bound.
@@ -132,7 +129,6 @@ def flag(
 
     Args:
         default: Default of the flag; None if it is derived.
-        help: Help text.
         ernie: Default in pretrain_ernie.py, if it differs.
         aliases: Alternative spellings.
         value: Default of the field when the dataclass is built without flags, if not the flag's; MISSING: the field is

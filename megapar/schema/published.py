@@ -104,7 +104,6 @@ class PublishedArchitecture:
     """A class of transformers.
 
     Attributes:
-        name: Name of the class.
         model_type: Name of its configuration in transformers.
         settings: Keys of config.json that are read or written, in the order in which they are written.
         defaults: Values that the class assumes for keys missing in config.json. Sizes (layers, widths, heads,

@@ -276,6 +276,7 @@ def test_balance_is_forced_on_every_expert():
     assert all(a != b for a, b in chosen.tolist())
 
 
+@pytest.mark.table
 def test_a_race_that_raced_nothing_is_wrong(findings, monkeypatch):
     """AMPipe without its deferred launches, and with losses that move."""
     day = day_of(findings)

@@ -38,7 +38,12 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+LONG = ("host", "clock")
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.table] if part in LONG else []) for part in PARTS]
+)
 def test_a_part_runs_small_on_a_cpu(part, tmp_path):
     day = day_of(tmp_path)
     importlib.import_module(f"scripts.gpu_day.{part}").run(day)

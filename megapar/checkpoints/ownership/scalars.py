@@ -142,7 +142,6 @@ class Loaded:
     """The state of a run after loading.
 
     Attributes:
-        progress: The progress to continue from.
         scalars: Scalars of the checkpoint. Empty if only weights were loaded.
         initial: Blocks of the model that the checkpoint does not contain. They keep their initial weights.
     """

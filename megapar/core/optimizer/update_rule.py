@@ -50,7 +50,6 @@ class UpdateRule(ABC):
     A rule works element by element on flat pieces of parameters, so that it needs no matrix whole.
 
     Attributes:
-        weight_decay: Of the weights that decay.
         router_lr_ratio: Learning rate of router weights relative to all other weights.
     """
 

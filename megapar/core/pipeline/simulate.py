@@ -29,8 +29,6 @@ class Costs:
     """Durations of one chunk's actions, in any one unit. A whole backward takes ``input + weight``.
 
     Attributes:
-        input: Backward of the input.
-        weight: Backward of the weights.
         send: From the launch of a message to its arrival.
         chunks: A factor for every chunk; empty: 1 for all.
     """

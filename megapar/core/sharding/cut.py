@@ -22,7 +22,6 @@ class ParameterInfo(Protocol):
 
     Attributes:
         name: Unique in the model.
-        shape: Global shape.
         axes: Pairs (mesh axis, dim that it splits).
         unit: The layer that contains it.
         decay: True if weight decay applies.

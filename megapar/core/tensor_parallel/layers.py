@@ -340,7 +340,6 @@ def vocab_parallel_cross_entropy_(
     Args:
         logits: [N, V/mp] in max(fp32, dtype), this rank's part of the vocabulary.
         labels: [N] int64 over the whole vocabulary.
-        dtype: Dtype of the gradient.
 
     Returns:
         The log-probabilities of the labels [N], the same on every rank, and the gradient [N, V/mp].

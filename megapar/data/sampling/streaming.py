@@ -42,10 +42,6 @@ class _RowPieces:
     over the data, so that a piece's block follows from its number. A block with more pieces omits some, a block with
     fewer repeats some. The most recent blocks are cached. The order permutes blocks, and reads all pieces of a block
     before the next block.
-
-    Attributes:
-        blocks: Number of blocks.
-        per_block: Pieces of each block.
     """
 
     def __init__(self, rows: StreamedRows) -> None:

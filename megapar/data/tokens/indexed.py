@@ -58,7 +58,6 @@ class MappedFile:
     """A file as it was when it was mapped. One that was replaced or removed since is still mapped as it was.
 
     Attributes:
-        path: Its path.
         status: Its device, inode, size and mtime in nanoseconds.
     """
 

@@ -41,8 +41,6 @@ class Done:
     """The result of one chunk or of several.
 
     Attributes:
-        documents: Number of documents.
-        tokens: Number of tokens.
         bad: Number of broken records that were skipped.
         first_bad: Messages of the first of them.
     """

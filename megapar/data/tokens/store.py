@@ -45,7 +45,6 @@ class TokenStore:
         tokens: [N] of an integer dtype, memory-mapped; the concatenated documents.
         offsets: [D + 1] int64, memory-mapped; document d is tokens[offsets[d] : offsets[d + 1]].
         notes: Messages about the source for the log.
-        files: The files that are mapped.
     """
 
     tokens: Tokens

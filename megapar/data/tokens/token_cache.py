@@ -59,7 +59,6 @@ class TokenCache:
     """Opens text as the tokens of one tokenizer.
 
     Attributes:
-        tokenizer: The tokenizer.
         path: The file or folder of the tokenizer; None if no other process can load it.
         skip_bad: Skip broken records and note them; otherwise the first one is raised.
     """

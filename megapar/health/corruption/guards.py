@@ -32,7 +32,6 @@ class Guard(Protocol):
     """One check. Every rank has the same guards and calls them in the same steps.
 
     Attributes:
-        name: Name in checkpoints.
         interval: Steps between checks.
         before_saves: Also check before every save and at the end.
         enabled: False if the check cannot find anything on this layout or device. The same on every rank.

@@ -70,7 +70,6 @@ class OpCost:
     Attributes:
         name: Its name; ``--assume operator-recompute`` accepts some of these.
         kept: Bytes kept for its backward.
-        products: Its matrix products.
         scores: FLOPs of attention's core in the forward.
         moved: Bytes that the forward reads and writes.
         sent: Its communication.
@@ -226,7 +225,6 @@ class ModelCost(ABC):
         """Return the FLOPs of forward and backward.
 
         Args:
-            sequences: Number of sequences.
             seq_length: Tokens of a sequence.
             predicted: Masked positions of all sequences, for a model whose vocabulary head runs only there.
         """

@@ -27,7 +27,6 @@ class Mix:
     """Samples of a micro-batch.
 
     Attributes:
-        by_task: Samples of each task.
         idle_understanding: Samples that pass the understanding branch although none belongs to it, so that all ranks
             reduce all parameters.
         idle_generation: The same for the generation branch.

@@ -57,7 +57,6 @@ class Branch(NamedTuple):
         Args:
             rows: Numbers of the samples.
             valid: [B, S] bool, False at padding, in the order of the sequence.
-            segments: Positions of each segment.
             memory: Positions of the memory, the last ones of the segment before.
         """
         samples = _or_first(rows)
@@ -107,7 +106,6 @@ def _run(
     """Run the block on a segment, x [B, s(/mp), H].
 
     Args:
-        mask: Mask of the segment.
         place: Suffix of the dropouts' random streams.
         memory: Output for the previous segment, [B, M, H]; None for the first one.
     """

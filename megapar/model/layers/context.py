@@ -31,7 +31,6 @@ class Context:
         slicing: How layers run slice by slice.
         slices: Slices of the sequence on this cp rank if layers run slice by slice; otherwise empty.
         own_slices: Slices of this rank's activations.
-        whole_slices: Slices of the whole sequence.
         slice_plans: One plan per slice, in place of ``plan``, if there are slices.
         replay: The recomputed unit that contains the layer; None if the layer is not recomputed.
         closes_unit: The layer is the last one of its recomputed unit.

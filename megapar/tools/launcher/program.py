@@ -35,7 +35,6 @@ class Program:
 
     Attributes:
         start: Arguments of the Python interpreter up to the flags.
-        flags: Flags of the program.
         kind: Kind of trainer that reads the flags; "" for a script that is not megapar's.
     """
 

@@ -54,7 +54,6 @@ class Figure:
         kind: Name of the function in ``page.js`` that draws it.
         body: Input of that function, as JSON values.
         wide: It has the whole width of the page.
-        height: Height in pixels.
     """
 
     title: str
@@ -158,7 +157,6 @@ def heat(title: str, rows: Sequence[Sequence[float]], names: Sequence[str], colu
     Args:
         rows: For each name, one load per column; 1 is the mean.
         names: Labels of the rows, from the top.
-        columns: Iteration of each column.
     """
     if not rows or not rows[0]:
         return None

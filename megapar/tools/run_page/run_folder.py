@@ -20,7 +20,6 @@ class Restart(NamedTuple):
     """A start of a run other than its first one.
 
     Attributes:
-        iteration: Its first iteration.
         time: Its time in UTC, ISO 8601.
         layout: The sizes of the axes above 1, and the number of ranks.
         changed: The layout differs from that of the start before it.

@@ -38,7 +38,6 @@ class _Made:
     Attributes:
         like: Index of the argument that it is or whose storage it shares; None for a new tensor.
         same: It is the argument itself.
-        stride: Strides in elements.
         offset: Storage offset in elements.
         attributes: Other attributes of the fake tensor.
     """

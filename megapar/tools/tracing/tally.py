@@ -49,7 +49,6 @@ class MatrixProduct(NamedTuple):
 
     Attributes:
         rows: Rows, summed over all batches; for a weight gradient, the dimension that is summed over.
-        columns: Columns of the result.
         inner: The remaining dimension.
     """
 

@@ -43,7 +43,6 @@ def kind_of_run(config: Config, device_type: str, name: str) -> DeviceKind:
     """Return the row of a run's devices, with the figures of flags.
 
     Args:
-        device_type: torch's device type.
         name: Name of the device, as its driver reports it; "" if the device is not here.
     """
     return with_figures(kind_of(device_type, name), config)

@@ -54,7 +54,6 @@ class Monitor:
         loggers: Get the records, in order.
         flops_per_token: FLOPs of the model per token, forward and backward.
         peak: Peak FLOP/s of one device.
-        peak_source: Source of the peak.
 
     Attributes:
         failed_saves: Failed saves in a row, set by the trainer.

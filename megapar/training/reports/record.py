@@ -38,7 +38,6 @@ class Record:
         dropped_tokens: Dropped (token, choice) pairs over all layers and the global batch.
         iteration_seconds: Duration of the step.
         tokens_per_second: Tokens without padding, of all ranks.
-        model_tflops_per_device: Model TFLOP/s of one device.
         mfu: Share of the peak FLOP/s.
         mfu_peak: Source of the peak: ``flag`` (--device-tflops), ``table`` (data sheet of the vendor) or ``measured``
             (a GEMM at start-up).

@@ -36,7 +36,6 @@ def write_facts(
     """Write the effective configuration with origins, the ranks and the environment. One rank calls it. Raises OSError.
 
     Args:
-        folder: Folder of the metrics.
         peak_flops: FLOP/s of one device.
         first: First iteration of this start. Starts from earlier iterations stay in the file.
     """

@@ -64,7 +64,6 @@ class BadStepPolicy:
 
     Args:
         limit: Maximum number of bad steps in a row that are skipped.
-        spikes: The detector of spikes.
         folder: Folder for a file with the samples of the step that ended the run. None writes no file.
 
     Attributes:

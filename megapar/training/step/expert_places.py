@@ -68,7 +68,6 @@ class ExpertPlaces:
 
         Args:
             layer: Number of the layer among those with experts.
-            loads: Load of each of its experts.
         """
         if self._ranks == 1:
             return None

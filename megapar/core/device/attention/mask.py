@@ -80,7 +80,6 @@ class DocumentPiece(NamedTuple):
     """The part of a document that is in a slice of the sequence.
 
     Attributes:
-        sample: Number of the sample.
         queries: Positions of the part, relative to the start of the slice.
         first: Start of the document in its sample.
     """

@@ -58,7 +58,6 @@ class KernelRow(NamedTuple):
 
     Attributes:
         capabilities: Smallest and largest compute capability of NVIDIA's GPUs.
-        source: Source of the limits.
         multiple: Head sizes are a multiple of it.
         largest: Largest head size.
         dropout: The kernel drops attention weights.
