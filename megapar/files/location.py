@@ -183,9 +183,11 @@ class Location:
                 yield from (self / name).glob(rest) if rest else (self / name,)
 
     def resolve(self) -> Location:
-        """Return the same location by a name without links."""
+        """Return the same location by a name without links; a name that no file can have, as it is."""
         path = self.local_path()
-        return self if path is None else Location(self.store, path.resolve())
+        with suppress(ValueError):  # a zero byte; ``Path.resolve`` would also raise for a link to itself
+            return self if path is None else Location(self.store, Path(os.path.realpath(path)))
+        return self
 
     def head(self, most: int) -> bytes:
         """Return the first bytes of a file, at most so many. Raises OSError."""

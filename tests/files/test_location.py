@@ -139,4 +139,8 @@ def test_two_names_of_one_folder_are_the_same_place(tmp_path: Path, monkeypatch:
     for name in ("run", "./run", tmp_path / "run", "link", at("run")):
         assert same_place(name, tmp_path / "run")
     assert not same_place("other", "run")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("loop", "a\0b"):
+        assert same_place(name, name)
+        assert not same_place(name, "run")
     assert not same_place(None, None)
