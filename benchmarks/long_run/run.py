@@ -251,7 +251,7 @@ def main() -> int:
     print_table((*heads, *ratios, "memory in use", "outside the heap", "blocks of Python a step"), rows)
     bad = any(done.status or len(done.records) != options.steps for done in runs.values())
     for name in runs:
-        for what, value in found[name]["late_over_early"].items():
+        for what, value in found[name]["late_over_early"].items():  # type: ignore[attr-defined]
             if what in LIMITS and value > LIMITS[what]:
                 print(f"{name}: {what} grew to {value:.3f} of what it was early; at most {LIMITS[what]} wanted")
                 bad = True

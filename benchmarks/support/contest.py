@@ -128,7 +128,7 @@ def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
 
 
 def _ended(name: str, process: subprocess.Popen[str]) -> RuntimeError:
-    return RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args}")
+    return RuntimeError(f"a process of {name} ended with status {process.wait()}: {process.args!r}")
 
 
 def _start(rank: Rank) -> subprocess.Popen[str]:

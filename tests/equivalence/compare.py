@@ -71,11 +71,11 @@ def differences(got: Trace, want: Trace, noise: float = 0.0, growth: Growth | No
             continue
         floor = 1e-6 * want.norms[step]
         for name, b in theirs.items():
-            error, scale = float((mine[name] - b).abs().max()), float(b.abs().max())
+            error, scale = float((mine[name] - b).abs().max()), float(b.abs().max())  # type: ignore[attr-defined]
             if not error <= max(1e-9, NUDGED * grown.gradients[step]) * max(scale, floor):
                 found.append(f"gradient of {name}, step {step}: off by {error:.3g}, its largest is {scale:.3g}")
     for name, b in want.parameters.items():
-        error, scale = float((got.parameters[name] - b).abs().max()), float(b.abs().max())
+        error, scale = float((got.parameters[name] - b).abs().max()), float(b.abs().max())  # type: ignore[attr-defined]
         if not error <= max(max(1e-9, NUDGED * grown.parameters) * scale, noise):
             found.append(f"parameter {name}: off by {error:.3g}, its largest is {scale:.3g}")
     return found
@@ -96,7 +96,7 @@ def bits(got: Trace, want: Trace) -> list[str]:
     for step, (mine, theirs) in enumerate(pairs):
         what = f"gradient, step {step}, of " if step < len(want.gradients) else "parameter "
         for name, b in theirs.items():
-            if not torch.equal(mine[name].nan_to_num(), b.nan_to_num()):
+            if not torch.equal(mine[name].nan_to_num(), b.nan_to_num()):  # type: ignore[attr-defined]
                 found.append(f"{what}{name}: off by {float((mine[name] - b).abs().max()):.3g}")
     return found
 
@@ -155,8 +155,8 @@ def rounding_differences(got: Trace, alone: Trace, exact: Trace, unit: float) ->
     for step, (mine, single, want) in enumerate(zip(got.losses, alone.losses, exact.losses, strict=True)):
         if not abs(mine - want) <= TIMES * (abs(single - want) + TIMES * unit * abs(want)):
             found.append(f"loss, step {step}: {mine!r}, one process {single!r}, in fp64 {want!r}")
-    for step, want in enumerate(exact.gradients):
-        for name, b in want.items():
+    for step, wanted in enumerate(exact.gradients):
+        for name, b in wanted.items():
             error, allowed = (float((t.gradients[step][name].double() - b).norm()) for t in (got, alone))
             # A small gradient is the sum of larger terms, and rounded as these are.
             if not (math.isfinite(allowed) and error <= TIMES * (allowed + unit * exact.norms[step])):

@@ -73,7 +73,7 @@ def flip_in_memory() -> None:
                 "moment": lambda: [view.tensor for view in held(self.job.optimizer.state("exp_avg"))],
                 "parameter": lambda: list(self.job.model.parameters()),
             }[SPEC["name"]]()
-            whole = next(tensor for tensor in tensors if tensor.numel())
+            whole = next(tensor for tensor in tensors if tensor.numel())  # type: ignore[attr-defined]
             whole.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1 << 44)
         return done
 
@@ -93,7 +93,7 @@ def damage_local() -> None:
             saves = trainer.local_saves
             assert saves is not None
             saves.join_save()
-            newest = max(saves._local._iterations().items())[1]
+            newest = max(saves.local._iterations().items())[1]
             path = newest / f"rank-{RANK:05d}.{SPEC['name']}"
             content = bytearray(path.read_bytes())
             content[len(content) // 3] ^= 16
@@ -155,7 +155,7 @@ def fail_publications() -> None:
 
 def fail_in_evaluation(error: Exception) -> None:
     """An exception in the evaluation after the step, on this rank."""
-    kept = trainer.evaluate
+    kept = trainer.evaluate  # type: ignore[attr-defined]
 
     def evaluated(*args: Any) -> Any:
         if STEPS[0] == SPEC["iteration"]:
@@ -163,7 +163,7 @@ def fail_in_evaluation(error: Exception) -> None:
             raise error
         return kept(*args)
 
-    trainer.evaluate = evaluated
+    trainer.evaluate = evaluated  # type: ignore[attr-defined]
 
 
 def throw(module: Any, name: str, error: BaseException) -> None:

@@ -90,7 +90,8 @@ def _observe(rank: int, world_size: int, rendezvous: str, kind: str, flags: list
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, place))
-        stack.enter_context(contextlib.chdir(folder))
+        stack.callback(os.chdir, os.getcwd())
+        os.chdir(folder)
         stack.enter_context(contextlib.redirect_stdout(said))
         try:
             config = parse(kind, flags, dict(os.environ))

@@ -65,7 +65,8 @@ def _routing_by(parts: Parts) -> type[MicroBatchRouting]:
                     self.sizes.drop_policy,
                 )
                 for number, choice in pairs:
-                    kept[(*places[number], choice)] = True
+                    batch, position = places[number]
+                    kept[batch, position, choice] = True
             self.num_kept = int(kept.sum())
             return kept.flatten(0, 1)
 

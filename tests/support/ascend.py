@@ -75,7 +75,7 @@ def npu_fusion_attention(
     each = [_one(*one, scale, mask, sparse_mode) for *one, mask in zip(q, k, v, masks, strict=True)]
     out, peak, total = (torch.stack(parts) for parts in zip(*each, strict=True))
     eight = (x.unsqueeze(-1).expand(*x.shape, 8).contiguous() for x in (peak, total))
-    return out.transpose(1, 2), *eight, q.new_zeros(0), 0, 0, 0
+    return out.transpose(1, 2), *eight, q.new_zeros(0), 0, 0, 0  # type: ignore[attr-defined]
 
 
 def _one(q, k, v, scale, mask, sparse_mode):

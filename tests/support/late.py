@@ -159,13 +159,13 @@ class LateGroup(dist.ProcessGroup):
         return self._in_place("reduce", tensors, opts, self._inner.reduce)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
         return self._launch(
             "all_gather", outputs[0], inputs, opts, lambda outs, ins: self._inner.allgather([outs], ins, opts)
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
         return self._launch(
             "all_gather_into_tensor",
             [output],

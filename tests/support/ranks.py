@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 from tests.support.worker import RELEASE, STOP, Call, Report, serve
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 # The server imports these once; otherwise each worker of a pool would.
 # Torch's compiler is imported by its optimizers, at the first step.
@@ -113,7 +114,7 @@ def forked() -> ForkServerContext:
     return context
 
 
-def side_by_side(world_size: int, layout: Callable[[], R], alone: Callable[[], R]) -> tuple[R, R]:
+def side_by_side(world_size: int, layout: Callable[[], R], alone: Callable[[], S]) -> tuple[R, S]:
     """Return the results of a call on ``world_size`` ranks and of one on a single rank, which run at the same time.
 
     Ranks wait for each other most of the time, and leave the cores to the single one.
