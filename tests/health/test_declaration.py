@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +20,7 @@ from megapar.errors import ConfigError, DistributedError, MegaparError
 from megapar.health.declaration import Declaration, Node, RankEntry, differences, verdict
 from megapar.trainer import train
 from megapar.training.building.corpus import make_corpus
+from tests.support.counted_store import CountedStore
 from tests.support.ranks import run_ranks
 from tests.support.training import COMMON, SMALL, last_wins
 
@@ -189,24 +189,17 @@ def test_a_rank_that_is_not_as_its_own_node_is_found() -> None:
 
 
 def test_a_rank_asks_little_of_the_store_and_the_first_one_reads_all_at_once() -> None:
-    store, asked = dist.HashStore(), defaultdict[str, int](int)
-
-    class Counted:
-        def __getattr__(self, name: str) -> Any:
-            asked[name] += 1
-            return getattr(store, name)
-
-    counted: Any = Counted()
+    counted: Any = CountedStore()
     nodes, ranks = 64, 8
     flags = {f"--flag-{n}": "1" for n in range(200)}
     for rank in range(nodes * ranks):
         node, local = divmod(rank, ranks)
         of_node = {} if local else {"code": "a"}
         RankEntry(flags, frozenset(), {"device": "cpu"}, of_node, str(node), local).declare(counted, rank)
-    assert asked == {"set": nodes * (2 + ranks), "get": nodes * (ranks - 1)}
-    asked.clear()
+    assert counted.calls == {"set": nodes * (2 + ranks), "get": nodes * (ranks - 1)}
+    counted.calls.clear()
     assert verdict(counted, nodes * ranks) == []
-    assert asked == {"multi_get": 2}
+    assert counted.calls == {"multi_get": 2}
 
 
 def start(rank: int, world_size: int, rendezvous: str, flags: Sequence[Sequence[str]]) -> tuple[str, bool]:

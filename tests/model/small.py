@@ -63,6 +63,29 @@ ERNIE = ErnieSizes(
     max_position_embeddings=32,
     init_std=0.1,
 )
+ERNIE_21B = DecoderSizes(
+    num_layers=28,
+    hidden_size=2560,
+    num_attention_heads=20,
+    num_query_groups=4,
+    head_dim=128,
+    ffn_hidden_size=12288,
+    vocab_size=103424,
+    seq_length=4096,
+    max_position_embeddings=4096,
+    first_k_dense=1,
+    moe=MoeSizes(2560, 1536, num_experts=64, topk=6, shared_experts=2),
+)
+ERNIE_300B = replace(
+    ERNIE_21B,
+    **{"num_layers": 54, "hidden_size": 8192, "num_attention_heads": 64, "num_query_groups": 8, "first_k_dense": 3},
+    **{"ffn_hidden_size": 28672, "tie_embeddings": False},
+    moe=MoeSizes(8192, 3584, num_experts=64, topk=8),
+)
+ERNIE_BASE = ErnieSizes(
+    **{"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "ffn_hidden_size": 3072, "vocab_size": 40000},
+    **{"seq_length": 512, "max_position_embeddings": 2048},
+)
 BIASED_MOE = replace(
     MOE,
     add_bias_linear=True,

@@ -30,6 +30,7 @@ from tests.model.small import BIASED_MOE, MOE, batch_for, build, total
 from tests.support.lazy import LazyDevice
 from tests.support.nodes import axis_by_node
 from tests.support.ranks import run_ranks
+from tests.support.traffic import RecordedTraffic
 
 TWO = replace(MOE, first_k_dense=0, num_layers=2, moe=replace(MOE.moe, shared_experts=0))
 
@@ -44,31 +45,11 @@ def step_on(ahead, step):
     return found
 
 
-class Recorder(CommContext):
-    """Writes down launches and waits of what ``name_of`` has a name for."""
-
-    def __init__(self, device=None):
-        super().__init__(device=device)
-        self.events, self._names = [], {}
-
-    def launch(self, exchange, x, aside=False):
-        flight = super().launch(exchange, x, aside)
-        if name := self.name_of(exchange, x):
-            self._names[id(flight)] = name
-            self.events.append(name + "^")
-        return flight
-
-    def wait(self, flight, metered=True):
-        if id(flight) in self._names:
-            self.events.append(self._names.pop(id(flight)) + "v")
-        return super().wait(flight, metered)
-
-
 def dispatch_or_combine(x):
     return "D" if x.shape[1] > TWO.hidden_size else "C"
 
 
-class Diary(Recorder):
+class Diary(RecordedTraffic):
     """Notes D dispatch and C combine, with numbers of layer and slice. back: which way."""
 
     def __init__(self, slices, layers, device):
@@ -167,7 +148,7 @@ def test_launches_and_waits_are_those_of_the_drawing(degree, node, cross, ahead)
         assert waits == degree * 2
 
 
-class Lanes(Recorder):
+class Lanes(RecordedTraffic):
     """Notes D dispatch and C combine over ep, g all-gather and r reduce-scatter over mp."""
 
     def name_of(self, exchange, x):

@@ -7,24 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megapar.model.decoder.sizes import DecoderSizes
-from megapar.model.ernie.sizes import ErnieSizes
 from megapar.model.flops import flops_per_token, step_flops
-from megapar.moe.sizes import MoeSizes
-
-ERNIE_300B = DecoderSizes(
-    num_layers=54,
-    hidden_size=8192,
-    num_attention_heads=64,
-    num_query_groups=8,
-    head_dim=128,
-    ffn_hidden_size=28672,
-    vocab_size=103424,
-    seq_length=4096,
-    max_position_embeddings=4096,
-    first_k_dense=3,
-    tie_embeddings=False,
-    moe=MoeSizes(8192, 3584, num_experts=64, topk=8),
-)
+from tests.model.small import ERNIE_300B, ERNIE_BASE
 
 
 def test_ernie_300b_at_4096():
@@ -67,17 +51,8 @@ def test_router_and_shared_experts_are_counted():
 
 
 def test_ernie_base():
-    base = ErnieSizes(
-        num_layers=12,
-        hidden_size=768,
-        num_attention_heads=12,
-        ffn_hidden_size=3072,
-        vocab_size=40000,
-        seq_length=512,
-        max_position_embeddings=2048,
-    )
     per_layer = 6 * (4 * 768 * 768 + 2 * 768 * 3072) + 12 * 768 * 512
     heads = 6 * 768 * (768 + 2)
     words = 6 * 768 * (768 + 40000)
-    assert step_flops(base, 4, 512, predicted=300) == 4 * (512 * 12 * per_layer + heads) + 300 * words
-    assert step_flops(base, 100, 512) == step_flops(base, 100, 512, predicted=7680)
+    assert step_flops(ERNIE_BASE, 4, 512, predicted=300) == 4 * (512 * 12 * per_layer + heads) + 300 * words
+    assert step_flops(ERNIE_BASE, 100, 512) == step_flops(ERNIE_BASE, 100, 512, predicted=7680)

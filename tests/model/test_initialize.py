@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from megapar.core.box import Box
-from megapar.core.comm.axis import Axis
-from megapar.core.sharding.cut import box_at
-from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import draw_block, fill, std_of
 from megapar.model.spec import table_of
 from tests.model.ernie3.test_model import SIZES as ERNIE3
-from tests.model.small import DENSE, ERNIE, MOE, initialize, named_tensors
+from tests.model.small import DENSE, ERNIE, MOE
 
 WIDE = replace(MOE, hidden_size=40, head_dim=24, vocab_size=150, moe=replace(MOE.moe, hidden_size=40))
 
@@ -77,22 +74,6 @@ def test_a_rank_draws_only_its_blocks(monkeypatch):
     row = next(row for row in table_of(WIDE) if row.name == "embedding.word.weight")
     drawn(WIDE, row, Box((64, 0), (70, 40)))
     assert names == [1, 2]
-
-
-def test_model_halves_are_halves_of_the_model():
-    single = {"ep": Axis.single("ep"), "emp": Axis.single("emp")}
-    table = table_of(DENSE)
-
-    def made(mp):
-        model = Decoder(DENSE, mp=mp, dtype=torch.float32, **single)
-        initialize(model, table, {"mp": (mp.size, mp.rank)}, seed=3, init_std=0.02)
-        return dict(named_tensors(model))
-
-    whole = made(Axis.single("mp"))
-    for rank in range(2):
-        half = made(Axis("mp", 2, rank, None, (0, 1)))
-        for row in table:
-            assert torch.equal(half[row.name], whole[row.name][box_at(row, {"mp": (2, rank)}).slices]), row.name
 
 
 def test_the_dtype_casts_the_same_numbers():

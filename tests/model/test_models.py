@@ -86,16 +86,6 @@ def test_padding_changes_nothing(sizes):
     assert torch.allclose(whole[:1], alone, rtol=0, atol=1e-12)
 
 
-def test_the_decoder_does_not_see_the_future():
-    model = build(DENSE, dtype=torch.float64)
-    batch = batch_for(DENSE)
-    changed = {**batch, "tokens": batch["tokens"].clone()}
-    changed["tokens"][:, 9:] = (changed["tokens"][:, 9:] + 1) % DENSE.vocab_size
-    a, b = model.logits(batch), model.logits(changed)
-    assert torch.equal(a[:, :9], b[:, :9])
-    assert not torch.equal(a[:, 9:], b[:, 9:])
-
-
 def test_no_masked_position_is_a_loss_of_zero():
     model = build(ERNIE)
     batch = batch_for(ERNIE)
@@ -171,30 +161,6 @@ def test_load_counts_every_valid_choice():
     terms = model(batch, valid_tokens=27)
     assert terms.load.shape == (2, 4)
     assert terms.load.sum(1).tolist() == [27 * 2, 27 * 2]
-
-
-def test_tied_weight_gets_both_gradients():
-    tied, untied = build(DENSE, dtype=torch.float64), build(VARIETIES["untied"], dtype=torch.float64)
-    with torch.no_grad():
-        parameters = dict(tied.named_parameters())
-        for name, parameter in untied.named_parameters():
-            parameter.copy_(parameters.get(name, tied.embedding.word.weight))
-    batch = batch_for(DENSE)
-    for model in (tied, untied):
-        total(model, batch).backward()
-    both = untied.embedding.word.weight.grad + untied.lm_head.weight.grad
-    assert torch.allclose(tied.embedding.word.weight.grad, both, rtol=1e-12, atol=1e-12)
-
-
-def test_evaluation_needs_no_gradients():
-    for sizes in (MOE, ERNIE):
-        model = build(sizes, dtype=torch.float64)
-        batch = batch_for(sizes)
-        expected = float(model(batch).sums["lm"])
-        with torch.no_grad():
-            terms = model(batch)
-        assert float(terms.sums["lm"]) == expected
-        assert not terms.sums["lm"].requires_grad
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megapar.core.comm.axis import Axis
 from megapar.core.sharding.cut import box_at
@@ -59,35 +58,3 @@ def test_two_ranks_equal_one(sizes, sequence_parallel):
             expected = grads[row.name][box_at(row, {"mp": (2, rank)}).slices]
             difference = float((rank_grads[row.name] - expected).abs().max())
             assert difference <= 1e-9 * max(float(expected.abs().max()), 1e-6 * largest), row.name
-
-
-def cut_by_fsdp(rank, world_size, sizes):
-    """Gradients of a step with every unit cut over two ranks, each with a sample of its own; then an evaluation."""
-    model = build(sizes, dtype=torch.float64)
-    units = model.units()
-    if model.tied_weight is not None:
-        units["head"] = (*units.pop("embedding"), *units["head"])
-    for modules in (*units.values(), (model,)):
-        fully_shard(list(modules))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    batch = batch_for(sizes, seed=rank)
-    sum(model(batch).sums.values()).backward()
-    with torch.no_grad():
-        again = model(batch).sums["lm"]
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, float(again)
-
-
-@pytest.mark.parametrize("name", ["dense", "moe", "ernie"])
-def test_units_are_what_fully_shard_wraps(name):
-    """Every parameter is reached through the call of a module of its unit, tied or not."""
-    sizes = VARIETIES[name]
-    model = build(sizes, dtype=torch.float64)
-    losses = [model(batch_for(sizes, seed=rank)).sums for rank in range(2)]
-    sum(value for sums in losses for value in sums.values()).backward()
-    for rank, (grads, again) in enumerate(run_ranks(2, cut_by_fsdp, sizes)):
-        assert again == pytest.approx(float(losses[rank]["lm"].detach()), rel=1e-12)
-        for parameter_name, parameter in model.named_parameters():
-            assert torch.allclose(grads[parameter_name], parameter.grad, rtol=1e-9, atol=1e-12), parameter_name

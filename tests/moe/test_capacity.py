@@ -64,27 +64,6 @@ def test_equal_to_walking_the_queue(routing, policy):
     assert pairs(keep(experts, probs, valid, capacity, policy)) == expected
 
 
-@settings(max_examples=80, deadline=None)
-@given(routing=routings(), policy=st.sampled_from(POLICIES))
-def test_every_expert_is_as_full_as_it_can_be(routing, policy):
-    experts, probs, valid, capacity = routing
-    mask = None if valid is None else valid[:, None]
-    kept = keep(experts, probs, valid, capacity, policy)
-    wanted = count_pairs(experts, mask, probs.shape[1]).sum(0)
-    assert torch.equal(count_pairs(experts, kept, probs.shape[1]).sum(0), wanted.clamp(max=capacity))
-
-
-@settings(max_examples=80, deadline=None)
-@given(routing=routings())
-def test_policy_token_never_prefers_a_later_token(routing):
-    experts, probs, valid, capacity = routing
-    kept = keep(experts, probs, valid, capacity, "token")
-    real = torch.ones(len(experts), 1, dtype=torch.bool) if valid is None else valid[:, None]
-    for expert in range(probs.shape[1]):
-        queue = kept[(experts == expert) & real]  # row-major: token by token
-        assert queue.tolist() == sorted(queue.tolist(), reverse=True)
-
-
 @settings(max_examples=100, deadline=None)
 @given(routing=routings(), policy=st.sampled_from(("token", "choice")), data=st.data())
 def test_pieces_with_counts_keep_what_the_whole_keeps(routing, policy, data):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from itertools import combinations, product
-from math import isclose
 
 import pytest
 
 from megapar.core.units import GIBIBYTE
-from megapar.moe.dispatch_bytes import DispatchBytes, ExpertRows, Sent, dispatched_rows, node_row_bytes, row_columns
+from megapar.moe.dispatch_bytes import DispatchBytes, ExpertRows, dispatched_rows, node_row_bytes, row_columns
 from megapar.moe.sizes import DEEPSPEED_MOE, MEGATRON_MOE, MoeSizes
 from tests.support.sent_rows import plain_rows, rows_by_node
 
@@ -76,24 +74,6 @@ def test_a_dropped_pair_may_leave_a_node_without_the_token() -> None:
     sent = rows_by_node([kept] * 4, 4, 2)
     assert sum(rank.between for rank in sent) / 4 / len(kept) == pytest.approx(moe.node_rows().between)
     assert sum(rank.within for rank in sent) / 4 / len(kept) == pytest.approx(moe.node_rows().within)
-
-
-def test_rows_of_one_token_by_hand() -> None:
-    """Eight experts on two nodes of two ranks. Rank 1's token goes to experts 0, 1 (rank 0) and 4, 5, 6 (ranks 2, 3).
-
-    It reaches rank 0 inside its node, and node 1 at rank 3, which passes it to rank 2.
-    """
-    assert rows_by_node([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(1, 1), Sent(0, 0), Sent(0, 1))
-    assert plain_rows([[], [[0, 1, 4, 5, 6]], [], []], 8, 2) == (Sent(0, 0), Sent(3, 2), Sent(0, 0), Sent(0, 0))
-
-
-def test_a_drawn_routing_has_nearly_the_expected_rows() -> None:
-    draw = random.Random(1)
-    routing = [[draw.sample(range(16), 4) for _ in range(2000)] for _ in range(8)]
-    moe = layer(4, 16, 8, 4)
-    sent = rows_by_node(routing, 16, 4)
-    assert isclose(sum(rank.between for rank in sent) / 16000, moe.node_rows().between, rel_tol=0.01)
-    assert isclose(sum(rank.within for rank in sent) / 16000, moe.node_rows().within, rel_tol=0.01)
 
 
 def test_ranks_that_share_no_node_send_nothing_within_one() -> None:

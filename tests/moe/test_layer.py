@@ -147,27 +147,6 @@ def test_an_empty_micro_batch():
         assert y.shape == x.shape
 
 
-def test_padding_changes_nothing_for_the_others():
-    layer = make(kind="deepspeed_moe", capacity_factor=0.7)
-    x, _, valid = inputs("padded")
-    y, stats = layer(x, valid, 14)
-    noisy = torch.where(valid[..., None], x, 100 * torch.ones_like(x))
-    y_noisy, stats_noisy = layer(noisy, valid, 14)
-    assert torch.equal(y, y_noisy)
-    assert torch.equal(stats.load, stats_noisy.load)
-    torch.testing.assert_close(stats.aux, stats_noisy.aux)
-    assert not y[~valid].any()
-
-
-def test_capacity_goes_by_position_then_sample():
-    """Two samples want one expert with room for two: both first positions get in, no sample comes first."""
-    layer = make(num_experts=2, topk=1, kind="deepspeed_moe", capacity_factor=1.0)
-    layer.router.correction_bias[0] = 100.0
-    y, stats = layer(inputs("all", shape=(2, 2))[0])
-    assert y.abs().sum(2).gt(0).tolist() == [[True, False], [True, False]]
-    assert int(stats.dropped) == 2
-
-
 def test_bf16_grouped_path_is_near_fp64():
     exact = make()
     layer = make(torch.bfloat16)
@@ -185,40 +164,6 @@ def test_bf16_grouped_path_is_near_fp64():
     pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), exact.parameters(), strict=True)]
     for got, want in pairs:
         assert (got.double() - want).norm() <= 0.02 * want.norm()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
-def test_recomputation_gives_the_same_gradients(kind):
-    layer = make(torch.float32, **kind)
-    x, upstream, _ = inputs("all", torch.float32)
-    plain = torch.autograd.grad(layer(x)[0], [x, *layer.parameters()], upstream)
-    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)[0]
-    for a, b in zip(plain, torch.autograd.grad(again, [x, *layer.parameters()], upstream), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, {"gate_up": (6, 2, 12, 8), "down": (6, 8, 12)}),
-        ({"activation": "gelu"}, {"up": (6, 12, 8), "down": (6, 8, 12)}),
-        ({"add_bias": True}, {"gate_up_bias": (6, 2, 12), "down_bias": (6, 8)}),
-        ({"add_bias": True, "activation": "gelu"}, {"up_bias": (6, 12), "down_bias": (6, 8)}),
-    ],
-)
-def test_parameter_names_and_shapes(options, names, shared):
-    layer = make(shared=shared, **options)
-    state = {name: tuple(value.shape) for name, value in layer.state_dict().items()}
-    assert state["router.weight"] == (6, 8)
-    assert state["router.correction_bias"] == (6,)
-    assert {f"experts.{name}": shape for name, shape in names.items()}.items() <= state.items()
-    assert ("shared.weight" in state) == shared
-
-
-def test_builds_on_meta():
-    layer = MoeLayer(MoeSizes(8, 16, 4, 2), dtype=torch.bfloat16, device="meta")
-    assert all(tensor.is_meta for tensor in layer.state_dict().values())
 
 
 @pytest.mark.parametrize("valid", [None, "padded"])

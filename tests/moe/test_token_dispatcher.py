@@ -398,28 +398,6 @@ def test_bf16_loses_nothing_on_the_way():
             assert torch.equal(a, b)
 
 
-def no_gradient(rank, world_size):
-    ep = Axis("ep", world_size, rank, dist.group.WORLD, tuple(range(world_size)))
-    layer = whole_and_cut(Case().moe(), ep)
-    x = torch.randn(2, LENGTH, HIDDEN, dtype=torch.float64)
-    trained, _ = layer(x)
-    with torch.no_grad():
-        watched, _ = layer(x)
-    again, _ = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-    leaves = list(layer.parameters())
-    plain = torch.autograd.grad(trained.square().sum(), leaves)
-    recomputed = torch.autograd.grad(again.square().sum(), leaves)
-    layer.comm.check_settled()
-    assert torch.equal(trained, watched)
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-    return not watched.requires_grad
-
-
-@pytest.mark.parametrize("backend", ["gloo", "late"])
-def test_evaluation_and_recomputation(backend):
-    assert run_ranks(2, no_gradient, backend=backend) == [True, True]
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_gathered_rows_are_sorted_by_expert_without_their_padding(data):

@@ -17,6 +17,7 @@ from megapar.core.recompute.replay import Replay
 from megapar.errors import DistributedError
 from tests.support import late
 from tests.support.ranks import run_ranks
+from tests.support.traffic import RecordedTraffic
 
 BACKENDS = pytest.mark.parametrize("backend", ["gloo", "late"])
 
@@ -94,25 +95,16 @@ def expect(got, output, gradient):
     assert torch.equal(got[1], gradient.double())
 
 
-class Noted(CommContext):
-    """A CommContext that writes down its launches and landings, named by the number of columns."""
+class Columns(RecordedTraffic):
+    """Names exchanges by their number of columns."""
 
-    def __init__(self):
-        super().__init__()
-        self.events = []
-
-    def launch(self, exchange, x, aside=False):
-        self.events.append(f"{x.shape[1]}^")
-        return super().launch(exchange, x, aside)
-
-    def wait(self, flight):
-        self.events.append(f"{flight.output.shape[1]}v")
-        return super().wait(flight)
+    def name_of(self, exchange, x):
+        return str(x.shape[1])
 
 
 def two_in_flight(rank, world_size):
     """Two exchanges, 1 and 2 columns wide, flying under each other's computation."""
-    comm, exchange = Noted(), AllToAll(world_axis(rank, world_size))
+    comm, exchange = Columns(), AllToAll(world_axis(rank, world_size))
     x = torch.ones(world_size, 3, dtype=torch.float64, requires_grad=True)
     one = start(exchange, x[:, :1] * 2.0, comm)
     two = start(exchange, x[:, 1:] * 3.0, comm)
@@ -146,7 +138,7 @@ class Rows:
 
 def launched_late(rank, world_size):
     """A message of two parts whose node stands before another exchange that is launched before it."""
-    comm, exchange = Noted(), AllToAll(world_axis(rank, world_size))
+    comm, exchange = Columns(), AllToAll(world_axis(rank, world_size))
     x = torch.arange(10.0).view(5, 2).double().requires_grad_()
     tokens, deferred = defer((x * 1.0,), 2, comm)
     other = start(exchange, (x * 1.0).repeat(1, 2)[:4], comm)

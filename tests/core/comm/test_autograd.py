@@ -66,6 +66,8 @@ def on_ranks(rank, world_size):
             y.backward(grads[rank])
             if not torch.equal(x.grad, expected(conjugate, grads, rank, dim)):
                 wrong.append(f"{name} dim {dim}: backward")
+            if not torch.equal(x, inputs[rank]):
+                wrong.append(f"{name} dim {dim}: the input was changed")
     return wrong
 
 
@@ -99,15 +101,3 @@ def refused(rank, world_size):
 def test_uneven_pieces_are_refused():
     message = "dim 1 of (2, 3) is not divisible by the 2 ranks of mp"
     assert run_ranks(2, refused) == [[message] * 2] * 2
-
-
-def in_place(rank, world_size):
-    """The input of a collective is left as it is."""
-    x = torch.full((2, 2), float(rank))
-    for name in CONJUGATES:
-        call(name, x, world(rank, world_size), 0)
-    return bool((x == rank).all())
-
-
-def test_inputs_are_left_alone():
-    assert run_ranks(2, in_place) == [True, True]

@@ -7,6 +7,7 @@ round of all ranks. Groups of gloo and fake ones are made by their own ranks alo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
@@ -67,11 +68,11 @@ def breaches(made: Sequence[Sequence[Made]]) -> Iterator[str]:
     if len(lengths) > 1:
         yield f"ranks make {sorted(lengths)} groups"
     for number in range(min(lengths)):
+        makers = Counter(own[number] for own in made)
         for rank, own in enumerate(made):
             name, ranks = own[number]
-            strangers = [other for other in ranks if made[other][number] != (name, ranks)]
-            if rank not in ranks or strangers:
-                yield f"round {number}: rank {rank} makes {name} of {ranks}, ranks {strangers} something else"
+            if rank not in ranks or makers[name, ranks] != len(ranks):
+                yield f"round {number}: rank {rank} makes {name} of {ranks}, as {makers[name, ranks]} ranks do"
         # The color that torch makes of a group's ranks.
         groups = {own[number][1] for own in made}
         if len({dist.distributed_c10d._process_group_color(list(ranks)) for ranks in groups}) < len(groups):

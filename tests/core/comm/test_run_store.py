@@ -55,7 +55,7 @@ def test_a_file_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("address", "environ", "told"),
+    ("address", "environ", "expected"),
     [
         (
             *("127.0.1.1", {}),
@@ -68,7 +68,7 @@ def test_a_file_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_where_gloo_listens_on_loopback_it_is_told(
-    monkeypatch: pytest.MonkeyPatch, address: str | None, environ: dict[str, str], told: str
+    monkeypatch: pytest.MonkeyPatch, address: str | None, environ: dict[str, str], expected: str
 ) -> None:
     def resolve(name: str) -> str:
         if address is None:
@@ -80,8 +80,8 @@ def test_where_gloo_listens_on_loopback_it_is_told(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(meeting.socket, "gethostbyname", resolve)
     advice = loopback_advice()
-    assert told in advice
-    assert bool(told) == bool(advice)
+    assert expected in advice
+    assert bool(expected) == bool(advice)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megapar.core.comm.world import World, roll_call
 from megapar.core.device.base import Device
 from megapar.core.grid import DENSE_AXES, EXPERT_AXES, Grid
 from megapar.errors import DistributedError
+from tests.support.counted_store import CountedStore
 from tests.support.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -115,28 +116,13 @@ def test_a_silent_rank_is_named_with_its_group() -> None:
         assert "group sharding of ranks [0, 1, 2]: ranks [2] did not answer within 1 s" in message
 
 
-class Counted:
-    """A store that counts what is asked of it."""
-
-    def __init__(self) -> None:
-        self._store = dist.HashStore()
-        self.requests = 0
-
-    def __getattr__(self, name: str) -> Any:
-        def ask(*arguments: Any) -> Any:
-            self.requests += 1
-            return getattr(self._store, name)(*arguments)
-
-        return ask
-
-
 def test_a_roll_call_asks_the_store_three_times_for_each_rank() -> None:
     """The store is one process: n ranks that each asked for all n would be a million requests of a thousand."""
-    store, ranks = Counted(), tuple(range(32))
+    store, ranks = CountedStore(), tuple(range(32))
     with ThreadPoolExecutor(len(ranks)) as executor:
         answers = [executor.submit(roll_call, store, "mp", ranks, rank, TIMEOUT) for rank in ranks]  # type: ignore[arg-type]
         assert [answer.result() for answer in answers] == [None] * len(ranks)
-    assert store.requests <= 3 * len(ranks) + 1
+    assert sum(store.calls.values()) <= 3 * len(ranks) + 1
 
 
 class Bound(Device):

@@ -109,9 +109,9 @@ def test_what_torch_cannot_compile_runs_as_it_is_with_one_warning():
         return x + 1 if x.sum().item() > 0 else x
 
     run = Compiled("eager")
-    with pytest.warns(RuntimeWarning, match="breaks runs uncompiled from now on") as told:
+    with pytest.warns(RuntimeWarning, match="breaks runs uncompiled from now on") as warnings:
         assert [float(run(breaks, torch.full((1,), value))) for value in (1.0, 2.0, -1.0)] == [2.0, 3.0, -1.0]
-    assert len(told) == 1
+    assert len(warnings) == 1
     assert run.given_up == {name(breaks)}
 
 

@@ -58,7 +58,7 @@ def test_a_round_has_every_stage_once_and_all_rounds_every_queue_once(stages: in
     assert len(rounds) == (2 if stages == 2 else 6 if closed and stages % 2 else 4)
 
 
-class Told(Device):
+class RecordingDevice(Device):
     """A CPU that notes what is launched on a stream of its own, behind which event, and what is adopted."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Told(Device):
 class Scales:
     """Chunks that multiply by their weight; the loss is the sum."""
 
-    def __init__(self, device: Told, num_chunks: int) -> None:
+    def __init__(self, device: RecordingDevice, num_chunks: int) -> None:
         self.device = device
         self.last = num_chunks - 1
         self.weights = [nn.Parameter(torch.full((WIDTH,), 1.0 + chunk)) for chunk in range(num_chunks)]
@@ -116,7 +116,7 @@ class Scales:
 
 
 def run_schedule(rank: int, world_size: int, name: str, chunks: int) -> dict[str, Any]:
-    device, recorder, axes = Told(), FlightRecorder(), {}
+    device, recorder, axes = RecordingDevice(), FlightRecorder(), {}
     for ends in permutations(range(world_size), 2):
         group = dist.new_group(list(ends))
         if rank in ends:

@@ -18,8 +18,8 @@ from megapar.core.sharding.bucket import Bucket
 from megapar.core.sharding.bucket_row import LARGE_BYTES, make_members, make_ranges, row_length
 from megapar.core.sharding.cut import ALIGNED_BYTES
 from megapar.model.parameter import ParameterSpec
+from tests.core.sharding.test_zero import SHARDED
 from tests.equivalence.run import trace
-from tests.equivalence.table import ROWS
 from tests.support.late import poison
 from tests.support.ranks import run_ranks
 
@@ -109,11 +109,10 @@ def train(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[s
 
 @pytest.mark.parametrize("stage", ["1", "2"])
 def test_what_fills_a_row_up_changes_nothing(stage: str) -> None:
-    row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
-    flags = (*row.flags(), "--sharding-stage", stage, "--dtype", "fp64", "--clip-grad", "0.05", "--hybrid-dp")
+    flags = (*SHARDED, "--sharding-stage", stage, "--dtype", "fp64", "--clip-grad", "0.05", "--hybrid-dp")
     flags = (*flags, "--sharding-degree", "3", "--global-batch-size", "12")
-    (filled, got), *_ = run_ranks(6, train, row.kind, flags, True, group=False)
-    (plain, want), *_ = run_ranks(6, train, row.kind, flags, False, group=False)
+    (filled, got), *_ = run_ranks(6, train, "moe", flags, True, group=False)
+    (plain, want), *_ = run_ranks(6, train, "moe", flags, False, group=False)
     assert (filled, plain) == (True, False)
     assert got.losses == want.losses
     assert got.norms == want.norms

@@ -21,6 +21,10 @@ from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import ROWS
 from tests.support.ranks import run_ranks
 
+SHARDED = next(
+    row.flags() for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe"
+)
+
 
 def count_left_behind(rank: int, world_size: int, rendezvous: str, kind: str, flags: tuple[str, ...]) -> int:
     trace(rank, world_size, rendezvous, kind, flags, 1)
@@ -30,8 +34,7 @@ def count_left_behind(rank: int, world_size: int, rendezvous: str, kind: str, fl
 
 def test_nothing_is_left_of_a_trainer_that_is_gone() -> None:
     """Hooks on parameters once kept it, and with it its groups, whose threads wake a hundred times a second."""
-    row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
-    assert run_ranks(2, count_left_behind, row.kind, row.flags(), group=False) == [0, 0]
+    assert run_ranks(2, count_left_behind, "moe", SHARDED, group=False) == [0, 0]
 
 
 def train(
@@ -64,10 +67,9 @@ def train(
 @pytest.mark.parametrize("stage", ["1", "2"])
 def test_few_reductions_in_flight_change_nothing(stage: str) -> None:
     """Buffers of what has landed serve the buckets that come, in every micro-batch."""
-    row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
-    flags = (*row.flags(), "--sharding-stage", stage, "--num-layers", "6")
-    (all_at_once, free), _ = run_ranks(2, train, (row.kind, flags), 1 << 30, group=False)
-    (few, bound), _ = run_ranks(2, train, (row.kind, flags), 0, group=False)
+    flags = (*SHARDED, "--sharding-stage", stage, "--num-layers", "6")
+    (all_at_once, free), _ = run_ranks(2, train, ("moe", flags), 1 << 30, group=False)
+    (few, bound), _ = run_ranks(2, train, ("moe", flags), 0, group=False)
     assert few == zero.LEAST_IN_FLIGHT + 1 < all_at_once  # one is launched before the oldest lands
     assert free is not None
     assert bound is not None
@@ -137,10 +139,9 @@ def train_packed(
 @pytest.mark.parametrize("stage", ["1", "2"])
 @pytest.mark.parametrize("batch", ["2", "6"])
 def test_gradients_that_are_copied_together_are_the_same(stage: str, batch: str) -> None:
-    row = next(row for row in ROWS if row.world_size == 2 and "--sharding-degree" in row.layout and row.kind == "moe")
-    flags = (*row.flags(), "--sharding-stage", stage, "--global-batch-size", batch)
-    (calls, packed), _ = run_ranks(2, train_packed, (row.kind, flags), True, group=False)
-    (_, want), _ = run_ranks(2, train_packed, (row.kind, flags), False, group=False)
+    flags = (*SHARDED, "--sharding-stage", stage, "--global-batch-size", batch)
+    (calls, packed), _ = run_ranks(2, train_packed, ("moe", flags), True, group=False)
+    (_, want), _ = run_ranks(2, train_packed, ("moe", flags), False, group=False)
     assert calls["pack_bucket"] > 0
     assert packed is not None
     assert want is not None

@@ -12,7 +12,6 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.core.comm.autograd import all_gather, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.tensor_parallel.execution import Execution
@@ -28,6 +27,7 @@ from megapar.core.tensor_parallel.layers import (
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from tests.support import fused, late
 from tests.support.ranks import run_ranks
+from tests.support.traffic import RecordedTraffic
 
 SINGLE = Axis.single("mp")
 DTYPE = torch.float64
@@ -166,21 +166,11 @@ def compare(results):
             assert close(got, want), (key, name)
 
 
-class Noted(CommContext):
-    """A CommContext that writes down its launches (^) and landings (v), by the first letter of the collective."""
+class Lettered(RecordedTraffic):
+    """Names collectives by their first letter."""
 
-    def __init__(self, events):
-        super().__init__()
-        self.events = events
-
-    def launch(self, exchange, x, *rest):
-        self.events.append(f"{exchange.kind[0]}{exchange.kind[4] if exchange.kind[0] == 'a' else ''}^")
-        return super().launch(exchange, x, *rest)
-
-    def wait(self, flight):
-        kind = flight.exchange.kind
-        self.events.append(f"{kind[0]}{kind[4] if kind[0] == 'a' else ''}v")
-        return super().wait(flight)
+    def name_of(self, exchange, x):
+        return f"{exchange.kind[0]}{exchange.kind[4] if exchange.kind[0] == 'a' else ''}"
 
 
 class Products(TorchDispatchMode):
@@ -198,9 +188,9 @@ class Products(TorchDispatchMode):
 
 def order_on_ranks(rank, world_size, sequence_parallel):
     """What the column and the row layer do, forward and backward, in order."""
-    events = []
-    overlap = Overlap(pieces=2, piece_bytes=1)
-    column, row = pair(world(rank, world_size), sequence_parallel, overlap, False, Noted(events))
+    comm, overlap = Lettered(), Overlap(pieces=2, piece_bytes=1)
+    events = comm.events
+    column, row = pair(world(rank, world_size), sequence_parallel, overlap, False, comm)
     x = draw(0, 1, LENGTH // world_size if sequence_parallel else LENGTH, 4).requires_grad_()
     drawn = []
     with Products(events):
@@ -359,18 +349,3 @@ def test_local_reads_through_a_dtensor_and_passes_the_gradient():
     ((is_plain, grad),) = run_ranks(1, dtensor_on_rank)
     assert is_plain
     assert torch.equal(grad, torch.full((2, 3), 2.0))
-
-
-def enter_on_ranks(rank, world_size):
-    """The two ways into a layer, fed to a part that differs per rank, have equal gradients."""
-    mp = world(rank, world_size)
-    x = draw(0, 2, 4, 3)
-    whole = x.clone().requires_grad_()
-    ((rank + 1) * copy(whole, mp)).square().sum().backward()
-    piece = x.chunk(world_size, 1)[rank].clone().requires_grad_()
-    ((rank + 1) * all_gather(piece, mp, 1)).square().sum().backward()
-    return close(piece.grad, whole.grad.chunk(world_size, 1)[rank])
-
-
-def test_gathered_and_copied_inputs_have_one_gradient():
-    assert run_ranks(2, enter_on_ranks) == [True, True]

@@ -46,18 +46,18 @@ def faulty(
 
     kind: of state; "" none. on_device: steps are decided as on an accelerator.
     """
-    told: list[str] = []
+    printed: list[str] = []
     line = last_wins((*SMALL["moe"], *COMMON), ("--dtype", "fp32", *flags))
     with (
-        patch.object(PlainTerminal, "print_message", lambda self, text: told.append(text)),
+        patch.object(PlainTerminal, "print_message", lambda self, text: printed.append(text)),
         patch.object(Trainer, "step", flipping(kind, at)),
         patch.object(StepGuard, "_may_decide_on_device", lambda self, config: on_device),
     ):
         try:
             outcome = train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
         except CorruptionError as error:
-            return [], told, (str(error), error.ranks, error.parameters)
-    return [record.loss for record in outcome.records], told, None
+            return [], printed, (str(error), error.ranks, error.parameters)
+    return [record.loss for record in outcome.records], printed, None
 
 
 def flipping(kind: str, at: int) -> Any:
@@ -83,10 +83,10 @@ def test_a_sound_run_is_the_same_with_it(layout: str) -> None:
     world_size, flags = LAYOUTS[layout]
     want = run_ranks(world_size, faulty, (*flags, "--state-digest-steps", "0"), group=False)[0]
     for steps in ("2", "auto"):
-        found, told, error = run_ranks(world_size, faulty, (*flags, "--state-digest-steps", steps), group=False)[0]
+        found, printed, error = run_ranks(world_size, faulty, (*flags, "--state-digest-steps", steps), group=False)[0]
         assert error is None
         assert found == want[0]
-        lines = [line for line in told if line.startswith("masters and moments: all compared ")]
+        lines = [line for line in printed if line.startswith("masters and moments: all compared ")]
         assert len(lines) == 1
         assert "within 2 steps" in lines[0] or steps == "auto"
 
@@ -127,8 +127,8 @@ def test_a_skipped_step_keeps_what_is_held(tmp_path: Path) -> None:
 
 
 def test_as_many_steps_as_keep_it_below_its_share() -> None:
-    told = run_ranks(2, faulty, ("--sharding-degree", "2"), group=False)[0][1]
-    lines = [line for line in told if line.startswith("masters and moments")]
+    printed = run_ranks(2, faulty, ("--sharding-degree", "2"), group=False)[0][1]
+    lines = [line for line in printed if line.startswith("masters and moments")]
     assert lines[0] == "masters and moments: comparison starts after a few steps, and takes at most 1% of a step"
     assert len(lines) == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -15,20 +14,9 @@ import torch.distributed as dist
 from megapar.health.hangs import gathering
 from megapar.health.hangs.gathering import Gathering, Survey
 from megapar.health.hangs.sections import Overdue
+from tests.support.counted_store import CountedStore
 
 OVERDUE = Overdue("step", "7", 31.0, 30.0, True)
-
-
-class Counted:
-    """A store of torch's, and how often each of its methods was called."""
-
-    def __init__(self) -> None:
-        self.store = dist.HashStore()
-        self.calls: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls[name] += 1
-        return getattr(self.store, name)
 
 
 def report(rank: int, *, late: bool = False) -> dict[str, Any]:
@@ -42,7 +30,7 @@ def ask(store: Any, rank: int, world_size: int, **own: Any) -> Survey:
 
 
 def test_one_rank_reads_and_the_others_hear() -> None:
-    world_size, store = 100, Counted()
+    world_size, store = 100, CountedStore()
     together = threading.Barrier(world_size)
 
     def one(rank: int) -> Survey:
@@ -97,7 +85,7 @@ def test_nobody_waits_for_a_report_that_is_not_there_yet() -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
 
-    class Between(Counted):
+    class Between(CountedStore):
         def add(self, key: str, amount: int) -> int:
             found = store.add(key, amount)
             if amount == 0 and key in ("reported", "begun") and not self.calls["reported"]:
@@ -110,7 +98,7 @@ def test_nobody_waits_for_a_report_that_is_not_there_yet() -> None:
     between.store = store
     store.add("begun", 1)
     store.set("report/1", json.dumps([0, report(0)]))
-    store.add("told", 1)
+    store.add("reported", 1)
     store.add("begun", 1)  # rank 1, which is stopped there
     assert set(Gathering(between, "", "alarm", 0, 3)._read()) == {0, 2}
 

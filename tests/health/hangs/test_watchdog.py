@@ -46,10 +46,10 @@ def test_the_late_rank_is_the_one_that_waits_for_nobody() -> None:
     # Rank 3 stands in front of its 10th mp collective; 2 waits for it there, 0 for 2 on data, 1 for 0.
     reports = {0: report(0, 12, 5), 1: report(1, 13, 4), 2: report(2, 10, 4), 3: report(3, 9, 4)}
     assert late_ranks(reports, 4) == [3]
-    told = explain(reports, 4, OVERDUE, "--step-timeout-seconds is 30")
-    assert "step 7 has taken 31.0 s" in told
-    assert "late: rank 3 in step 7, at model.py:9 in forward: x = y; last collective: all_reduce 9 on mp" in told
-    assert "waiting: ranks 0 " in told
+    printed = explain(reports, 4, OVERDUE, "--step-timeout-seconds is 30")
+    assert "step 7 has taken 31.0 s" in printed
+    assert "late: rank 3 in step 7, at model.py:9 in forward: x = y; last collective: all_reduce 9 on mp" in printed
+    assert "waiting: ranks 0 " in printed
 
 
 def test_a_rank_that_does_not_answer_is_late_before_all_others() -> None:
@@ -67,7 +67,7 @@ def test_where_nobody_is_behind_the_network_is_suspected() -> None:
 
 
 def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
-    told: list[str] = []
+    printed: list[str] = []
     ended = threading.Event()
     statuses: list[int] = []
     recorder = FlightRecorder()
@@ -77,16 +77,16 @@ def test_a_long_step_of_one_process_ends_it_and_names_the_line() -> None:
         statuses.append(status)
         ended.set()
 
-    watchdog = Watchdog(Sections({"first-step": 0.3}), print_report=told.append, end=end)
+    watchdog = Watchdog(Sections({"first-step": 0.3}), print_report=printed.append, end=end)
     watchdog.connect(0, 1, None, recorder, dict)
     watchdog.start()
     watchdog.before_step(3)
     assert ended.wait(30)  # the line that hangs
     watchdog.close()
     assert statuses == [1]
-    assert "first-step 3 has taken" in told[0]
-    assert "assert ended.wait(30)  # the line that hangs" in told[0]
-    assert "all_reduce 1 on mp" in told[0]
+    assert "first-step 3 has taken" in printed[0]
+    assert "assert ended.wait(30)  # the line that hangs" in printed[0]
+    assert "all_reduce 1 on mp" in printed[0]
 
 
 def test_steps_in_time_and_what_is_between_them_are_left_alone() -> None:
@@ -108,10 +108,13 @@ def hang(rank: int, world_size: int, rendezvous: str, records: Path) -> tuple[li
     os.environ["TORCH_FR_BUFFER_SIZE"] = "20"
     store = dist.FileStore(f"{rendezvous}-watchdog", world_size)
     axis = Axis("data", world_size, rank, None, tuple(range(world_size)))
-    told: list[str] = []
+    printed: list[str] = []
     ended = threading.Event()
     watchdog = Watchdog(
-        Sections({"first-step": 0.5}), record_folder=records, print_report=told.append, end=lambda status: ended.set()
+        Sections({"first-step": 0.5}),
+        record_folder=records,
+        print_report=printed.append,
+        end=lambda status: ended.set(),
     )
     connection = dist.PrefixStore("watchdog", store)
     watchdog.connect(rank, world_size, connection, axis.recorder, lambda: {"data": axis.ranks})
@@ -122,20 +125,22 @@ def hang(rank: int, world_size: int, rendezvous: str, records: Path) -> tuple[li
         axis.note("all_gather")
     ended.wait(30)
     watchdog.close()
-    return told, ended.is_set()
+    return printed, ended.is_set()
 
 
 def test_ranks_tell_each_other_where_they_are_through_the_store(tmp_path: Path) -> None:
     results = run_ranks(3, hang, tmp_path, group=False)
     assert all(ended for _, ended in results)
     first = [lines[0] for lines, _ in results]
-    (told,) = [text for text in first if text.startswith("megapar watchdog: ")]  # of whichever was the first to answer
-    assert "late: rank 1 in first-step 1" in told
-    assert "ended.wait(30)" in told
-    assert "waiting: ranks 0, 2 " in told.replace(" ...", "") or "all_gather 2 on data" in told
-    others = [text for text in first if text != told]
+    (printed,) = [
+        text for text in first if text.startswith("megapar watchdog: ")
+    ]  # of whichever was the first to answer
+    assert "late: rank 1 in first-step 1" in printed
+    assert "ended.wait(30)" in printed
+    assert "waiting: ranks 0, 2 " in printed.replace(" ...", "") or "all_gather 2 on data" in printed
+    others = [text for text in first if text != printed]
     assert [text.partition(";")[0] for text in others] == [
-        f"rank {rank}: ended by the watchdog" for rank, text in enumerate(first) if text != told
+        f"rank {rank}: ended by the watchdog" for rank, text in enumerate(first) if text != printed
     ]
 
 
@@ -147,10 +152,10 @@ def test_a_rank_that_writes_is_late_and_those_that_wait_for_it_are_not() -> None
         return {**report(rank, 12, 5), "beside": [{**at, "file": "" if waits else "/disk/shard", "waits": waits}]}
 
     overdue = Overdue("save", "of iteration 6", 40.0, 30.0, True)
-    told = explain({0: saving(0, True), 1: saving(1, False)}, 2, overdue, "--section-timeouts has save=30")
-    assert "save of iteration 6 has taken 40.0 s, --section-timeouts has save=30." in told
-    assert "late: rank 1 in save of iteration 6, at file.py:9 in write: x; file /disk/shard" in told
-    assert "waiting: ranks 0 in save of iteration 6" in told
+    printed = explain({0: saving(0, True), 1: saving(1, False)}, 2, overdue, "--section-timeouts has save=30")
+    assert "save of iteration 6 has taken 40.0 s, --section-timeouts has save=30." in printed
+    assert "late: rank 1 in save of iteration 6, at file.py:9 in write: x; file /disk/shard" in printed
+    assert "waiting: ranks 0 in save of iteration 6" in printed
     assert late_ranks({0: saving(0, False)}, 1, "save") == [0]
 
 
@@ -212,14 +217,14 @@ def test_a_step_that_compiles_is_a_first_one() -> None:
 
 
 def slow(rank: int, world_size: int, rendezvous: str) -> list[str]:
-    """Rank 1 is unusually long in an evaluation, which is told once and ends nothing."""
+    """Rank 1 is unusually long in an evaluation, which is printed once and ends nothing."""
     store = dist.PrefixStore("watchdog", dist.FileStore(f"{rendezvous}-watchdog", world_size))
-    told: list[str] = []
+    printed: list[str] = []
     heard = threading.Event()
     ended: list[int] = []
 
     def tell(text: str) -> None:
-        told.append(text)
+        printed.append(text)
         heard.set()
 
     watchdog = Watchdog(Sections({}, least_seconds=0.5 if rank else 60.0), print_report=tell, end=ended.append)
@@ -232,13 +237,13 @@ def slow(rank: int, world_size: int, rendezvous: str) -> list[str]:
         store.wait(["done"])
     watchdog.close()
     assert ended == []
-    return told
+    return printed
 
 
 def test_what_is_unusually_slow_is_told_by_the_rank_that_found_it() -> None:
-    silent, (told,) = run_ranks(2, slow, group=False)
-    assert "evaluation after step 3 has taken" in told
-    assert "s is unusual" in told
+    silent, (printed,) = run_ranks(2, slow, group=False)
+    assert "evaluation after step 3 has taken" in printed
+    assert "s is unusual" in printed
     assert silent == []
 
 
@@ -259,8 +264,8 @@ class Silent:
 
 def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "MOST_SECONDS", 0.3)
-    ended, told = threading.Event(), list[str]()
-    watchdog = Watchdog(Sections({"save": 0.3}), print_report=told.append, end=lambda status: ended.set())
+    ended, printed = threading.Event(), list[str]()
+    watchdog = Watchdog(Sections({"save": 0.3}), print_report=printed.append, end=lambda status: ended.set())
     silent: Any = Silent()
     watchdog.connect(0, 2, silent, FlightRecorder(), dict)
     watchdog.start()
@@ -268,7 +273,7 @@ def test_a_store_that_never_answers_keeps_no_limit_from_being_seen(monkeypatch: 
     with watchdog.section("save"):
         assert ended.wait(30)
     watchdog.close()
-    assert "save has taken" in told[0]
+    assert "save has taken" in printed[0]
 
 
 def test_the_listener_of_a_watchdog_that_nobody_closes_ends_with_it() -> None:
@@ -285,11 +290,11 @@ def test_the_listener_of_a_watchdog_that_nobody_closes_ends_with_it() -> None:
 def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:
     """Rank 0 is unusually long in its log, and rank 1, which waits for it in a step, gives the alarm meanwhile."""
     store = dist.PrefixStore("watchdog", dist.FileStore(f"{rendezvous}-watchdog", world_size))
-    told: list[str] = []
+    printed: list[str] = []
     ended = threading.Event()
     sections = Sections({}, least_seconds=0.5) if rank == 0 else Sections({"first-step": 0.7})
     records = Path(f"{rendezvous}-records")  # torch's flight recorder may be on in this process
-    watchdog = Watchdog(sections, record_folder=records, print_report=told.append, end=lambda status: ended.set())
+    watchdog = Watchdog(sections, record_folder=records, print_report=printed.append, end=lambda status: ended.set())
     axis = Axis("data", world_size, rank, None, tuple(range(world_size)))
     watchdog.connect(rank, world_size, store, axis.recorder, lambda: {"data": axis.ranks})
     watchdog.start()
@@ -301,28 +306,28 @@ def at_once(rank: int, world_size: int, rendezvous: str) -> list[str]:
         watchdog.before_step(4)
         assert ended.wait(60)
     watchdog.close()
-    return told
+    return printed
 
 
 def test_a_warning_keeps_no_rank_from_answering_an_alarm() -> None:
-    told = [line for lines in run_ranks(2, at_once, group=False) for line in lines]
-    assert any("late: rank 0 in log after step 3" in text for text in told)
-    assert not [text for text in told if "does not answer" in text]
+    printed = [line for lines in run_ranks(2, at_once, group=False) for line in lines]
+    assert any("late: rank 0 in log after step 3" in text for text in printed)
+    assert not [text for text in printed if "does not answer" in text]
 
 
 def test_a_reader_that_stands_still_does_not_hold_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that is never read does not keep a section with a limit from ending the run."""
     monkeypatch.setattr(watchdog_module, "GRACE_SECONDS", 0.1)
-    told, read, ended = threading.Event(), threading.Event(), threading.Event()
+    printed, read, ended = threading.Event(), threading.Event(), threading.Event()
 
     def tell(text: str) -> None:
-        told.set()
+        printed.set()
         read.wait(60)
 
     watchdog = Watchdog(Sections({"save": 0.2}, least_seconds=0.1), print_report=tell, end=lambda status: ended.set())
     watchdog.start()
     with watchdog.section("evaluation"):
-        assert told.wait(60)
+        assert printed.wait(60)
     with watchdog.section("save"):
         assert ended.wait(30)
     read.set()

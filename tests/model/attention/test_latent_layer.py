@@ -1,9 +1,11 @@
-"""Latent attention is the published class, and keeps latents in place of keys and values."""
+"""Latent attention in every form is that of whole samples, and keeps latents in place of keys and values.
+
+That of whole samples is the published class: tests/model/conformance has rows with and without a query rank.
+"""
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -11,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
@@ -26,6 +26,7 @@ from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.moe.slicing import Slicing
 from tests.support.attention import causal_mask, sliced
 from tests.support.ranks import run_ranks
+from tests.support.saved_bytes import saved_bytes
 
 BATCH, LENGTH, THETA = 2, 16, 1e4
 ENDS = (6, 16, 16 + 7, 32)
@@ -104,94 +105,6 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor], bound=1e-11) -> No
         assert error <= bound, (name, float(error))
 
 
-def published(sizes: LatentAttentionSizes) -> DeepseekV3Attention:
-    """The class of transformers with the same weights."""
-    config = DeepseekV3Config(
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_heads,
-        q_lora_rank=sizes.query_rank or None,
-        kv_lora_rank=sizes.latent_rank,
-        qk_rope_head_dim=sizes.rotary_dim,
-        qk_nope_head_dim=sizes.plain_dim,
-        v_head_dim=sizes.value_dim,
-        rope_interleave=True,
-    )
-    config._attn_implementation = "sdpa"  # eager attention rounds to fp32
-    theirs = DeepseekV3Attention(config, 0).double()
-    weights = {name: weight.clone() for name, weight in whole_weights(sizes).items()}
-    queries, rest = weights["down.weight"].split((sizes.query_rank, sizes.latent_rank + sizes.rotary_dim))
-    state = {
-        "kv_a_proj_with_mqa.weight": rest,
-        "kv_b_proj.weight": weights["kv_up.weight"].flatten(0, 1),
-        "o_proj.weight": weights["proj.weight"],
-    }
-    if sizes.query_rank:
-        state |= {"q_a_proj.weight": queries, "q_b_proj.weight": weights["q_up.weight"].flatten(0, 1)}
-        theirs.q_a_layernorm = wide_norm(weights["q_norm.weight"])
-    else:
-        state["q_proj.weight"] = weights["q_up.weight"].flatten(0, 1)
-    theirs.kv_a_layernorm = wide_norm(weights["kv_norm.weight"])
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert all("layernorm" in name for name in missing)
-    return theirs
-
-
-def wide_norm(weight: Tensor) -> nn.RMSNorm:
-    """The class's norm without its rounding to fp32."""
-    norm = nn.RMSNorm(weight.shape[0], eps=1e-6, dtype=torch.float64)
-    norm.weight.data.copy_(weight)
-    return norm
-
-
-def published_gradients(theirs: DeepseekV3Attention, sizes, y, x, upstream) -> dict[str, Tensor]:
-    """The gradients of the class by our names."""
-    found = gradients(theirs, y, x, upstream)
-    rest, N = found["kv_a_proj_with_mqa.weight"], sizes.num_heads
-    named = {"x": found["x"], "kv_norm.weight": found["kv_a_layernorm.weight"], "proj.weight": found["o_proj.weight"]}
-    named["kv_up.weight"] = found["kv_b_proj.weight"].unflatten(0, (N, -1))
-    if sizes.query_rank:
-        named["down.weight"] = torch.cat((found["q_a_proj.weight"], rest))
-        named["q_norm.weight"] = found["q_a_layernorm.weight"]
-        named["q_up.weight"] = found["q_b_proj.weight"].unflatten(0, (N, -1))
-    else:
-        named |= {"down.weight": rest, "q_up.weight": found["q_proj.weight"].unflatten(0, (N, -1))}
-    return named
-
-
-def drawn_sizes(seed: int) -> LatentAttentionSizes:
-    """Random odd sizes."""
-    draw = random.Random(seed)
-
-    def odd(least: int, most: int) -> int:
-        return draw.randrange(least, most, 2)
-
-    rotated = draw.choice((2, 4, 6))
-    return latent_sizes(
-        hidden_size=odd(11, 40),
-        num_groups=draw.choice((1, 3, 5)),
-        rotary_dim=rotated,
-        key_dim=rotated + odd(3, 12),
-        value_dim=odd(3, 14),
-        query_rank=draw.choice((0, odd(5, 30))),
-        latent_rank=odd(5, 30),
-    )
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_it_is_the_published_class(seed):
-    """Output and every gradient, for heads of odd sizes, with and without a query rank."""
-    sizes = drawn_sizes(seed)
-    x, angles, upstream = inputs(sizes)
-    attention, theirs = layer(sizes), published(sizes)
-    y = attention(x, Context(causal_mask(BATCH, LENGTH), None, BATCH * LENGTH, angles))
-    both = tuple(torch.cat((part, part), dim=-1) for part in angles)
-    want = theirs(x, both, None)[0]
-    torch.testing.assert_close(y, want, rtol=1e-11, atol=1e-11)
-    same(gradients(attention, y, x, upstream), published_gradients(theirs, sizes, want, x, upstream))
-
-
 def contexts(angles, *, packed=False, slices=1, **more) -> Context:
     cut = Slicing(slices).cut(LENGTH) if slices > 1 else ()
     places = {"slices": cut, "own_slices": cut, "whole_slices": cut}
@@ -249,21 +162,6 @@ def test_the_scale_of_the_scores():
     torch.testing.assert_close(scaled(x, contexts(angles)), larger(x, contexts(angles)), rtol=0, atol=1e-12)
 
 
-def kept_bytes(run: Callable[[], Tensor], known: tuple[Tensor, ...]) -> int:
-    """Bytes of the storages that the graph of a result holds, except those of known tensors."""
-    outside = {tensor.untyped_storage()._cdata for tensor in known}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in outside:
-            kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
 def bytes_of_a_position(sizes: LatentAttentionSizes) -> int:
     """What a position keeps in fp32 on a CPU: latents, queries, what attention made; neither keys nor values."""
     Rq, R, Dr = sizes.query_rank, sizes.latent_rank, sizes.rotary_dim
@@ -280,7 +178,7 @@ def test_what_is_kept(form, packed):
     x, angles, _ = inputs(sizes, torch.float32)
     attention = layer(sizes, torch.float32)
     known = (x, *attention.parameters(), *angles)
-    found = kept_bytes(lambda: FORMS[form](attention, x, angles, packed), known)
+    found = saved_bytes(lambda: FORMS[form](attention, x, angles, packed), known)
     copied = sizes.hidden_size * 4 if form == "slices" else 0  # slices of two samples are copied for the product
     assert found == BATCH * LENGTH * (bytes_of_a_position(sizes) + copied)
 
@@ -295,7 +193,7 @@ def test_compiled(selective):
     wanted = {"y": want.detach()} | gradients(attention, want, x, upstream)
     compiled = layer(sizes, torch.float32, execution=Execution(run=run, selective=selective))
     known = (x, *attention.parameters(), *compiled.parameters(), *angles)
-    sizes_kept = [kept_bytes(lambda one=one: one(x, contexts(angles)), known) for one in (attention, compiled)]
+    sizes_kept = [saved_bytes(lambda one=one: one(x, contexts(angles)), known) for one in (attention, compiled)]
     assert sizes_kept[1] <= sizes_kept[0]
     y = compiled(x, contexts(angles))
     same({"y": y.detach()} | gradients(compiled, y, x, upstream), wanted, 1e-5)
@@ -303,11 +201,11 @@ def test_compiled(selective):
     assert {function.__name__ for function in run.functions} == {"attend", "joined", "rms_norm", "rotated"}
 
 
-def alone(sizes, *, packed=False) -> tuple[Tensor, dict[str, Tensor]]:
+def alone(sizes, ends=None) -> tuple[Tensor, dict[str, Tensor]]:
     """Output and gradients of one process."""
     x, angles, upstream = inputs(sizes)
     attention = layer(sizes)
-    y = attention(x, contexts(angles, packed=packed))
+    y = attention(x, Context(causal_mask(BATCH, LENGTH, ends), None, BATCH * LENGTH, angles))
     return y.detach(), gradients(attention, y, x, upstream)
 
 

@@ -6,26 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
-from megapar.core.context_parallel.positions import GATHERED, RING, ULYSSES, choose_layout
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.model.attention.kinds import ATTENTION_KINDS, kind_of
 from megapar.model.attention.self_attention import SelfAttention, make_attention
 from megapar.model.attention_sizes import AttentionSizes
-from megapar.model.ernie.block import ErnieBlock
-from megapar.model.ernie3.recurrence import Branch, BranchContext, generate, understand
 from megapar.model.layers.context import Context
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.moe.slicing import Slicing
-from tests.model.small import DENSE, ERNIE, LATENT, MOE, batch_for, build
+from tests.model.small import DENSE, LATENT
 from tests.support.attention import causal_mask, sliced
-from tests.support.ranks import run_ranks
 
 LENGTH, ENDS = 16, (6, 16, 16 + 7, 32)
 ALONE = {"mp": Axis.single("mp"), "sequence_parallel": False, "dtype": torch.float64, "device": None}
@@ -33,7 +28,7 @@ VALUE_DIMS = (4, 12)  # queries and keys have 8 features
 
 
 class ApartAttention(SelfAttention):
-    """Queries, keys and values by a product each: ``project``, ``output`` and the memory of ERNIE 3.0."""
+    """Queries, keys and values by a product each; the output is multiplied by the input, which goes past the core."""
 
     def __init__(self, sizes, layer, *, cp=None, **options):
         super().__init__(sizes, layer, cp=cp, **options)
@@ -44,54 +39,28 @@ class ApartAttention(SelfAttention):
         self.out = RowLinear(N * sizes.value_dim, H, bias=False, **options)
 
     def project(self, x, angles):
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        return (q, k, v) if angles is None else (rotate(q, angles), rotate(k, angles), v)
+        return rotate(self.q(x), angles), rotate(self.k(x), angles), self.v(x), x
 
-    def output(self, y):
-        return self.out(y.flatten(2))
-
-    def project_memory(self, memory):
-        return self.k(memory), self.v(memory)
+    def output(self, y, *more):
+        return self.out(y.flatten(2)) * more[0]
 
 
-def fill(attention: ApartAttention, seed: int) -> None:
-    """Draw whole weights, alike on every rank, and keep this rank's pieces."""
-    generator, mp = torch.Generator().manual_seed(seed), attention.mp
-    with torch.no_grad():
-        for layer, dim in ((attention.q, 0), (attention.k, 0), (attention.v, 0), (attention.out, 1)):
-            shape = list(layer.weight.shape)
-            shape[dim] *= mp.size
-            whole = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
-            layer.weight.copy_(whole.chunk(mp.size, dim)[mp.rank])
-
-
-def single(sizes: AttentionSizes, layer: int = 0, **more) -> ApartAttention:
+def single(sizes: AttentionSizes) -> ApartAttention:
     """The test's kind on one rank, in fp64."""
-    attention = ApartAttention(sizes, layer, **more, **ALONE)
-    fill(attention, layer)
+    attention, generator = ApartAttention(sizes, 0, **ALONE), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in attention.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
     return attention
-
-
-def decoder(sizes, value_dim, *, mp=None, sequence_parallel=False, **more):
-    """A decoder of the test's kind of attention."""
-    mp = mp or Axis.single("mp")
-    model = build(sizes, dtype=torch.float64, mp=mp, sequence_parallel=sequence_parallel, **more)
-    options = {"mp": mp, "sequence_parallel": sequence_parallel, "dtype": torch.float64, "device": None}
-    for name, block in model.layers.items():
-        own = replace(sizes.attention, value_dim=value_dim)
-        block.attention = ApartAttention(own, int(name), cp=model.cp, **options)
-        fill(block.attention, int(name))
-    return model
 
 
 def plainly(attention: ApartAttention, x: Tensor, angles, seen: Tensor) -> Tensor:
     """The layer by its formula: x [B, S, H], seen [B, 1, S, S]."""
     q, k, v = (torch.einsum("bsh,ndh->bnsd", x, part.weight) for part in (attention.q, attention.k, attention.v))
-    if angles is not None:
-        q, k = (rotate(t.transpose(1, 2), angles).transpose(1, 2) for t in (q, k))
+    q, k = (rotate(t.transpose(1, 2), angles).transpose(1, 2) for t in (q, k))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-    return (weights @ v).transpose(1, 2).flatten(2) @ attention.out.weight.T
+    return (weights @ v).transpose(1, 2).flatten(2) @ attention.out.weight.T * x
 
 
 def inputs() -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -152,135 +121,6 @@ def test_slices(value_dim, prepared, packed):
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
     want = plainly(attention, x, angles, seen & documents_seen() if packed else seen)
     close(sliced(attention, x, context, prepared=prepared), want, (x, *attention.parameters()))
-
-
-def attention_gradients(model) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if ".attention." in name}
-
-
-def step(model, batch, valid_tokens=None) -> float:
-    loss = model(batch, valid_tokens).sums["lm"]
-    loss.backward()
-    return float(loss.detach())
-
-
-def batch_of(ends) -> dict[str, Tensor]:
-    batch = batch_for(DENSE)
-    return batch if ends is None else {**batch, "ends": torch.tensor(ends)}
-
-
-def on_cp(rank, size, algorithm, slices, value_dim, ends):
-    """(loss, largest difference of a gradient of attention's weights) against one process."""
-    axis = Axis("cp", size, rank, dist.group.WORLD, tuple(range(size)))
-    layout = choose_layout(algorithm, size, causal=True, length=LENGTH, slices=slices)
-    cp = ContextParallel(axis, algorithm, layout)
-    model = decoder(DENSE, value_dim, cp=cp, slicing=Slicing(slices))
-    own = layout.positions(LENGTH, rank)
-    batch = {name: x if name == "ends" else x[:, own] for name, x in batch_of(ends).items()}
-    loss = torch.tensor(step(model, batch, 2 * LENGTH), dtype=torch.float64)
-    grads = attention_gradients(model)
-    for x in (loss, *grads.values()):
-        dist.all_reduce(x)
-    alone = decoder(DENSE, value_dim)
-    want = step(alone, batch_of(ends))
-    wants = attention_gradients(alone)
-    return float(loss) - want, max(float((grads[name] - wants[name]).abs().max()) for name in wants)
-
-
-@pytest.mark.parametrize(("value_dim", "ends"), [(4, ENDS), (12, None)])
-@pytest.mark.parametrize("slices", [1, 3])
-@pytest.mark.parametrize("algorithm", [RING, ULYSSES, GATHERED])
-def test_ranks_that_share_a_sequence(algorithm, slices, value_dim, ends):
-    for loss, gradient in run_ranks(2, on_cp, algorithm, slices, value_dim, ends, backend="late"):
-        assert abs(loss) < 1e-10
-        assert gradient < 1e-10
-
-
-def on_mp(rank, size, slices):
-    """(loss, largest difference of a gradient of this rank's pieces) against one process."""
-    mp = Axis("mp", size, rank, dist.group.WORLD, tuple(range(size)))
-    slicing = Slicing(slices, overlap_mp=slices > 1)
-    model = decoder(DENSE, 12, mp=mp, sequence_parallel=True, slicing=slicing)
-    alone = decoder(DENSE, 12)
-    loss, want = step(model, batch_of(None)), step(alone, batch_of(None))
-    worst = 0.0
-    for name, whole in attention_gradients(alone).items():
-        piece = whole.chunk(size, 1 if ".out." in name else 0)[rank]
-        worst = max(worst, float((attention_gradients(model)[name] - piece).abs().max()))
-    return loss - want, worst
-
-
-@pytest.mark.parametrize("slices", [1, 3])
-def test_ranks_that_share_heads(slices):
-    """A kind that starts nothing early runs where the collectives of other kinds would fly under other slices."""
-    for loss, gradient in run_ranks(2, on_mp, slices):
-        assert abs(loss) < 1e-10
-        assert gradient < 1e-10
-
-
-def test_slices_of_a_layer_of_experts():
-    sliced, whole = decoder(MOE, 12, slicing=Slicing(3)), decoder(MOE, 12)
-    assert step(sliced, batch_for(MOE)) == pytest.approx(step(whole, batch_for(MOE)), rel=1e-12)
-    wants = attention_gradients(whole)
-    for name, grad in attention_gradients(sliced).items():
-        torch.testing.assert_close(grad, wants[name], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("flash", [False, True])
-def test_both_branches_of_ernie_3(flash):
-    """Understanding sees all that is not padding, a segment of generation also the memory of the one before."""
-    block = ErnieBlock(ERNIE, 0, cp=ContextParallel(), **ALONE)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    block.attention = attention = single(replace(ERNIE.attention, value_dim=12, flash=flash))
-    x, _ = inputs()
-    slices, rows, memory = (slice(0, 8), slice(8, 16)), torch.arange(2), 4
-    valid = torch.arange(LENGTH) < torch.tensor([[16], [11]])
-    context = causal_context(None)
-    context = BranchContext(context.mask, None, 32, slices=slices, own_slices=slices)
-    understanding = Branch.understanding(rows, valid, LENGTH)
-    generation = Branch.generation(rows, valid, slices, memory)
-
-    def layer(queries: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
-        q, (k, v) = attention.q(queries).transpose(1, 2), (t.transpose(1, 2) for t in attention.project_memory(keys))
-        weights = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        middle = block.attention_norm(queries + attention.output((weights @ v).transpose(1, 2)))
-        return block.mlp_norm(middle + block.mlp(middle))
-
-    tensors = (x, *block.parameters())
-    close(understand(block, x, understanding, context), layer(x, x, valid[:, None, None]), tensors)
-    own = torch.ones(8, 8, dtype=torch.bool).tril()[None, None].expand(2, 1, 8, 8)
-    first = layer(x[:, :8], x[:, :8], own)
-    remembered = valid[:, None, None, 8 - memory : 8].expand(2, 1, 8, memory)
-    keys = torch.cat((first[:, -memory:].detach(), x[:, 8:]), dim=1)
-    second = layer(x[:, 8:], keys, torch.cat((remembered, own), dim=-1))
-    close(generate(block, x, generation, context), torch.cat((first, second), dim=1), tensors)
-
-
-class GatedAttention(ApartAttention):
-    """A kind whose output is multiplied by its input."""
-
-    def project(self, x, angles):
-        return (*super().project(x, angles), x)
-
-    def output(self, y, *more):
-        return super().output(y) * more[0]
-
-
-@pytest.mark.parametrize("prepared", [None, False, True])
-def test_what_project_adds_reaches_the_output(prepared):
-    """As a whole, and slice after slice."""
-    x, angles = inputs()
-    slices = Slicing(3).cut(LENGTH)
-    context = causal_context(angles, slices=slices, own_slices=slices, whole_slices=slices)
-    attention = GatedAttention(DENSE.attention, 0, **ALONE)
-    fill(attention, 0)
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
-    want = plainly(attention, x, angles, seen) * x
-    y = attention(x, context) if prepared is None else sliced(attention, x, context, prepared=prepared)
-    close(y, want, (x, *attention.parameters()))
 
 
 def test_kinds_are_chosen_by_name():

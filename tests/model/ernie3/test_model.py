@@ -18,7 +18,7 @@ from megapar.data.tasks.build import TaskData, collate_tasks
 from megapar.data.tokenizers.tokenizer import MockTokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.model.ernie3.model import BranchLayer, Ernie3, UniversalBlock
-from megapar.model.ernie3.recurrence import Branch, BranchContext, generate
+from megapar.model.ernie3.recurrence import Branch, BranchContext, generate, understand
 from megapar.model.ernie3.sizes import TASKS, Ernie3Sizes
 from megapar.model.spec import parameter_counts, table_of
 from tests.model.small import initialize, named_tensors, shift_norms
@@ -157,6 +157,8 @@ def test_memory_is_the_same_layers_last_segment_without_gradient() -> None:
     before = valid[:, 4:8][:, None, None, :].expand(2, 1, 8, 4)
     y1 = layer(second, torch.cat((memory, second), dim=1), torch.cat((before, causal.expand(2, 1, 8, 8)), dim=-1))
     torch.testing.assert_close(y, torch.cat((y0, y1), dim=1), rtol=1e-11, atol=1e-12)
+    y = understand(block, x, Branch.understanding(rows, valid, 16), context)
+    torch.testing.assert_close(y, layer(x, x, valid[:, None, None]), rtol=1e-11, atol=1e-12)
     (gradient,) = torch.autograd.grad(y[:, 8:].sum(), first, allow_unused=True)
     assert gradient is None or float(gradient.abs().max()) == 0
 

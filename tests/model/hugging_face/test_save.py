@@ -11,11 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
-    Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
-    Ernie4_5Config,
     Ernie4_5ForCausalLM,
-    ErnieConfig,
     ErnieForPreTraining,
 )
 
@@ -57,15 +54,6 @@ def load_folder(folder, sizes):
     return found
 
 
-def fill(model, sizes, folder):
-    """Our model with a folder's weights."""
-    tensors = load_folder(folder, sizes)
-    with torch.no_grad():
-        for name, tensor in named_tensors(model):
-            tensor.copy_(tensors.pop(name))
-    assert not tensors
-
-
 def move_biases(model):
     """Correction biases that change the choice."""
     for i, bias in enumerate(model.correction_biases()):
@@ -98,39 +86,6 @@ def test_exported_decoder_gives_our_logits(sizes, padded, tmp_path):
     assert float(difference[own].abs().max()) <= 1e-5
 
 
-def test_their_moe_folder_gives_their_logits(tmp_path):
-    config = Ernie4_5_MoeConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, moe_intermediate_size=16, moe_k=2, moe_num_experts=4, moe_num_shared_experts=2,
-        moe_layer_start_index=1, tie_word_embeddings=False, initializer_range=0.1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    check_their_decoder(Ernie4_5_MoeForCausalLM(config), MOE, tmp_path)
-
-
-def test_their_dense_folder_gives_their_logits(tmp_path):
-    config = Ernie4_5Config(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, initializer_range=0.1,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    check_their_decoder(Ernie4_5ForCausalLM(config), DENSE, tmp_path)
-
-
-def check_their_decoder(theirs, sizes, folder):
-    theirs.save_pretrained(folder / "theirs")
-    model = build(sizes).eval()
-    fill(model, sizes, folder / "theirs")
-    batch = batch_for(sizes)
-    with torch.no_grad():
-        expected = theirs.eval()(input_ids=batch["tokens"], position_ids=batch["positions"]).logits
-    assert float((model.logits(batch) - expected).abs().max()) <= 1e-5
-    save_hf(folder / "ours", sizes, whole_tensors(model), torch.float32)
-    before, after = (load_file(folder / kind / "model.safetensors") for kind in ("theirs", "ours"))
-    assert set(before) == set(after)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
 def test_exported_ernie_gives_our_logits(flash, padded, tmp_path):
@@ -138,18 +93,6 @@ def test_exported_ernie_gives_our_logits(flash, padded, tmp_path):
     model = build(sizes).eval()
     save_hf(tmp_path, sizes, whole_tensors(model), torch.float32)
     check_ernie(model, tmp_path, padded)
-
-
-def test_their_ernie_folder_gives_their_logits(tmp_path):
-    config = ErnieConfig(
-        vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=32, type_vocab_size=4, task_type_vocab_size=3, use_task_id=True,
-        initializer_range=0.1,
-    )  # fmt: skip
-    ErnieForPreTraining(config).save_pretrained(tmp_path)
-    model = build(ERNIE).eval()
-    fill(model, ERNIE, tmp_path)
-    check_ernie(model, tmp_path, padded=True)
 
 
 def check_ernie(model, folder, padded):

@@ -9,25 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
 from megapar.model.layers.rotary import RotaryEmbedding, rotate
 from megapar.model.rope_scaling import RopeScaling
+from tests.model.conformance.exact import Widened
 
 DRAWS = 60
-
-
-class Widened(TorchFunctionMode):
-    """Reads float32 as float64 where a tensor is made or cast, as the published formulas say float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        return func(*(torch.float64 if one is torch.float32 else one for one in args), **kwargs)
 
 
 def drawn(kind: str, random_: random.Random) -> dict[str, Any]:

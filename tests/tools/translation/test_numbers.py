@@ -215,7 +215,7 @@ SLICES = "tests/model/test_ampipe.py::test_two_ranks_equal_one_and_hooks_fire_on
 GRANITE = "tests/checkpoints/export/test_convert.py::test_logits_on_every_layout"
 PATTERN = "tests/model/test_layer_pattern.py::test_a_number_gives_experts_to_every_nth_layer_as_megatron_does"
 GATED = "tests/model/layers/test_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
-ROUTERS = "tests/moe/test_hf.py::test_weights_of_published_routers_and_their_gradients"
+ROUTERS = "tests/model/conformance/test_conformance.py::test_conformance"
 LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
 ROUTER = "tests/moe/test_router.py"
 LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
@@ -253,7 +253,7 @@ FLAGS = {
     **dict.fromkeys(
         ("--embedding-multiplier", "--residual-multiplier", "--logits-scaling", "--softmax-scale"), GRANITE
     ),
-    "--multi-latent-attention": "tests/model/attention/test_latent_layer.py::test_it_is_the_published_class",
+    "--multi-latent-attention": "tests/model/conformance/test_conformance.py::test_conformance",
     **dict.fromkeys(("--rotary-percent", "--rope-scaling-type"), f"{MEGATRON}::test_two_steps_are_megatron_s"),
     "--reset-attention-mask": f"{MEGATRON}::test_documents_are_parted_as_megatron_s",
 }
