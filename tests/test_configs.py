@@ -18,10 +18,9 @@ from megapar.training.loop.outline import outline
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
-RUNNABLE = ("quickstart", "ernie-quickstart")
 # Files whose start says something, and how that begins.
 SAID = {
-    "ampipe-paper": ["[ampipe-fine]"],  # eight slices, as published
+    "ampipe-paper": ["[ampipe-fine]"]  # eight slices, as published
 }
 ANYWHERE = ("ernie-quickstart", "tiny", "moe-10m")  # on as many ranks as there are
 
@@ -45,22 +44,8 @@ def test_config_is_accepted_at_its_rank_count(path: Path) -> None:
     assert ("world_size" in said) == (path.stem not in ANYWHERE)
     assert [text.split()[0] for text in config.warnings] == SAID.get(path.stem, [])
     assert config.notes == ()
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_config_says_where_it_comes_from(path: Path) -> None:
     assert re.search(r"^# source: .+$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert about([str(path)]).script
-
-
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_quickstart_runs_on_what_is_built(name: str) -> None:
-    assert load(FOLDER / f"{name}.yaml").notes == ()
-
-
-def test_presets_by_name() -> None:
-    names = {path.stem for path in FILES}
-    assert {"quickstart", "ernie-3.0-base", "gpt-117m", "ernie-4.5-21b-a3b", "ernie-4.5-0.3b"} <= names
 
 
 @pytest.mark.parametrize(
@@ -75,18 +60,9 @@ def test_presets_by_name() -> None:
 def test_counts_of_published_models_are_printed(name: str, ranks: int, total: float, active: float) -> None:
     config = load(FOLDER / f"{name}.yaml")
     assert config.grid.world_size == ranks
-    assert config.notes == ()
     said = re.search(r"^parameters: ([\d.]+) B(?:, ([\d.]+) B active per token)?$", outline(config), re.MULTILINE)
-    assert said is not None
     assert float(said[1]) * 1e9 == pytest.approx(total, rel=0.02)
     assert float(said[2] or said[1]) * 1e9 == pytest.approx(active, rel=0.02)
-
-
-def test_published_sizes_of_the_21b_model() -> None:
-    config = load(FOLDER / "ernie-4.5-21b-a3b.yaml")
-    assert config.model.head_dim == 128
-    assert config.training.global_batch_size == 128
-    assert config.grid.ep == 8
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -142,7 +118,6 @@ def test_a_model_that_was_trained_with_muon_says_so(name: str) -> None:
 
 def test_an_elastic_job_finds_a_layout_for_fewer_ranks_than_its_file_says(four: str) -> None:
     found = nearest("moe", ["--config", four, "--micro-batch-size", "1"], 4, 2)
-    assert found is not None
     assert parse("moe", found.flags, {"WORLD_SIZE": "2"}).grid.world_size == 2
 
 

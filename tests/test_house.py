@@ -197,57 +197,38 @@ REFUSALS = {"raises", "warns", "fail"}
 """What pytest has in an ``assert``'s place."""
 
 
-def asserts(node: ast.AST) -> bool:
-    """Whether code itself has an assertion."""
-    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
-    called = {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in calls}
-    return (
-        any(isinstance(one, ast.Assert) for one in ast.walk(node))
-        or bool(called & REFUSALS)
-        or any(name.startswith("assert_") for name in called)
-    )
-
-
 @cache
-def helpers(path: Path) -> dict[str, tuple[Path, str]]:
-    """Where what a test module names is defined: the functions of tests/ that it imports, and its own."""
+def functions(path: Path) -> dict[str, tuple[Path, ast.FunctionDef]]:
+    """The functions of a module of tests/, and those that it imports from others, by the names that it has for them."""
     found = {}
     for node in tree(path).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
             module = ROOT / f"{(node.module or '').replace('.', '/')}.py"
-            found |= {one.asname or one.name: (module, one.name) for one in node.names if module.exists()}
+            known = functions(module) if module.exists() else {}
+            found |= {one.asname or one.name: known[one.name] for one in node.names if one.name in known}
         elif isinstance(node, ast.FunctionDef):
-            found[node.name] = (path, node.name)
+            found[node.name] = (path, node)
     return found
 
 
-@cache
-def helper_asserts(path: Path, name: str) -> bool:
-    """Whether a function has an assertion, or one does that it calls or passes on."""
-    todo, seen = [(path, name)], set()
-    while todo:
-        place = todo.pop()
-        if place in seen:
-            continue
-        seen.add(place)
-        module, name = place
-        for node in tree(module).body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                if asserts(node):
-                    return True
-                named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-                todo += [helpers(module)[one] for one in named if one in helpers(module)]
-    return False
+def asserts(path: Path, node: ast.FunctionDef, above: tuple[ast.FunctionDef, ...] = ()) -> bool:
+    """Return True if a function has an assertion, or one does that it calls or passes on."""
+    calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+    called = {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in calls}
+    if any(isinstance(one, ast.Assert) for one in ast.walk(node)) or called & REFUSALS:
+        return True
+    known, above = functions(path), (*above, node)
+    named = [known[one.id] for one in ast.walk(node) if isinstance(one, ast.Name) and one.id in known]
+    helpers = [helper for helper in named if helper[1] not in above]
+    return any(name.startswith("assert_") for name in called) or any(asserts(*one, above) for one in helpers)
 
 
 def test_each_test_asserts_something() -> None:
-    """In its own code, or in that of a function of tests/ that it names."""
-    without = []
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-                helped = (helper_asserts(*helpers(path)[one]) for one in named if one in helpers(path))
-                if not asserts(node) and not any(helped):
-                    without.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}")
+    """In its code, or in that of a function of tests/ that it names."""
+    without = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path in sorted(TESTS.rglob("test_*.py"))
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not asserts(path, node)
+    ]
     assert without == []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from megapar.arguments import Config, parse
 from megapar.data.tokenizers.load import load_tokenizer
@@ -32,70 +32,53 @@ def _write(folder: Path, name: str, content: Any) -> None:
     (folder / name).write_text(text, encoding="utf-8")
 
 
-def _odd_newlines(folder: Path, model: bytes) -> None:
-    _write(folder, "vocab.txt", "\n".join((*WORDS, "\u0085", "\u2028", "x\u2028y")) + "\n")
-    _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
+BERT = {"tokenizer_class": "BertTokenizer"}
+LLAMA = {"additional_special_tokens": ["<x>", "<y>"], "pad_token": "<pad>", "tokenizer_class": "LlamaTokenizer"}
+FILES: dict[str, dict[str, Any]] = {
+    "bert": {"vocab.txt": "\n".join(WORDS) + "\n", "tokenizer_config.json": BERT},
+    "odd newlines": {
+        "vocab.txt": "\n".join((*WORDS, "\u0085", "\u2028", "x\u2028y")) + "\n",
+        "tokenizer_config.json": BERT,
+    },
+    # [PAD] gets an id behind the others.
+    "ernie": {"vocab.txt": "\n".join(WORDS[1:]) + "\n", "config.json": {"model_type": "ernie"}},
+    "gpt2": {
+        "vocab.json": {"a": 0, "b": 1, "ab": 2},
+        "merges.txt": "#version: 0.2\na b\n",
+        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"},
+    },
+    "llama": {"tokenizer.model": None, "tokenizer_config.json": LLAMA},  # a sentencepiece model
+    "fast": {},
+    "fast with added tokens": {},
+    "fast with tokens named beside": {},
+}
 
 
-def _bert(folder: Path, model: bytes) -> None:
-    _write(folder, "vocab.txt", "\n".join(WORDS) + "\n")
-    _write(folder, "tokenizer_config.json", {"tokenizer_class": "BertTokenizer"})
-
-
-def _ernie(folder: Path, model: bytes) -> None:
-    _write(folder, "vocab.txt", "\n".join(WORDS[1:]) + "\n")  # [PAD] gets an id behind the others
-    _write(folder, "config.json", {"model_type": "ernie"})
-
-
-def _gpt2(folder: Path, model: bytes) -> None:
-    _write(folder, "vocab.json", {"a": 0, "b": 1, "ab": 2})
-    _write(folder, "merges.txt", "#version: 0.2\na b\n")
-    _write(folder, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
-
-
-def _llama(folder: Path, model: bytes) -> None:
-    (folder / "tokenizer.model").write_bytes(model)
-    more = {"additional_special_tokens": ["<x>", "<y>"], "pad_token": "<pad>"}
-    _write(folder, "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", **more})
-
-
-def _fast(folder: Path, model: bytes) -> None:
+def _fast(folder: Path, model: bytes, kind: str) -> None:
     SentencePieceTokenizer(model).save_hf(folder)
     (folder / "tokenizer.model").unlink()
+    if kind == "fast with added tokens":
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer.add_tokens(["<new>", "<newer>"])
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<special>"]})
+        shutil.rmtree(folder)
+        tokenizer.save_pretrained(str(folder))
+    elif kind == "fast with tokens named beside":
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"]})
 
 
-def _fast_with_added_tokens(folder: Path, model: bytes) -> None:
-    from transformers import AutoTokenizer
-
-    _fast(folder, model)
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    tokenizer.add_tokens(["<new>", "<newer>"])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<special>"]})
-    shutil.rmtree(folder)
-    tokenizer.save_pretrained(str(folder))
-
-
-def _fast_with_tokens_named_beside(folder: Path, model: bytes) -> None:
-    _fast(folder, model)
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    _write(folder, "tokenizer_config.json", {**config, "additional_special_tokens": ["<image>"]})
-
-
-FOLDERS = (_bert, _odd_newlines, _ernie, _gpt2, _llama, _fast, _fast_with_added_tokens, _fast_with_tokens_named_beside)
-
-
-@pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__.strip("_"))
-def test_a_folder_is_counted_as_transformers_counts_it(
-    make: Callable[[Path, bytes], None], tmp_path: Path, model: bytes
-) -> None:
-    make(tmp_path, model)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_folder_is_counted_as_transformers_counts_it(kind: str, tmp_path: Path, model: bytes) -> None:
+    if kind.startswith("fast"):
+        _fast(tmp_path, model, kind)
+    for name, content in FILES[kind].items():
+        (tmp_path / name).write_bytes(model) if content is None else _write(tmp_path, name, content)
     tokenizer, found = load_tokenizer(tmp_path), vocabulary_of(tmp_path)
-    assert found is not None
     assert found.size == tokenizer.size
     assert found.mask == (tokenizer.special.mask is not None)
     if (tmp_path / "tokenizer.json").exists():
         alone = vocabulary_of(tmp_path / "tokenizer.json")
-        assert alone is not None
         assert alone.size == load_tokenizer(tmp_path / "tokenizer.json").size
 
 
@@ -103,7 +86,6 @@ def test_a_sentencepiece_model_is_counted_without_its_library(tmp_path: Path, mo
     path = tmp_path / "t.model"
     path.write_bytes(model)
     found = vocabulary_of(path)
-    assert found is not None
     assert (found.size, found.mask) == (SentencePieceTokenizer(model).size, True)
     path.write_bytes(model[:-3])  # another file under the same name
     with pytest.raises(BadTokenizer, match="not a sentencepiece model"):

@@ -85,6 +85,13 @@ MOVES: Mapping[str, Move] = {
 }
 
 
+# Overlap, offload, and pieces of experts, whose seconds move and not memory or bytes alone.
+MOVES_TIME = {
+    *("ampipe_tp_sp_comm_overlap", "use_pipe_experts", "pipe_experts_multi_stream", "tp_comm_overlap"),
+    *("recompute_offload", "recompute_partition", "optimizer_offload", "overlap_grad_reduce", "overlap_param_gather"),
+}
+
+
 def figures(values: Mapping[str, Any], kind: str) -> tuple[Any, ...]:
     """Return the time, memory and traffic of a plan on 16 devices."""
     line = [*command_line({**SMALL, **values}), "--rules-only", "--world-size", "16"]
@@ -111,6 +118,8 @@ def test_a_knob_moves_a_figure(name: str) -> None:
     before = figures(move.base, move.kind)
     after = figures({**move.base, **move.needs, name: move.value}, move.kind)
     assert before != after
+    moved = abs(after[0]["step_seconds"] / before[0]["step_seconds"] - 1) > 1e-5
+    assert moved or name not in MOVES_TIME
 
 
 # Another value of each flag without effect, by its type; lists and files are left out.
@@ -130,10 +139,6 @@ def test_flags_without_effect_move_nothing() -> None:
             assert after == before, name
             tried += 1
     assert tried > 15
-
-
-def test_every_knob_has_a_value_to_move_to() -> None:
-    assert set(MOVES) == set(TRIED_FLAGS)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -84,11 +84,9 @@ def test_every_published_row_says_how_it_is_used() -> None:
     found = list(published_rows())
     assert len(found) > 100
     assert {row.use for row in found} == {"fit", "unfitted"}
-    fitted = [{row.columns[key] for row in PLANNED if row.use == "fit"} for key in ("device", "model", "precision")]
-    held = [{row.columns[key] for row in PLANNED if row.use == "unfitted"} for key in ("device", "model", "precision")]
-    assert fitted[0] < held[0]
-    assert fitted[1] < held[1]
-    assert fitted[2] < held[2]
+    for key in ("device", "model", "precision"):
+        fitted, held = ({row.columns[key] for row in PLANNED if row.use == use} for use in ("fit", "unfitted"))
+        assert fitted < held, key
     assert all(row.left_out or row.tokens > 0 for row in found)
 
 

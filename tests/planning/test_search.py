@@ -1,4 +1,4 @@
-"""``megapar plan --search``: legal, fitting, fastest first, and every neighbour with its reason."""
+"""``megapar plan --search``: legal, fitting, fastest first, neighbours with their reasons; knobs and variations."""
 
 from __future__ import annotations
 
@@ -6,19 +6,32 @@ import contextlib
 import functools
 import io
 import json
+import random
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapar.arguments import FLAGS, parse
+from megapar.arguments import FLAGS, Config, parse
 from megapar.errors import ConfigError
 from megapar.planning.devices import device_kind
-from megapar.planning.knobs import RANK_ORDERS, TRIED_FLAGS
+from megapar.planning.knobs import (
+    DROPPED,
+    KNOBS,
+    MICRO_BATCH,
+    RANK_ORDERS,
+    RECOMPUTE,
+    SCHEDULE,
+    TRIED_FLAGS,
+    Candidate,
+    Scope,
+    default,
+)
 from megapar.planning.plan import Plan
-from megapar.planning.variation import command_line
+from megapar.planning.variation import MISSING, Variations, command_line
 from megapar.tools.main import main
 from tests.support.pace import usual_seconds
 
@@ -29,8 +42,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def search(*flags: str) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["plan", "--search", "--json", *flags]) == 0
-    found: dict[str, Any] = json.loads(said.getvalue())
-    return found
+    return json.loads(said.getvalue())
 
 
 MIXTRAL = ("--config", str(CONFIGS / "mixtral-8x7b.yaml"), "--num-layers", "4")
@@ -59,7 +71,6 @@ def test_the_best_layouts_are_legal_fit_and_come_fastest_first(capsys: pytest.Ca
     assert seconds == sorted(seconds)
     assert all(plan["fits"] for plan in found["best"])
     of_file = plan(capsys, *MIXTRAL, "--world-size", "8", "--ep-degree", "2")
-    assert of_file is not None
     assert of_file["step_seconds"] > seconds[0]
 
 
@@ -195,3 +206,114 @@ def test_a_batch_that_no_layout_can_share_is_told(capsys: pytest.CaptureFixture[
 def test_without_a_batch_there_is_nothing_to_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--search", "--num-experts", "0", "--world-size", "8"]) == 2
     assert "--global-batch-size" in capsys.readouterr().err
+
+
+def walk(varied: Variations, scope: Scope, count: int) -> list[Candidate]:
+    """Return candidates on a random walk over the knobs, and the refused ones beside it."""
+    drawn, now = random.Random(5), Candidate.of({"micro_batch_size": 1})
+    found: list[Candidate] = []
+    while len(found) < count:
+        others = list(drawn.choice(KNOBS).others(now, scope))
+        if others:
+            found.append(drawn.choice(others))
+            now = found[-1] if isinstance(varied.attempt(found[-1].flags()), Config) else now
+    return found
+
+
+def parsed(kind: str, line: list[str]) -> Config | set[str]:
+    """Return the configuration of a command line, or the rules that refuse it."""
+    try:
+        return parse(kind, line, {})
+    except ConfigError as error:
+        return {one.rule for one in error.complaints}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mixtral-8x7b", "moe"), ("moonlight-16b-a3b", "moe")])
+def test_a_variation_is_what_the_command_line_says(name: str, kind: str) -> None:
+    line = ["--config", str(CONFIGS / f"{name}.yaml"), "--global-batch-size", "64"]
+    varied = Variations(kind, line, 16, free=DROPPED)
+    one_rank = command_line({**{name: default(name) for name in DROPPED}, "world_size": 1, "micro_batch_size": 1})
+    sizes = parse(kind, [*line, *one_rank, "--rules-only"], {}).model
+    scope = Scope(kind, sizes, 16, device_kind("h100-80g").node, 64, latent=True)
+    legal = refused = 0
+    for candidate in walk(varied, scope, 100):
+        flags = candidate.flags()
+        more = command_line(varied.unstated(flags))
+        said, config = parsed(kind, [*line, *more, "--rules-only", "--world-size", "16"]), varied.attempt(flags)
+        if isinstance(said, set):
+            assert isinstance(config, list)
+            assert said <= {one.rule for one in config}
+            refused += 1
+            continue
+        if said.notes or any(origin.startswith("switched off") for origin in said.origins.values()):
+            assert isinstance(config, list)  # could not start, or is the same without a flag
+            continue
+        assert isinstance(config, Config), config
+        assert config.to_dict() == said.to_dict()
+        assert config.grid == said.grid
+        legal += 1
+    assert legal > 10
+    assert refused > 10
+
+
+def test_values_of_a_file_are_dropped_and_those_of_the_line_are_kept() -> None:
+    line = ["--config", str(CONFIGS / "mixtral-8x7b.yaml"), "--global-batch-size", "64", "--mp-degree", "2"]
+    varied = Variations("moe", line, 16, free=DROPPED)
+    assert varied.fixed("mp_degree") == 2
+    assert varied.fixed("ep_degree") is MISSING
+    assert varied.setting("ep_degree") == 1
+    assert varied.unstated({})["ep_degree"] == 1
+    assert "ep_degree" not in Variations("moe", line, 16).unstated({})
+
+
+def test_a_line_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown"):
+        Variations("moe", ["--no-such-flag", "1"], 2)
+
+
+def scope(**changes: Any) -> Scope:
+    sizes = parse("moe", ["--num-layers", "12", "--num-experts", "8", "--seq-length", "4096"], {}).model
+    return replace(Scope("moe", sizes, 16, 8, 64, latent=False), **changes)
+
+
+def values(knob: Any, name: str, candidate: Candidate) -> list[Any]:
+    return [other.get(name) for other in knob.others(candidate, scope())]
+
+
+def test_a_flag_without_effect_is_dropped_with_the_one_that_it_needs() -> None:
+    layout = Candidate.of({"mp_degree": 2, "sequence_parallel": True, "expert_mp_degree": 1, "pp_schedule": "gpipe"})
+    assert layout.flags() == {"mp_degree": 2, "sequence_parallel": True, "expert_mp_degree": 1}
+    assert layout.but({"mp_degree": 1}).flags() == {}
+    sliced = Candidate.of({"ep_degree": 2, "ampipe_degree": 2, "ampipe_cross_layer": True})
+    assert sliced.but({"ep_degree": 1}) == Candidate()
+    assert Candidate.of({"recompute_offload": True}) == Candidate()
+
+
+def test_differences_name_the_values_to_change() -> None:
+    one, other = Candidate.of({"mp_degree": 2}), Candidate.of({"mp_degree": 2, "ep_degree": 4})
+    assert one.differences(other) == {"ep_degree": 1}
+    assert other.differences(one) == {"ep_degree": 4}
+    assert command_line({"ep_degree": 4, "hybrid_dp": False, "recompute_method": None}) == [
+        *("--ep-degree", "4", "--no-hybrid-dp", "--recompute-method", "None")
+    ]
+
+
+def test_other_values_are_those_that_the_ranks_allow() -> None:
+    assert values(MICRO_BATCH, "micro_batch_size", Candidate()) == [1, 2]  # 4 samples on each of 16 ranks
+    staged = Candidate.of({"pp_degree": 4})
+    assert values(MICRO_BATCH, "micro_batch_size", staged) == [1, 2, 8, 16]
+    assert values(SCHEDULE, "vpp_degree", Candidate()) == []
+    assert values(SCHEDULE, "vpp_degree", staged) == [1, 2, 3, 1, 2]  # gpipe, interleaved twice, zero bubble twice
+
+
+def test_numbers_of_recomputed_layers_include_the_neighbours() -> None:
+    now = Candidate.of({"recompute_method": "block", "recompute_num_layers": 6})
+    counts = values(RECOMPUTE, "recompute_num_layers", now)
+    assert {5, 7} <= set(counts)
+    assert 6 not in counts
+
+
+def test_a_trainer_has_no_knobs_of_the_other() -> None:
+    offered = [knob for knob in KNOBS if any(knob.others(Candidate.of({"mp_degree": 2}), scope(kind="ernie")))]
+    assert offered
+    assert not any("ep_degree" in knob.flags or "ampipe_degree" in knob.flags for knob in offered)

@@ -24,6 +24,7 @@ from megapar.rules.model import EXPORTS, LIMITS
 from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.reports.terminal import PlainTerminal
+from tests.checkpoints.export.test_convert import MODELS, SIZES
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 --vocab-size 67 "
@@ -81,13 +82,6 @@ def logits(folder: Path) -> torch.Tensor:
     return found.logits if "logits" in found else found.prediction_logits
 
 
-def reload(folder: Path, tmp_path: Path) -> torch.Tensor:
-    """Logits of what ``--load-hf`` reads from a folder, by way of a checkpoint and back."""
-    hf_to_megapar(folder, tmp_path / "again")
-    megapar_to_hf(tmp_path / "again", tmp_path / "again-out")
-    return logits(tmp_path / "again-out")
-
-
 @pytest.mark.parametrize("flags", CANNOT)
 def test_what_the_class_cannot_be_is_refused_by_both_doors(flags: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -120,7 +114,9 @@ def test_both_doors_write_the_same_model_and_it_is_read_again(flags: str, tmp_pa
     megapar_to_hf(tmp_path / "runs", tmp_path / "converted")
     direct = logits(tmp_path / "direct")
     assert torch.equal(direct, logits(tmp_path / "converted"))
-    assert torch.equal(direct, reload(tmp_path / "direct", tmp_path))
+    hf_to_megapar(tmp_path / "direct", tmp_path / "again")  # what --load-hf reads
+    megapar_to_hf(tmp_path / "again", tmp_path / "again-out")
+    assert torch.equal(direct, logits(tmp_path / "again-out"))
     config = parse("moe", ["--load-hf", str(tmp_path / "direct"), "--seq-length", "16"], {})
     assert config.model.head_dim == (12 if "head-dim" in flags else 8)
     assert config.model.qk_norm == ("qk-norm" in flags)
@@ -181,14 +177,7 @@ def test_a_moved_correction_bias_goes_out_where_the_class_has_one(tmp_path: Path
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
 def test_a_moved_correction_bias_has_a_way_out_or_is_said_to_have_none(family: str, tmp_path: Path) -> None:
-    sizes = {
-        **{"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": 0},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2},
-    }
-    own = {"num_experts": 4, "moe_intermediate_size": 16, "norm_topk_prob": True, "head_dim": 8}
-    more = own if family == "Qwen3Moe" else {"num_local_experts": 4}
-    config = getattr(transformers, f"{family}Config")(**sizes, **more)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
+    MODELS[family]().save_pretrained(tmp_path / "hf")
     moving = f"--load-hf {tmp_path}/hf --moe-router-bias-update-rate 0.01"
     with pytest.raises(ConfigError, match="hf-router-bias"):
         parse("moe", f"{moving} --seq-length 16 --save-hf {tmp_path}/out".split(), {})
@@ -209,10 +198,7 @@ def test_a_moved_correction_bias_has_a_way_out_or_is_said_to_have_none(family: s
 @pytest.mark.parametrize("name", ["ErnieForPreTraining", "ErnieForMaskedLM", "ErnieForMaskedLM with task types"])
 def test_an_encoder_without_task_types_comes_back_after_training(name: str, tmp_path: Path) -> None:
     """hf-to-megapar, --load and --save of one folder, megapar-to-hf: both heads and task types were trained."""
-    config = transformers.ErnieConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, use_task_id="with" in name,
-    )  # fmt: skip
+    config = transformers.ErnieConfig(**SIZES, use_task_id="with" in name)
     getattr(transformers, name.partition(" ")[0])(config).save_pretrained(tmp_path / "hf")
     made = tmp_path / "made"
     hf_to_megapar(tmp_path / "hf", made)
@@ -268,22 +254,15 @@ def test_another_tokenizer_in_the_same_folder_is_said_and_neither_is_lost(
     assert load_tokenizer(before).fingerprint() == load_tokenizer(mine).fingerprint()
 
 
-def test_an_export_without_a_tokenizer_keeps_the_ids_of_the_folder_it_started_from(tmp_path: Path) -> None:
-    config = transformers.Ernie4_5Config(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        max_position_embeddings=64, bos_token_id=5, eos_token_id=[6, 7], pad_token_id=8,
-    )  # fmt: skip
-    transformers.Ernie4_5ForCausalLM(config).save_pretrained(tmp_path / "hf")
-    published = json.loads((tmp_path / "hf" / "config.json").read_text())
+def test_an_export_without_a_tokenizer_keeps_the_ids_of_the_folder_it_started_from() -> None:
     kept = {"bos_token_id": 5, "eos_token_id": [6, 7], "pad_token_id": 8}
+    published = json.loads(transformers.Ernie4_5Config(**kept).to_json_string())
     assert token_ids(NoTokenizer(67), published) == kept
 
 
 def test_a_run_keeps_the_config_of_its_folder_but_for_what_it_changed(tmp_path: Path) -> None:
-    config = transformers.ErnieConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=64, use_task_id=True, initializer_range=0.3, attention_probs_dropout_prob=0.125,
-    )  # fmt: skip
+    more = {"use_task_id": True, "initializer_range": 0.3, "attention_probs_dropout_prob": 0.125}
+    config = transformers.ErnieConfig(**SIZES | more)
     transformers.ErnieForMaskedLM(config).save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     before = json.loads(path.read_text()) | {"note": "of its authors"}

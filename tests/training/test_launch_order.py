@@ -85,16 +85,3 @@ def test_ranks_of_a_communicator_launch_in_one_order(layout: str) -> None:
     assert all(len(found) > 10 for found in launches)
     grid = parse("moe", [*flags, "--validate-only", "--world-size", "4"], {}).grid
     assert list(differences(grid, launches)) == []
-
-
-def test_a_difference_is_found() -> None:
-    grid = Grid(pp=2, sharding=2)
-    same: Launches = [("sharding", "all_gather"), ("data", "all_reduce")]
-    assert list(differences(grid, [same] * 4)) == []
-    assert list(differences(grid, [same, same[::-1], same, same])) == [
-        "('sharding', 'data', 'shard', 'edp', 'expert_shard'): ranks 0 and 1"
-    ]
-    queued = [[("pp 0>1", "send")], [], [("pp 0>1", "receive")], []]
-    assert list(differences(grid, queued)) == []
-    assert len(list(differences(grid, [queued[0] * 2, *queued[1:]]))) == 1
-    assert len(list(differences(grid, [[*queued[0], ("pp 0>1", "receive")], *queued[1:]]))) == 2

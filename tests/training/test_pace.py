@@ -121,10 +121,7 @@ def trained(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -
         seen.append(Mark.count - before)
         return made
 
-    with (
-        patch.object(trainer, "pick", lambda *_: Ahead()),
-        patch.object(trainer.Trainer, "step", counted),
-    ):
+    with patch.object(trainer, "pick", lambda *_: Ahead()), patch.object(trainer.Trainer, "step", counted):
         outcome = train_rank(rank, world_size, rendezvous, "moe", flags)
     return list(zip(outcome.records, seen, strict=True))
 
@@ -138,7 +135,6 @@ def test_one_step_in_a_line_of_the_log_is_timed():
         assert [events for _, events in found][0::3] == [0, 0]
         assert min(events for _, events in found[2::3]) > 10
         for record in records:
-            assert record.pace is not None
             assert 0 < record.pace.max < record.iteration_seconds
 
 

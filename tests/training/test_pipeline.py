@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.support.training import run
 
-NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-FP64 = ("--dtype", "fp64", *NO_DROPOUT)
+FP64 = ("--dtype", "fp64", "--attention-dropout", "0", "--hidden-dropout", "0")
 FOUR = ("--num-layers", "4")
 EVALUATED = ("--eval-interval", "3", "--eval-iters", "2")
 LAYOUTS = {
@@ -39,31 +34,6 @@ def test_evaluation_and_reports_are_those_of_one_process(kind: str) -> None:
             assert mine.dropped_tokens == theirs.dropped_tokens
 
 
-CHAIN = (
-    LAYOUTS["1f1b"],
-    LAYOUTS["interleaved"],
-    (4, ("--pp-degree", "2", "--mp-degree", "2", "--sequence-parallel")),
-    (1, ()),
-    LAYOUTS["ZBV"],
-    LAYOUTS["4 stages"],
-    LAYOUTS["gpipe x sharding"],
-)
-
-
-@pytest.mark.parametrize("kind", ["moe", "ernie"])
-def test_a_checkpoint_moves_between_stages(kind: str, tmp_path: Path) -> None:
-    """One iteration on each layout, handed on by checkpoints: the losses are those of one process throughout."""
-    flags = (*FP64, *FOUR, "--train-iters", str(len(CHAIN)))
-    straight = run(1, kind, *flags)
-    handed = ("--save", str(tmp_path), "--load", str(tmp_path), "--lr-decay-iters", str(len(CHAIN)))
-    for number, (world_size, layout) in enumerate(CHAIN):
-        steps = ("--train-iters", str(number + 1))
-        (record,) = run(world_size, kind, *FP64, *FOUR, *handed, *steps, *layout).records
-        assert record.iteration == number + 1
-        assert record.loss == pytest.approx(straight.records[number].loss, rel=1e-10)
-        assert record.grad_norm == pytest.approx(straight.records[number].grad_norm, rel=1e-10)
-
-
 def test_waits_for_other_stages_are_in_the_record() -> None:
     """Those of an evaluation are not: it belongs to no step."""
     record = run(2, "ernie", *EVALUATED, "--pp-degree", "2", "--train-iters", "4").records[-1]
@@ -71,15 +41,6 @@ def test_waits_for_other_stages_are_in_the_record() -> None:
     assert waited["pp/receive"] > 0
     assert sum(waited.values()) == pytest.approx(record.exposed_communication_seconds)
     assert sum(waited.values()) <= record.iteration_seconds
-
-
-def test_an_export_has_every_stage_s_tensors(tmp_path: Path) -> None:
-    flags = (*FP64, *FOUR, "--train-iters", "2")
-    run(1, "moe", *flags, "--save-hf", str(tmp_path / "one"))
-    run(2, "moe", *flags, *LAYOUTS["1f1b"][1], "--save-hf", str(tmp_path / "two"))
-    want, got = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("one", "two"))
-    assert want.keys() == got.keys()
-    assert all(torch.allclose(got[name], value, rtol=1e-9, atol=1e-12) for name, value in want.items())
 
 
 def test_fp16_scales_the_loss_of_every_stage() -> None:
@@ -102,6 +63,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_on_all_stages() -> None:
 def test_the_number_of_micro_batches_may_grow() -> None:
     flags = (*FP64, "--rampup-batch-size", "4", "2", "12")
     want, got = run(1, "moe", *flags), run(2, "moe", *flags, "--pp-degree", "2")
-    assert [record.consumed_samples for record in got.records] == [record.consumed_samples for record in want.records]
+    for outcome in (want, got):  # by 4, 6 and 8 samples
+        assert [record.consumed_samples for record in outcome.records] == [4, 8, 14, 22, 30, 38]
     for mine, theirs in zip(got.records, want.records, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-10)

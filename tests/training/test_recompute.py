@@ -1,22 +1,35 @@
-"""Recompute in whole training steps: bit for bit what is computed without it, dropout and all."""
+"""Recompute in whole training steps: bit for bit what is computed without it, dropout and all; adaptive recompute."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
+from megapar import trainer
 from megapar.arguments import parse
+from megapar.core.attention_mask import AttentionMask
+from megapar.core.device.attention.mask import DeviceMask
+from megapar.core.device.base import Device
+from megapar.core.device.memory_tracker import MemoryTracker
+from megapar.core.recompute.adaptive import Adaptive
+from megapar.core.units import MEGABYTE
+from megapar.errors import TrainingError
+from megapar.model.layers.context import Context
+from megapar.model.layers.rotary import RotaryEmbedding
 from megapar.tools.tracing.pretend import pretend
 from tests.equivalence.run import Trace, trace
 from tests.equivalence.table import COMMON, MODELS
 from tests.support.pairwise import pairwise
 from tests.support.ranks import run_ranks
-from tests.support.training import run
+from tests.support.training import make_trainer, run
 
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 BATCH = ("--micro-batch-size", "2", "--global-batch-size", "8", "--dtype", "fp32")
@@ -33,7 +46,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "pp": (2, ("--pp-degree", "2", "--num-layers", "6", *FEWER)),
     "mp x pp": (4, ("--mp-degree", "2", "--pp-degree", "2", "--num-layers", "6", *FEWER)),
 }
-WITHOUT_STAGES = ("alone", "mp", "sp", "ep", "stage 2", "stage 3")
 DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "--moe-min-capacity", "1")
 
 
@@ -41,22 +53,8 @@ DROPS = ("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "0.75", "
 def train(kind: str, layout: str, *flags: str) -> Trace:
     """Two steps of a small model of four layers, six where there are stages."""
     world_size, more = LAYOUTS[layout]
-    line = last_wins((*MODELS[kind], *COMMON, *BATCH, *DROPOUT, "--num-layers", "4", *more, *flags))
-    result = run_ranks(world_size, trace, "ernie" if kind == "ernie" else "moe", line, 2, None, "late", group=False)[0]
-    assert isinstance(result, Trace)
-    return result
-
-
-def last_wins(line: tuple[str, ...]) -> tuple[str, ...]:
-    """A flag given twice keeps its last value."""
-    flags: dict[str, tuple[str, ...]] = {}
-    for token in line:
-        if token.startswith("--"):
-            name = token
-            flags[name] = ()
-        else:
-            flags[name] = (*flags[name], token)
-    return tuple(token for name, values in flags.items() for token in (name, *values))
+    line = (*MODELS[kind], *COMMON, *BATCH, *DROPOUT, "--num-layers", "4", *more, *flags)  # the last of a name counts
+    return run_ranks(world_size, trace, "ernie" if kind == "ernie" else "moe", line, 2, None, "late", group=False)[0]
 
 
 def assert_same(got: Trace, want: Trace) -> None:
@@ -99,41 +97,31 @@ def test_interval(kind: str, layout: str, interval: int, kept: str) -> None:
     assert_same(got, train(kind, layout, *drops))
 
 
-@pytest.mark.parametrize(
-    ("layout", "interval", "kept"),
-    [
-        ("sp", 1, "offload"),
-        ("sp", 2, "whole"),
-        ("sp", ALL, "partition"),
-        ("ep", 1, "whole"),
-        ("ep", 2, "offload"),
-        ("stage 2", 2, "whole"),
-        ("stage 3", 1, "offload"),
-        ("stage 3", 2, "whole"),
-    ],
-)
-def test_interval_elsewhere(layout: str, interval: int, kept: str) -> None:
-    """With sequence parallelism the partition is off."""
-    got = train("moe", layout, *DROPS, "--recompute-interval", str(interval), *KEPT[kept])
-    assert_same(got, train("moe", layout, *DROPS))
+SELECTIVE = ("--recompute-granularity", "selective")
+ELSEWHERE = [
+    ("moe", "sp", 1, "offload"),
+    ("moe", "sp", 2, "whole"),
+    ("moe", "sp", ALL, "partition"),  # off with sequence parallelism
+    ("moe", "ep", 1, "whole"),
+    ("moe", "ep", 2, "offload"),
+    ("moe", "stage 2", 2, "whole"),
+    ("moe", "stage 3", 1, "offload"),
+    ("moe", "stage 3", 2, "whole"),
+    *(("ernie", layout, 3, "whole") for layout in ("alone", "mp", "sp", "stage 3")),
+    *(("ernie", layout, 0, "whole") for layout in ("alone", "mp", "sp", "stage 3")),
+    *(("moe", layout, 0, "whole") for layout in ("alone", "mp", "sp", "ep", "stage 2", "stage 3", "pp")),
+]
 
 
-@pytest.mark.parametrize("layout", WITHOUT_STAGES)
-def test_selective(layout: str) -> None:
-    """Attention's core with its dropout, activation functions of dense layers and experts."""
-    got = train("moe", layout, *DROPS, "--recompute-granularity", "selective")
-    assert_same(got, train("moe", layout, *DROPS))
+@pytest.mark.parametrize(("kind", "layout", "interval", "kept"), ELSEWHERE)
+def test_interval_elsewhere_and_selective(kind: str, layout: str, interval: int, kept: str) -> None:
+    """Post-norm layers and attention that sees padding, too.
 
-
-@pytest.mark.parametrize("layout", ["alone", "mp", "sp", "stage 3"])
-def test_encoder(layout: str) -> None:
-    """Post-norm layers, and attention that sees padding."""
-    for flags in (("--recompute-interval", "3"), ("--recompute-granularity", "selective")):
-        assert_same(train("ernie", layout, *flags), train("ernie", layout))
-
-
-def test_selective_stages() -> None:
-    assert_same(train("moe", "pp", *DROPS, "--recompute-granularity", "selective"), train("moe", "pp", *DROPS))
+    An interval of 0 is selective: attention's core with its dropout, activation functions of dense layers and experts.
+    """
+    drops = DROPS if kind == "moe" else ()
+    flags = ("--recompute-interval", str(interval), *KEPT[kept]) if interval else SELECTIVE
+    assert_same(train(kind, layout, *drops, *flags), train(kind, layout, *drops))
 
 
 @pytest.mark.parametrize("stage", ["1", "3"])
@@ -167,7 +155,7 @@ def test_masks_depend_on_no_layout_but_mp_and_cp(layout: str) -> None:
 def pretended(rank: int, world_size: int, rendezvous: str, *flags: str) -> dict[str, int]:
     """What rank 5 of 8 sends in a step, on fake tensors."""
     line = (*MODELS["gpt"], *COMMON, "--micro-batch-size", "1", "--mp-degree", "2", "--num-layers", "4", *flags)
-    config = parse("moe", last_wins(line), {"WORLD_SIZE": "8", "RANK": "5"})
+    config = parse("moe", line, {"WORLD_SIZE": "8", "RANK": "5"})
     with pretend(config, 5) as trainer:
         return trainer.step().sent_bytes
 
@@ -178,3 +166,74 @@ def test_pretended_ranks_recompute() -> None:
     got = run_ranks(1, pretended, "--recompute-interval", "1", *KEPT["both"], group=False)[0]
     piece = 16 * 32 * 4 // 2
     assert got == plain | {"mp/all_gather": plain.get("mp/all_gather", 0) + 2 * piece}
+
+
+ADAPTIVE = (*MODELS["moe"], *COMMON, "--micro-batch-size", "2", "--global-batch-size", "8", "--log-interval", "100")
+PEAK = 1 << 29  # instead of this process' own, which depends on what ran before
+
+
+def test_it_measures_what_a_layer_keeps() -> None:
+    """What a recomputation leaves is what a forward leaves."""
+    adapting = make_trainer("moe", [*ADAPTIVE, "--adaptive-recompute-device-size", "1024"])
+    config = adapting.config
+    adaptive = adapting.job.model.recompute.choice
+    adapting.step()
+    x = torch.randn(2, config.model.seq_length, config.model.hidden_size, requires_grad=True)
+    mask = DeviceMask(AttentionMask(2, config.model.seq_length, causal=True))
+    positions = torch.arange(config.model.seq_length).expand(2, -1)
+    angles = RotaryEmbedding(config.model.head_dim, config.model.rope_theta, torch.float32).angles(positions)
+    context = Context(mask, None, 2 * config.model.seq_length, angles)
+    for layer, block in enumerate(adapting.job.model.layers.values()):
+        with MemoryTracker() as tracker:
+            y, stats = block(x, context)
+            outside = y.untyped_storage().nbytes()
+            if stats is not None:
+                outside += sum(
+                    t.untyped_storage().nbytes() for t in stats if isinstance(t, torch.Tensor) and t.grad_fn is None
+                )
+            kept = tracker.bytes - outside
+        assert adaptive._kept[layer] == pytest.approx(kept, rel=0.05)
+
+
+def adapted(rank: int, world_size: int, rendezvous: str, megabytes: float | None) -> tuple[list[float], Any]:
+    """(losses of six steps, the layers chosen)."""
+    more = () if megabytes is None else ("--adaptive-recompute-device-size", str(megabytes), "--device", "cpu")
+    chosen: list[Any] = []
+    end_step = Adaptive.end_step
+
+    def noted(adaptive: Adaptive, *args: Any) -> Any:
+        result = end_step(adaptive, *args)
+        if result is not None:
+            chosen.append(result.layers)
+        return result
+
+    with (
+        patch.object(Device, "peak_memory_bytes", lambda device: PEAK - rank),
+        patch.object(Adaptive, "end_step", noted),
+    ):
+        line = [*ADAPTIVE, "--mp-degree", str(world_size), "--train-iters", "5", *more]
+        outcome = trainer.train(parse("moe", line, dict(os.environ)), f"file://{rendezvous}", keep_records=True)
+    return [record.loss for record in outcome.records], chosen
+
+
+@functools.cache
+def plain_losses() -> list[float]:
+    """With nothing recomputed."""
+    return run_ranks(2, adapted, None, group=False)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("room", "layers"), [(0, (0, 1, 2)), (1 << 30, ())], ids=["for nothing more", "for everything"]
+)
+def test_runs(room: int, layers: tuple[int, ...]) -> None:
+    """All ranks choose alike, once, and no loss changes."""
+    got = run_ranks(2, adapted, (PEAK + room) / MEGABYTE, group=False)
+    assert [chosen for _, chosen in got] == [[layers], [layers]]
+    assert got[0][0] == plain_losses()
+
+
+def test_too_little_is_said(tmp_path: Path) -> None:
+    """With the memory it needs."""
+    config = parse("moe", [*ADAPTIVE, "--adaptive-recompute-device-size", "1", "--device", "cpu"], {})
+    with pytest.raises(TrainingError, match="with every layer recomputed the largest rank needs"):
+        trainer.train(config)

@@ -1,16 +1,23 @@
-"""The bytes a step sends are those of the formulas, at every stage and in every merge mode."""
+"""The bytes a step sends are those of the formulas, at every stage, in every merge mode and by both dispatches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import pytest
+from torch import Tensor
 
 from megapar.arguments import parse
 from megapar.core.sharding.cut import shard_dim
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import table_of
-from tests.support.training import COMMON, SMALL, run
+from megapar.moe.dispatch_bytes import Sent, node_row_bytes, row_columns
+from megapar.training.step.observer import StepObserver
+from tests.support.ranks import run_ranks
+from tests.support.sent_rows import plain_rows, rows_by_node
+from tests.support.training import COMMON, SMALL, last_wins, make_trainer, run
 
 LAST = ("embedding", "head")  # tied, they are one group at stage 3, which stays gathered from forward to backward
 
@@ -36,32 +43,22 @@ def sent(world_size: int, kind: str, *flags: str) -> dict[str, int]:
     return run(world_size, kind, "--train-iters", "4", *flags).records[2].sent_bytes
 
 
-@pytest.mark.parametrize(("stage", "mode"), [(1, "step"), (2, "step"), (2, "micro_batch")])
+@pytest.mark.parametrize(
+    ("stage", "mode"), [(1, "step"), (2, "step"), (2, "micro_batch"), (3, "step"), (3, "micro_batch")]
+)
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_stages_1_and_2_reduce_in_the_main_dtype_and_gather_in_the_compute_dtype(
-    stage: int, mode: str, dtype: str
-) -> None:
+def test_stages_reduce_in_the_main_dtype_and_gather_in_the_compute_dtype(stage: int, mode: str, dtype: str) -> None:
+    """Stage 3 gathers twice in a micro-batch, but what is used last once."""
     flags = ("--sharding-degree", "2", "--sharding-stage", str(stage), "--gradient-merge-mode", mode)
     found = sent(2, "ernie", *flags, "--dtype", dtype, "--global-batch-size", "6")
     last, others = specs("ernie")
     elements = padded(last + others, 2)
+    gathered = 3 * (2 * padded(others, 2) + padded(last, 2)) if stage == 3 else elements
     reductions = 3 if mode == "micro_batch" else 1
     main, compute = {"fp64": (8, 8), "bf16": (4, 2)}[dtype]
     assert found["shard/reduce_scatter"] == reductions * elements * main // 2
-    assert found["shard/all_gather"] == elements * compute // 2
+    assert found["shard/all_gather"] == gathered * compute // 2
     assert "replica/all_reduce" not in found
-
-
-@pytest.mark.parametrize("mode", ["step", "micro_batch"])
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-def test_stage_3_gathers_twice_in_a_micro_batch_but_what_is_used_last_once(mode: str, dtype: str) -> None:
-    flags = ("--sharding-degree", "2", "--sharding-stage", "3", "--gradient-merge-mode", mode)
-    found = sent(2, "ernie", *flags, "--dtype", dtype, "--global-batch-size", "6")
-    last, others = specs("ernie")
-    main, compute = {"fp64": (8, 8), "bf16": (4, 2)}[dtype]
-    reductions = 3 if mode == "micro_batch" else 1
-    assert found["shard/reduce_scatter"] == reductions * padded(last + others, 2) * main // 2
-    assert found["shard/all_gather"] == 3 * (2 * padded(others, 2) + padded(last, 2)) * compute // 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -128,3 +125,64 @@ def test_slices_gather_and_reduce_experts_once(more: tuple[str, ...]) -> None:
     kinds = [f"{axis}/{kind}" for axis in ("shard", "expert_shard") for kind in ("all_gather", "reduce_scatter")]
     assert [sliced[kind] for kind in kinds] == [whole[kind] for kind in kinds]
     assert min(sliced[kind] for kind in kinds) > 0
+
+
+HIDDEN, TOPK, EXPERTS, RANKS, NODE = 32, 3, 8, 4, 2
+FLAGS = ("--ep-degree", "4", "--num-experts", "8", "--moe-router-topk", "3")
+FLAGS += ("--global-batch-size", "8", "--dtype", "fp32")
+
+
+@dataclass
+class StepTraffic:
+    """What a rank sent in a step, by axis and kind, and the experts of its tokens, message by message."""
+
+    sent: dict[str, int]
+    routing: list[list[list[int]]]
+
+
+class Recorded(StepObserver):
+    """Keeps the experts of each token, message by message."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[list[int]]] = []
+
+    def experts_chosen(self, layer: int, experts_Tk: Tensor) -> Tensor:
+        self.messages.append(experts_Tk.tolist())
+        return experts_Tk
+
+
+def step(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> StepTraffic:
+    seen = Recorded()
+    line = last_wins((*SMALL["moe"], *COMMON), (*FLAGS, *flags))
+    trainer = make_trainer("moe", line, rendezvous, observer=seen)
+    sent = trainer.step().sent_bytes
+    trainer.job.sharding.wait()
+    trainer.loader.close()
+    trainer.watch.close()
+    trainer.world.close()
+    return StepTraffic(sent, seen.messages)
+
+
+def needed(ranks: Sequence[StepTraffic], count: Callable[..., tuple[Sent, ...]]) -> Sent:
+    """Rows of all ranks in one pass of all messages of the step."""
+    messages = [count(routing, EXPERTS, NODE) for routing in zip(*(rank.routing for rank in ranks), strict=True)]
+    sent = [one for message in messages for one in message]
+    return Sent(sum(one.between for one in sent), sum(one.within for one in sent))
+
+
+def test_by_node_ranks_send_the_rows_that_the_routing_needs() -> None:
+    ranks = run_ranks(RANKS, step, ("--moe-dispatch", "node", "--ranks-per-node", str(NODE)), group=False)
+    four_passes = 2 * (node_row_bytes(HIDDEN, TOPK, 4, 4) + 4 * HIDDEN)
+    rows = needed(ranks, rows_by_node)
+    assert sum(rank.sent["ep_between/all_to_all"] for rank in ranks) == four_passes * rows.between
+    assert sum(rank.sent["ep_within/all_to_all"] for rank in ranks) == four_passes * rows.within
+    assert not any("ep/all_to_all" in rank.sent for rank in ranks)
+
+
+def test_plain_ranks_send_a_row_for_each_pair() -> None:
+    ranks = run_ranks(RANKS, step, ("--moe-dispatch", "plain"), group=False)
+    four_passes = 2 * 4 * (row_columns(HIDDEN, 4, 4) + HIDDEN)
+    rows = needed(ranks, plain_rows)
+    counts = len(ranks[0].routing) * 8 * EXPERTS * (RANKS - 1)
+    sent = sum(rank.sent["ep/all_to_all"] for rank in ranks)
+    assert sent == four_passes * (rows.between + rows.within) + counts

@@ -28,8 +28,6 @@ from megapar.arguments import Config, parse
 from megapar.checkpoints.export.export import collect_all
 from megapar.checkpoints.export.from_hf import hf_to_megapar, load_hf, published
 from megapar.checkpoints.export.to_hf import megapar_to_hf
-from megapar.checkpoints.save_load import state
-from megapar.checkpoints.save_load.folder import find
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
 from megapar.data.tokenizers.load import load_tokenizer
@@ -45,7 +43,6 @@ from megapar.tools.main import main
 from megapar.trainer import Outcome, train
 from megapar.training.building.parallelize import parallelize
 from megapar.training.step.job import Job
-from megapar.training.step.progress import Progress
 from tests.model import small
 from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
@@ -64,7 +61,7 @@ DECODER = {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
 ERNIE_MOE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 GRANITE = {
-    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7},
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 }
 LATENT = {
     **{"q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5},
@@ -251,11 +248,7 @@ def _job(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[str
 def _logits(rank: int, world_size: int, rendezvous: str, kind: str, flags: list[str]) -> Logits | None:
     """(word logits [B, S, V], sentence-order logits or None) of ``_inputs``, from the rank that has the heads."""
     with _job(rank, world_size, rendezvous, kind, flags) as (config, job):
-        if config.checkpoint.load_hf:
-            load_hf(Path(config.checkpoint.load_hf), job)
-        else:
-            options = state.LoadOptions(finetune=True)
-            state.load(find(config.checkpoint.load or ""), job, Progress(), {}, options)
+        load_hf(Path(config.checkpoint.load_hf), job)
         job.sharding.wait()
         job.model.eval()
         with torch.no_grad():
@@ -279,7 +272,6 @@ def _of_pipeline(job: Job) -> Logits | None:
     places = torch.arange(samples * length)
     batch |= {"labels": batch["tokens"], "sop_labels": torch.zeros(samples, dtype=torch.int64)}
     batch |= {"masked_index": places, "masked_labels": places * 0}
-    assert job.pipeline is not None
     job.pipeline.evaluate(batch, samples * length)
     if not seen or model.lm_head is None:
         return None
@@ -359,29 +351,6 @@ def test_pieces_of_rotated_tensors(name: str, folders: dict[str, Path]) -> None:
         other = run_ranks(4, _masters, [*source, *flags], group=False)[0]
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_a_converted_checkpoint_is_loaded_like_any_other(folders: dict[str, Path], tmp_path: Path) -> None:
-    source = str(folders["Qwen3Moe"])
-    hf_to_megapar(source, tmp_path / "made")
-    direct = run_ranks(1, _logits, "moe", ["--load-hf", source], group=False)[0]
-    flags = [*_model_flags(source), "--load", str(tmp_path / "made"), "--ep-degree", "2"]
-    got = run_ranks(2, _logits, "moe", flags, group=False)[0]
-    assert float((got[0] - direct[0]).abs().max()) <= 1e-6
-
-
-def _model_flags(source: str) -> list[str]:
-    """The flags that --load-hf stands for, written out."""
-    from megapar.arguments import FLAGS
-    from megapar.config.published import flags_of, read_config
-
-    flags: list[str] = []
-    for name, value in flags_of(read_config(source))[1].items():
-        if FLAGS[name].takes_value:
-            flags += [FLAGS[name].spelling, str(value)]
-        elif value:
-            flags.append(FLAGS[name].spelling)
-    return flags
 
 
 def _run(kind: str, flags: list[str], tmp_path: Path, iterations: int = 2) -> Outcome:
@@ -480,46 +449,6 @@ def test_a_damaged_checkpoint_is_not_exported(folders: dict[str, Path], store_ro
     assert names(store_root) == ["made"]
     with pytest.raises(CheckpointError, match="already exists"):
         hf_to_megapar(folders["Mixtral"], store_root / "made")
-
-
-@pytest.mark.parametrize(
-    ("name", "setting", "message"),
-    [
-        ("Qwen3Moe", {"mlp_only_layers": [0, 1]}, r"mlp_only_layers is \[0, 1\], but at least one layer"),
-        ("Olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
-        ("GraniteMoe", {"attention_bias": True}, "attention_bias is True"),
-        ("Mixtral", {"sliding_window": 8}, "sliding_window is 8"),
-        (
-            "Mixtral",
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_scaling is .*type dynamic is not supported",
-        ),
-        ("Mixtral", {"architectures": ["GemmaForCausalLM"]}, "supported are DeepseekV2"),
-        ("Ernie4_5_Moe", {"moe_layer_interval": 3}, "moe_layer_start_index is 1, but at least one layer"),
-        ("Llama", {"mlp_bias": False}, "attention_bias is True, but biases here are in all linear layers"),
-        (
-            "Llama",
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}},
-            "type longrope is not supported; types are default, linear, llama3, yarn",
-        ),
-        ("Mistral", {"sliding_window": 8}, "sliding_window is 8"),
-        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
-        ("Qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types is"),
-        ("Qwen3", {"attention_bias": True}, "attention_bias is True"),
-        ("Granite", {"logits_scaling": 0}, "logits_scaling is 0, where a number above 0 is needed"),
-        ("Olmo2", {"attention_bias": True}, "attention_bias is True"),
-        ("Olmo2", {"architectures": ["Olmo3ForCausalLM"]}, "architectures is .*Olmo3ForCausalLM.*; supported are"),
-        ("ErnieForMaskedLM", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
-    ],
-)
-def test_what_the_model_cannot_be_is_refused(
-    name: str, setting: dict[str, Any], message: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = _with(setting, folders[name], tmp_path / "model")
-    with pytest.raises(CheckpointError, match=message):
-        hf_to_megapar(folder, tmp_path / "out")
-    with pytest.raises(ConfigError, match=message):
-        parse(_kind(name), ["--load-hf", str(folder)], {})
 
 
 def test_flags_that_contradict_the_model_are_complaints(folders: dict[str, Path]) -> None:

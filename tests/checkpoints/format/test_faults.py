@@ -65,17 +65,12 @@ def test_any_json_is_a_fault_or_a_value_error(value: Any) -> None:
         assert isinstance(fault_of(value), Fault)
 
 
-def test_the_last_of_one_iteration_counts(tmp_path: Path) -> None:
-    for name in (
-        "iter_0000004.suspect",
-        "iter_0000004.suspect-2",
-        "iter_0000002.e3.suspect",
-        "iter_0000006",
-        "x.suspect",
-    ):
+def test_the_last_of_one_iteration_and_of_the_newest_owner_counts(tmp_path: Path) -> None:
+    last = ["iter_0000002.e3.suspect", "iter_0000004.suspect-2", "iter_0000005.e12.suspect"]
+    others = ["iter_0000004.suspect", "iter_0000005.suspect", "iter_0000005.e2.suspect-2", "iter_0000006", "x.suspect"]
+    for name in (*last, *others):
         (tmp_path / name).mkdir()
-    found = {iteration: path.name for iteration, path in suspects(tmp_path).items()}
-    assert found == {2: "iter_0000002.e3.suspect", 4: "iter_0000004.suspect-2"}
+    assert suspects(tmp_path) == {int(name[11]): at(tmp_path) / name for name in last}
     assert suspects(tmp_path / "nowhere") == {}
 
 
@@ -88,9 +83,3 @@ def test_a_folder_of_suspects_alone_is_gone_on_from_by_name_only(tmp_path: Path)
     with pytest.raises(ConfigError, match="no checkpoint of --ckpt-step 5"):
         parse("moe", ["--load", str(tmp_path), "--ckpt-step", "5", "--mock-data"], {})
     assert parse("moe", ["--load", str(tmp_path), "--ckpt-step", "4", "--mock-data"], {}).checkpoint.ckpt_step == 4
-
-
-def test_of_two_owners_the_newer_one_s_is_found(tmp_path: Path) -> None:
-    for name in ("iter_0000004.suspect", "iter_0000004.e12.suspect", "iter_0000004.e2.suspect-2"):
-        (tmp_path / name).mkdir()
-    assert suspects(tmp_path) == {4: at(tmp_path) / "iter_0000004.e12.suspect"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -63,14 +62,6 @@ def test_the_highest_epoch_is_the_latest(
     if latest is not None:
         (tmp_path / "latest").write_text(latest)
     assert read_latest(tmp_path) == found
-
-
-def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "latest")
-    assert read_latest(tmp_path) is None
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").symlink_to("/dev/zero")
-    assert read_latest(tmp_path) is None
 
 
 def test_the_newest_of_an_iteration(tmp_path: Path) -> None:

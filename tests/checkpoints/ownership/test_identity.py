@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,11 @@ BASE = (
 )
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def write_text(path: Path, seed: int, documents: int = 60) -> str:
@@ -94,7 +91,6 @@ def test_a_checkpoint_says_what_it_was_trained_on(runs: Runs) -> None:
     kept = json.loads((runs.root / FOLDER / "megapar.json").read_text())
     assert found["tokenizer"]["fingerprint"] == kept["fingerprint"]
     identity = Identity.from_json(found)
-    assert identity is not None
     assert identity.to_json() == found
 
 
@@ -186,7 +182,6 @@ def test_folders_in_the_place_of_the_tokenizer_are_renamed_and_none_is_lost(stor
         (note,) = store_tokenizer(tokenizer, store_root)
         assert "is now tokenizer-unknown" in note
         stored = load_stored_tokenizer(store_root)
-        assert stored is not None
         assert stored.fingerprint() == tokenizer.fingerprint()
         (store_root / FOLDER).publish(store_root / f"stored-{number}")
     names = ["tokenizer-unknown", *(f"tokenizer-unknown-{number}" for number in (2, 3, 4))]

@@ -50,15 +50,9 @@ def test_a_checkpoint_names_those_before_it_on_its_line() -> None:
     assert line.others == set(there[1:])
 
 
-def test_keep_removes_nothing_of_another_line(root: Path) -> None:
-    run_here(root, "--load", str(root), "--keep", "1", **JOB_B)  # by whomever
-    left = names(root)
-    assert {"4", "6"} <= set(left)
-    assert not {"2", "3"} & set(left)
-
-
-def test_after_a_restart_it_does_neither(root: Path) -> None:
-    run_here(root, "--load", str(root), "--ckpt-step", "2", "--keep", "1", **RESTART)
+@pytest.mark.parametrize(("step", "environ"), [((), JOB_B), (("--ckpt-step", "2"), RESTART)])
+def test_keep_removes_nothing_of_another_line(root: Path, step: tuple[str, ...], environ: dict[str, str]) -> None:
+    run_here(root, "--load", str(root), *step, "--keep", "1", **environ)
     left = names(root)
     assert {"4", "6"} <= set(left)
     assert not {"2", "3"} & set(left)

@@ -59,7 +59,6 @@ def test_a_job_in_another_container_lives_while_a_rank_does(tmp_path: Path) -> N
     """Its ranks hold locks, whatever their numbers are here."""
     line = [sys.executable, "-c", CHILD, str(tmp_path)]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "there\n"
         for claim in (tmp_path / "theirs").glob("owner-*"):
             content = json.loads(claim.read_text())

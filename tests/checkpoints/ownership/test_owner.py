@@ -26,8 +26,7 @@ from megapar.errors import CheckpointError, FolderLostError, FolderOwnedError
 from megapar.files import disk
 from megapar.files.location import Location, Lock, Place
 from megapar.health.stop.process import Process
-from tests.checkpoints.ownership.owners import Waiting, claim
-from tests.checkpoints.ownership.sleeper import save, sleep
+from tests.checkpoints.ownership.owners import Waiting, claim, save, sleep
 from tests.checkpoints.save_load.states import SCALARS, load_on
 from tests.support.process import wait_stopped
 from tests.support.ranks import forked, run_ranks
@@ -222,19 +221,6 @@ def test_notes_that_were_removed_are_made_again(store_root: Location) -> None:
     assert owners.read_beat(store_root, 1) == owners.ENDED
 
 
-@pytest.mark.parametrize("iteration", [2, 4])
-def test_a_name_that_may_not_be_on_disk_is_taken_back(tmp_path: Path, iteration: int) -> None:
-    """Iteration 4 exists already and is replaced, as by a save that is repeated."""
-    with owning(tmp_path) as owner:
-        save(owner, 4)
-        with (
-            patch.object(disk, "sync_folder", side_effect=[None, OSError(5, "Input/output error")]),
-            pytest.raises(CheckpointError, match="Input/output error"),
-        ):
-            save(owner, iteration)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", "latest", "owner"]
-
-
 def test_what_a_killed_start_left_is_removed_by_the_next(tmp_path: Path) -> None:
     """A record that is still locked belongs to a run that is starting."""
     (tmp_path / "owner").mkdir()
@@ -332,7 +318,6 @@ def acquire_on(rank: int, world_size: int, rendezvous: str, root: str) -> bool:
     """Whether this rank owns a folder, whose owner is silent for longer than a collective may take."""
     world = World.start(Grid(dp=world_size), Device(), timedelta(seconds=TIMEOUT), f"file://{rendezvous}")
     group = world.axis("world").group
-    assert group is not None
     with patch.object(owners, "PATIENCE_SECONDS", 3 * TIMEOUT):
         owner = owners.acquire_for_all_ranks(root, world, lambda value: messages.broadcast(value, group), lambda: [])
     world.close()

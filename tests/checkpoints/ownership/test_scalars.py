@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,6 @@ SOUND: dict[str, Any] = {
 ODD = (
     st.none() | st.booleans() | st.text(max_size=3) | st.integers() | st.floats() | st.lists(st.integers(), max_size=2)
 )
-
-
-def check(**other: Any) -> None:
-    check_scalars("iter_0000002", {**SOUND, **other}, 2, optimizer=True)
 
 
 def refusal(scalars: dict[str, Any], iteration: int | None = 2, *, optimizer: bool = True) -> str:
@@ -70,15 +67,12 @@ def test_what_runs_write_is_taken() -> None:
     ],
 )
 def test_what_no_run_writes_is_refused(other: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
-        check(**other)
+    assert re.search(said, refusal({**SOUND, **other}))
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    with pytest.raises(CheckpointError) as caught:
-        check_scalars("here", {"consumed_samples": -1, "micro_batches": "x" * 10**6}, 2, optimizer=True)
-    said = str(caught.value)
-    assert said.startswith("here has scalars that no run wrote: iteration is missing; optimizer_steps is missing")
+    said = refusal({"consumed_samples": -1, "micro_batches": "x" * 10**6})
+    assert said.startswith("iter_0000002 has scalars that no run wrote: iteration is missing; optimizer_steps is ")
     assert "schedule is missing; consumed_samples is -1" in said
     assert len(said) < 1000
 

@@ -23,6 +23,7 @@ from tests.support.damage import reseal
 from tests.support.here import losses
 from tests.support.stores import put
 
+RESTART = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
 # A save that is under way when a run fails in this process would end behind the assertions.
 STEPS = ("--train-iters", "12", "--lr-decay-iters", "12", "--save-interval", "2", "--no-async-save")
 
@@ -104,7 +105,6 @@ def test_an_interval_longer_than_all_that_is_kept_leaves_a_way_back(
         run_here(tmp_path, *keep)
     assert names(tmp_path) == ["iter_0000005", "iter_0000008", "iter_0000009"]
     fault = read_fault(tmp_path)
-    assert fault is not None
     assert (fault.check, fault.iteration, fault.verified) == ("recompute", 10, {"often": 10, "recompute": 5})
     assert fault.parameters == ("head.weight",)
     again = run_here(tmp_path, *keep)
@@ -120,8 +120,7 @@ def test_nothing_verified_is_refused_until_a_checkpoint_is_named(tmp_path: Path,
     bad.add(5)
     with pytest.raises(CorruptionError):
         run_here(tmp_path)
-    restart = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
-    for environ in ({}, restart):
+    for environ in ({}, RESTART):
         with (
             patch("megapar.config.files._only_suspects", lambda path: ()),  # looks first
             pytest.raises(UnverifiedError, match=r"that is left\. Set aside: iter_0000002\.suspect, iter_"),
@@ -147,8 +146,7 @@ def test_a_run_from_elsewhere_goes_back_there_if_that_was_verified(
     bad.add(10)
     with pytest.raises(CorruptionError):
         run_here(root, "--load", str(source))
-    again = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "job-a"}
-    assert losses(run_here(root, "--load", str(source), **again)) == {step: want[step] for step in range(6, 13)}
+    assert losses(run_here(root, "--load", str(source), **RESTART)) == {step: want[step] for step in range(6, 13)}
     assert "iter_0000008.suspect" in names(root)
 
 
@@ -162,7 +160,6 @@ def test_a_start_that_nothing_vouches_for_is_not_gone_back_to(tmp_path: Path, ba
     with pytest.raises(CorruptionError):
         run_here(tmp_path)
     fault = read_fault(tmp_path)
-    assert fault is not None
     assert fault.limit == (NEVER if old else 0)
     with pytest.raises(UnverifiedError):
         run_here(tmp_path)
@@ -208,7 +205,6 @@ def test_the_first_record_stays(tmp_path: Path, any_store: str) -> None:
     assert str(error) == "first Rank 1 on node two, device cuda:1 (H)."
     assert str(record_of_one().write("state", 3, {}, TrainingError("second"))) == "second"
     fault = read_fault(tmp_path)
-    assert fault is not None
     assert fault.message == "first"
     assert [*at(tmp_path).list()] == [RECORD]
 

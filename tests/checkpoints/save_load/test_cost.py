@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from scripts import prove_sparse_load
 
 ROOT = Path(__file__).parents[3]
 
@@ -63,21 +63,11 @@ def test_saving_and_loading_take_the_memory_of_about_one_tensor(tmp_path: Path) 
     assert load_bytes < 2.5 * one_tensor
 
 
-def prove_sparse_load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prove_sparse_load", ROOT / "scripts" / "prove_sparse_load.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_rank_opens_only_files_that_overlap_its_boxes(tmp_path: Path) -> None:
-    script = prove_sparse_load()
     files = 2560  # the script itself does 10,240
-    script.write(tmp_path / "c", files)
+    prove_sparse_load.write(tmp_path / "c", files)
     for sharding, mp, opened in ((320, 8, 1), (1280, 2, 8), (40, 8, 8)):
-        row = script.load(tmp_path / "c", files, 17, sharding, mp)
+        row = prove_sparse_load.load(tmp_path / "c", files, 17, sharding, mp)
         assert row["only_overlapping"]
         assert row["opened"] == opened
         assert row["load_seconds"] < 5

@@ -13,10 +13,13 @@ from unittest.mock import patch
 
 import pytest
 
+from megapar.checkpoints.format import shards
 from megapar.checkpoints.format.faults import RECORD
+from megapar.checkpoints.save_load import collective_io, storage
 from megapar.checkpoints.save_load import folder as folders
 from megapar.checkpoints.save_load.folder import file_fault, set_aside
 from megapar.errors import CheckpointError
+from megapar.files import disk
 from megapar.files.location import Location, Place, at
 from tests.checkpoints.save_load.states import SCALARS, load_on, save_on
 from tests.support.ranks import RanksFailed, run_ranks
@@ -67,9 +70,6 @@ def test_only_finished_checkpoints_can_be_published(store_root: Location) -> Non
 
 def kill_at(rank: int, world: int, root: Path, dying: int, phase: str) -> None:
     """Save iteration 200, and die in a phase of it."""
-    from megapar.checkpoints.format import shards
-    from megapar.checkpoints.save_load import collective_io, storage
-    from megapar.files import disk
 
     def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

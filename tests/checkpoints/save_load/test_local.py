@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from megapar.checkpoints.format.shards import Shard
 from megapar.checkpoints.save_load import local as local_module
 from megapar.checkpoints.save_load.local import LocalCheckpoints
-from megapar.health.stop.process import Process
 from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 
@@ -35,10 +32,14 @@ def local_of(rank: int, world: int, root: Path, job: str = "job", facts: dict[st
     return LocalCheckpoints(root / f"node{rank}", job, rank, world, neighbour, facts, group)
 
 
+def save_all(local: LocalCheckpoints, rank: int, *iterations: int) -> None:
+    for iteration in iterations:
+        local.save(iteration, state(rank, float(iteration)), {"iteration": iteration})
+
+
 def save_and_lose_a_node(rank: int, world: int, root: Path, lost: int) -> tuple[Any, list[float]]:
     local = local_of(rank, world, root)
-    for iteration in (5, 10, 15):
-        local.save(iteration, state(rank, float(iteration)), {"iteration": iteration})
+    save_all(local, rank, 5, 10, 15)
     kept = sorted(path.name for path in (root / f"node{rank}" / "job").glob("iter_*"))
     assert kept == ["iter_0000010", "iter_0000015"]
     dist.barrier()
@@ -47,7 +48,6 @@ def save_and_lose_a_node(rank: int, world: int, root: Path, lost: int) -> tuple[
     dist.barrier()
     local = local_of(rank, world, root)
     found = local.find()
-    assert found is not None
     targets = state(rank, 0.0)
     scalars = local.load(found, targets)
     assert scalars == {"iteration": found.iteration}
@@ -65,19 +65,16 @@ def test_a_lost_node_gets_its_state_from_the_node_behind_it(tmp_path: Path, lost
 
 def test_what_is_damaged_is_passed_over(tmp_path: Path) -> None:
     local = local_of(0, 1, tmp_path)
-    for iteration in (5, 10):
-        local.save(iteration, state(0, float(iteration)), {})
+    save_all(local, 0, 5, 10)
     newest = tmp_path / "node0" / "job" / "iter_0000010" / "rank-00000.safetensors"
     flip_bit(newest, -1)
     found = local.find()
-    assert found is not None
     assert found.iteration == 5
 
 
 def fill_the_memory(rank: int, world: int, root: Path) -> tuple[int, list[list[str]]]:
     local = local_of(rank, world, root)
-    for iteration in (5, 10):
-        local.save(iteration, state(rank, float(iteration)), {})
+    save_all(local, rank, 5, 10)
     for iteration in (15, 20, 25):
         with contextlib.ExitStack() as stack:
             if rank == 1:
@@ -85,7 +82,6 @@ def fill_the_memory(rank: int, world: int, root: Path) -> tuple[int, list[list[s
                 stack.enter_context(pytest.raises(OSError, match="full"))
             local.save(iteration, state(rank, float(iteration)), {})
     found = local.find()
-    assert found is not None
     kept = [
         sorted(path.name for path in node.rglob("*") if path.is_file())
         for node in sorted(root.glob("node*/job/iter_*"))
@@ -111,8 +107,7 @@ def test_any_header_is_sound_or_passed_over(tmp_path: Path, header: bytes) -> No
 def write_in_two_starts(rank: int, world: int, root: Path) -> int | None:
     """Rank 1 writes 10 in the first start, rank 0 only in the second, which its node does not outlive."""
     first = local_of(rank, world, root)
-    for iteration in (5, 10):
-        first.save(iteration, state(rank, float(iteration)), {})
+    save_all(first, rank, 5, 10)
     dist.barrier()
     second = local_of(rank, world, root)
     if rank == 0:
@@ -150,7 +145,6 @@ def refuse_the_folder(rank: int, world: int, root: Path) -> int:
     else:
         local.save(10, state(rank, 10.0), {})
     found = local.find()
-    assert found is not None
     return found.iteration
 
 
@@ -183,16 +177,3 @@ def test_a_job_of_any_name_stays_in_its_folder(tmp_path: Path, job: str) -> None
 
 def test_a_job_keeps_the_folder_of_earlier_versions(tmp_path: Path) -> None:
     assert local_of(0, 1, tmp_path, job="run 7/b").folder.name == "run%207%2Fb"
-
-
-def test_a_job_whose_owners_are_gone_gives_its_memory_back(tmp_path: Path) -> None:
-    local = local_of(0, 1, tmp_path)
-    old = tmp_path / "node0" / "old"
-    old.mkdir()
-    gone = replace(Process.here(), started=Process.here().started - 1)  # its number is another one's by now
-    (old / "owner-0123456789ab.json").write_text(json.dumps({"launch": "a", "launcher": gone.to_json()}))
-    local_of(0, 1, tmp_path, job="new")
-    assert not old.exists()
-    assert len(list((tmp_path / "node0" / "job").glob("owner-*"))) == 1
-    local.remove()
-    assert not (tmp_path / "node0" / "job").exists()

@@ -9,7 +9,7 @@ from megapar.data import Corpus
 from megapar.data.sampling.draws import Draws
 from megapar.data.sampling.ernie import ErnieSamples, Spans, cut_at, mask_words
 from megapar.data.sampling.samples import NO_LOSS, RandomPieces, Sample
-from megapar.data.tokenizers.tokenizer import MockTokenizer
+from megapar.data.tokenizers.tokenizer import MockTokenizer, SpecialTokens
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
 
@@ -103,35 +103,15 @@ def test_at_least_one_word_is_masked() -> None:
         assert (labels != NO_LOSS).sum() == 1
 
 
-def test_rates_over_ten_thousand_samples_of_the_corpus(ernie_corpus: Corpus) -> None:
-    asked = shown_mask = changed = kept = words = swapped = 0
-    special = ernie_corpus.tokenizer.special.ids
-    for number in range(10_000):
-        sample = ernie_corpus.train[number]
-        labels, tokens = sample["labels"], sample["tokens"]
-        chosen = labels != NO_LOSS
-        masked = tokens[chosen] == MASK
-        random = ~masked & (tokens[chosen] != labels[chosen])
-        assert not special & set(tokens[chosen][random].tolist())
-        asked += int(chosen.sum())
-        shown_mask += int(masked.sum())
-        changed += int(random.sum())
-        kept += int((tokens[chosen] == labels[chosen]).sum())
-        words += int(sample["valid"].sum()) - 3
-        swapped += int(sample["label"])
-    assert abs(asked / words - 0.15) < 0.01
-    assert abs(shown_mask / asked - 0.8) < 0.01
-    assert abs(changed / asked - 0.1) < 0.01
-    assert abs(kept / asked - 0.1) < 0.01
-    assert abs(swapped / 10_000 - 0.5) < 0.02
-
-
 def test_words_of_the_corpus_are_masked_whole(ernie_corpus: Corpus) -> None:
-    marks = ernie_corpus.tokenizer.word_marks
-    longer = 0
+    marks, special = ernie_corpus.tokenizer.word_marks, [*ernie_corpus.tokenizer.special.ids]
+    longer = swapped = 0
     for number in range(300):
         sample = ernie_corpus.train[number]
         framed = _original(sample)
+        swapped += int(sample["label"])
+        shown = sample["tokens"][sample["labels"] != NO_LOSS]
+        assert not np.isin(shown[shown != MASK], special).any()
         for half in (0, 1):
             inside = sample["valid"] & (sample["token_types"] == half) & ~np.isin(framed, (CLS, SEP))
             ids, asked = framed[inside], sample["labels"][inside] != NO_LOSS
@@ -139,19 +119,7 @@ def test_words_of_the_corpus_are_masked_whole(ernie_corpus: Corpus) -> None:
             assert all(group.all() == group.any() for group in groups)
             longer += sum(len(group) > 1 and bool(group.all()) for group in groups)
     assert longer > 100
-
-
-def test_samples_are_functions_of_seed_and_number(ernie_corpus: Corpus) -> None:
-    pieces = ernie_corpus.train._pieces  # type: ignore[attr-defined]
-    again, other = (ErnieSamples(pieces, 64, ernie_corpus.tokenizer, 0.15, seed) for seed in (7, 8))
-    different = 0
-    for number in (9000, 1, 5, 1):
-        one, two, three = ernie_corpus.train[number], again[number], other[number]
-        assert all(np.array_equal(one[name], two[name]) for name in one)
-        different += not np.array_equal(one["tokens"], three["tokens"])
-    assert different >= 3
-    first, epoch_later = ernie_corpus.train[0], ernie_corpus.train[len(ernie_corpus.train)]
-    assert not np.array_equal(first["labels"], epoch_later["labels"])
+    assert abs(swapped / 300 - 0.5) < 0.06
 
 
 def test_heldout_samples_do_not_depend_on_the_seed(ernie_corpus: Corpus) -> None:
@@ -164,8 +132,6 @@ def test_heldout_samples_do_not_depend_on_the_seed(ernie_corpus: Corpus) -> None
 
 
 def test_a_tokenizer_without_mask_is_refused() -> None:
-    from megapar.data.tokenizers.tokenizer import SpecialTokens
-
     tokenizer = MockTokenizer(64)
     tokenizer.special = SpecialTokens(pad=0, cls=4, sep=5)
     with pytest.raises(DataError, match="no mask token"):

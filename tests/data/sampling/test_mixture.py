@@ -20,6 +20,7 @@ from megapar.data.sample_maker import Packing
 from megapar.data.sampling.counts import PieceCounts
 from megapar.data.sampling.mixture import Blend, Shares
 from megapar.data.sampling.samples import NO_LOSS, Boundaries, DecoderSamples, DocumentWindows, Windows
+from megapar.data.tokenizers.load import load_tokenizer
 from megapar.data.tokenizers.sentencepiece_tokenizer import train
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
@@ -146,8 +147,6 @@ def test_text_and_tokens_mix_by_weight(tmp_path: Path) -> None:
 def test_a_split_cuts_files_by_documents(tmp_path: Path) -> None:
     path = _file(tmp_path, "a", 1000, 100)
     corpus = build("moe", data_path=[path], split="969,30,1", **SMALL)
-    assert corpus.stores is not None
-    assert corpus.stores.heldout is not None
     assert [blend.stores[0].documents for blend in (corpus.stores.train, corpus.stores.heldout)] == [969, 30]
     with pytest.raises(DataError, match=r"a: of 1000 documents 1000 are for training and 0 held out"):
         build("moe", data_path=[path], split="99999,1", **SMALL)
@@ -163,8 +162,6 @@ def test_a_split_may_hold_nothing_out(tmp_path: Path) -> None:
         assert one.heldout is None
         assert both.heldout is None
         assert np.isnan(unigram_entropy(both).heldout)
-        assert one.stores is not None
-        assert both.stores is not None
         assert one.stores.train.stores[0].documents == 100 * share
         assert both.stores.train.stores[1].documents == pytest.approx(300 * share, abs=40)
 
@@ -204,7 +201,6 @@ def test_one_document_per_sample(tmp_path: Path) -> None:
         predicted += int(asked.sum())
         assert 999 not in sample["tokens"][asked]  # an end token is only ever a label
         assert "valid" in sample or asked.all()
-    assert corpus.stores is not None
     (store,) = corpus.stores.train.stores
     lengths = np.diff(np.asarray(store.offsets[0 : len(store.offsets)]))
     assert predicted == int((lengths - 1).sum())
@@ -244,8 +240,6 @@ def test_a_stream_is_a_function_of_seed_and_number(tmp_path: Path, monkeypatch: 
     assert {i: one.train[i]["tokens"].tolist() for i in numbers} == backwards
     epoch = [tuple(one.train[i]["tokens"].tolist()) for i in range(len(one.train))]
     assert len(set(epoch)) == len(epoch)
-    from megapar.data.tokenizers.load import load_tokenizer
-
     ids = load_tokenizer(model).encode_batch(texts[:285])
     total = sum(len(one) + 1 for one in ids)
     assert 0.8 < len(epoch) * 16 / total <= 1.05

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megapar.data import Corpus
 from megapar.data.sampling.data_phases import Phase, PhasedPieces, first_lanes
 from megapar.data.sampling.draws import Draws, Permutation
 from megapar.data.sampling.mixture import Blend
@@ -21,8 +20,6 @@ from megapar.data.sampling.samples import (
 )
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
-
-FIRST_HELDOUT = [167, 384, 226, 138, 32, 370]  # of 400
 
 
 def _store(*lengths: int) -> TokenStore:
@@ -105,7 +102,7 @@ def test_the_first_heldout_samples_are_from_the_whole_corpus_in_every_run() -> N
     samples = DecoderSamples(Windows(_store(3201), 8, shortest=2), 8, seed=None)
     drawn = [int(samples[i]["tokens"][0]) // 8 for i in range(800)]
     assert {place // 40 for place in drawn[:40]} == set(range(10))
-    assert drawn[:6] == FIRST_HELDOUT
+    assert drawn[:6] == [167, 384, 226, 138, 32, 370]
     assert sorted(drawn[:400]) == list(range(400))
     assert drawn[400:] == drawn[:400]
 
@@ -161,18 +158,8 @@ def test_weights_pass_through_blends_and_phases() -> None:
     blend: Blend[TokenPieces] = Blend([_windows(1), OnePiece(0.5, 2)])
     pieces = PhasedPieces(blend, (Phase(0, None, first_lanes(None)),))
     ids, weights = weighted(pieces, 1)
-    assert weights is not None
     assert (ids.tolist(), weights.tolist()) == ([1, 2], [0.5, 2])
     assert weighted(pieces, 0)[1] is None
-
-
-def test_samples_are_functions_of_seed_and_number(decoder_corpus: Corpus) -> None:
-    again = DecoderSamples(decoder_corpus.train._pieces, 64, seed=7)  # type: ignore[attr-defined]
-    other = DecoderSamples(decoder_corpus.train._pieces, 64, seed=8)  # type: ignore[attr-defined]
-    numbers = [5000, 3, 100, 3]
-    for number in numbers:
-        assert np.array_equal(decoder_corpus.train[number]["tokens"], again[number]["tokens"])
-    assert not all(np.array_equal(again[n]["tokens"], other[n]["tokens"]) for n in numbers)
 
 
 def test_an_index_that_is_wrong_anywhere_is_told_where_documents_are_apart() -> None:

@@ -198,7 +198,6 @@ def test_triples_are_read_and_held_out(tmp_path: Path) -> None:
     path.write_text("\n".join(lines))
     triples = read_triples(path, TOKENIZER, Split.parse("80,20"))
     train, heldout = triples.train, triples.heldout
-    assert heldout is not None
     assert len(train) + len(heldout) == 40
     assert len(train) > len(heldout) > 0
     assert train[0].relation.tolist() == [11, 12]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megapar.data.text import builtin
-from megapar.data.text.source import all_documents, open_sources, sources_hash
+from megapar.data.text.source import all_documents, open_sources
 from megapar.data.tokens.split import place_of
 from megapar.errors import DataError
 
@@ -58,11 +58,6 @@ def test_it_is_two_megabytes_of_documents_the_same_every_time() -> None:
     assert len(first) > 800
     assert min(map(len, first)) >= builtin.SHORTEST_DOCUMENT
     assert 0.02 < sum(place_of(text) >= 0.95 for text in first) / len(first) < 0.09
-
-
-def test_its_hash_does_not_change() -> None:
-    assert sources_hash(open_sources(["builtin"])) == sources_hash(open_sources(["builtin"]))
-    assert sources_hash(open_sources(["builtin"])) != sources_hash(open_sources(["builtin", "builtin"]))
 
 
 def test_a_stripped_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megapar.data.tokenizers.ids import facts_of, known_facts, same_ids
 from megapar.data.tokenizers.load import load_tokenizer
@@ -20,9 +22,6 @@ WORDS = ("river", "stone", "ancient", "quickly", "walks", "sees", "under", "moun
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer in Hugging Face's form."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = {word: number for number, word in enumerate(("[UNK]", "</s>", *WORDS))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -32,9 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    found = facts_of(load_tokenizer(path), str(path))
-    assert found is not None
-    return found
+    return facts_of(load_tokenizer(path), str(path))
 
 
 def test_the_same_ids_in_another_form_are_the_same_tokenizer(folder: Path, tmp_path: Path, fresh_cache: Path) -> None:
@@ -52,16 +49,12 @@ def test_the_same_ids_in_another_form_are_the_same_tokenizer(folder: Path, tmp_p
 
 
 def _bpe(path: Path, *merges: tuple[str, str]) -> dict[str, Any]:
-    from tokenizers import Tokenizer, models
-
     tokens = ("[UNK]", "</s>", *"qzj", "qz", "zj")
     Tokenizer(models.BPE({one: number for number, one in enumerate(tokens)}, list(merges))).save(str(path))
     return _facts(path)
 
 
 def _unigram(path: Path, score: float) -> dict[str, Any]:
-    from tokenizers import Tokenizer, models
-
     Tokenizer(models.Unigram([("[UNK]", 0.0), ("q", -1.0), ("z", -2.0), ("qz", score)], unk_id=0)).save(str(path))
     return _facts(path)
 
@@ -90,7 +83,6 @@ def test_a_sentencepiece_model_is_known_by_its_bytes(tmp_path: Path) -> None:
     path = tmp_path / "t.model"
     path.write_bytes(train(iter([" ".join(WORDS)] * 40), 60))
     facts, known = _facts(path), known_facts(str(path))
-    assert known is not None
     assert same_ids(facts, known)
     assert not same_ids(facts, {"fingerprint": "another", "ids": None, "size": facts["size"]})
 

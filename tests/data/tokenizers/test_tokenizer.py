@@ -8,6 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
+from tokenizers import Tokenizer as Inner
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, BertTokenizerFast
 
 from megapar.data import Corpus
 from megapar.data.text.source import all_documents, open_sources
@@ -54,8 +58,6 @@ def test_special_ids_are_reserved_and_cannot_be_spelled(trained: Tokenizer) -> N
 
 
 def test_transformers_reads_what_is_saved_and_gives_the_same_ids(trained: Tokenizer, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     trained.save_hf(tmp_path)
     fast = AutoTokenizer.from_pretrained(tmp_path)
     texts = [ODD, "x", *_texts(1200)]
@@ -93,9 +95,6 @@ def test_a_small_corpus_gives_a_smaller_tokenizer_and_a_tiny_size_is_refused() -
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_other_sentencepiece_models_are_saved_alike(kind: str, suffix: bool, tmp_path: Path) -> None:
     """With the library's own defaults: NFKC, spaces folded, a space in front; or behind, where words end with it."""
-    import sentencepiece
-    from transformers import AutoTokenizer
-
     texts, out = _texts(60), io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(line for text in texts for line in text.splitlines()),
@@ -129,8 +128,6 @@ def test_a_word_starts_after_white_space_only(trained: Tokenizer) -> None:
 
 
 def _save_wordpiece(folder: Path) -> None:
-    from transformers import BertTokenizerFast
-
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "un", "##believ", "##able", "tale", ",", "##s"]
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(words))
@@ -149,9 +146,6 @@ def test_wordpiece_tokenizers(tmp_path: Path) -> None:
 
 
 def test_byte_level_tokenizers(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
     inner = Inner(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -190,8 +184,6 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_mock_tokenizer_is_saved_too(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     mock = MockTokenizer(32)
     mock.save_hf(tmp_path)
     assert mock.encode("t7 t31 </s> t99") == [7, 31, 1, 1]

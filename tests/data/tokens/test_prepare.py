@@ -304,10 +304,7 @@ def test_two_runs_do_not_write_one_file(
     tmp_path: Path, small_jsonl: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megapar.data.tokens.parts._LOCK_SECONDS", 0.0)
-    with (
-        claimed(tmp_path / "out.parts", "another run's"),
-        pytest.raises(DataError, match="another run is working in"),
-    ):
+    with claimed(tmp_path / "out.parts", "another run's"), pytest.raises(DataError, match="another run is working in"):
         prepare(str(tmp_path / "out"), [str(small_jsonl)], model, workers=1)
     (tmp_path / "mine.parts").mkdir()
     (tmp_path / "mine.parts" / "letter.txt").write_text("keep")
@@ -336,9 +333,7 @@ def test_training_passes_over_broken_lines_and_says_so(tmp_path: Path, small_jso
     assert np.array_equal(good.train[3]["tokens"], corpus.train[3]["tokens"])
 
 
-def test_the_commands(
-    tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands(tmp_path: Path, small_jsonl: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = str(tmp_path / "t.model"), str(tmp_path / "out")
     source = ["--input", str(small_jsonl)]
     assert main(["data", "train-tokenizer", *source, "--output", model, "--vocab-size", "600", "--hf", out]) == 0
@@ -392,7 +387,6 @@ def test_a_line_that_is_too_long_is_named_or_passed_over(
 ) -> None:
     for place in ("files.data_files", "data.text.chunks"):
         monkeypatch.setattr(f"megapar.{place}.LONGEST_LINE", 40)
-    for place in ("files.data_files", "data.text.chunks"):
         monkeypatch.setattr(f"megapar.{place}._BLOCK_BYTES", 16)
     texts = ["first", "x" * 500, "third", "y" * 41, "last"]
     path = tmp_path / f"a.{'jsonl' if kind == 'jsonl' else 'txt'}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from megapar.core.tensor_parallel.layers import ColumnLinear, RowLinear
 from megapar.core.tensor_parallel.overlap_price import CutLinear
 from megapar.errors import ConfigError
 from megapar.launch_environment import equal_nodes
+from megapar.planning.assume import Assumed
 from megapar.planning.devices import planned_memory
 from megapar.planning.plan import Plan
 from megapar.planning.text import describe
@@ -96,8 +97,6 @@ def test_a_plan_does_not_guess_the_other_figures(capsys: pytest.CaptureFixture[s
 
 
 def test_fp8_of_a_device_whose_bf16_is_given_is_not_known() -> None:
-    from megapar.planning.assume import Assumed
-
     kind, fp8 = kinds()["rtx-4090-24g"], Assumed(fp8="all")
     assert Plan(config_of(), kind, fp8).speed.mfu > 0
     with pytest.raises(ConfigError, match="rtx-4090-24g with 100 TFLOP/s in bf16 has no fp8 products"):
@@ -132,11 +131,6 @@ def test_out_of_memory_on_an_unknown_device_is_explained_by_its_memory() -> None
     said = planned_memory(config_of("--device-memory-gib", "0.01"), "cuda", "abacus")
     assert "h100-80g with 0.01 GiB" in said
     assert "stage 0 peaks at" in said
-
-
-def test_without_flags_a_plan_is_the_rows() -> None:
-    config = config_of("--mp-degree", "2", ranks=2)
-    assert asdict(Plan(config, A100).speed) == asdict(Plan(config, with_figures(A100, config)).speed)
 
 
 H100 = kinds()["h100-80g"]
@@ -287,16 +281,12 @@ def test_the_layers_priced_are_those_of_the_model(sizes):
     assert set(cut_linears(sizes, 1)) == found
 
 
-def overlap_on(per_node: int, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
+def test_fused_stays_in_a_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = two_ranks("--mp-degree 4 --sequence-parallel --bf16 --tp-comm-overlap fused", 8)
     world = SimpleNamespace(device=Gpu(), grid=config.grid, axis=lambda name: Axis(name, 4, 0, None, (0, 1, 2, 3)))
-    return make_overlap(config, world)
-
-
-def test_fused_stays_in_a_node(monkeypatch):
     with pytest.raises(ConfigError, match="on nodes of 2 ranks"):
-        overlap_on(2, monkeypatch)
+        make_overlap(config, world)
 
 
 def test_fused_needs_a_gpu():

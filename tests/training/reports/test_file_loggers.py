@@ -12,10 +12,7 @@ from megapar.errors import FolderLostError
 from megapar.files.paths import EXPERTS
 from megapar.training.reports.file_loggers import LAYOUT, LOSS, JsonLinesLogger, TensorBoardLogger
 from tests.support.record import record
-
-
-def iterations(path: Path) -> list[int]:
-    return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+from tests.training.reports.test_chosen_loggers import iterations
 
 
 def test_repeated_and_broken_lines_go_and_the_others_stay(tmp_path: Path) -> None:

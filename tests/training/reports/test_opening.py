@@ -95,8 +95,6 @@ def test_versions_hosts_flags_and_data_are_told() -> None:
     assert "--seed" not in text  # another one in the file, the default on the line
     counted = re.search(r"^trained on: a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
     aside = re.search(r"^held out:   a.jsonl: (\d+) documents, ([\d,]+) tokens$", text, re.MULTILINE)
-    assert counted is not None
-    assert aside is not None
     assert int(counted[1]) + int(aside[1]) == 401
     assert re.search(r"^tokenizer:  trained on this data, \d+ ids( of 300 rows)?, fingerprint [0-9a-f]{32}$", told[-1])
 
@@ -112,7 +110,6 @@ def test_epochs_follow_from_the_samples() -> None:
     told = said("moe", "--data-path a.jsonl --vocab-size 300 --train-iters 50 --seq-length 16")
     found = next(line for line in told if line.startswith("this run:"))
     samples = re.search(r"50 steps, ([\d,]+) samples, ([\d,]+) positions, (\S+) epochs$", found)
-    assert samples is not None
     corpus = build("moe", data_path=["a.jsonl"], vocab_size=300, seq_length=16, seed=1)
     count = int(samples[1].replace(",", ""))
     assert int(samples[2].replace(",", "")) == 16 * count
@@ -175,7 +172,6 @@ def test_every_rank_knows_all_hosts() -> None:
 
 
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32"
-PIECES = f"{EXPERTS} --moe-model-type deepspeed_moe"
 SMALL_EXPERTS = "--hidden-size 64 --num-attention-heads 4 --num-layers 2"
 
 

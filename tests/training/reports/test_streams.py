@@ -113,11 +113,7 @@ def test_what_failed_before_does_not_keep_a_stream_from_being_patient() -> None:
     )
     with open("/dev/full", "wb") as full:
         job = subprocess.run(
-            [sys.executable, "-c", body],
-            cwd=Path(__file__).parents[3],
-            stdout=subprocess.PIPE,
-            stderr=full,
-            timeout=60,
+            [sys.executable, "-c", body], cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, stderr=full, timeout=60
         )
     assert job.returncode == 0
     assert int(job.stdout) > 0
@@ -138,11 +134,8 @@ def test_a_process_ends_well_whose_reader_is_gone() -> None:
         stderr=subprocess.PIPE,
         cwd=Path(__file__).parents[3],
     )
-    assert job.stdout is not None
     job.stdout.close()
-    assert job.stdin is not None
     job.stdin.close()
-    assert job.stderr is not None
     assert job.stderr.read() == b"1"
     assert job.wait(60) == 0
     job.stderr.close()

@@ -276,14 +276,7 @@ BIASED = ("--num-experts", "4", "--moe-router-bias-update-rate", "0.01")
     [
         (("--sharding-degree", "2", "--hybrid-dp"), "layers.0.mlp.down.weight", r"ranks \[0, 2\] of replica"),
         (("--sharding-degree", "2", "--hybrid-dp", "--sharding-stage", "3"), "final_norm.weight", r"ranks \[0, 2\]"),
-        (
-            (
-                "--mp-degree",
-                "4",
-            ),
-            "final_norm.weight",
-            r"on ranks \[2\], against \[0, 1, 3\] of mp",
-        ),
+        (("--mp-degree", "4"), "final_norm.weight", r"on ranks \[2\], against \[0, 1, 3\] of mp"),
         (
             ("--cp-degree", "4", "--seq-length", "16", *BIASED),
             "layers.1.moe.router.correction_bias",
@@ -298,22 +291,16 @@ def test_a_replica_that_diverges_is_named(flags: tuple[str, ...], name: str, tol
         run_ranks(4, diverge, flags, name, 2, group=False)
 
 
-def test_limits_are_counted_over_a_restart() -> None:
+def test_limits_are_counted_in_a_row_and_over_a_restart() -> None:
     before, after = BadStepPolicy(1, SpikeDetector(0.0), None), BadStepPolicy(1, SpikeDetector(0.0), None)
+    for step in range(4):
+        before.not_finite(step, float("nan"), "0-7", "first bad: x")
+        before.end_streak()
     before.not_finite(5, float("inf"), "0-7", "first bad: x")
     after.restore(json.loads(json.dumps(before.state())))
-    with pytest.raises(TrainingError, match="2 steps in a row were bad"):
-        after.not_finite(6, float("inf"), "0-7", "first bad: x")
-
-
-def test_limits_are_counted_in_a_row() -> None:
-    numbers = BadStepPolicy(1, SpikeDetector(0.0), None)
-    for step in range(4):
-        numbers.not_finite(step, float("nan"), "0-7", "first bad: x")
-        numbers.end_streak()
-    numbers.not_finite(5, float("inf"), "0-7", "first bad: x")
-    with pytest.raises(TrainingError, match="2 steps in a row were bad, --bad-step-limit is 1"):
-        numbers.not_finite(6, float("inf"), "0-7", "first bad: x")
+    for policy in (before, after):
+        with pytest.raises(TrainingError, match="2 steps in a row were bad, --bad-step-limit is 1"):
+            policy.not_finite(6, float("inf"), "0-7", "first bad: x")
 
 
 def test_replicas_stay_the_same_beside_pieces_of_uneven_lengths() -> None:

@@ -1,7 +1,8 @@
-"""What a step counts: padding is no token."""
+"""What a step counts: padding is not a token. The batches of an evaluation: every held-out sample counts once."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from megapar.arguments import parse
 from megapar.trainer import train
+from megapar.training.step.evaluate import rounds
 
 
 def test_padding_is_no_token(tmp_path: Path) -> None:
@@ -26,3 +28,13 @@ def test_padding_is_no_token(tmp_path: Path) -> None:
     assert first.consumed_tokens < last.consumed_tokens < 16 * 32 - 16
     own = last.consumed_tokens - first.consumed_tokens
     assert last.tokens_per_second == pytest.approx(own / last.iteration_seconds)
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "ranks"), itertools.product((1, 2, 3, 7, 8, 11, 12), (1, 2, 4), (1, 2, 3, 4))
+)
+def test_each_sample_counts_once_and_all_ranks_run_alike(samples: int, size: int, ranks: int) -> None:
+    runs = [list(rounds(samples, size, rank, ranks)) for rank in range(ranks)]
+    counted = [number for run in runs for numbers, counts in run if counts for number in numbers]
+    assert sorted(counted) == list(range(samples))
+    assert len({tuple(len(numbers) for numbers, _ in run) for run in runs}) == 1

@@ -83,9 +83,7 @@ def _train(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) ->
 
 @cache
 def train(world_size: int, *flags: str) -> Run:
-    run = run_ranks(world_size, _train, flags, group=False)[0]
-    assert isinstance(run, Run)
-    return run
+    return run_ranks(world_size, _train, flags, group=False)[0]
 
 
 def moved(run: Run) -> bool:
@@ -104,8 +102,7 @@ def assert_state(one: Run, other: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [pytest.param(2, TWO, id="two"), pytest.param(4, CUT, id="cut", marks=pytest.mark.table)],
+    ("ranks", "layout"), [pytest.param(2, TWO, id="two"), pytest.param(4, CUT, id="cut", marks=pytest.mark.table)]
 )
 def test_moving_experts_changes_no_bit(ranks: int, layout: tuple[str, ...]) -> None:
     stays, moves = train(ranks, *layout, *STAYS), train(ranks, *layout, *MOVES)

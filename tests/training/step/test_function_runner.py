@@ -68,11 +68,7 @@ def test_the_trial_itself(monkeypatch):
 
 @pytest.mark.parametrize(
     ("device", "trials", "used"),
-    [
-        ("cuda", ("", ""), True),
-        ("cuda", ("", "no compiler"), False),
-        ("cpu", ("no compiler", ""), False),
-    ],
+    [("cuda", ("", ""), True), ("cuda", ("", "no compiler"), False), ("cpu", ("no compiler", ""), False)],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_use_triton_or_none(device, trials, used, rank, monkeypatch):

@@ -95,7 +95,6 @@ def test_a_checkpoint_from_before_the_shapes_was_linear() -> None:
     old = {name: value for name, value in now.items() if name != "wsd_decay_style"}
     assert another_schedule(old, now) is None
     found = another_schedule(old, {**now, "wsd_decay_style": "cosine"})
-    assert found is not None
     assert found[0] == "--lr-wsd-decay-style is linear there and cosine here"
     assert another_schedule({**old, "peak": 2.0}, now) == (
         "--lr is 2.0 there and 1.0 here",
@@ -107,11 +106,9 @@ def test_more_steps_name_the_flag_that_keeps_the_schedule() -> None:
     """--train-iters moves the ends of decay and wsd; a cosine run hears nothing of wsd."""
     longer = replace(COSINE, decay_iters=20, wsd_decay_iters=2)
     found = another_schedule(COSINE.to_dict(), longer.to_dict())
-    assert found is not None
     assert found[0] == "--lr-decay-iters is 10 there and 20 here"
     assert "Pass --lr-decay-iters 10 to keep the schedule" in found[1]
     wsd = another_schedule(replace(COSINE, style="wsd").to_dict(), replace(longer, style="wsd").to_dict())
-    assert wsd is not None
     assert "Pass --lr-decay-iters 10 --lr-wsd-decay-iters 1 to keep the schedule" in wsd[1]
 
 

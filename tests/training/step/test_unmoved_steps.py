@@ -48,9 +48,7 @@ def step(rank: int, world_size: int, rendezvous: str, flags: Sequence[str], move
 
 
 def of(*flags: str, moves_in: int = 0) -> Step:
-    found = run_ranks(1, step, flags, moves_in, group=False, timeout=120)[0]
-    assert isinstance(found, Step)
-    return found
+    return run_ranks(1, step, flags, moves_in, group=False, timeout=120)[0]
 
 
 def test_a_step_that_moves_nothing_waits_copies_and_sends_as_without_the_flag() -> None:
