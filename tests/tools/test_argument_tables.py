@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+from scripts import argument_tables
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "argument_tables.py"
 
@@ -48,18 +46,8 @@ class Settings(Base):
 '''  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("argument_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_calls_and_fields_are_found(script: ModuleType) -> None:
-    found = {item.name: tuple(item[1:]) for item in script.arguments([PARSER, FIELDS])}
+def test_calls_and_fields_are_found() -> None:
+    found = {item.name: tuple(item[1:]) for item in argument_tables.arguments([PARSER, FIELDS])}
     assert found == {
         "depth": ("32", "", "value"),
         "layers": ("32", "", "value"),
@@ -81,9 +69,9 @@ def test_calls_and_fields_are_found(script: ModuleType) -> None:
     }
 
 
-def test_a_class_nobody_turns_into_arguments_is_asked_for(script: ModuleType) -> None:
-    assert script.arguments([FIELDS]) == []
-    assert {"rate", "slow", "hook"} <= {item.name for item in script.arguments([FIELDS], ["Settings"])}
+def test_a_class_nobody_turns_into_arguments_is_asked_for() -> None:
+    assert argument_tables.arguments([FIELDS]) == []
+    assert {"rate", "slow", "hook"} <= {item.name for item in argument_tables.arguments([FIELDS], ["Settings"])}
 
 
 def test_the_table_says_where_it_is_from(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ class Run(NamedTuple):
 
 
 def small(kind: str, folder: Path, *flags: str) -> Outcome:
-    batch = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "2", "--eval-interval", "2")
-    line = [*SMALL[kind], *batch, "--save", str(folder / "saved"), *flags]
+    batch = f"--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-interval 2 --save {folder / 'saved'}"
+    line = [*SMALL[kind], *batch.split(), *flags]
     return train(parse(kind, line, {}), f"file://{folder / 'meet'}")
 
 
@@ -54,17 +54,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     data, model = folder / "my.jsonl", folder / "my.model"
     data.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
     model.write_bytes(train_tokenizer(texts, 90))
-    text = (
-        "--data-path",
-        str(data),
-        "--split",
-        "80,20",
-        "--tokenizer-model",
-        str(model),
-        "--untie-embeddings-and-output-weights",
-    )
-    layout = ("--sharding-stage", "2", "--recompute-interval", "1")
-    return Run(folder, folder / "saved", data, small("moe", folder, *text, *layout))
+    line = f"--data-path {data} --split 80,20 --tokenizer-model {model} --untie-embeddings-and-output-weights"
+    layout = "--sharding-stage 2 --recompute-interval 1"
+    return Run(folder, folder / "saved", data, small("moe", folder, *f"{line} {layout}".split()))
 
 
 def again(run: Run, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -167,9 +159,8 @@ def test_a_checkpoint_that_was_saved_again_is_not_mistaken_for_the_older_one(run
 
 
 def test_the_result_is_a_number_per_line() -> None:
-    assert list(evaluate.result_lines({"lm": math.log(2.0), "mtp": 1.0, "loss": 1.5})) == [
-        *("loss 1.500000", "lm 0.693147", "mtp 1.000000", "perplexity 2"),
-    ]
+    lines = evaluate.result_lines({"lm": math.log(2.0), "mtp": 1.0, "loss": 1.5})
+    assert " | ".join(lines) == "loss 1.500000 | lm 0.693147 | mtp 1.000000 | perplexity 2"
     assert list(evaluate.result_lines({"mlm": 2.0, "loss": 2.0})) == ["loss 2.000000", "mlm 2.000000"]
     assert list(evaluate.result_lines({"lm": 800.0, "loss": 800.0}))[-1] == "perplexity inf"
 

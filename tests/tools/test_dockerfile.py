@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
+
+from scripts import dockerfile
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 NAMES = [path.name.partition(".")[0] for path in FILES]
 PINNED = sorted((ROOT / "docker" / "requirements").glob("*.txt"))
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dockerfile", ROOT / "scripts" / "dockerfile.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["dockerfile"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -47,8 +37,8 @@ def test_there_is_one_for_every_kind_of_device() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
-def test_an_image_is_small_cached_and_not_roots(file: Path, script: ModuleType) -> None:
-    steps = list(script.steps(file.read_text(encoding="utf-8")))
+def test_an_image_is_small_cached_and_not_roots(file: Path) -> None:
+    steps = list(dockerfile.steps(file.read_text(encoding="utf-8")))
     keywords = [step.keyword for step in steps]
     base = next(step.value for step in steps if step.keyword == "FROM")
     assert ":" in base
@@ -98,8 +88,8 @@ def test_every_package_has_a_version_that_megapar_takes(path: Path) -> None:
     assert pinned.get("torch-npu", pinned["torch"]) == pinned["torch"]
 
 
-def test_the_context_has_what_a_run_needs_and_no_more(script: ModuleType) -> None:
-    files = {str(path) for path in script.context_files(ROOT)}
+def test_the_context_has_what_a_run_needs_and_no_more() -> None:
+    files = {str(path) for path in dockerfile.context_files(ROOT)}
     assert {"pyproject.toml", "README.md", "LICENSE", "pretrain_moe.py", "configs/tiny.yaml"} <= files
     assert {"megapar/core/device/kinds.yaml", "scripts/multi_node.sh", "docker/requirements/cpu.txt"} <= files
     folders = {path.partition("/")[0] for path in files if "/" in path}
@@ -124,19 +114,22 @@ CMD ["four"]
 """
 
 
-def test_continued_lines_are_one_step(script: ModuleType) -> None:
-    found = [(step.keyword, step.line) for step in script.steps(EXAMPLE)]
+def test_continued_lines_are_one_step() -> None:
+    found = [(step.keyword, step.line) for step in dockerfile.steps(EXAMPLE)]
     assert found[:4] == [("FROM", 2), ("ARG", 3), ("ENV", 4), ("RUN", 6)]
-    assert [step.value for step in script.steps(EXAMPLE) if step.keyword == "RUN"] == ["one && two ${SIDE}", "three"]
+    assert [step.value for step in dockerfile.steps(EXAMPLE) if step.keyword == "RUN"] == [
+        "one && two ${SIDE}",
+        "three",
+    ]
 
 
 @pytest.mark.parametrize(("text", "reason"), [("FROM a\nADD b c\n", "line 2: ADD"), ("RUN a \\\n", "does not end")])
-def test_other_instructions_are_refused(text: str, reason: str, script: ModuleType) -> None:
+def test_other_instructions_are_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        list(script.steps(text))
+        list(dockerfile.steps(text))
 
 
-def test_steps_are_performed_in_the_folder(tmp_path: Path, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_performed_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context, root, ran = tmp_path / "context", tmp_path / "root", []
     for name, text in (
         ("lists/first.txt", "1"),
@@ -149,11 +142,11 @@ def test_steps_are_performed_in_the_folder(tmp_path: Path, script: ModuleType, m
     (root / "etc").mkdir(parents=True)
     (root / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nsomeone:x:1000:1001::/home/someone:/bin/sh\n")
     monkeypatch.setattr(
-        script.subprocess, "run", lambda words, env, check: ran.append(SimpleNamespace(words=words, env=env))
+        dockerfile.subprocess, "run", lambda words, env, check: ran.append(SimpleNamespace(words=words, env=env))
     )
     monkeypatch.setattr(os, "chown", lambda *_, **__: None)
-    build = script.Build(context, root, {"SIDE": "right"})
-    for step in script.steps(EXAMPLE):
+    build = dockerfile.Build(context, root, {"SIDE": "right"})
+    for step in dockerfile.steps(EXAMPLE):
         build.perform(step)
     first, last = ran
     assert first.words[:4] == ["chroot", "--userspec=0:0", "--groups=0", str(root)]
@@ -166,4 +159,4 @@ def test_steps_are_performed_in_the_folder(tmp_path: Path, script: ModuleType, m
     copied = {str(path.relative_to(root / "all")) for path in (root / "all").rglob("*") if path.is_file()}
     assert copied == {"lists/first.txt", "kept.py"}
     with pytest.raises(FileNotFoundError, match="left"):
-        build.perform(script.Step("COPY", "left /there", 1))
+        build.perform(dockerfile.Step("COPY", "left /there", 1))

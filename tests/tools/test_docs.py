@@ -24,15 +24,9 @@ def test_a_row_says_what_the_file_says(tmp_path: Path) -> None:
         f"{header}script: pretrain_ernie.py\nworld_size: 1024\nernie_model: ernie3\nnum_layers: 2\nhidden_size: 2048\n",
         encoding="utf-8",
     )
-    assert preset_rows(tmp_path) == [
-        (
-            "[`small.yaml`](../configs/small.yaml)",
-            "A small one: on 1,024 ranks",
-            "ERNIE 3.0, 2 layers of 2,048",
-            "1,024",
-            "a paper, its code",
-        )
-    ]
+    (row,) = preset_rows(tmp_path)
+    assert row[:2] == ("[`small.yaml`](../configs/small.yaml)", "A small one: on 1,024 ranks")
+    assert row[2:] == ("ERNIE 3.0, 2 layers of 2,048", "1,024", "a paper, its code")
 
 
 def test_a_title_ends_with_its_sentence() -> None:

@@ -1,4 +1,6 @@
-"""Pages of docs/: links lead somewhere, every page is in the index and in the site, and quoted messages are printed."""
+"""Pages of docs/: links lead somewhere, all are in the index and the site (for which a hook changes them), and quoted
+messages are printed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import yaml
 
 from megapar.compatibility import RULES
 from megapar.schema.rule import REFUSE
+from scripts.mkdocs_hook import on_page_markdown, site_markdown
 from tests.equivalence import table
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +119,29 @@ def test_issue_templates_and_workflows_are_valid_yaml() -> None:
             assert all(field["type"] in ("markdown", "textarea", "input", "dropdown") for field in content["body"]), (
                 path
             )
+
+
+SITE_PAGE = """See [the file](../configs/tiny.yaml) and [flags](flags.md#model).
+
+```bash status=2
+echo [a](../b)
+```
+
+```
+plain
+```
+"""
+
+
+def test_what_belongs_to_an_item_stays_in_it() -> None:
+    page = "* one\n\n  more of it\n  * nested\n    and more\n\n1. first\n   more\n"
+    site = "* one\n\n    more of it\n    * nested\n        and more\n\n1. first\n    more\n"
+    assert site_markdown(page) == site
+    assert site_markdown("```\n  code\n```\n") == "```\n  code\n```\n"
+
+
+def test_fences_are_plain_and_links_out_of_docs_are_names() -> None:
+    assert site_markdown(SITE_PAGE) == SITE_PAGE.replace("[the file](../configs/tiny.yaml)", "the file").replace(
+        " status=2", ""
+    )
+    assert on_page_markdown(SITE_PAGE, page=None) == site_markdown(SITE_PAGE)

@@ -100,11 +100,7 @@ MISTAKES = [
         "without quotes",
     ),
     ("--data-path a.jsonl,b.jsonl", "a.jsonl,b.jsonl does not exist", "Patterns and commas", "apart, or their folder"),
-    (
-        "--save dangling/run",
-        "dangling is a link to a folder that does not exist",
-        "Create the folder, or remove",
-    ),
+    ("--save dangling/run", "dangling is a link to a folder that does not exist", "Create the folder, or remove"),
     ("--data-path builtn", "--data-path builtn does not exist", "Did you mean builtin?"),
     ("--tokenizer-model none/t.model", "--tokenizer-model none/t.model does not exist", "does not contain 'none'"),
     ("--tokenizer-model run", "--tokenizer-model run contains no tokenizer", "Pass a sentencepiece model"),
@@ -118,12 +114,7 @@ MISTAKES = [
     ("--data-path tables", "the folder contains only README.md (about the data), table.csv (a table)"),
     ("--text-field body --data-path builtin", "--text-field applies to JSONL and parquet files", "Set --data-path"),
     ("--data-path latin.jsonl", "latin.jsonl, line 1: not a JSON record ('utf-8' codec", "--on-bad-record skip"),
-    (
-        "--data-path 0.5 corpus.jsonl 0.5 latin.txt",
-        "--data-path latin.txt, line 1: not UTF-8 text",
-        "iconv",
-        "--on-bad-record skip",
-    ),
+    ("--data-path 1 corpus.jsonl 1 latin.txt", "latin.txt, line 1: not UTF-8 text", "iconv", "--on-bad-record skip"),
     ("--data-path array.json", "array.json is a JSON array", "jq -c '.[]'"),
     ("--eval-data-path number.jsonl", "--eval-data-path number.jsonl, line 1: field 'text' is of type int"),
     ("--load run", "--load run contains no checkpoint", "Did you mean run/checkpoints?"),
@@ -138,11 +129,7 @@ MISTAKES = [
     ("--save corpus.jsonl/run", "--save", "corpus.jsonl is a file, not a folder"),
     ("--config nocol", "--config nocol does not exist", "Did you mean nocolon.yaml?"),
     ("typo.yaml", "'typo.yaml' was found where a flag was expected", "Did you mean --config typo.yaml?"),
-    (
-        "--hybrid-dp yes",
-        "--sharding-degree or --dp-degree",
-        "Leave --hybrid-dp out: a single rank cannot have replicas",
-    ),
+    ("--hybrid-dp yes", "--sharding-degree or --dp-degree", "out: a single rank cannot have replicas"),
     ("--config tab.yaml", "--config tab.yaml does not exist", "Did you mean tabs.yaml?"),
     # YAML
     ("--config typo.yaml", "in typo.yaml, key hiden_size is unknown", "--hidden-size"),
@@ -154,6 +141,7 @@ MISTAKES = [
     ("--config no.yaml", "--save takes a string, got false", "Leave the key out to turn it off"),
 ]
 
+TRAIN = "data train-tokenizer --input corpus.jsonl"
 TOOLS = [
     ("lunch", "lunch is not a command", "Did you mean launch?"),
     ("launch --nproc 2 pretrain_moe.py", "--nproc.", "Did you mean --nproc-per-node?"),
@@ -174,18 +162,9 @@ TOOLS = [
     ("rules show", "show needs the name of a row"),
     ("convert hf-to-megapar run out", "run contains no config.json"),
     ("convert megapar-to-hf run out --shard-mb 0", "'0' is not a whole number >= 1"),
-    (
-        "data train-tokenizer --input corpus.jsonl --vocab-size 300 --output corpus.jsonl",
-        "--output corpus.jsonl already exists",
-    ),
-    (
-        "data train-tokenizer --overwrite --input corpus.jsonl --vocab-size 9 --output corpus.jsonl",
-        "--output corpus.jsonl already exists",
-    ),
-    (
-        "data train-tokenizer --input corpus.jsonl --vocab-size 300 --output run",
-        "--output run is a folder; pass a file, such as run/tokenizer.model",
-    ),
+    (f"{TRAIN} --vocab-size 300 --output corpus.jsonl", "--output corpus.jsonl already exists"),
+    (f"{TRAIN} --vocab-size 9 --output corpus.jsonl --overwrite", "--output corpus.jsonl already exists"),
+    (f"{TRAIN} --vocab-size 300 --output run", "--output run is a folder; pass a file, such as run/tokenizer.model"),
     ("data prepare --input corpus.jsonl --tokenizer-model t.model --output run/", "--output run/ is a folder"),
 ]
 
@@ -230,108 +209,69 @@ def test_a_record_that_may_be_passed_over_is() -> None:
     )
 
 
+def status_of(words: list[str]) -> object:
+    """The status of a command."""
+    try:
+        return main(words)
+    except SystemExit as end:  # argparse
+        return end.code or 0
+
+
 @pytest.mark.parametrize("row", TOOLS, ids=[row[0] for row in TOOLS])
 def test_a_mistake_with_a_tool_is_told_kindly(row: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     line, *words = row
-    try:
-        status = main(line.split())
-    except SystemExit as ended:  # argparse
-        status = int(ended.code or 0)
+    status = status_of(line.split())
     said = capsys.readouterr().err
     assert status in (1, 2)
     assert [word for word in words if word not in said] == [], said
     assert "Traceback" not in said
 
 
+# The trainer, its flags, what the checkpoint's record of the model says otherwise, and the refusal if there is one.
 STORED = [
-    ("--num-layers 2", "num_layers is 4 there and 2 here"),
-    ("--num-experts 4", "moe.num_experts is 8 there and 4 here"),
-    ("--num-experts 0", "moe is given there and none here"),
-    ("--ckpt-step 5 --vocab-size 99", "iter_0000005 is a checkpoint of another model", "vocab_size is 4096 there"),
-]
-
-
-@pytest.mark.parametrize("row", STORED, ids=[row[0] for row in STORED])
-def test_a_checkpoint_of_another_model_is_told_before_the_start(
-    row: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    line, *words = row
-    sizes = parse("moe", [], {}).model
-    body = f'"model": {json.dumps(sizes.facts(), sort_keys=True)},'
-    Path("run/checkpoints/iter_0000005/layout.json").write_text(f'{{"sha256": "",\n"version": 1,\n{body}\n')
-    load = ["--load", "run/checkpoints"]
-    assert parse_or_exit("moe", load, {}, outline=outline).model.num_layers == 4
-    with pytest.raises(SystemExit) as ended:
-        parse_or_exit("moe", [*load, *line.split()], {}, outline=outline)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert [word for word in (*words, "Pass the flags that it was trained with") if word not in said] == [], said
-
-
-FITTING = [
-    ("moe", "", {"max_position_embeddings": 64}, True),  # rotary positions have no table
-    ("moe", "--position-embedding-type learned", {"max_position_embeddings": 64}, False),
-    ("moe", "--mtp-depth 1", {"mtp_depth": 0}, False),
-    ("moe", "--mtp-depth 1 --finetune", {"mtp_depth": 0}, True),
-    ("moe", "--finetune", {"mtp_depth": 1}, True),
-    ("moe", "--finetune", {"num_layers": 5}, False),
-    ("ernie", "--finetune", {"sop": False}, True),
+    ("moe", "", {}, ""),
+    ("moe", "--num-layers 2", None, "num_layers is 4 there and 2 here"),
+    ("moe", "--num-experts 4", None, "moe.num_experts is 8 there and 4 here"),
+    ("moe", "--num-experts 0", None, "moe is given there and none here"),
+    ("moe", "--ckpt-step 5 --vocab-size 99", None, "iter_0000005 is a checkpoint of another model"),
+    ("moe", "--ckpt-step 5 --vocab-size 99", None, "vocab_size is 4096 there"),
+    ("moe", "", {"max_position_embeddings": 64}, ""),  # rotary positions have no table
+    (
+        "moe",
+        "--position-embedding-type learned",
+        {"max_position_embeddings": 64},
+        "max_position_embeddings is 64",
+    ),
+    ("moe", "--mtp-depth 1", {"mtp_depth": 0}, "mtp_depth is 0 there and 1 here"),
+    ("moe", "--mtp-depth 1 --finetune", {"mtp_depth": 0}, ""),
+    ("moe", "--finetune", {"mtp_depth": 1}, ""),
+    ("moe", "--finetune", {"num_layers": 5}, "num_layers is 5 there and 4 here"),
+    ("ernie", "--finetune", {"sop": False}, ""),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "line", "stored", "accepted"), FITTING, ids=[f"{k} {w} {s}" for k, w, s, _ in FITTING]
+    ("kind", "line", "stored", "refusal"), STORED, ids=[f"{k} {w} {s} {t}" for k, w, s, t in STORED]
 )
-def test_a_checkpoint_that_the_trainer_would_take_is_not_refused(
-    kind: str, line: str, stored: dict[str, object], accepted: bool
+def test_a_checkpoint_of_another_model_is_told_before_the_start(
+    kind: str, line: str, stored: dict[str, object] | None, refusal: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = parse(kind, ["--load", "run/checkpoints", *line.split()], {})
-    facts = config.model.facts() | stored
+    flags = ["--load", "run/checkpoints", *line.split()]
+    config = parse(kind, [] if stored is None else flags, {})
+    facts = config.model.facts() | (stored or {})
     head = f'{{"sha256": "",\n"version": 1,\n"model": {json.dumps(facts, sort_keys=True)},\n'
     Path("run/checkpoints/iter_0000005/layout.json").write_text(head)
     schedule = make_learning_rate(config).to_dict()  # without one it would be of weights alone
     Path("run/checkpoints/iter_0000005/scalars.json").write_text(json.dumps({"schedule": schedule}))
-    if accepted:
-        assert "parameters" in outline(config)
-    else:
-        with pytest.raises(ConfigError, match="checkpoint of another model"):
-            outline(config)
-
-
-@pytest.mark.parametrize("missing", ["RANK", "MASTER_ADDR"])
-def test_ranks_that_nobody_introduced_are_told(
-    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    assert parse_or_exit("moe", []).grid.world_size == 2
-    monkeypatch.delenv(missing)
-    with pytest.raises(SystemExit):
-        parse_or_exit("moe", [])
+    if not refusal:
+        assert parse_or_exit(kind, flags, {}, outline=outline).model
+        return
+    with pytest.raises(SystemExit) as ended:
+        parse_or_exit(kind, flags, {}, outline=outline)
     said = capsys.readouterr().err
-    assert f"WORLD_SIZE is 2, but {missing} is not set" in said
-    assert "megapar launch or torchrun" in said
-
-
-@pytest.mark.parametrize(
-    ("environ", "told"),
-    [
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2, but ranks are 0 to 1."),
-        ({"RANK": "x"}, "RANK is 'x', not the number of a rank."),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', not the number of a rank."),
-    ],
-)
-def test_ranks_that_cannot_be_are_told(
-    environ: dict[str, str],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, value in {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", **environ}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        parse("moe", [], dict(os.environ), starting=True)
+    assert ended.value.code == 2
+    assert refusal in said
+    assert "Pass the flags that it was trained with" in said
 
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77"}
@@ -349,9 +289,17 @@ PLACE = {"LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
         (MPICH, "This is task 2 of 4 of an MPI job"),
         ({**SRUN, "SLURM_PROCID": "0"}, "This is task 0 of 4"),
         ({"RANK": "3"}, "RANK is 3, but WORLD_SIZE is not set"),
-        ({**PLACE, "RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2"),
-        ({**PLACE, "RANK": "abc", "WORLD_SIZE": "2"}, "RANK is 'abc'"),
-        ({**PLACE, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+        ({**PLACE, "RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2, but ranks are 0 to 1."),
+        ({**PLACE, "RANK": "abc", "WORLD_SIZE": "2"}, "RANK is 'abc', not the number of a rank."),
+        ({**PLACE, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', not the number of a rank."),
+        (
+            {**PLACE, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"},
+            "LOCAL_RANK is '-1', not the number of a rank.",
+        ),
+        ({**PLACE, "WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "megapar launch or torchrun"),
+        ({**PLACE, "RANK": "0", "WORLD_SIZE": "2"}, ""),
         ({**SRUN, **PLACE, "RANK": "1", "WORLD_SIZE": "4"}, ""),  # a rank of torchrun, accelerate or a script
         ({**MPIRUN, "WORLD_SIZE": "1", "RANK": "0"}, ""),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, ""),  # srun -n 1, and the interactive step of salloc
@@ -391,11 +339,7 @@ def test_a_task_of_an_unknown_launcher_may_do_anything_else(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    try:
-        status: object = main(words)
-    except SystemExit as end:
-        status = end.code
-    assert status in (0, None) or words[0] == "translate"
+    assert status_of(words) == 0 or words[0] == "translate"
     assert "task 2" not in capsys.readouterr().err
 
 
@@ -448,11 +392,7 @@ def test_paths_in_object_stores_are_refused_in_one_sentence(flags: list[str]) ->
 )
 def test_commands_write_nothing_to_object_stores(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path.cwd().iterdir())
-    try:
-        status: object = main(words)
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
+    assert status_of(words) == 2
     assert REMOTE in capsys.readouterr().err
     assert sorted(Path.cwd().iterdir()) == before
 

@@ -63,17 +63,10 @@ def test_pretrain_lists_its_models(capsys: pytest.CaptureFixture[str]) -> None:
 def test_pretrain_trains_as_the_script_of_its_model(tmp_path: Path) -> None:
     line = ["--config", "tiny", "--validate-only", "--hidden-size", "96"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    by_script = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_moe.py"), *line],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environ,
+    by_script, by_command = (
+        subprocess.run([sys.executable, *start, *line], capture_output=True, text=True, cwd=tmp_path, env=environ)
+        for start in ([str(ROOT / "pretrain_moe.py")], ["-m", "megapar", "pretrain", "moe"])
     )
-    by_command = subprocess.run(
-        [sys.executable, "-m", "megapar", "pretrain", "moe", *line],
-        capture_output=True, text=True, cwd=tmp_path, env=environ,
-    )  # fmt: skip
     assert by_script.returncode == by_command.returncode == 0
     assert by_command.stdout == by_script.stdout
     assert "hidden-size" in by_command.stdout

@@ -13,7 +13,7 @@ import struct
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -35,17 +35,7 @@ from megapar.training.reports.run_facts import NAME, _earlier_starts, write_fact
 from tests.support.training import run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SECTIONS = (
-    "Losses",
-    "Speed",
-    "Memory",
-    "Communication",
-    "Experts",
-    "Ranks",
-    "Timeline",
-    "Configuration",
-    "Environment",
-)
+SECTIONS = "Losses Speed Memory Communication Experts Ranks Timeline Configuration Environment"
 # Apache ECharts 6.1.0, dist/echarts.min.js of the npm package.
 ECHARTS = "b66b25aeb4df84e33199dc21694014d336d222cbd9deb0e5a7c14bd6aa0d0fd0"
 MOST_BYTES = 1_500_000
@@ -104,7 +94,7 @@ def test_percentiles_of_a_layer_are_relative_to_a_balanced_load() -> None:
 def test_the_page_has_every_section_and_loads_nothing(finished: Path) -> None:
     page = (finished / "report.html").read_text(encoding="utf-8")
     headings = re.findall(r"<h2>(.*?)</h2>", page)
-    assert [heading.split()[0] for heading in headings] == list(SECTIONS)
+    assert [heading.split()[0] for heading in headings] == SECTIONS.split()
     assert not re.search(r"(src|href)=|https?://|<script|@import|url\(", without_own_scripts(page))
     assert len(page.encode()) < MOST_BYTES
     drawn = figures(page)
@@ -166,16 +156,21 @@ def test_a_browser_shows_it(finished: Path, tmp_path: Path, several: bool) -> No
     assert shown.stdout.count("<path") >= 100
 
 
-def test_the_plan_beside_a_run_is_of_its_device(finished: Path) -> None:
-    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def facts(finished: Path) -> dict[str, Any]:
+    """The facts of the run, to be changed."""
+    found: dict[str, Any] = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_the_plan_beside_a_run_is_of_its_device(facts: dict[str, Any]) -> None:
     for name, kind in (("NVIDIA H200", "h200-141g"), ("Ascend910B2", "910b")):
         plan = plan_of({**facts, "device": {"type": "cuda", "name": name}})
         assert plan is not None
         assert kind in plan.kind.name
 
 
-def test_the_plan_beside_a_run_has_the_flags_of_several_files(finished: Path) -> None:
-    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+def test_the_plan_beside_a_run_has_the_flags_of_several_files(facts: dict[str, Any]) -> None:
     for entry in facts["configuration"].values():
         entry["origin"] = entry["origin"].replace("flag", "file a.yaml")
     plan = plan_of(facts)
@@ -183,23 +178,23 @@ def test_the_plan_beside_a_run_has_the_flags_of_several_files(finished: Path) ->
     assert plan.config.grid.ep == 2
 
 
-def test_the_plan_beside_a_resumed_run_is_that_of_the_first_start(finished: Path) -> None:
-    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
+def test_the_plan_beside_a_resumed_run_is_that_of_the_first_start(facts: dict[str, Any]) -> None:
     kept = {"load": "x", "override_opt_param_scheduler": True, "finetune": True, "ckpt_step": 3, "no_load_rng": True}
     for name, value in {**kept, "override_data": ["seed"], "no_load_optim": True}.items():
         facts["configuration"][name] = {"value": value, "origin": "flag", "group": "checkpoint", "flag": "--" + name}
     assert plan_of(facts) is not None
 
 
-def test_a_page_says_why_it_has_no_plan(finished: Path, tmp_path: Path) -> None:
+def test_a_page_says_why_it_has_no_plan(finished: Path, facts: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    facts = json.loads((finished / "run.json").read_text(encoding="utf-8"))
     facts["configuration"]["num_layers"] = {"value": 0, "origin": "flag", "group": "model", "flag": "--num-layers"}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
-    assert "No plan: --num-layers must be at least 1; got 0." in report(tmp_path / "run")
-    facts["device"] = {"type": "cuda", "name": "A thing"}
-    (tmp_path / "run" / "run.json").write_text(json.dumps(facts), encoding="utf-8")
-    assert "No plan: the planner does not know the device A thing." in report(tmp_path / "run")
+    unknown = {**facts, "device": {"type": "cuda", "name": "A thing"}}
+    for record, reason in (
+        (facts, "--num-layers must be at least 1; got 0."),
+        (unknown, "the planner does not know the device A thing."),
+    ):
+        (tmp_path / "run" / "run.json").write_text(json.dumps(record), encoding="utf-8")
+        assert f"No plan: {reason}" in report(tmp_path / "run")
 
 
 def test_a_run_without_facts_or_profile_still_has_its_curves(finished: Path, tmp_path: Path) -> None:
@@ -341,8 +336,8 @@ def test_runs_of_one_name_are_told_apart() -> None:
     assert run_folder.run_names(folders) == ["a/run", "b/run", "b/other"]
 
 
-def test_the_parts_of_a_planned_step_are_the_step(finished: Path) -> None:
-    plan = plan_of(json.loads((finished / "run.json").read_text()))
+def test_the_parts_of_a_planned_step_are_the_step(facts: dict[str, Any]) -> None:
+    plan = plan_of(facts)
     assert plan is not None
     assert plan.kind == device_kind("cpu")
     speed = plan.speed

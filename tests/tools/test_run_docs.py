@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from scripts import run_docs
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,18 +40,8 @@ print("three")
 """
 
 
-@pytest.fixture(scope="module")
-def docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_docs", ROOT / "scripts" / "run_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["run_docs"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_commands_have_their_lines_and_stay_in_one_piece(docs: ModuleType) -> None:
-    found = docs.commands(PAGE)
+def test_commands_have_their_lines_and_stay_in_one_piece() -> None:
+    found = run_docs.commands(PAGE)
     assert [(one.line, one.text.split()[0], one.status) for one in found] == [
         (6, "echo", 0),
         (8, "cat", 0),
@@ -64,42 +53,42 @@ def test_commands_have_their_lines_and_stay_in_one_piece(docs: ModuleType) -> No
 
 
 @pytest.mark.parametrize("text", ["```bash\necho one\n", "```bash\necho 'one\n```\n", "```bash\ncat <<EOF\n```\n"])
-def test_what_has_no_end_is_an_error(docs: ModuleType, text: str) -> None:
-    with pytest.raises(docs.PageError, match=r"no end|ends inside a command"):
-        docs.commands(text)
+def test_what_has_no_end_is_an_error(text: str) -> None:
+    with pytest.raises(run_docs.PageError, match=r"no end|ends inside a command"):
+        run_docs.commands(text)
 
 
-def test_a_page_runs_in_one_shell_and_a_failure_names_its_line(docs: ModuleType, tmp_path: Path) -> None:
+def test_a_page_runs_in_one_shell_and_a_failure_names_its_line(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE, encoding="utf-8")
-    assert docs.run_page(page, tmp_path / "good")[0] == 4
+    assert run_docs.run_page(page, tmp_path / "good")[0] == 4
     assert (tmp_path / "good/page/file.txt").read_text() == 'text "with an open quote\n'
 
     page.write_text("```bash\nwhere=here\ncd /\n[ $where = here ]\necho some words; false\n```\n", encoding="utf-8")
-    with pytest.raises(docs.PageError, match=r"line 5: echo some words; false\n    some words\n    exit status 1"):
-        docs.run_page(page, tmp_path / "bad")
+    with pytest.raises(run_docs.PageError, match=r"line 5: echo some words; false\n    some words\n    exit status 1"):
+        run_docs.run_page(page, tmp_path / "bad")
 
 
-def test_every_page_has_a_command_that_runs(docs: ModuleType) -> None:
-    assert [path.name for path in docs.pages([]) if not docs.commands(path.read_text(encoding="utf-8"))] == []
+def test_every_page_has_a_command_that_runs() -> None:
+    assert [path.name for path in run_docs.pages([]) if not run_docs.commands(path.read_text(encoding="utf-8"))] == []
 
 
-def test_an_unknown_page_is_named_with_all_pages(docs: ModuleType) -> None:
-    with pytest.raises(docs.PageError, match=r"no such page: none\.md\. Pages: README\.md, ampipe\.md"):
-        docs.pages(["none.md"])
+def test_an_unknown_page_is_named_with_all_pages() -> None:
+    with pytest.raises(run_docs.PageError, match=r"no such page: none\.md\. Pages: README\.md, ampipe\.md"):
+        run_docs.pages(["none.md"])
 
 
 def test_pages_run_at_once_and_are_told_in_order(
-    docs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each of two pages waits for the other one's file."""
     root, work = tmp_path / "root", tmp_path / "work"
     root.mkdir()
-    monkeypatch.setattr(docs, "ROOT", root)
+    monkeypatch.setattr(run_docs, "ROOT", root)
     for own, other, then in (("one", "two", "false"), ("two", "one", "true")):
         text = f"touch ../{own}.here\nuntil [ -e ../{other}.here ]; do sleep 0.05; done\n{then}"
         (root / f"{own}.md").write_text(f"```bash\n{text}\n```\n", encoding="utf-8")
-    assert docs.run_pages([root / "one.md", root / "two.md"], work, 2) == 1
+    assert run_docs.run_pages([root / "one.md", root / "two.md"], work, 2) == 1
     out, err = capsys.readouterr()
     assert out.startswith("two.md: 3 commands in ")
     assert err.startswith("one.md: line 4: false")

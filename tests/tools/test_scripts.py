@@ -43,6 +43,15 @@ def start(tree: Path, script: str, *flags: str, **environ: str) -> subprocess.Co
     )
 
 
+def stand_in(tree: Path, **commands: str) -> dict[str, str]:
+    """Commands of Slurm that do this, and the variables of a job that finds them."""
+    for name, line in {"scontrol": "echo node0", **commands}.items():
+        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tree / name).chmod(0o755)
+    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
+    return {**place, "SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(tree)}
+
+
 def test_one_machine(tree: Path) -> None:
     done = start(tree, "local.sh", "--config", "X.yaml", RANKS="4", SCRIPT="pretrain_ernie.py")
     assert done.stdout.splitlines()[0] == f"{LAUNCH} --nproc-per-node 4 pretrain_ernie.py --config X.yaml"
@@ -59,12 +68,7 @@ def test_several_machines(tree: Path) -> None:
 
 
 def test_slurm_gives_every_start_a_secret_of_its_own(tree: Path) -> None:
-    commands = {"scontrol": "echo node0", "srun": 'echo "secret=$MEGAPAR_SECRET"'}
-    for name, line in commands.items():
-        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-        (tree / name).chmod(0o755)
-    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
-    place |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_SUBMIT_DIR": str(tree)}
+    place = stand_in(tree, srun='echo "secret=$MEGAPAR_SECRET"')
     said = [start(tree, "slurm.sbatch", **place).stdout.splitlines()[-1] for _ in range(2)]
     assert all(len(secret) == len("secret=") + 44 for secret in said), said
     assert said[0] != said[1]
@@ -73,13 +77,8 @@ def test_slurm_gives_every_start_a_secret_of_its_own(tree: Path) -> None:
 
 def slurm(tree: Path, **environ: str) -> str:
     """The output of slurm.sbatch, with an srun that starts its command as task 1 and shows the CPUs of a task."""
-    commands = {"scontrol": "echo node0", "srun": 'shift; echo "cpus=$SRUN_CPUS_PER_TASK"; SLURM_PROCID=1 exec "$@"'}
-    for name, line in commands.items():
-        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-        (tree / name).chmod(0o755)
-    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
-    place |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(tree)}
-    done = start(tree, "slurm.sbatch", "--lr", "1", **place, **environ)
+    place = stand_in(tree, srun='shift; echo "cpus=$SRUN_CPUS_PER_TASK"; SLURM_PROCID=1 exec "$@"')
+    done = start(tree, "slurm.sbatch", "--lr", "1", **place, SLURM_NTASKS_PER_NODE="1", **environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -123,17 +122,14 @@ def test_slurm_says_where_to_submit_from(tree: Path) -> None:
 def test_slurm_requeues_before_the_limit_where_a_save_takes_too_long(tree: Path) -> None:
     """The stand-in of srun asks the job to stop, and ends only when the job was requeued."""
     os.mkfifo(tree / "requeued")
-    commands = {
-        "srun": f'kill -TERM $PPID; read -r line < "{tree}/requeued"',
-        "scontrol": f'[ "$1" = requeue ] || exec echo node0; mkdir "{tree}/once" && echo > "{tree}/requeued"; true',
-        "scancel": "echo scancel $*",
-        "squeue": "date -d 'now + 20 seconds' +%Y-%m-%dT%H:%M:%S",
-    }
-    for name, line in commands.items():
-        (tree / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-        (tree / name).chmod(0o755)
-    place = {"PATH": f"{tree}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0"}
-    done = start(tree, "slurm.sbatch", **place, SLURM_JOB_NUM_NODES="1", SLURM_SUBMIT_DIR=str(tree))
+    place = stand_in(
+        tree,
+        srun=f'kill -TERM $PPID; read -r line < "{tree}/requeued"',
+        scontrol=f'[ "$1" = requeue ] || exec echo node0; mkdir "{tree}/once" && echo > "{tree}/requeued"; true',
+        scancel="echo scancel $*",
+        squeue="date -d 'now + 20 seconds' +%Y-%m-%dT%H:%M:%S",
+    )
+    done = start(tree, "slurm.sbatch", **{**place, "SLURM_JOB_NODELIST": "node0", "SLURM_JOB_NUM_NODES": "1"})
     assert done.returncode == 0, done.stderr
     assert "scancel --signal=TERM 7" in done.stdout
     assert "the save is not done" in done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,15 +38,6 @@ def found(*words: str, framework: str = "megatron") -> dict[str, Translated]:
 
 def added(*words: str, framework: str = "megatron") -> dict[str, Translated]:
     return {item.flag: item for item in implicit_defaults(translate(words, framework), framework)}
-
-
-def ours(*words: str) -> str:
-    return found(*words)[words[0]].ours
-
-
-def flags(*words: str) -> list[str]:
-    """The trainer's flags for a line."""
-    return [word for flag in equivalent(translate_line(take_apart(words)).items)[1] for word in shlex.split(flag)]
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -102,9 +91,6 @@ def test_meaning_is_kept() -> None:
     assert items["--profile"].ours == items["--profile-step-end"].ours == "--profile 4:6"
     assert items["--mock-data"].ours == "--data-path mock"
     assert items["--rotary-percent"].verdict == "unnecessary"
-    assert ours("--moe-layer-freq", "([0]+[1]*15)") == "--first-k-dense 1"
-    assert ours("--zero-stage", "3") == "--sharding-stage 3"
-    assert ours("--swiglu") == "--activation swiglu"
 
 
 def test_an_open_value_stays_with_its_argument() -> None:
@@ -114,27 +100,23 @@ def test_an_open_value_stays_with_its_argument() -> None:
     assert list(items) == ["--lr", "--data-path", "--train-data-path"]
 
 
-def test_steps_are_counted_through_a_growing_batch() -> None:
-    line = "--rampup-batch-size 8 8 64 --global-batch-size 24 --train-samples 208"
-    # 8 samples up to 32, 16 up to 64, then 24: 4 + 2 + 6 steps.
-    assert found(*line.split())["--train-samples"].ours == "--train-iters 12"
-
-
 def test_the_last_of_two_values_counts() -> None:
-    assert flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3").count("--lr") == 1
-    assert "2e-3" not in flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3")
-    config = parse("moe", flags(*PLAIN, "--lr", "2e-3", "--lr", "1e-3"), {})
-    assert config.optimizer.lr == 1e-3
+    items = translate_line(take_apart([*PLAIN, "--lr", "2e-3", "--lr", "1e-3"])).items
+    words = " ".join(equivalent(items)[1]).split()
+    assert words.count("--lr") == 1
+    assert parse("moe", words, {}).optimizer.lr == 1e-3
+
+
+DIFFERING = """
+--num-experts 0, --normalization layernorm, --position-embedding-type learned, --activation gelu, --add-bias-linear, \
+--attention-dropout 0.1, --hidden-dropout 0.1, --adam-beta2 0.999, --weight-decay 0.01, --lr-decay-style linear, \
+--dtype fp32, --eval-interval 0, --log-interval 100, --depth-scaled-init
+"""
 
 
 def test_defaults_that_differ_are_added() -> None:
     more = added(*PLAIN)
-    assert {item.ours for item in more.values()} >= {
-        *("--num-experts 0", "--normalization layernorm", "--position-embedding-type learned", "--activation gelu"),
-        *("--add-bias-linear", "--attention-dropout 0.1", "--hidden-dropout 0.1", "--adam-beta2 0.999"),
-        *("--weight-decay 0.01", "--lr-decay-style linear", "--dtype fp32", "--eval-interval 0", "--log-interval 100"),
-        "--depth-scaled-init",
-    }
+    assert {item.ours for item in more.values()} >= set(DIFFERING.strip().split(", "))
     assert "--initial-loss-scale" not in more
     assert "--moe-aux-loss-coeff" not in more  # there are no experts
     assert "--split" not in more  # there are no data to split
@@ -156,49 +138,6 @@ def test_defaults_that_differ_are_added() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "launcher", "script"),
-    [
-        (
-            "torchrun --nproc_per_node 8 --nnodes 2 --master_addr h --master_port 6000 pretrain_gpt.py",
-            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:6000",
-            "pretrain_gpt.py",
-        ),
-        ("python -m torch.distributed.launch --nproc_per_node=8 --use-env pretrain_gpt.py", "--nproc-per-node 8", ""),
-        (
-            "python3 -m torch.distributed.run --nproc-per-node 8 --standalone x/pretrain_gpt.py",
-            "--nproc-per-node 8",
-            "",
-        ),
-        (
-            "deepspeed --master_port 29700 --num_nodes 1 --num_gpus 8 pretrain_gpt.py",
-            "--nnodes 1 --nproc-per-node 8",
-            "",
-        ),
-        ("deepspeed --num_gpus 8 --num_nodes 2 --hostfile h pretrain_gpt.py", "--nproc-per-node 8 --nnodes 2", ""),
-        (
-            "srun -N 4 --gpus-per-node 8 --ntasks-per-node=8 -p fast python -u pretrain_gpt.py",
-            "--nnodes 4 --nproc-per-node 8",
-            "",
-        ),
-        ("A=1 mpirun -np 8 -x PATH python pretrain_gpt.py", "--nproc-per-node 8", ""),
-        ("python -m paddle.distributed.launch --gpus 0,1,2,3 run_pretrain.py", "--nproc-per-node 4", "run_pretrain.py"),
-        ("pretrain_gpt.py", "", "pretrain_gpt.py"),
-        ("torchrun --nproc_per_node 8 --module pretrain_gpt", "--nproc-per-node 8", "pretrain_gpt.py"),
-        ("torchrun --nproc_per_node 8 -m megatron.pretrain_gpt", "--nproc-per-node 8", "pretrain_gpt.py"),
-        ("python -m pretrain_gpt", "", "pretrain_gpt.py"),
-        ("torchrun --nproc_per_node 8 -m my.trainer", "--nproc-per-node 8", "my.trainer"),
-    ],
-)
-def test_what_starts_the_ranks_is_known(line: str, launcher: str, script: str) -> None:
-    apart = take_apart([*line.split(), *PLAIN])
-    assert apart.script.endswith(script or "pretrain_gpt.py")
-    assert list(apart.arguments) == PLAIN
-    items = translate(apart.arguments, "megatron", apart.launcher)
-    assert " ".join(equivalent(items)[0]) == launcher
-    assert not [item for item in items if item.verdict == UNKNOWN]
-
-
-@pytest.mark.parametrize(
     ("line", "framework"),
     [
         ("pretrain_gpt.py --num-layers 4 --swiglu", "megatron"),
@@ -209,19 +148,27 @@ def test_what_starts_the_ranks_is_known(line: str, launcher: str, script: str) -
         ("torchrun run_pretrain.py --bf16 1", "paddle"),
         ("posttrain_gpt.py --num-layers 4", "mindspeed"),
         ("--model.num_layers 24 --model.normalization LayerNorm --train.bf16 true", "megatron"),
-        (
-            "--language_model.num_layers 24 --language_model.gated_linear_unit false --bf16 true",
-            "megatron",
-        ),
+        ("--language_model.num_layers 24 --language_model.gated_linear_unit false --bf16 true", "megatron"),
+        ("--language_model.num_layers 24 --model_parallel.fp16 false --train_iters 5", "megatron"),
+        ("--model.num_layers 24 --model.hidden_size 64 --seed 1", "megatron"),
+        ("--num-layers 4 --ampipe-degree 2 --moe-alltoall-overlap-comm", "mindspeed"),
     ],
 )
 def test_the_framework_is_recognised(line: str, framework: str) -> None:
     assert framework_of(take_apart(line.split())) == framework
 
 
+def assert_nothing_has_to_be_filled_in(said: str) -> None:
+    """The command can be pasted as it is."""
+    command = said[said.index("megapar launch") :].partition("\n\n")[0]
+    assert not re.findall(r"\b[A-Z]{3,}\b|[<>$`]|your", command)
+    assert command.count("\\\n") == command.count("\n")
+
+
 def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     main(["translate", str(FOLDER / "arrays.sh")])
     said = capsys.readouterr().out
+    assert_nothing_has_to_be_filled_in(said)
     assert said.startswith("# Megatron-LM: pretrain_gpt.py, started by torchrun in line 56\n")
     command = "megapar launch --nproc-per-node 8 --nnodes 2 --rdzv-endpoint localhost:6000 pretrain_moe.py"
     assert command in said
@@ -241,6 +188,7 @@ def test_a_script_as_it_lies_there_is_read(capsys: pytest.CaptureFixture[str]) -
         assert "    --save /ckpt \\\n" in capsys.readouterr().out
     main(["translate", str(FOLDER / "strings.sh")])
     said = capsys.readouterr().out
+    assert_nothing_has_to_be_filled_in(said)
     assert said.startswith("# Megatron-DeepSpeed: pretrain_gpt.py, started by deepspeed in line ")
     assert "--data-path your data path: the script contains only a placeholder" in said
     assert "    --eval-interval 0 \\\n" in said
@@ -274,55 +222,9 @@ def test_what_is_left_is_named_by_the_flag_that_takes_it_here(capsys: pytest.Cap
     assert "  --tokenizer-name-or-path 'your path' -> --tokenizer-model: the script contains only a placeholder" in said
 
 
-@pytest.mark.parametrize("name", ["arrays.sh", "strings.sh"])
-def test_nothing_is_pasted_that_has_to_be_filled_in(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["translate", str(FOLDER / name)])
-    said = capsys.readouterr().out
-    command = said[said.index("megapar launch") :].partition("\n\n")[0]
-    assert not re.findall(r"\b[A-Z]{3,}\b|[<>$`]|your", command)
-    assert command.count("\\\n") == command.count("\n")
-
-
-def test_all_rows_write_flags_that_exist() -> None:
-    from megapar.config.read import normal, spellings
-    from megapar.tools.translation.table import DEFAULTS, FOREIGN
-
-    for framework in FOREIGN:
-        for name, row in [*FOREIGN[framework].items(), *DEFAULTS[framework].items()]:
-            if row.ours.startswith(("@", "megapar launch ")):
-                continue
-            for word in row.ours.split():
-                if word.startswith("--"):
-                    assert normal(word[2:]) in spellings(), (framework, name, row)
-                assert not re.fullmatch(r"[A-Z]{2,}", word), (framework, name, row)
-
-
-@pytest.mark.parametrize(
-    ("more", "head"),
-    [
-        ("--optimizer muon", "# OTHER NUMBERS: --optimizer\n"),
-        ("--num-experts 4 8", "# ANOTHER MODEL: --num-experts\n"),
-        ("--warp-speed 9", "# UNKNOWN: --warp-speed\n"),
-        (
-            "--num-attention-heads 3",
-            "# REFUSED here for 1 rank (the minimum for its layout): see the last section\n",
-        ),
-        ("--kv-channels <size>", "# LEFT TO YOU: --head-dim\n"),
-        ("--eod-mask-loss", "# OTHER NUMBERS: --calculate-per-token-loss (not set)\n"),
-    ],
-)
-def test_the_status_says_that_it_is_another_training(more: str, head: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["translate", "--", *PLAIN, *more.split()]) == OTHER_TRAINING
-    said = capsys.readouterr().out
-    assert head in said.partition("\n\n")[0] + "\n"
-    accepted = OTHER_TRAINING if "REFUSED" in head else SAME_TRAINING
-    assert main(["translate", "--accept", "--", *PLAIN, *more.split()]) == accepted
-
-
 def test_the_same_training_is_said_and_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["translate", "--", *PLAIN, "--timing-log-level", "2", "--data-path", "your data path"]) == SAME_TRAINING
-    )
+    words = [*PLAIN, "--timing-log-level", "2", "--data-path", "your data path"]
+    assert main(["translate", "--", *words]) == SAME_TRAINING
     said = capsys.readouterr().out
     assert "# The same training, except for random numbers" in said
     assert "# Left to you: --data-path\n" in said
@@ -338,16 +240,6 @@ def test_rules_are_not_asked_of_a_part_of_a_line(capsys: pytest.CaptureFixture[s
     assert "# Not checked against the rules of the trainers, because sizes are left to you\n" in said
     assert "--hidden-size" in said.partition("\n\n")[0]
     assert "refused here" not in said
-
-
-def test_no_heavy_module_is_imported() -> None:
-    code = (
-        "import sys; from megapar.tools.main import main; main(sys.argv[1:]); "
-        "sys.exit(bool({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
-    )
-    command = [sys.executable, "-c", code, "translate", str(FOLDER / "arrays.sh")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_other_ranks_are_named_where_the_scripts_are_too_few(capsys: pytest.CaptureFixture[str]) -> None:

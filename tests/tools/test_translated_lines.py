@@ -11,6 +11,9 @@ import pytest
 
 from megapar.tools.main import main
 from megapar.tools.translate import OTHER_TRAINING, SAME_TRAINING
+from megapar.tools.translation.source import take_apart
+from megapar.tools.translation.translated import equivalent, translate
+from megapar.tools.translation.verdict import UNKNOWN
 from tests.tools.translation.tables import declared
 
 # A decoder that means the same in Megatron-LM and here, so that only what a test adds can change the status.
@@ -67,23 +70,6 @@ def test_an_argument_with_a_value_takes_the_open_word_after_it(translated: Any) 
     words = " ".join(f"--{name} $VALUE_{place}" for place, name in enumerate(names))
     _, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", "train.sh", "--json")
     assert [item["value"] for item in json.loads(output) if not item["flag"]] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("--log-throughput $MORE", "LEFT TO YOU: $MORE"),
-        ("--log-throughput ${MORE}$REST", "LEFT TO YOU: $MORE$REST"),
-        ("--log-throughput more", "UNKNOWN: more"),
-        ("--dataset MMAP $MORE", "LEFT TO YOU: $MORE"),
-        ("--wandb-project $NAME $MORE", "LEFT TO YOU: $MORE"),
-        ("--warp-speed $MORE", "LEFT TO YOU: $MORE"),
-    ],
-)
-def test_a_word_that_belongs_to_no_argument_decides(translated: Any, words: str, named: str) -> None:
-    status, output = translated(f"torchrun --nproc_per_node 8 pretrain_gpt.py {PLAIN} {words}\n")
-    assert status == OTHER_TRAINING
-    assert f"# {named}\n" in head(output) + "\n"
 
 
 def test_a_switch_of_paddle_that_has_no_counterpart_takes_no_open_word(translated: Any) -> None:
@@ -167,47 +153,39 @@ def test_what_a_branch_not_taken_assigns_is_empty(translated: Any) -> None:
 # Launchers.
 
 
-@pytest.mark.parametrize(
-    ("line", "launch"),
-    [
-        (
-            "msrun --master_addr node0 --master_port 6000 --node_rank 0 --worker_num 32 --local_worker_num 8 "
-            "--log_dir=logs --join=False",
-            "--nproc-per-node 8 --nnodes 4 --rdzv-endpoint node0:6000 --log-dir logs",
-        ),
-        ("msrun --worker_num 8 --local_worker_num 8 --join True", "--nproc-per-node 8 --nnodes 1"),
-        (
-            "accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank 0 "
-            "--main_process_ip node0 --main_process_port 6000",
-            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint node0:6000",
-        ),
-        ("accelerate launch --num_processes 8", "--nproc-per-node 8"),
-        (
-            "python -m accelerate.commands.launch --num_processes 8 --num_cpu_threads_per_process 4",
-            "--nproc-per-node 8",
-        ),
-        (
-            "ft_launcher --nproc_per_node 8 --nnodes 2 --rdzv_endpoint h:1 --ft-cfg-path c.yaml "
-            "--ft-rank-heartbeat-timeout 450",
-            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:1",
-        ),
-        ("msrun --worker_num 12 --local_worker_num 8", "--nproc-per-node 8"),
-        (
-            "colossalai run --nproc_per_node 8 --num_nodes 2 --hostfile h --master_addr a --master_port 7",
-            "--nproc-per-node 8 --nnodes 2 --rdzv-endpoint a:7",
-        ),
-        ("colossalai run --host a,b --nproc_per_node 8 --master_addr a", "--nproc-per-node 8 --nnodes 2"),
-        ("docker run --rm -it --gpus all -v /d:/d img torchrun --nproc_per_node 8", "--nproc-per-node 8"),
-        ("singularity exec --nv -B /d img.sif torchrun --nproc_per_node 8 --nnodes 1", "--nproc-per-node 8 --nnodes 1"),
-        ("srun -N 2 numactl --interleave=all torchrun --nproc_per_node=8 --nnodes=2", "--nnodes 2 --nproc-per-node 8"),
-        ("nohup torchrun --nproc_per_node 8", "--nproc-per-node 8"),
-        ("env NCCL_DEBUG=INFO OMP_NUM_THREADS=1 torchrun --nproc_per_node 8", "--nproc-per-node 8"),
-        (
-            "nsys profile -o trace --trace=cuda python -u -m torch.distributed.run --nproc_per_node 8",
-            "--nproc-per-node 8",
-        ),
-    ],
-)
+# A line before the script's arguments, and what the launcher gets.
+LAUNCHERS = r"""
+msrun --master_addr node0 --master_port 6000 --node_rank 0 --worker_num 32 --local_worker_num 8 --log_dir=logs \
+    --join=False | --nproc-per-node 8 --nnodes 4 --rdzv-endpoint node0:6000 --log-dir logs
+msrun --worker_num 8 --local_worker_num 8 --join True | --nproc-per-node 8 --nnodes 1
+msrun --worker_num 12 --local_worker_num 8 | --nproc-per-node 8
+accelerate launch --multi_gpu --num_processes 16 --num_machines 2 --machine_rank 0 --main_process_ip node0 \
+    --main_process_port 6000 | --nproc-per-node 8 --nnodes 2 --rdzv-endpoint node0:6000
+accelerate launch --num_processes 8 | --nproc-per-node 8
+python -m accelerate.commands.launch --num_processes 8 --num_cpu_threads_per_process 4 | --nproc-per-node 8
+ft_launcher --nproc_per_node 8 --nnodes 2 --rdzv_endpoint h:1 --ft-cfg-path c.yaml --ft-rank-heartbeat-timeout 450 \
+    | --nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:1
+colossalai run --nproc_per_node 8 --num_nodes 2 --hostfile h --master_addr a --master_port 7 \
+    | --nproc-per-node 8 --nnodes 2 --rdzv-endpoint a:7
+colossalai run --host a,b --nproc_per_node 8 --master_addr a | --nproc-per-node 8 --nnodes 2
+docker run --rm -it --gpus all -v /d:/d img torchrun --nproc_per_node 8 | --nproc-per-node 8
+singularity exec --nv -B /d img.sif torchrun --nproc_per_node 8 --nnodes 1 | --nproc-per-node 8 --nnodes 1
+srun -N 2 numactl --interleave=all torchrun --nproc_per_node=8 --nnodes=2 | --nnodes 2 --nproc-per-node 8
+srun -N 4 --gpus-per-node 8 --ntasks-per-node=8 -p fast python -u | --nnodes 4 --nproc-per-node 8
+nohup torchrun --nproc_per_node 8 | --nproc-per-node 8
+env NCCL_DEBUG=INFO OMP_NUM_THREADS=1 torchrun --nproc_per_node 8 | --nproc-per-node 8
+nsys profile -o trace --trace=cuda python -u -m torch.distributed.run --nproc_per_node 8 | --nproc-per-node 8
+torchrun --nproc_per_node 8 --nnodes 2 --master_addr h --master_port 6000 \
+    | --nproc-per-node 8 --nnodes 2 --rdzv-endpoint h:6000
+python -m torch.distributed.launch --nproc_per_node=8 --use-env | --nproc-per-node 8
+python3 -m torch.distributed.run --nproc-per-node 8 --standalone | --nproc-per-node 8
+deepspeed --master_port 29700 --num_nodes 1 --num_gpus 8 | --nnodes 1 --nproc-per-node 8
+deepspeed --num_gpus 8 --num_nodes 2 --hostfile h | --nproc-per-node 8 --nnodes 2
+A=1 mpirun -np 8 -x PATH python | --nproc-per-node 8
+""".replace("\\\n", "").strip()
+
+
+@pytest.mark.parametrize(("line", "launch"), [row.split(" | ") for row in LAUNCHERS.splitlines()])
 def test_what_a_launcher_says_is_kept(translated: Any, line: str, launch: str) -> None:
     status, output = translated(f"{line} pretrain_gpt.py {PLAIN} --distributed-backend nccl\n")
     written = command(output).partition(" pretrain_moe.py ")[0].removeprefix("megapar launch ")
@@ -219,24 +197,67 @@ def test_what_a_launcher_says_is_kept(translated: Any, line: str, launch: str) -
 
 
 @pytest.mark.parametrize(
-    ("line", "named"),
+    ("line", "launcher", "script"),
     [
-        ("my_runner --ranks 8 --nodes=2", "UNKNOWN: my_runner --ranks --nodes"),
-        ("docker run --rm img my_runner --ranks 8", "UNKNOWN: my_runner --ranks"),
-        ("python -m my.runner --ranks 8", "UNKNOWN: my.runner --ranks"),
-        ("python tools/run.py --ranks 8", "UNKNOWN: tools/run.py --ranks"),
-        ("nohup my_runner", "UNKNOWN: my_runner"),
-        ("msrun --worker_num 8 --new_option 3", "UNKNOWN: --new_option"),
-        ("accelerate launch --num_processes 8 --mixed_precision bf16", "OTHER NUMBERS: --mixed_precision"),
-        ("accelerate launch --config_file c.yaml", "LEFT TO YOU: --config_file"),
-        ("$LAUNCHER", "LEFT TO YOU: $LAUNCHER"),
-        ("torchrun --standalone $DISTRIBUTED_ARGS", "LEFT TO YOU: $DISTRIBUTED_ARGS"),
+        ("pretrain_gpt.py", "", "pretrain_gpt.py"),
+        (
+            "python3 -m torch.distributed.run --nproc-per-node 8 x/pretrain_gpt.py",
+            "--nproc-per-node 8",
+            "pretrain_gpt.py",
+        ),
+        ("python -m pretrain_gpt", "", "pretrain_gpt.py"),
+        ("torchrun --nproc_per_node 8 --module pretrain_gpt", "--nproc-per-node 8", "pretrain_gpt.py"),
+        ("torchrun --nproc_per_node 8 -m megatron.pretrain_gpt", "--nproc-per-node 8", "pretrain_gpt.py"),
+        ("torchrun --nproc_per_node 8 -m my.trainer", "--nproc-per-node 8", "my.trainer"),
+        ("python -m paddle.distributed.launch --gpus 0,1,2,3 run_pretrain.py", "--nproc-per-node 4", "run_pretrain.py"),
     ],
 )
-def test_every_word_before_the_script_has_a_verdict(translated: Any, line: str, named: str) -> None:
-    status, output = translated(f"{line} pretrain_gpt.py {PLAIN}\n")
+def test_a_script_is_told_from_what_starts_it(line: str, launcher: str, script: str) -> None:
+    apart = take_apart([*line.split(), *PLAIN.split()])
+    assert apart.script.endswith(script)
+    assert list(apart.arguments) == PLAIN.split()
+    items = translate(apart.arguments, "megatron", apart.launcher)
+    assert " ".join(equivalent(items)[0]) == launcher
+    assert not [item for item in items if item.verdict == UNKNOWN]
+
+
+# The words before the script, those behind it, and what the head of the output names.
+NAMED = r"""
+my_runner --ranks 8 --nodes=2 | | UNKNOWN: my_runner --ranks --nodes
+docker run --rm img my_runner --ranks 8 | | UNKNOWN: my_runner --ranks
+python -m my.runner --ranks 8 | | UNKNOWN: my.runner --ranks
+python tools/run.py --ranks 8 | | UNKNOWN: tools/run.py --ranks
+nohup my_runner | | UNKNOWN: my_runner
+msrun --worker_num 8 --new_option 3 | | UNKNOWN: --new_option
+accelerate launch --num_processes 8 --mixed_precision bf16 | | OTHER NUMBERS: --mixed_precision
+accelerate launch --config_file c.yaml | | LEFT TO YOU: --config_file
+$LAUNCHER | | LEFT TO YOU: $LAUNCHER
+torchrun --standalone $DISTRIBUTED_ARGS | | LEFT TO YOU: $DISTRIBUTED_ARGS
+torchrun --nproc_per_node 8 | --log-throughput $MORE | LEFT TO YOU: $MORE
+torchrun --nproc_per_node 8 | --log-throughput ${MORE}$REST | LEFT TO YOU: $MORE$REST
+torchrun --nproc_per_node 8 | --log-throughput more | UNKNOWN: more
+torchrun --nproc_per_node 8 | --dataset MMAP $MORE | LEFT TO YOU: $MORE
+torchrun --nproc_per_node 8 | --wandb-project $NAME $MORE | LEFT TO YOU: $MORE
+torchrun --nproc_per_node 8 | --warp-speed $MORE | LEFT TO YOU: $MORE
+ | --optimizer muon | OTHER NUMBERS: --optimizer
+ | --num-experts 4 8 | ANOTHER MODEL: --num-experts
+ | --warp-speed 9 | UNKNOWN: --warp-speed
+ | --num-attention-heads 3 | REFUSED here for 1 rank (the minimum for its layout): see the last section
+ | --kv-channels '<size>' | LEFT TO YOU: --head-dim
+ | --eod-mask-loss | OTHER NUMBERS: --calculate-per-token-loss (not set)
+""".strip("\n")
+
+
+@pytest.mark.parametrize(("before", "behind", "named"), [row.split("|") for row in NAMED.splitlines()])
+def test_every_word_has_a_verdict_and_the_status_says_that_it_is_another_training(
+    translated: Any, before: str, behind: str, named: str
+) -> None:
+    line = f"{before} pretrain_gpt.py {PLAIN} {behind}\n"
+    status, output = translated(line.strip() + "\n")
     assert status == OTHER_TRAINING
-    assert f"# {named}\n" in head(output) + "\n"
+    assert f"# {named.strip()}\n" in head(output) + "\n"
+    accepted, _ = translated(line.strip() + "\n", "train.sh", "--accept")
+    assert accepted == (OTHER_TRAINING if "REFUSED" in named else SAME_TRAINING)
 
 
 # Frameworks.

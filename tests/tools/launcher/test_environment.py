@@ -10,28 +10,28 @@ from megapar.arguments import parse
 from megapar.tools.launcher import environment as module
 from megapar.tools.launcher.environment import environment, few_cores, interface_of, interfaces
 
-MOE = ("--num-experts", "8", "--moe-model-type", "deepspeed_moe", "--num-layers", "2")
+MOE = "--num-experts 8 --moe-model-type deepspeed_moe --num-layers 2"
 
 
-def of(*flags: str, ranks: int = 4) -> dict[str, str]:
-    config = parse("moe", [*MOE, *flags], {"WORLD_SIZE": str(ranks), "RANK": "0"})
+def of(flags: str = "", ranks: int = 4) -> dict[str, str]:
+    config = parse("moe", [*MOE.split(), *flags.split()], {"WORLD_SIZE": str(ranks), "RANK": "0"})
     return environment(ranks, config, cuda=True, npu=False)
 
 
 @pytest.mark.parametrize(
     ("flags", "queues"),
     [
-        ((), "32"),
-        (("--mp-degree", "2", "--tp-comm-overlap"), "1"),
-        (("--mp-degree", "2", "--hidden-size", "4096", "--seq-length", "8192"), "1"),  # as it is priced
-        (("--mp-degree", "2", "--no-tp-comm-overlap"), "32"),
-        (("--mp-degree", "2", "--tp-comm-overlap", "--sharding-stage", "3"), "32"),
-        (("--mp-degree", "2", "--tp-comm-overlap", "--ampipe-degree", "2", "--ep-degree", "2"), "32"),
-        (("--mp-degree", "2", "--tp-comm-overlap", "--pp-degree", "2", "--gradient-merge-acc-step", "2"), "32"),
+        ("", "32"),
+        ("--mp-degree 2 --tp-comm-overlap", "1"),
+        ("--mp-degree 2 --hidden-size 4096 --seq-length 8192", "1"),  # as it is priced
+        ("--mp-degree 2 --no-tp-comm-overlap", "32"),
+        ("--mp-degree 2 --tp-comm-overlap --sharding-stage 3", "32"),
+        ("--mp-degree 2 --tp-comm-overlap --ampipe-degree 2 --ep-degree 2", "32"),
+        ("--mp-degree 2 --tp-comm-overlap --pp-degree 2 --gradient-merge-acc-step 2", "32"),
     ],
 )
 def test_kernels_start_in_program_order_where_only_products_hide_collectives(flags, queues):
-    found = of(*flags)
+    found = of(flags)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
     assert found["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
@@ -49,7 +49,7 @@ def test_other_scripts_and_other_devices():
 
 
 def test_amds_devices_have_no_expandable_segments():
-    config = parse("moe", list(MOE), {"WORLD_SIZE": "4", "RANK": "0"})
+    config = parse("moe", MOE.split(), {"WORLD_SIZE": "4", "RANK": "0"})
     amd = environment(4, config, cuda=False, npu=False, rocm=True)
     assert set(amd) == {"OMP_NUM_THREADS", "TORCH_NCCL_HIGH_PRIORITY"}
 

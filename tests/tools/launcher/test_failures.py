@@ -90,15 +90,7 @@ def test_only_the_same_is_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("statuses", "refused"),
-    [
-        ([2, 2], True),
-        ([2, -15], True),
-        ([-15, 2], True),
-        ([2, 1], True),
-        ([1, 2], False),
-        ([-9, 2], False),
-        ([1], False),
-    ],
+    [*(([2, other], True) for other in (2, -15, 1)), ([-15, 2], True), ([1, 2], False), ([-9, 2], False), ([1], False)],
 )
 def test_ranks_are_refused_where_none_failed_before(statuses: list[int], refused: bool) -> None:
     failures = {rank: SimpleNamespace(exitcode=status, timestamp=rank) for rank, status in enumerate(statuses)}
@@ -117,6 +109,7 @@ def lost_note(folder: Path, lost: bool) -> str:
     return str(path)
 
 
+KILLED = [f"rank {rank} was killed (signal 9)" for rank in range(4)]
 SIGBUS = ", SIGBUS: a file that it had mapped, such as the tokens of PREFIX.bin, was cut off, or /dev/shm is full"
 
 
@@ -133,7 +126,7 @@ SIGBUS = ", SIGBUS: a file that it had mapped, such as the tokens of PREFIX.bin,
             dict.fromkeys(range(6), -9),
             [],
             "",
-            ", ".join(f"rank {rank} was killed (signal 9)" for rank in range(4)) + ", 2 more failed",
+            f"{', '.join(f'rank {n} was killed (signal 9)' for n in range(4))}, 2 more failed",
         ),
     ],
 )

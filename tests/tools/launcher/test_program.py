@@ -46,15 +46,6 @@ def test_the_launcher_reads_a_command_with_its_flags() -> None:
     assert launch.command[1:] == ("megapar.tools.pretrain", "moe", "--config", "tiny")
 
 
-def test_an_elastic_job_gives_a_command_the_layout_of_the_ranks_that_are_there() -> None:
-    line = ["4", *arguments_of("pretrain", ["moe", "--config", "tiny"])]
-    found, told = with_layout(line, 2)
-    assert found[: len(line) - 1] == line[1:]
-    assert "--sharding-degree" in found
-    assert told == "2 of 4 ranks are present: sharding 4 -> 2; the global batch is unchanged"
-    assert with_layout(line, 4) == (line[1:], "")
-
-
 @pytest.mark.parametrize(
     ("program", "flags", "complaint"),
     [
@@ -119,12 +110,16 @@ def test_the_nearest_layout_keeps_the_batch_and_how_the_model_is_cut(
 
 
 def test_the_script_gets_the_layout_and_people_read_of_it() -> None:
-    line, told = with_layout(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 2)
-    assert line[0] == "pretrain_moe.py"
-    assert told == "2 of 4 ranks are present: sharding 4 -> 2; the global batch is unchanged"
+    small = ("pretrain_moe.py", *SMALL, "--global-batch-size", "8")
+    for script in (small, arguments_of("pretrain", ["moe", "--config", "tiny"])):
+        line, told = with_layout(["4", *script], 2)
+        assert line[: len(script)] == [*script]
+        assert "--sharding-degree" in line[len(script) :]
+        assert told == "2 of 4 ranks are present: sharding 4 -> 2; the global batch is unchanged"
+        assert with_layout(["4", *script], 4) == ([*script], "")
     assert with_layout(["4", "job.py", "--lr", "1"], 2) == (["job.py", "--lr", "1"], "")
     with pytest.raises(LookupError, match="no layout of 3 ranks is legal"):
-        with_layout(["4", "pretrain_moe.py", *SMALL, "--global-batch-size", "8"], 3)
+        with_layout(["4", *small], 3)
 
 
 def test_a_full_disk_under_the_log_keeps_no_rank_from_its_script(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import DistNetworkError, HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState, create_handler
 
@@ -22,6 +22,7 @@ from megapar.errors import DistributedError
 from megapar.tools.launcher.rendezvous import Clocks, JsonBackend, from_json, to_json
 from megapar.tools.launcher.secret import SignedStore, StateRefusedError
 from tests.support.intruder import Payload
+from tests.tools.launcher.test_secret import Lost
 
 SECRET = b"a secret of sixteen bytes or more"
 KEY = "megapar.rendezvous.job"
@@ -176,13 +177,6 @@ def test_a_state_of_another_job_with_the_same_secret_is_refused() -> None:
     store.set(KEY, store.get("megapar.rendezvous.other").decode())
     with pytest.raises(StateRefusedError):
         backend.get_state()
-
-
-class Lost(HashStore):
-    """A store whose other end is gone."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        raise DistNetworkError("Connection reset by peer")
 
 
 def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:

@@ -12,10 +12,16 @@ from megapar.errors import ConfigError, DistributedError
 from megapar.tools.launcher.secret import launch_name, require, take
 
 
-def test_a_file_wins_over_the_variable_and_ranks_get_neither(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_text("of the file, long enough\n")
-    file.chmod(0o600)
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A secret that only its owner may read."""
+    made = tmp_path / "secret"
+    made.write_text("of the file, long enough\n")
+    made.chmod(0o600)
+    return made
+
+
+def test_a_file_wins_over_the_variable_and_ranks_get_neither(file: Path) -> None:
     environ = {"MEGAPAR_SECRET": "of the variable, long enough", "HOME": "/"}
     assert take("", dict(environ)) == b"of the variable, long enough"
     assert take(str(file), environ) == b"of the file, long enough"
@@ -24,38 +30,26 @@ def test_a_file_wins_over_the_variable_and_ranks_get_neither(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o606, 0o644])
-def test_a_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
-    file = tmp_path / "secret"
-    file.write_text("x" * 32)
+def test_a_file_that_others_may_open_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
     with pytest.raises(ConfigError, match=rf"open to other users \(mode 0{mode:o}\). Run chmod 600"):
         take(str(file), {})
 
 
-def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "secret"
-    file.write_text("x" * 32)
-    file.chmod(0o600)
+def test_a_file_of_another_user_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(ConfigError, match=f"belongs to user {own}, not to {own + 1}"):
         take(str(file), {})
 
 
-def test_what_is_no_file_or_no_secret_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe", 0o600)
-    short = tmp_path / "short"
-    short.write_text("x" * 15)
-    short.chmod(0o600)
-    told = {
-        "nowhere": "cannot be read",
-        "pipe": "not a regular file",
-        ".": "not a regular file",
-        "short": "contains 15 bytes",
-    }
-    for name, text in told.items():
+def test_what_is_no_file_or_no_secret_is_refused(file: Path) -> None:
+    os.mkfifo(file.with_name("pipe"), 0o600)
+    file.write_text("x" * 15)
+    problems = {"nowhere": "cannot be read", "secret": "contains 15 bytes"}
+    for name, text in {**problems, **dict.fromkeys(("pipe", "."), "not a regular file")}.items():
         with pytest.raises(ConfigError, match=text):
-            take(str(tmp_path / name), {})
+            take(str(file.parent / name), {})
     with pytest.raises(ConfigError, match="MEGAPAR_SECRET contains 0 bytes"):
         take("", {"MEGAPAR_SECRET": ""})
 

@@ -15,7 +15,7 @@ import pytest
 from megapar.health.stop.parent import started
 from megapar.tools.launcher.stopper import Stopped, Stopper, Waiting, children
 from tests.support.command import Command, clean_environ
-from tests.support.process import finish, read_until, wait_for
+from tests.support.process import SIGNALS, finish, read_until, wait_for
 from tests.support.process import start as run
 
 ROOT = Path(__file__).parents[3]
@@ -60,15 +60,20 @@ def saved(job: Command, folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda n: n.name)
 def test_each_signal_to_the_launcher_lets_the_ranks_save(tmp_path: Path, number: signal.Signals) -> None:
     job = start(tmp_path)
     job.send_signal(number)
     saved(job, tmp_path)
 
 
-@pytest.mark.parametrize("order", ["launcher first", "ranks first", "between"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    ("number", "order"),
+    [
+        *((signal.SIGTERM, order) for order in ("launcher first", "ranks first", "between")),
+        (signal.SIGINT, "between"),
+    ],
+)
 def test_a_signal_to_the_whole_tree_lets_the_ranks_save(tmp_path: Path, number: signal.Signals, order: str) -> None:
     job = start(tmp_path)
     ranks = children(job.pid)
@@ -96,6 +101,32 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
     saved(job, tmp_path)
     assert {path.read_text() for path in tmp_path.glob("saved*")} == {str(int(signal.SIGTERM))}
     assert "SIGHUP" not in (tmp_path / "stderr").read_text()
+
+
+IGNORING = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, {})
+open(sys.argv[1] + '/ready' + os.environ['RANK'], 'w').close()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "options"),
+    [("signal.SIG_IGN", ("--stop-timeout", "1")), ("lambda *_: os._exit(1)", ("--max-restarts", "3"))],
+    ids=["ranks that do not stop", "a stop is no failure"],
+)
+def test_ranks_are_killed_after_the_time_out_and_are_not_started_again(
+    tmp_path: Path, handler: str, options: tuple[str, ...]
+) -> None:
+    job = start(tmp_path, *options, body=IGNORING.format(handler))
+    for rank in range(2):
+        (tmp_path / f"ready{rank}").unlink()
+    started = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(PATIENCE_SECONDS).returncode == 1
+    assert time.monotonic() - started < 60
+    assert not list(tmp_path.glob("ready*"))
 
 
 def test_who_insists_and_who_is_late_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +168,11 @@ def test_ranks_are_gone_when_the_launcher_is_killed(tmp_path: Path) -> None:
         threading.Event().wait(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
-@pytest.mark.parametrize("nodes", ["2", "1:2"])
+@pytest.mark.parametrize(
+    ("number", "nodes"),
+    [(signal.SIGTERM, "2"), (signal.SIGINT, "1:2"), (signal.SIGUSR1, "2")],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1"],
+)
 def test_waiting_for_nodes_ends_at_once(tmp_path: Path, number: signal.Signals, nodes: str) -> None:
     """A second node that never comes; of 1:2 the last call is long."""
     script = tmp_path / "job.py"

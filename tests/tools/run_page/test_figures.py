@@ -28,12 +28,8 @@ def test_a_mean_follows_a_slope_without_lag() -> None:
 
 def test_only_noise_is_averaged_and_only_where_there_is_much_of_it() -> None:
     few, many = ([(x, float(x % 3)) for x in range(count)] for count in (100, 101))
-    drawn = [
-        Curve("few", few, "#000", noisy=True),
-        Curve("many", many, "#000", noisy=True),
-        Curve("exact", many, "#000"),
-    ]
-    figure = curves("title", drawn)
+    noisy = [Curve(name, points, "#000", noisy=True) for name, points in (("few", few), ("many", many))]
+    figure = curves("title", [*noisy, Curve("exact", many, "#000")])
     assert figure is not None
     assert ["mean" in curve for curve in figure.body["curves"]] == [False, True, False]
     assert figure.note == "Bold: mean of 5 steps around each step."
@@ -70,12 +66,8 @@ def test_nothing_makes_no_figure() -> None:
 
 
 def test_bars_have_the_parts_that_any_row_has() -> None:
-    figure = bars(
-        "title",
-        [StackedBar("a", {"x": 1.0}), StackedBar("b", {"x": 2.0, "y": 3.0})],
-        {"x": "#1", "y": "#2", "z": "#3"},
-        "s",
-    )
+    rows = [StackedBar("a", {"x": 1.0}), StackedBar("b", {"x": 2.0, "y": 3.0})]
+    figure = bars("title", rows, {"x": "#1", "y": "#2", "z": "#3"}, "s")
     assert figure is not None
     assert [(part["name"], part["values"]) for part in figure.body["parts"]] == [("x", [1.0, 2.0]), ("y", [0.0, 3.0])]
 

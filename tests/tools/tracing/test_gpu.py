@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,10 @@ MASK = torch.ones(2, 704, dtype=torch.bool, device=META)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3)])
 def test_attention_with_a_mask_never_is_cudnns(capability: tuple[int, int]) -> None:
     """Its backward returns NaN where S % 128 = 64 (torch's issue 196678)."""
-    q, k, v = heads(4), heads(4), heads(4)
-    padded = called(OPS["attention"]["cuda"], q, k, v, form=MASKED, valid=MASK, capability=capability)
-    segment = called(
-        lambda *given: attention.torch_attention(MASKED, *given, mask=MASK[:, None, None]),
-        q,
-        k,
-        v,
-        capability=capability,
-    )
+    qkv = heads(4), heads(4), heads(4)
+    padded = called(OPS["attention"]["cuda"], *qkv, form=MASKED, valid=MASK, capability=capability)
+    by_mask = partial(attention.torch_attention, MASKED, mask=MASK[:, None, None])
+    segment = called(by_mask, *qkv, capability=capability)
     assert padded.kernels == segment.kernels == ["efficient", "efficient"]
 
 

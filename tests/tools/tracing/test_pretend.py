@@ -73,18 +73,18 @@ def test_the_seed_examples_step_on_32_ranks(name: str) -> None:
     assert len(set(elements)) == 1
 
 
-PIPELINE = (
-    *("--pp-degree", "4", "--mp-degree", "2", "--num-layers", "8", "--num-experts", "0", "--use-nanopipe"),
-    *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--vocab-size", "128"),
-    *("--micro-batch-size", "4", "--gradient-merge-acc-step", "8", "--data-path", "mock", "--device", "cpu"),
-)
+PIPELINE = """
+    --pp-degree 4 --mp-degree 2 --num-layers 8 --num-experts 0 --use-nanopipe
+    --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128
+    --micro-batch-size 4 --gradient-merge-acc-step 8 --data-path mock --device cpu
+"""
 
 
 def stages_as(rank: int, world_size: int, rendezvous: str) -> list[tuple[int, dict[str, int]]]:
     """(stage, bytes sent) of one step as a rank of the first, a middle and the last stage."""
     seen = []
     for pretended in (0, 9, 31):
-        config = parse("moe", PIPELINE, {"WORLD_SIZE": "32", "RANK": str(pretended)})
+        config = parse("moe", PIPELINE.split(), {"WORLD_SIZE": "32", "RANK": str(pretended)})
         with pretend(config, pretended) as trainer:
             sent = trainer.step().sent_bytes
             seen.append((trainer.world.axis("pp").rank, sent))
@@ -99,41 +99,46 @@ def test_stages_of_a_large_pipeline_send_activations_gradients_and_the_tied_embe
     assert [sent["pp/send"] for _, sent in results] == [activations + tied, 2 * activations, activations + tied]
 
 
-CONTEXT = (
-    *("--cp-degree", "8", "--mp-degree", "2", "--sequence-parallel", "--num-experts", "0", "--num-layers", "2"),
-    *("--hidden-size", "64", "--num-attention-heads", "16", "--num-query-groups", "4", "--seq-length", "64"),
-    *("--vocab-size", "128", "--micro-batch-size", "2", "--data-path", "mock", "--device", "cpu"),
-    *("--gradient-merge-acc-step", "3", "--reset-attention-mask"),
-)
+CONTEXT = """
+    --cp-degree 8 --mp-degree 2 --sequence-parallel --num-experts 0 --num-layers 2
+    --hidden-size 64 --num-attention-heads 16 --num-query-groups 4 --seq-length 64
+    --vocab-size 128 --micro-batch-size 2 --data-path mock --device cpu
+    --gradient-merge-acc-step 3 --reset-attention-mask
+"""
 BY_ALGORITHM = {"megatron_cp_algo": 1, "ulysses_cp_algo": 1, "allgather_cp_algo": 2}  # kinds of messages
 
 
-SLICES = ("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--ep-degree", "2", "--ampipe-degree", "2")
+SLICES = "--num-experts 4 --moe-ffn-hidden-size 32 --ep-degree 2 --ampipe-degree 2"
 
 
 def shared_as(
-    rank: int, world_size: int, rendezvous: str, algorithm: str, more: tuple[str, ...] = ()
+    rank: int, world_size: int, rendezvous: str, algorithm: str, more: str = ""
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes sent of one step that shares sequences, and what a plan says of them."""
-    flags = (*CONTEXT, "--context-parallel-algo", algorithm, "--dtype", "bf16", *more)
-    config = parse("moe", flags, {"WORLD_SIZE": "32", "RANK": "11"})
+    line = f"{CONTEXT} --context-parallel-algo {algorithm} --dtype bf16 {more}"
+    config = parse("moe", line.split(), {"WORLD_SIZE": "32", "RANK": "11"})
     with pretend(config, 11) as trainer:
         sent = trainer.step().sent_bytes
     return sent, stage_traffic(PlannedRun(config, device_kind("cpu")), 0)
 
 
+def context_bytes(algorithm: str, more: str = "") -> dict[str, int]:
+    """Bytes that a step sends over cp, as planned."""
+    sent, planned = run_ranks(1, shared_as, algorithm, more, group=False, timeout=120)[0]
+    ours = {name: amount for name, amount in sent.items() if name.startswith("cp/")}
+    assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}
+    return ours
+
+
 @pytest.mark.parametrize("algorithm", BY_ALGORITHM)
 def test_shared_sequences_send_what_a_plan_says(algorithm: str) -> None:
-    sent, planned = run_ranks(1, shared_as, algorithm, group=False, timeout=120)[0]
-    ours = {name: amount for name, amount in sent.items() if name.startswith("cp/")}
-    assert len(ours) == BY_ALGORITHM[algorithm]
-    assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}
+    assert len(context_bytes(algorithm)) == BY_ALGORITHM[algorithm]
 
 
-LATENT = (
-    *("--multi-latent-attention", "--num-query-groups", "16", "--kv-lora-rank", "12", "--qk-head-dim", "6"),
-    *("--qk-pos-emb-head-dim", "2", "--v-head-dim", "10", "--mla-cp-exchange"),
-)
+LATENT = """
+    --multi-latent-attention --num-query-groups 16 --kv-lora-rank 12 --qk-head-dim 6
+    --qk-pos-emb-head-dim 2 --v-head-dim 10 --mla-cp-exchange
+"""
 
 
 @pytest.mark.parametrize(
@@ -142,15 +147,13 @@ LATENT = (
 )
 def test_latent_attention_sends_what_a_plan_says(algorithm: str, exchange: str) -> None:
     """Keys of 8 features and values of 10, of 8 heads here; or 14 features of latents and rotary keys."""
-    sent, planned = run_ranks(1, shared_as, algorithm, (*LATENT, exchange), group=False, timeout=120)[0]
-    ours = {name: amount for name, amount in sent.items() if name.startswith("cp/")}
-    assert ours == {name: amount for name, amount in planned.items() if name.startswith("cp/")}
+    ours = context_bytes(algorithm, f"{LATENT} {exchange}")
     if algorithm == "megatron_cp_algo":
         features = 14 if exchange == "latent" else 8 * (8 + 10)
         assert ours["cp/send"] == 3 * 7 * 2 * 2 * 64 // 8 * features * (2 * 2 + 4)
 
 
 def test_shared_slices_send_keys_once() -> None:
-    sent, planned = run_ranks(1, shared_as, "megatron_cp_algo", SLICES, group=False, timeout=120)[0]
+    ours = context_bytes("megatron_cp_algo", SLICES)
     keys = 2 * 2 * 2 * 64 // 8 * 4 // 2 * 4  # layers, k and v, samples, positions, own heads, their size
-    assert sent["cp/send"] == planned["cp/send"] == 3 * 7 * keys * (2 + 4)  # there in bf16, gradients home in fp32
+    assert ours["cp/send"] == 3 * 7 * keys * (2 + 4)  # there in bf16, gradients home in fp32

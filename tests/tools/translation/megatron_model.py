@@ -160,12 +160,33 @@ def loss(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, given: A
     return mean + sum(balance.losses), balance
 
 
+def scheduled(step: int, peak: float, floor: float, style: str, warmup: int, end: int, last: int, shape: str) -> float:
+    """Megatron's OptimizerParamScheduler, steps as iterations."""
+    if warmup > 0 and step <= warmup:
+        return peak * step / warmup
+    if style == "constant":
+        return peak
+    if step > end:
+        return floor
+    if style == "inverse-square-root":
+        return max(floor, peak * max(warmup, 1) ** 0.5 / max(step, 1) ** 0.5)
+    share = (step - warmup) / (end - warmup)
+    if style == "WSD":
+        share = max(0.0, (step - (end - last)) / last)
+    left = {
+        "linear": 1 - share,
+        "cosine": 0.5 * (math.cos(math.pi * share) + 1),
+        "exponential": 2 * 0.5**share - 1,
+        "minus_sqrt": 1 - math.sqrt(share),
+    }
+    return floor + left[shape if style == "WSD" else style] * (peak - floor)
+
+
 def rate(step: int, given: Arguments) -> float:
-    """The learning rate of a step, counted from 0; behind the warm-up."""
-    peak, floor, end = number(given, "lr", 0), number(given, "min-lr", 0), number(given, "train-iters", 0)
-    share = step / number(given, "lr-decay-iters", end)
-    left = {"linear": 1 - share, "cosine": 0.5 * (1 + math.cos(math.pi * share)), "constant": 1.0}
-    return floor + (peak - floor) * left[given.get("lr-decay-style", "linear")]
+    """The learning rate of a step, counted from 0; without a warm-up."""
+    end = int(number(given, "lr-decay-iters", number(given, "train-iters", 0)))
+    style = given.get("lr-decay-style", "linear")
+    return scheduled(step, number(given, "lr", 0), number(given, "min-lr", 0), style, 0, end, 0, "")
 
 
 def clip(gradients: Mapping[str, Tensor], given: Arguments) -> tuple[float, dict[str, Tensor]]:

@@ -131,6 +131,14 @@ def test_the_last_case_of_a_row_always_holds() -> None:
         assert conditions.index("else") == len(conditions) - 1, text
 
 
+@pytest.mark.parametrize("framework", FOREIGN)
+def test_rows_without_cases_write_flags_that_exist(framework: str) -> None:
+    for name, row in [*FOREIGN[framework].items(), *DEFAULTS[framework].items()]:
+        words = [] if row.ours.startswith(("@", "megapar launch ")) else row.ours.split()
+        assert [word for word in words if word.startswith("--") and normal(word[2:]) not in spellings()] == [], name
+        assert [word for word in words if re.fullmatch(r"[A-Z]{2,}", word)] == [], name
+
+
 def test_cases_say_what_to_write_and_why() -> None:
     assert len(CASES) > 250
     for line in {line for text in CASES for line in text.splitlines()}:

@@ -1,18 +1,15 @@
 """Translated lines of Megatron-LM train as its formulas say: losses, norms and weights of two steps, in fp64.
 
-``NUMBERS`` says for every argument that is the same here, renamed or implied and touches numbers where that is held.
+test_numbers.py has those of Paddle and MindSpeed; test_number_coverage.py says which test each argument has.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import random
 import shlex
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -21,18 +18,15 @@ import pytest
 import torch
 
 from megapar.arguments import parse
-from megapar.config.read import normal, spellings
 from megapar.core.optimizer.loss_scale import LossScale
 from megapar.core.random import Streams
 from megapar.data.sampling.samples import Boundaries, DecoderSamples
 from megapar.tools.translation.translated import equivalent, implicit_defaults, translate
-from megapar.tools.translation.verdict import CHANGING, IMPLIED, RENAMED, SAME
+from megapar.tools.translation.verdict import CHANGING
 from megapar.training.step.schedules import BatchSize, LearningRate
 from tests.support.ranks import run_ranks
-from tests.tools.translation.megatron_model import Adam, Sgd, loss, norm
-from tests.tools.translation.tables import declared
+from tests.tools.translation.megatron_model import Adam, Sgd, loss, scheduled
 
-ROOT = Path(__file__).parents[3]
 USUAL = "--seq-length 16 --max-position-embeddings 24 --micro-batch-size 2 --global-batch-size 4 --mock-data --seed 7"
 DRY = "--attention-dropout 0 --hidden-dropout 0"
 # As scripts write them; all else is Megatron's default.
@@ -69,83 +63,6 @@ LINES = {
 }
 
 
-HERE = "tests/tools/translation/test_megatron_numbers.py"
-STEPS = f"{HERE}::test_two_steps_are_megatron_s"
-MASTERS = f"{HERE}::test_masters_gradients_and_moments_are_fp32"
-GATES = "tests/moe/test_deepspeed_gates.py"
-TOKEN_GATE = "tests/model/layers/test_mlp.py::test_output_and_gradients_are_those_of_qwen2_moe_s_formula"
-AHEAD = "tests/model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula"
-LOSS = "tests/model/layers/test_loss.py::test_equals_the_reference"
-ROPE = "tests/model/layers/test_rotary.py::test_frequencies_are_those_of_transformers"
-LAYOUTS = "tests/equivalence/test_equivalence.py::test_fp64"
-# Flags that no line has: where the formula is held.
-FLAGS = {
-    "--lr-warmup-iters": f"{HERE}::test_the_learning_rate_behind_the_warm_up_is_megatron_s",
-    "--lr-wsd-decay-iters": f"{HERE}::test_the_learning_rate_behind_the_warm_up_is_megatron_s",
-    "--lr-wsd-decay-style": f"{HERE}::test_the_learning_rate_behind_the_warm_up_is_megatron_s",
-    "--initial-loss-scale": f"{HERE}::test_the_loss_scale_moves_as_megatron_s",
-    "--min-loss-scale": f"{HERE}::test_the_loss_scale_moves_as_megatron_s",
-    "--loss-scale-window": f"{HERE}::test_the_loss_scale_moves_as_megatron_s",
-    "--hysteresis": f"{HERE}::test_the_loss_scale_moves_as_megatron_s",
-    "--rampup-batch-size": f"{HERE}::test_the_batch_ramps_as_megatron_s",
-    "--reset-position-ids": f"{HERE}::test_documents_are_parted_as_megatron_s",
-    "--reset-attention-mask": f"{HERE}::test_documents_are_parted_as_megatron_s",
-    "--eod-mask-loss": f"{HERE}::test_documents_are_parted_as_megatron_s",
-    "--mtp-loss-weight": "tests/model/decoder/test_mtp.py::test_loss_by_hand",
-    **dict.fromkeys(("--mtp-depth", "--mtp-block"), AHEAD),
-    **dict.fromkeys(("--original-max-position-embeddings", "--low-freq-factor", "--high-freq-factor"), ROPE),
-    **dict.fromkeys(("--beta-fast", "--beta-slow", "--mscale", "--mscale-all-dim", "--rope-attention-factor"), ROPE),
-    "--moe-router-pre-softmax": "tests/model/conformance/test_conformance.py::test_conformance",
-    "--multi-latent-attention": "tests/model/conformance/test_conformance.py::test_conformance",
-    "--moe-layer-freq": "tests/model/test_layer_pattern.py::test_lists_are_those_of_python",
-    "--moe-shared-expert-intermediate-size": TOKEN_GATE,
-    "--moe-shared-expert-gate": TOKEN_GATE,
-    "--qk-norm": "tests/model/hugging_face/test_save.py::test_exported_decoder_gives_our_logits",
-    "--moe-model-type": f"{GATES}::test_kept_pairs_and_weights",
-    "--moe-capacity-factor": f"{GATES}::test_capacity_counts_and_loss",
-    "--moe-min-capacity": f"{GATES}::test_capacity_counts_and_loss",
-    "--moe-drop-policy": f"{GATES}::test_kept_pairs_and_weights",
-    "--depth-scaled-init": "tests/model/test_initialize.py::test_depth_scales_what_is_added_to_the_residual_stream",
-}
-IMPLICATIONS = {
-    **dict.fromkeys(("add-qkv-bias", "rope-type", "softmax-type", "mlp-type", "rotary-interleaved"), STEPS),
-    **dict.fromkeys(("no-rope-fusion", "torch_adam", "ds_fused_adam", "attention-backend"), STEPS),
-    **dict.fromkeys((f"use-flash-attn-{kind}" for kind in ("v1", "v2", "triton", "builder")), STEPS),
-    **dict.fromkeys(("no-pad-vocab-size", "disable-pad-vocab-size"), STEPS),
-    **dict.fromkeys(("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"), MASTERS),
-    **dict.fromkeys((f"megatron-fsdp-{kind}-dtype" for kind in ("main-params", "main-grads", "grad-comm")), MASTERS),
-    **dict.fromkeys(("ddp-param-name-patterns-for-fp32-local-accumulation", "use-precision-aware-optimizer"), MASTERS),
-    **dict.fromkeys(("cross-entropy-fusion-impl", "cross-entropy-loss-fusion"), LOSS),
-    "dataloader-type": "tests/data/sampling/test_samples.py::test_every_epoch_has_every_window_once_in_its_own_order",
-    "disable-moe-top2-2nd-expert-sampling": f"{GATES}::test_kept_pairs_and_weights",
-    **dict.fromkeys(("enable-expert-tensor-parallelism", "enable-zbh1-exact-semantics"), LAYOUTS),
-    **dict.fromkeys(("create-moe-param-group", "overlap-p2p-communication"), LAYOUTS),
-    **dict.fromkeys(("moe-enable-deepep", "moe-flex-dispatcher-backend"), LAYOUTS),
-}
-# What touches no number of a training, whatever it says.
-SILENT_FLAGS = {
-    "--data-path": "which text is read",
-    "--eval-data-path": "which text is read",
-    "--split": "which text is read",
-    "--tokenizer-model": "what tokens are",
-    "--eval-interval": "evaluations change nothing",
-    "--eval-iters": "evaluations change nothing",
-    "--manual-gc": "when Python collects",
-    "--manual-gc-interval": "when Python collects",
-    "--deterministic": "which kernels repeat their results",
-    "--dtype": "the comparison is in fp64",
-}
-SILENT = (
-    *("auto-detect-ckpt-format", "ckpt-format", "dist-ckpt-format", "use-dist-ckpt", "exit-on-missing-checkpoint"),
-    *("check-for-large-grads", "check-for-spiky-loss", "log-straggler", "log-throughput", "distributed-backend"),
-    *("exit-signal-handler", "exit-signal-handler-for-dataloader", "exit-signal-handler-for-training", "local-rank"),
-    *("log-memory-to-tensorboard", "log-timers-to-tensorboard", "log-world-size-to-tensorboard", "local_rank"),
-    *("log-batch-size-to-tensorboard", "no-log-learnig-rate-to-tensorboard", "no-log-loss-scale-to-tensorboard"),
-    *("disable-use-tokenizer-model-from-checkpoint-args", "no-use-tokenizer-model-from-checkpoint-args", "onnx-safe"),
-    *("tokenizer-type", "data-impl"),
-)
-
-
 def given(line: str) -> dict[str, str]:
     """A script's arguments by name."""
     found: dict[str, str] = {}
@@ -162,13 +79,13 @@ def given(line: str) -> dict[str, str]:
     return found
 
 
-def ours(line: str) -> list[str]:
+def ours(line: str, framework: str = "megatron") -> list[str]:
     """The command that a line is translated to, in fp64; nothing of it may be another training."""
-    items = translate(line.split(), "megatron")
-    items += implicit_defaults(items, "megatron")
+    items = translate(shlex.split(line), framework)
+    items += implicit_defaults(items, framework)
     assert [item for item in items if item.verdict in CHANGING] == []
     flags = [word for text in equivalent(items)[1] for word in shlex.split(text)]
-    return [*flags, "--dtype", "fp64", "--device", "cpu"]
+    return [*flags, "--data-path", "mock", "--dtype", "fp64", "--device", "cpu"]
 
 
 def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str]) -> dict[str, Any]:
@@ -216,11 +133,17 @@ def two_steps(rank: int, world_size: int, rendezvous: str, flags: Sequence[str])
     }
 
 
-@pytest.mark.parametrize("name", LINES)
-def test_two_steps_are_megatron_s(name: str) -> None:
-    """Two micro-batches a step: weights and norms after the first and the second step."""
-    arguments = given(LINES[name])
-    run = run_ranks(1, two_steps, ours(LINES[name]), group=False)[0]
+def hold_two_steps(
+    flags: Sequence[str], arguments: dict[str, str], more: Callable[..., torch.Tensor | float] = lambda *_: 0.0
+) -> dict[str, Any]:
+    """Run two steps of two micro-batches each, and compare norms and weights with the formulas of the arguments.
+
+    Args:
+        flags: the run's, which is returned.
+        arguments: of the formulas, as Megatron spells them.
+        more: losses besides Megatron's, of the weights and the layers that have experts.
+    """
+    run: dict[str, Any] = run_ranks(1, two_steps, flags, group=False)[0]
     weights = {key: torch.from_numpy(value.copy()) for key, value in run["states"][0].items()}
     trained = [key for key in weights if not key.endswith("correction_bias")]
     optimizer = Sgd(arguments) if arguments.get("optimizer") == "sgd" else Adam(arguments)
@@ -231,7 +154,7 @@ def test_two_steps_are_megatron_s(name: str) -> None:
         for first in (4 * step, 4 * step + 2):
             tokens, labels = (torch.from_numpy(run[kind][first : first + 2]) for kind in ("tokens", "labels"))
             value, balance = loss(weights, tokens, labels, arguments)
-            (value / 2).backward()
+            ((value + more(weights, balance.load)) / 2).backward()
             loads = {key: loads.get(key, 0) + load for key, load in balance.load.items()}
         gradients = {key: weights[key].grad for key in trained}
         weights = {key: tensor.detach() for key, tensor in weights.items()}
@@ -243,6 +166,12 @@ def test_two_steps_are_megatron_s(name: str) -> None:
         assert run["norms"][step] == pytest.approx(total, rel=1e-9)
         for key, value in run["states"][step + 1].items():
             np.testing.assert_allclose(value, weights[key].numpy(), rtol=1e-9, atol=1e-11, err_msg=key)
+    return run
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_two_steps_are_megatron_s(name: str) -> None:
+    hold_two_steps(ours(LINES[name]), given(LINES[name]))
 
 
 def test_masters_gradients_and_moments_are_fp32() -> None:
@@ -258,57 +187,62 @@ def test_the_lines_start_and_are_of_the_sizes_that_megatron_makes() -> None:
     assert config.optimizer.adam_beta2 == 0.999
 
 
-def scheduled(step: int, peak: float, floor: float, style: str, warmup: int, end: int, last: int, shape: str) -> float:
-    """Megatron's OptimizerParamScheduler, steps as iterations."""
-    if warmup > 0 and step <= warmup:
-        return peak * step / warmup
-    if style == "constant":
-        return peak
-    if step > end:
-        return floor
-    if style == "inverse-square-root":
-        return max(floor, peak * max(warmup, 1) ** 0.5 / max(step, 1) ** 0.5)
-    share = (step - warmup) / (end - warmup)
-    if style == "WSD":
-        share = max(0.0, (step - (end - last)) / last)
-    left = {
-        "linear": 1 - share,
-        "cosine": 0.5 * (math.cos(math.pi * share) + 1),
-        "exponential": 2 * 0.5**share - 1,
-        "minus_sqrt": 1 - math.sqrt(share),
-    }
-    return floor + left[shape if style == "WSD" else style] * (peak - floor)
+# How a line asks for the rate, and the style and shape of Megatron's formula, of which Paddle's are special cases:
+# PaddleNLP's (Linear|Cosine)AnnealingWithWarmupDecay and ERNIE 4.5's wsd.
+RATES = [
+    *(("megatron", f"--lr-decay-style {style}", style, "") for style in ("constant", "linear", "cosine")),
+    ("megatron", "--lr-decay-style inverse-square-root", "inverse-square-root", ""),
+    *(
+        ("megatron", f"--lr-decay-style WSD --lr-wsd-decay-style {shape} --lr-wsd-decay-iters 10", "WSD", shape)
+        for shape in ("linear", "cosine", "exponential", "minus_sqrt")
+    ),
+    *(("paddle", f"--lr_scheduler_type {style}", style, "") for style in ("constant", "linear", "cosine")),
+    ("paddle", "--lr_scheduler wsd:30 --decay_function 1-sqrt --max_steps 40", "WSD", "minus_sqrt"),
+]
 
 
-@pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root", "WSD"])
+@pytest.mark.parametrize(("framework", "line", "style", "shape"), RATES)
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_the_learning_rate_behind_the_warm_up_is_megatron_s(style: str, warmup: int) -> None:
-    """In the warm-up ours is one step ahead, as the row of --lr-warmup-iters says."""
-    shapes = ["linear", "cosine", "exponential", "minus_sqrt"] if style == "WSD" else [""]
-    for shape in shapes:
-        item = translate(["--lr-decay-style", style, "--lr-wsd-decay-style", shape or "linear"], "megatron")[0]
-        kind = item.ours.removeprefix("--lr-decay-style ")
-        rate = LearningRate(3.0, 0.5, kind, warmup, 40, 10, shape or "linear")
-        theirs = [scheduled(step, 3.0, 0.5, style, warmup, 40, 10, shape) for step in range(60)]
-        assert [rate.at(step) for step in range(warmup, 60)] == pytest.approx(theirs[warmup:], rel=1e-12)
-        assert [rate.at(step) for step in range(warmup)] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
-    if warmup:
-        assert "(i + 1)" in translate(["--lr-warmup-iters", "7"], "megatron")[0].reason
+def test_the_learning_rate_behind_the_warm_up_is_theirs(
+    framework: str, line: str, style: str, shape: str, warmup: int
+) -> None:
+    """In the warm-up ours is one step ahead, as the rows of --lr-warmup-iters and --warmup_steps say."""
+    written = " ".join(item.ours for item in translate(line.split(), framework)).split()
+    words = dict(zip(written[::2], written[1::2], strict=True))
+    last, ours = int(words.get("--lr-wsd-decay-iters", 0)), words.get("--lr-wsd-decay-style", "linear")
+    rate = LearningRate(3.0, 0.5, words["--lr-decay-style"], warmup, 40, last, ours)
+    end = 60 if framework == "megatron" else 40
+    theirs = [scheduled(step, 3.0, 0.5, style, warmup, 40, 10, shape) for step in range(end)]
+    assert [rate.at(step) for step in range(warmup, end)] == pytest.approx(theirs[warmup:], rel=1e-12)
+    assert [rate.at(step) for step in range(warmup)] == pytest.approx(theirs[1 : warmup + 1], rel=1e-12)
 
 
-def test_the_loss_scale_moves_as_megatron_s() -> None:
-    value, good, chances = 2.0**16, 0, 2
-    ours = LossScale(2.0**16, minimum=1.0, factor=2.0, window=5, hysteresis=2)
+def test_the_step_of_a_warm_up_is_said() -> None:
+    assert "(i + 1)" in translate(["--lr-warmup-iters", "7"], "megatron")[0].reason
+    assert "one step ahead" in translate(["--warmup_steps", "7"], "paddle")[0].reason
+
+
+@pytest.mark.parametrize(
+    ("start", "window", "hysteresis", "steps", "overflows"),
+    [(2.0**16, 5, 2, 500, 0.2), (2.0**15, 2000, 1, 60_000, 3e-4)],
+    ids=["Megatron-LM", "Paddle"],
+)
+def test_the_loss_scale_moves_as_theirs(
+    start: float, window: int, hysteresis: int, steps: int, overflows: float
+) -> None:
+    """Paddle's GradScaler has 2000 good steps in a row, and decr_every_n_nan_or_inf 1."""
+    value, good, chances = start, 0, hysteresis
+    ours = LossScale(start, minimum=1.0, factor=2.0, window=window, hysteresis=hysteresis)
     draw = random.Random(3)
-    for _ in range(500):
-        overflow = draw.random() < 0.2
+    for _ in range(steps):
+        overflow = draw.random() < overflows
         if overflow:
             good, chances = 0, chances - 1
             value = max(value * 0.5, 1.0) if chances <= 0 else value
         else:
             good += 1
-            if good == 5:
-                value, good, chances = value * 2.0, 0, 2
+            if good == window:
+                value, good, chances = value * 2.0, 0, hysteresis
         ours.update(overflow=overflow)
         assert ours.value == value
 
@@ -339,27 +273,6 @@ def test_documents_are_parted_as_megatron_s() -> None:
     assert ((sample["labels"] >= 0) == (tokens != 0)).all()
 
 
-def test_a_norm_of_one_plus_w_takes_the_same_step() -> None:
-    """--apply-layernorm-1p keeps w of 1 + w; without decay on norms the step is the same."""
-    weights = {"norm.weight": torch.ones(4, dtype=torch.float64), "norm.bias": torch.zeros(4, dtype=torch.float64)}
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    centred = {"norm.weight": weights["norm.weight"] - 1}
-    plain, shifted = Adam({"lr": "0.1", "train-iters": "4"}), Adam({"lr": "0.1", "train-iters": "4"})
-    for _ in range(2):
-        leaf = weights["norm.weight"].clone().requires_grad_(True)
-        (norm(x, {**weights, "norm.weight": leaf}, "norm", {}) * x.roll(1)).sum().backward()
-        assert leaf.grad is not None
-        plain.step({"norm.weight": weights["norm.weight"]}, {"norm.weight": leaf.grad})
-        shifted.step(centred, {"norm.weight": leaf.grad})
-        torch.testing.assert_close(weights["norm.weight"], 1 + centred["norm.weight"], rtol=0, atol=1e-15)
-
-
-def test_scores_divided_by_the_layer_s_number_and_multiplied_again_are_the_same() -> None:
-    """--apply-query-key-layer-scaling is about the range of fp16."""
-    scores = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close((3 * (scores / 3)).softmax(-1), scores.softmax(-1), rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_dropout_is_of_so_many_and_scales_the_rest(share: float) -> None:
     x = torch.ones(40_000, dtype=torch.float64)
@@ -367,37 +280,3 @@ def test_dropout_is_of_so_many_and_scales_the_rest(share: float) -> None:
     dropped = int((y == 0).sum())
     assert abs(dropped - share * len(x)) < 5 * math.sqrt(len(x) * share * (1 - share))
     torch.testing.assert_close(y[y != 0], x[y != 0] / (1 - share), rtol=1e-12, atol=0)
-
-
-@cache
-def names_of_tests(path: str) -> frozenset[str]:
-    """The names of a file's tests."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
-@pytest.mark.parametrize(("table", "framework"), [("megatron_lm", "megatron"), ("megatron_deepspeed", "deepspeed")])
-def test_what_is_the_same_here_is_held_to_a_formula(table: str, framework: str) -> None:
-    in_lines = {name for line in LINES.values() for name in given(line)}
-    known = {*in_lines, *IMPLICATIONS, *SILENT}
-    written = {word for line in LINES.values() for word in ours(line) if word.startswith("--")}
-    missing = {}
-    for row in declared(table):
-        values = dict.fromkeys((row.default, *row.choices, "2", "1")) if row.kind == "value" else [""]
-        for value in values:
-            item = translate(row.words(value), framework)[0]
-            if item.verdict == IMPLIED and row.name not in known:
-                missing[row.name] = item.reason
-            for word in shlex.split(item.ours) if item.verdict in (SAME, RENAMED) else []:
-                flag = spellings().get(normal(word[2:])) if word.startswith("--") else None
-                touches = flag is not None and flag.flag.group in ("model", "moe", "training", "optimizer", "data")
-                if touches and word not in written and word not in FLAGS and word not in SILENT_FLAGS:
-                    missing[row.name] = item.ours
-    assert missing == {}
-
-
-def test_the_tests_that_are_named_are_there() -> None:
-    for place in {*FLAGS.values(), *IMPLICATIONS.values()}:
-        path, _, name = place.partition("::")
-        assert (ROOT / path).is_file(), place
-        assert not name or name in names_of_tests(path), place

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from megapar.tools.translation.translated import translate
-from megapar.tools.translation.verdict import RENAMED, SAME
+from megapar.arguments import parse
+from megapar.model.decoder.sizes import DecoderSizes
+from megapar.model.rope_scaling import RopeScaling
+from megapar.tools.translation.translated import equivalent, implicit_defaults, translate
+from megapar.tools.translation.verdict import CHANGING, RENAMED, SAME
+from tests.tools.test_translate import arguments
 
 # A section per framework. A row is a line, the verdict on its first argument, and the flags that are written for that.
 ROWS = """
@@ -54,6 +58,7 @@ ROWS = """
 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-router-topk 4 | same | --moe-router-num-groups 8
 --moe-router-num-groups 8 --moe-router-score-function sigmoid --moe-router-topk 8 | same | --moe-router-num-groups 8
 --moe-router-score-function sqrtsoftplus | another model
+--moe-layer-freq ([0]+[1]*15) | renamed | --first-k-dense 1
 --moe-layer-freq ([0]*3+[1]*58) | renamed | --first-k-dense 3
 --moe-layer-freq [0,0,1,1] | renamed | --first-k-dense 2
 --moe-layer-freq 2 | same | --moe-layer-freq 2
@@ -130,6 +135,7 @@ ROWS = """
 --start-weight-decay .1 --weight-decay-incr-style constant | renamed | --weight-decay .1
 --train-samples 1000 --global-batch-size 8 | renamed | --train-iters 125
 --train-samples 1000 | other numbers
+--train-samples 208 --rampup-batch-size 8 8 64 --global-batch-size 24 | renamed | --train-iters 12
 --train-samples 1007 --global-batch-size 8 | renamed | --train-iters 125
 --train-samples 100 --global-batch-size inf | other numbers
 --lr-warmup-fraction nan --train-iters 10 | other numbers
@@ -155,6 +161,39 @@ ROWS = """
 --vocab-file f | left to you
 --data-path <path> | left to you
 --data-path /path/to/data | left to you
+--use-rope-scaling | renamed | --rope-scaling-type llama3
+--rotary-seq-len-interpolation-factor 4 | renamed | --rope-scaling-type linear --rope-scaling-factor 4
+--rotary-scaling-factor 40 --multi-latent-attention | renamed | --rope-scaling-type yarn --rope-scaling-factor 40
+--rotary-scaling-factor 40 --multi-latent-attention --rope-type yarn | renamed \
+    | --rope-scaling-type yarn --rope-scaling-factor 40
+--mscale 0.7 --multi-latent-attention --rotary-scaling-factor 40 --mscale-all-dim 0.7 | same | --mscale 0.7
+--mscale-all-dim 0.7 --multi-latent-attention --rotary-scaling-factor 40 --mscale 0.7 | same | --mscale-all-dim 0.7
+--mscale-all-dim 1.0 --multi-latent-attention --rotary-scaling-factor 40 | renamed | --mscale 1.0 --mscale-all-dim 1.0
+--mscale 0.5 --multi-latent-attention --rotary-scaling-factor 40 | renamed | --rope-attention-factor 1.1844439727056968
+--original-max-position-embeddings 512 --multi-latent-attention --rotary-scaling-factor 40 | same \
+    | --original-max-position-embeddings 512
+--rotary-scaling-factor 40 | unnecessary
+--rotary-scaling-factor 1.0 --multi-latent-attention | unnecessary
+--rotary-scaling-factor 40 --multi-latent-attention --rope-type rope | unnecessary
+--rope-type yarn --multi-latent-attention --rotary-scaling-factor 40 | implied
+--rope-type yarn | unnecessary
+--rope-type yarn --multi-latent-attention | unnecessary
+--mscale 1.0 --multi-latent-attention --rotary-scaling-factor 40 | unnecessary
+--mscale-all-dim 0.0 --multi-latent-attention --rotary-scaling-factor 40 --mscale 1.0 | unnecessary
+--mscale 0.7 | unnecessary
+--mscale-all-dim 0.7 | unnecessary
+--use-rope-scaling --multi-latent-attention | unnecessary
+--rotary-percent 0.5 --multi-latent-attention | another model
+--original-max-position-embeddings 512 | unnecessary
+--rotary-seq-len-interpolation-factor 1 | unnecessary
+--rotary-seq-len-interpolation-factor 4 --use-rope-scaling | another model
+--kv-lora-rank 64 | unnecessary
+--qk-rope-head-dim 64 | unnecessary
+--padded-base-length 64 | unnecessary
+--kv-channels 64 | renamed | --head-dim 64
+--kv-channels 64 --multi-latent-attention | unnecessary
+--zero-stage 3 | renamed | --sharding-stage 3
+--swiglu | renamed | --activation swiglu
 [deepspeed]
 --num-experts 1 | renamed | --num-experts 0
 --num-experts 32 32 64 | another model
@@ -232,6 +271,16 @@ ROWS = """
 --recompute-in-bubble | unsupported
 --moe-tp-extend-ep --expert-model-parallel-size 2 --tensor-model-parallel-size 4 | renamed | --expert-mp-degree 1
 --expert-model-parallel-size 2 --moe-tp-extend-ep --tensor-model-parallel-size 4 | renamed | --ep-degree 8
+--rope-scaling-type yarn --rope-scaling-factor 40 | same | --rope-scaling-type yarn
+--rope-scaling-beta-fast 16 --rope-scaling-type yarn --rope-scaling-factor 40 | renamed | --beta-fast 16
+--rope-scaling-original-max-position-embeddings 4096 --rope-scaling-type yarn --rope-scaling-factor 40 | same \
+    | --original-max-position-embeddings 4096
+--low-freq-factor 1.0 --rope-scaling-type llama3 | renamed | --low-freq-factor 1.0
+--partial-rotary-factor 0.5 | same | --rotary-percent 0.5
+--rope-scaling-type longrope | another model
+--beta-fast 16 | unnecessary
+--partial-rotary-factor 0.0 | unnecessary
+--long-mscale 1.2 | unnecessary
 [paddle]
 --tensor_parallel_degree 2 | renamed | --mp-degree 2
 --tensor_parallel_degree -1 | unnecessary
@@ -328,3 +377,38 @@ def test_values_decide(framework: str, line: str, verdict: str, ours: str) -> No
     item = translate(shlex.split(line), framework)[0]
     assert (item.verdict, item.ours) == (verdict, ours), item
     assert item.reason or item.verdict in (SAME, RENAMED)
+
+
+# As scripts of Llama 3.1 8B are written for Megatron-LM; the batch, data and layout are left out.
+LLAMA_3_1 = """
+--swiglu --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention
+--num-query-groups 8 --seq-length 8192 --max-position-embeddings 131072 --use-rotary-position-embeddings
+--disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-5 --rotary-base 500000 --vocab-size 128256
+--kv-channels 128 --use-rope-scaling --rope-scaling-factor 8.0 --rotary-percent 1.0 --micro-batch-size 1
+--untie-embeddings-and-output-weights --train-iters 10 --lr 1e-4 --mock-data --attention-dropout 0 --hidden-dropout 0
+"""
+
+
+def test_llama_3_1_is_the_published_model() -> None:
+    items = translate(LLAMA_3_1.split(), "megatron")
+    items += implicit_defaults(items, "megatron")
+    assert [item for item in items if item.verdict in CHANGING] == []
+    model = parse("moe", [word for text in equivalent(items)[1] for word in shlex.split(text)], {}).model
+    assert isinstance(model, DecoderSizes)
+    published = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert model.rope_scaling == RopeScaling(rope_type="llama3", original_max_position_embeddings=8192, **published)
+    assert (model.rope_theta, model.rotary_dim, model.max_position_embeddings) == (500000.0, 128, 131072)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mindspeed_deepseek_v3"])
+def test_a_launch_line_of_deepseek_v3_has_its_attention(name: str) -> None:
+    """The line's source is in its file, ``tests/tools/scripts``."""
+    items = translate(arguments(name))
+    _, trainer = equivalent([*items, *implicit_defaults(items, "megatron")])
+    given = " ".join(word for word in trainer if not word.startswith("--world-size")).split()
+    # The first line's batch is too small for its own stages on the ranks of its experts.
+    config = parse("moe", ["--rules-only", "--world-size", "1024", *given, "--global-batch-size", "3840"], {})
+    sizes = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
+    sizes |= {"multi_latent_attention": True, "head_dim": 192, "qk_norm": False}
+    assert {key: config.value(key) for key in sizes} == sizes
+    assert {item.flag: item for item in items}["--qk-layernorm"].verdict == "implied"
