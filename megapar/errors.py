@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Join the first ``most`` texts for a message, and count the others."""
+    left = len(texts) - most
+    shown = separator.join(texts[:most])
+    return f"{shown}{separator.strip(', ')} and {left} more" if left > 0 else shown
+
+
 @dataclass(frozen=True)
 class Complaint:
     """One problem with a configuration.

@@ -74,5 +74,4 @@ def _generator(device: torch.device) -> torch.Generator:
     if device.type in ("cpu", "meta"):  # tensors without values draw nothing
         return torch.default_generator
     generators = torch.get_device_module(device).default_generators
-    generator: torch.Generator = generators[device.index or 0]
-    return generator
+    return generators[device.index or 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megapar.data.lazy_numpy import np
@@ -126,6 +126,7 @@ class _Request(NamedTuple):
     length: int | None
 
 
+@dataclass(eq=False)
 class Loader:
     """Loads the micro-batches of one rank.
 
@@ -143,33 +144,26 @@ class Loader:
     During a step, a thread prefetches the next one, assuming the same K and sequence length. If the next step differs,
     the same thread makes its micro-batches when they are requested: samples may keep a file's position. The thread
     holds at most one step. Its errors are raised by the step that needs the prefetched micro-batches.
+
+    Attributes:
+        data_rank: r, this rank's index over all axes whose ranks read different data.
+        data_ranks: R, the size of these axes.
+        prefetch: False makes every step when it is requested.
     """
 
-    def __init__(
-        self,
-        samples: Samples,
-        collate: Collate,
-        micro_batch_size: int,
-        data_rank: int = 0,
-        data_ranks: int = 1,
-        *,
-        prefetch: bool = True,
-    ) -> None:
-        """Start the prefetch thread when the first step is requested.
+    samples: Samples
+    collate: Collate
+    micro_batch_size: int
+    data_rank: int = 0
+    data_ranks: int = 1
+    prefetch: bool = field(default=True, kw_only=True)
 
-        Args:
-            data_rank: r, this rank's index over all axes whose ranks read different data.
-            data_ranks: R, the size of these axes.
-            prefetch: False makes every step when it is requested.
-        """
-        if micro_batch_size < 1 or not 0 <= data_rank < data_ranks:
-            raise ValueError(f"micro-batch size {micro_batch_size}, data rank {data_rank} of {data_ranks}")
-        self._samples = samples
-        self._collate = collate
-        self._size = micro_batch_size
-        self._rank = data_rank
-        self._ranks = data_ranks
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="megapar-loader") if prefetch else None
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1 or not 0 <= self.data_rank < self.data_ranks:
+            raise ValueError(
+                f"micro-batch size {self.micro_batch_size}, data rank {self.data_rank} of {self.data_ranks}"
+            )
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="megapar-loader") if self.prefetch else None
         self._prefetched: tuple[_Request, Future[list[MicroBatch]]] | None = None
 
     def step(self, consumed_samples: int, num_micro_batches: int, length: int | None = None) -> list[MicroBatch]:
@@ -187,7 +181,7 @@ class Loader:
                 prefetched[1].cancel()
             batches = self._read(request)
         if self._worker is not None:
-            global_batch = num_micro_batches * self._ranks * self._size
+            global_batch = num_micro_batches * self.data_ranks * self.micro_batch_size
             following = _Request(consumed_samples + global_batch, num_micro_batches, length)
             self._prefetched = following, self._worker.submit(self._made, following)
         return batches
@@ -208,12 +202,12 @@ class Loader:
         return self._worker.submit(self._made, request, data_rank).result()
 
     def _made(self, request: _Request, data_rank: int | None = None) -> list[MicroBatch]:
-        rank = self._rank if data_rank is None else data_rank
-        starts = (
-            request.consumed_samples + (k * self._ranks + rank) * self._size for k in range(request.num_micro_batches)
-        )
+        rank = self.data_rank if data_rank is None else data_rank
+        first = request.consumed_samples + rank * self.micro_batch_size
+        stride = self.data_ranks * self.micro_batch_size
+        starts = (first + k * stride for k in range(request.num_micro_batches))
         return [
-            self._collate([_cropped(self._samples[start + i], request.length) for i in range(self._size)])
+            self.collate([_cropped(self.samples[start + i], request.length) for i in range(self.micro_batch_size)])
             for start in starts
         ]
 

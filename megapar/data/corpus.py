@@ -140,13 +140,7 @@ def of_pieces(
 
 
 def _make_maker(
-    kind: str,
-    seq_length: int,
-    seed: int,
-    split: str,
-    packing: Packing,
-    mlm_probability: float,
-    tasks: TaskData | None,
+    kind: str, seq_length: int, seed: int, split: str, packing: Packing, mlm_probability: float, tasks: TaskData | None
 ) -> Maker:
     """Return the maker of a kind's samples. Raises DataError for a sequence that is too short or a broken split."""
     if kind not in KINDS:

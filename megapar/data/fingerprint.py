@@ -21,7 +21,7 @@ from megapar.data.cache import Unread, cached_value, hash_parts
 from megapar.data.text.source import MOCK, PYTHON, open_sources, unread_bytes
 from megapar.data.tokens.indexed import without_suffix
 from megapar.data.tokens.prepared import hashes_path, index_hash
-from megapar.errors import DataError
+from megapar.errors import DataError, listed
 from megapar.files.data_files import FIELD, bare_name
 from megapar.files.manifest import sha256_of
 from megapar.files.regular_file import read_regular_text
@@ -67,13 +67,13 @@ def fingerprints_of(paths: Sequence[str], field: str = FIELD, *, may_read: bool 
         return tuple(fingerprints)
     values = [each.value for each in fingerprints if each.value is not None]
     whole = hash_parts(*values) if len(values) == len(fingerprints) else None
-    names = _names([path for group in groups for path in group.paths])
+    names = listed([path for group in groups for path in group.paths], _NAMES)
     cut = "+".join(sorted({each.cut for each in fingerprints}))
     return (Fingerprint(names, whole, None, cut, sum(each.unread for each in fingerprints)),)
 
 
 def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
-    names = _names(group.paths)
+    names = listed(group.paths, _NAMES)
     by_text = not group.indexed or hashes_path(group.paths[0]).exists()
     cut = BY_TEXT if by_text else BY_POSITION
     try:
@@ -83,11 +83,6 @@ def _of_group(group: Group, field: str, may_read: bool) -> Fingerprint:
     except OSError as error:
         raise DataError(f"{names}: cannot be read: {error}") from error
     return Fingerprint(names, value, group.weight, cut)
-
-
-def _names(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _NAMES} more" if len(paths) > _NAMES else ""
-    return ", ".join(paths[:_NAMES]) + more
 
 
 def _texts(paths: Sequence[str], field: str, may_read: bool) -> str:

@@ -236,6 +236,14 @@ def copy(source: Place, target: Location) -> None:
         copied.finish()
 
 
+def replace(path: Location, content: bytes) -> None:
+    """Write a small file that nothing depends on, in place of an existing one."""
+    path.remove()
+    file = path.write()
+    file.write(memoryview(content))
+    file.finish(durable=False)
+
+
 @contextmanager
 def written_locally(folder: Location) -> Iterator[Path]:
     """Yield a folder for a library that writes files itself. They are in ``folder``, durable, at the end."""

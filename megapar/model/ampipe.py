@@ -91,8 +91,7 @@ class Sliced(NamedTuple):
         y = self.arriving.finish(number, self.handles[number]).view_as(x)  # [4]
         if self.shared:
             y = y + self.shared[number]
-        out: Tensor = x + self.drop(y, context, "mlp", number)
-        return out
+        return x + self.drop(y, context, "mlp", number)
 
 
 class IncomingSlices:

@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar.errors import CheckpointError
+from megapar.errors import CheckpointError, listed
 from megapar.files.location import Location, Place, at
 from megapar.files.regular_file import HEAD_BYTES, INDEX_BYTES, json_object, not_this
 from megapar.files.tensor_file import INDEX_FILE, ITEM_BYTES, WEIGHTS_FILE, TensorFile
@@ -127,8 +127,7 @@ class PublishedTensors:
             elif stored is not None and stored.code not in WEIGHTS:
                 problems.append(f"{name} is stored as {stored.code}; weights are {_READ}")
         if problems:
-            more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
-            raise CheckpointError(f"{self.folder}: {'; '.join(problems[:_MOST_PROBLEMS])}{more}")
+            raise CheckpointError(f"{self.folder}: {listed(problems, _MOST_PROBLEMS, '; ')}")
         return sorted(set(self.tensors) - {*pieces, *architecture.doubled})
 
     def dtypes(self) -> Mapping[str, str]:
@@ -182,6 +181,4 @@ def _weight_map(index: Location) -> dict[str, str]:
 
 def some(names: Iterable[Any]) -> str:
     """Format the first names, and the number of the others."""
-    ordered = sorted(map(str, names))
-    more = len(ordered) - _MOST_NAMES
-    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return listed(sorted(map(str, names)), _MOST_NAMES)

@@ -13,6 +13,8 @@ from megapar.schema.flag import flag
 from megapar.schema.legal_values import MAX_LAYERS
 
 ACTIVATIONS = ("swiglu", "gelu")
+NO_LOSS = -100
+"""The label of a position that does not contribute to any loss."""
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -113,14 +113,12 @@ def transpose_runs(like: Tensor, sources: int, experts: int, length: int) -> Ord
 
 def permute(x_TH: Tensor, order: ExpertOrder) -> Tensor:
     """Copy the token of each row, zeros beyond the kept pairs: [R, H]. The backward is ``unpermute``."""
-    rows_RH: Tensor = _Permute.apply(x_TH, *order)
-    return rows_RH
+    return _Permute.apply(x_TH, *order)
 
 
 def unpermute(rows_RH: Tensor, order: ExpertOrder) -> Tensor:
     """Sum each token's rows: [T, H]. The backward is ``permute``."""
-    y_TH: Tensor = _Unpermute.apply(rows_RH, *order)
-    return y_TH
+    return _Unpermute.apply(rows_RH, *order)
 
 
 class _Permute(torch.autograd.Function):
@@ -148,8 +146,7 @@ class _Unpermute(torch.autograd.Function):
 
 def gather_rows(x_TH: Tensor, order: ExpertOrder) -> Tensor:
     """Compute ``permute`` outside autograd."""
-    rows_RH: Tensor = op("permute", x_TH)(x_TH, *order)
-    return rows_RH
+    return op("permute", x_TH)(x_TH, *order)
 
 
 def gather_sum(rows_RH: Tensor, order: ExpertOrder) -> Tensor:

@@ -255,8 +255,7 @@ def grouped_linear(
         ends: Returns ``row_ends`` of the counts, if several products share it.
     """
     if defer_wgrad is not None:
-        product: Tensor = _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)
-        return product
+        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)
     if sizes_E is not None:
         return linear_by_size(rows_RI, weight_EOI, sizes_E)
     return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E, ends)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -43,8 +44,8 @@ from megapar.moe.slicing import Slicing
 from megapar.moe.stats import MoeStats
 
 T = TypeVar("T")
-Compute = Callable[..., Tensor]  # as ``Experts.compute``
-ComputeOne = Callable[[Tensor, Tensor | None], Tensor]  # as of ``Experts.per_expert``
+RunExperts = Callable[..., Tensor]  # as ``Experts.compute``
+RunExpert = Callable[[Tensor, Tensor | None], Tensor]  # as of ``Experts.per_expert``
 
 
 class ImmediateDispatch:
@@ -199,8 +200,8 @@ class _PieceWork:
         self._entering = self._dispatcher.start_enter(received_RH)
         self._dispatch.launch_next()  # if pieces are chained, the next one is launched after this collective
 
-    def compute(self, compute: Compute, by_expert: Sequence[ComputeOne]) -> None:
-        """Compute the experts. by_expert: A function per expert, for a piece with rows of one expert only."""
+    def run(self, run_experts: RunExperts, by_expert: Sequence[RunExpert]) -> None:
+        """Run the experts. by_expert: A function per expert, for a piece with rows of one expert only."""
         plan = self._plan
         rows_RH = self._dispatcher.wait_enter(self._entering, plan)  # [5]
         weights_R = self._weights_R if self._dispatcher.experts_apply_gate_weights else None
@@ -208,7 +209,7 @@ class _PieceWork:
             out_RH = by_expert[plan.expert](rows_RH, weights_R)
         else:
             sizes = self._forward.experts.host_sizes(plan.counts, plan.sizes, len(rows_RH), self._forward.replay)
-            out_RH = compute(rows_RH, plan.counts, sizes, weights_R, plan.ends)
+            out_RH = run_experts(rows_RH, plan.counts, sizes, weights_R, plan.ends)
         self._leaving = self._dispatcher.start_leave(out_RH, plan)  # [6]
 
     def combine(self) -> PendingRows:
@@ -219,6 +220,7 @@ class _PieceWork:
         return self._dispatcher.start_combine(out_RH, self._plan, self._forward.ends_unit)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MoeForward:
     """One micro-batch in one layer: ``dispatch`` for every slice in order, then ``compute_experts``, then ``stats``.
 
@@ -230,25 +232,17 @@ class MoeForward:
         ends_unit: Of the recomputed unit that ends with this layer; its recomputation does not send combines.
     """
 
-    def __init__(
-        self,
-        router: Router,
-        experts: Experts,
-        shared: nn.Module | None,
-        slots: ExpertSlots,
-        *,
-        routing: MicroBatchRouting,
-        dispatcher: Dispatcher[Any],
-        slicing: Slicing,
-        replay: Replay | None,
-        ends_unit: Replay | None,
-    ) -> None:
-        self.router, self.experts, self._shared, self._slots = router, experts, shared, slots
-        self.routing, self.dispatcher, self.slicing = routing, dispatcher, slicing
-        self.ends_unit, self.replay = ends_unit, replay
-        self._dispatches: list[ImmediateDispatch | DeferredDispatch] = []
-        self._shared_inputs: list[Tensor] = []
-        self._device = dispatcher.comm.device
+    router: Router
+    experts: Experts
+    shared: nn.Module | None
+    slots: ExpertSlots
+    routing: MicroBatchRouting
+    dispatcher: Dispatcher[Any]
+    slicing: Slicing
+    replay: Replay | None
+    ends_unit: Replay | None
+    _dispatches: list[ImmediateDispatch | DeferredDispatch] = field(default_factory=list, init=False)
+    _shared_inputs: list[Tensor] = field(default_factory=list, init=False)
 
     def dispatch(self, x_BsH: Tensor, valid_Bs: Tensor | None) -> None:
         """Route the next slice, decide which of its pairs are kept, and dispatch its tokens.
@@ -270,14 +264,14 @@ class MoeForward:
         even_splits, padded = self.dispatcher.even_splits, valid_T is not None
         room = self.routing.room(batch * length, even_splits=even_splits, padded=padded)
         counts_kE = routing.sums.counts if kept_Tk is None else None
-        experts_Tk, counts_kE = self._slots.of(routing.experts, counts_kE)
+        experts_Tk, counts_kE = self.slots.of(routing.experts, counts_kE)
         message = x_TH, weights_Tk, RoutedPairs(experts_Tk, kept_Tk, counts_kE), room, self.replay
         if self.slicing.active:
             self._dispatches.append(DeferredDispatch(self.dispatcher, self.slicing, *message))  # [3]
         else:
             self._dispatches.append(ImmediateDispatch(self.dispatcher, *message))  # [3]
         self._shared_inputs.append(shared_TH.view_as(x_BsH))
-        if not self._device.is_async:
+        if not self.dispatcher.comm.device.is_async:
             self._launch_last()
 
     def _launch_last(self) -> None:
@@ -293,16 +287,19 @@ class MoeForward:
         self._launch_last()
         handles = [dispatch.handles for dispatch in self._dispatches]
         if self.slicing.active:
-            computed: Computed = self.experts(self._compute_inside, *handles)
-            return computed
-        return self._compute(lambda *rows: self.experts(_compute, *rows), [], handles)
+            return self.experts(self._slices_in_one_call, *handles)
 
-    def _compute_inside(self, experts: Experts, *handles: tuple[Tensor, ...]) -> Computed:
+        def in_one_call(*rows: Any) -> Tensor:
+            return self.experts(lambda experts, *entered: experts.compute(*entered), *rows)
+
+        return self._run_pieces(in_one_call, [], handles)
+
+    def _slices_in_one_call(self, experts: Experts, *handles: tuple[Tensor, ...]) -> Computed:
         """Compute all slices in one call of the experts' module, so that FSDP unshards the weights once."""
-        return self._compute(experts.compute, experts.per_expert() if self.slicing.expert_pieces else [], handles)
+        return self._run_pieces(experts.compute, experts.per_expert() if self.slicing.expert_pieces else [], handles)
 
-    def _compute(
-        self, compute: Compute, by_expert: Sequence[ComputeOne], handles: Sequence[tuple[Tensor, ...]]
+    def _run_pieces(
+        self, run_experts: RunExperts, by_expert: Sequence[RunExpert], handles: Sequence[tuple[Tensor, ...]]
     ) -> Computed:
         """Compute every piece of every slice."""
         sent: list[list[PendingRows]] = [[] for _ in handles]
@@ -321,7 +318,7 @@ class MoeForward:
             while next_to_enter <= min(number + lookahead, len(pieces) - 1):
                 pieces[next_to_enter].enter()
                 next_to_enter += 1
-            piece.compute(compute, by_expert)
+            piece.run(run_experts, by_expert)
             if number >= lookahead:
                 combine(number - lookahead)
         for number in range(len(pieces) - lookahead, len(pieces)):
@@ -336,14 +333,12 @@ class MoeForward:
 
         onto: A sum [T, H] to add the output to, which is returned in its place; it may change.
         """
-        if self._shared is None:
+        if self.shared is None:
             return None
         x = self._shared_inputs[number]
-        y: Tensor
-        if onto is not None and getattr(self._shared, "adds_onto", False):
-            y = self._shared(x, self.ends_unit, onto)
-            return y
-        y = self._shared(x) if self.ends_unit is None else self._shared(x, self.ends_unit)
+        if onto is not None and getattr(self.shared, "adds_onto", False):
+            return self.shared(x, self.ends_unit, onto)
+        y: Tensor = self.shared(x) if self.ends_unit is None else self.shared(x, self.ends_unit)
         return y if onto is None else onto + y.flatten(0, -2)
 
     def _lookahead(self) -> int:
@@ -354,14 +349,10 @@ class MoeForward:
         slicing = self.slicing
         if self.dispatcher.emp.size == 1:
             return 0
-        if slicing.chained and not self._device.is_async:
+        if slicing.chained and not self.dispatcher.comm.device.is_async:
             return 0  # a CPU chains by waiting, and would wait for the next rows before computing these
         return 1 if slicing.overlap_mp or slicing.expert_pieces else 0
 
     def stats(self) -> MoeStats:
         """Return the statistics of the micro-batch; call it after ``compute_experts``."""
         return self.routing.stats()
-
-
-def _compute(experts: Experts, *rows: Any) -> Tensor:
-    return experts.compute(*rows)

@@ -189,10 +189,10 @@ class MoeLayer(nn.Module):
             self.sizes, self.share, slicing, local_capacity=local_capacity, tokens=tokens, capacity=capacity
         )
         return MoeForward(
-            self.router,
-            self.experts,
-            self.shared,
-            self.slots,
+            router=self.router,
+            experts=self.experts,
+            shared=self.shared,
+            slots=self.slots,
             routing=routing,
             dispatcher=dispatcher,
             slicing=slicing,

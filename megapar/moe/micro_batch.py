@@ -13,6 +13,7 @@ of a micro-batch, R runs of consecutive positions on a rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ class QueuePlace(NamedTuple):
     slice_number: int | None = None
 
 
+@dataclass(eq=False)
 class MicroBatchRouting:
     """The pairs of a micro-batch to keep, decided slice by slice in order, and the sums of its statistics.
 
@@ -55,19 +57,15 @@ class MicroBatchRouting:
         capacity: Pairs that an expert keeps over all slices.
     """
 
-    def __init__(
-        self,
-        sizes: MoeSizes,
-        share: Share,
-        slicing: Slicing,
-        *,
-        local_capacity: bool,
-        tokens: int,
-        capacity: int | Tensor,
-    ) -> None:
-        self.sizes, self.share, self.slicing = sizes, share, slicing
-        self.shares_batch, self.local_capacity = share.size > 1, local_capacity
-        self.tokens, self.capacity = tokens, capacity
+    sizes: MoeSizes
+    share: Share
+    slicing: Slicing
+    local_capacity: bool = field(kw_only=True)
+    tokens: int = field(kw_only=True)
+    capacity: int | Tensor = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.shares_batch = self.share.size > 1
         self._sums: list[RouterSums] = []
         self._totals: Totals | None = None
         self._orthogonal: Tensor | None = None
@@ -210,11 +208,9 @@ class MicroBatchRouting:
 
 def _by_position(x: Tensor, batch: int) -> Tensor:
     """Reorder [B·S, ...] to [S·B, ...]."""
-    y: Tensor = x.unflatten(0, (batch, -1)).transpose(0, 1).flatten(0, 1)
-    return y
+    return x.unflatten(0, (batch, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def _by_sample(x: Tensor, batch: int) -> Tensor:
     """Reorder [S·B, ...] to [B·S, ...]."""
-    y: Tensor = x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(0, 1)
-    return y
+    return x.unflatten(0, (-1, batch)).transpose(0, 1).flatten(0, 1)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.comm.async_pairs import MessageBuilder, start, wait
-from megapar.core.comm.autograd import gather
+from megapar.core.comm.autograd import all_gather_replicated
 from megapar.core.comm.axis import AxisNodes
 from megapar.core.comm.exchange import AllGather, AllToAll
 from megapar.core.comm.two_hops import TwoHops
@@ -196,7 +196,7 @@ class NodeDispatcher(Dispatcher[NodePlan]):
 
     def exchange_counts(self, ordered: OutgoingRows, *, on_side_stream: bool = False) -> RowCounts:
         table = ordered.table[None]
-        sharers = gather(table, self.emp, 0) if self.gathers_rows_over_emp else table
+        sharers = all_gather_replicated(table, self.emp, 0) if self.gathers_rows_over_emp else table
         flight = self.comm.launch(AllGather(self.ep, kind="counts"), sharers)
         tables = self.comm.wait(flight, metered=not on_side_stream).view(self.ep.size, *sharers.shape)
         return RowCounts(tables, *self.comm.device.host_copy(tables))

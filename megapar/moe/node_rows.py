@@ -122,8 +122,7 @@ class NodeMessage:
 
 def build(x_TH: Tensor, weights_Tk: Tensor, message: NodeMessage) -> Tensor:
     """Build the message, with its gradient: [R, C]."""
-    rows_RC: Tensor = _Build.apply(x_TH, weights_Tk, message.experts, message.choices, *message.order)
-    return rows_RC
+    return _Build.apply(x_TH, weights_Tk, message.experts, message.choices, *message.order)
 
 
 def write(x_NH: Tensor, row_R: Tensor | None, weights_Rk: Tensor, experts_Rk: Tensor | None) -> Tensor:
@@ -179,8 +178,7 @@ def sum_rows(message: Tensor, order: ExpertOrder) -> Tensor:
 
 def arrive(message: Tensor, order: ExpertOrder, hidden: int, room: int) -> tuple[Tensor, Tensor]:
     """Return (the token of each pair of ``order`` [room, H], zeros after the last, and the pairs' weights [P])."""
-    parts: tuple[Tensor, Tensor] = _Arrive.apply(message, hidden, room, *order)
-    return parts
+    return _Arrive.apply(message, hidden, room, *order)
 
 
 def _gradients(grad: Tensor, order: ExpertOrder, choices_Tk: Tensor, hidden: int) -> tuple[Tensor, Tensor]:

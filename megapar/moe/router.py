@@ -112,8 +112,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def choose(self, probs_TE: Tensor) -> Tensor:
-        experts_Tk: Tensor = self.top(probs_TE.detach(), self.correction_bias)
-        return experts_Tk
+        return self.top(probs_TE.detach(), self.correction_bias)
 
     def orthogonal_loss(self) -> Tensor:
         """Return the mean squared entry of W W^T - 1 with normalized rows of W: 0 if the experts' rows are orthogonal.
@@ -202,8 +201,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _softmax_backward(grad: Tensor, result: Tensor) -> Tensor:
-    made: Tensor = torch.ops.aten._softmax_backward_data(grad, result, 1, result.dtype)
-    return made
+    return torch.ops.aten._softmax_backward_data(grad, result, 1, result.dtype)
 
 
 class _ChosenShares(torch.autograd.Function):
@@ -281,8 +279,7 @@ def _shares(routing: Routing, kept_Tk: Tensor | None, over_kept: bool, divided: 
     if not divided:
         return weights_Tk
     if over_kept or kept_Tk is None:
-        shares_Tk: Tensor = _Renormalized.apply(weights_Tk)
-        return shares_Tk
+        return _Renormalized.apply(weights_Tk)
     return weights_Tk / chosen_Tk.sum(dim=1, keepdim=True).clamp(min=SMALLEST_TOTAL)
 
 
@@ -303,8 +300,7 @@ class _Renormalized(torch.autograd.Function):
         mean_T1 = (grad_Tk * shares_Tk).sum(1, keepdim=True)
         # The lower bound is a constant: where it divides, the sum has no gradient.
         mean_T1 = torch.ops.aten.threshold_backward(mean_T1, total_T1, SMALLEST_TOTAL)
-        grad: Tensor = (grad_Tk - mean_T1) / divisor_T1
-        return grad
+        return (grad_Tk - mean_T1) / divisor_T1
 
 
 @torch.no_grad()

@@ -177,8 +177,7 @@ def _by_sample(probs_TE: Tensor, best_Tk: Tensor, valid_T: Tensor | None, sample
     both = torch.stack((probs_TE, pairs_TE), dim=1)
     if valid_T is not None:
         both = torch.where(valid_T[:, None, None], both, 0.0)
-    summed: Tensor = both.unflatten(0, (samples, -1)).sum(1)
-    return summed
+    return both.unflatten(0, (samples, -1)).sum(1)
 
 
 def add_sums(parts: Sequence[RouterSums]) -> RouterSums:

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.comm.async_pairs import MessageBuilder, start, wait
-from megapar.core.comm.autograd import gather
+from megapar.core.comm.autograd import all_gather_replicated
 from megapar.core.comm.exchange import AllToAll
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
@@ -87,7 +87,7 @@ class TokenDispatcher(Dispatcher[DispatchPlan]):
 
     def exchange_counts(self, ordered: OrderedRows, *, on_side_stream: bool = False) -> RowCounts:
         counts = ordered.counts.view(self.ep.size, -1)
-        sharers = gather(counts[None], self.emp, 0) if self.gathers_rows_over_emp else counts[None]
+        sharers = all_gather_replicated(counts[None], self.emp, 0) if self.gathers_rows_over_emp else counts[None]
         # [ep, S, L]; a copy is sent, because the counts are used later.
         arrived = sharers.transpose(0, 1).clone(memory_format=torch.contiguous_format)
         if self.ep.size > 1:
@@ -207,8 +207,7 @@ def _reorder(order: ExpertOrder, counts: Tensor, parts: list[Tensor]) -> ExpertO
 
 def pack(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     """Build the message [R, H + w]: token and weight of each row, zeros in rows without a pair; padding is not set."""
-    message: Tensor = _Pack.apply(x_TH, weights_Tk, *order)
-    return message
+    return _Pack.apply(x_TH, weights_Tk, *order)
 
 
 def unpack(
@@ -220,16 +219,14 @@ def unpack(
         order: Sorts the tokens; None: leave them in message order, with zeros up to ``room`` rows.
         sort_weights: Sort the weights likewise; otherwise they stay in message order, in which the rows are sent back.
     """
-    parts: tuple[Tensor, Tensor] = _Unpack.apply(message, hidden, dtype, room, sort_weights, *(order or ()))
-    return parts
+    return _Unpack.apply(message, hidden, dtype, room, sort_weights, *(order or ()))
 
 
 def fill(x_TH: Tensor, weights_Tk: Tensor, order: ExpertOrder) -> Tensor:
     """Compute ``pack`` outside autograd."""
     columns = _columns(x_TH.shape[1], weights_Tk.dtype, x_TH.dtype)
     pairs = (order.pair, order.row_kept, order.row.shape[1])
-    message: Tensor = op("pack", x_TH)(x_TH, weights_Tk.flatten(), columns, *pairs)
-    return message
+    return op("pack", x_TH)(x_TH, weights_Tk.flatten(), columns, *pairs)
 
 
 def unpack_gradient(grad: Tensor, order: ExpertOrder, hidden: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,13 +15,7 @@ from torch import Tensor
 from megapar.arguments import parse
 from megapar.checkpoints.format import shards
 from megapar.checkpoints.format.names import FOREIGN_FIX, foreign_checkpoint, shard_name
-from megapar.checkpoints.format.shards import (
-    DTYPES,
-    TensorPlan,
-    file_order,
-    write_bytes,
-    write_shards,
-)
+from megapar.checkpoints.format.shards import DTYPES_BY_CODE, TensorPlan, file_order, write_bytes, write_shards
 from megapar.checkpoints.ownership.identity import MTP, blocks_lacking, match_folder
 from megapar.checkpoints.save_load import folder as folders
 from megapar.checkpoints.save_load.planner import GlobalPlan
@@ -157,7 +151,10 @@ def _write_beside(
     for path in beside:
         copy(path, folder / path.name)
     if foreign:
-        plans = [TensorPlan(name, DTYPES[weights.tensors[name].code], weights.tensors[name].shape) for name in foreign]
+        plans = [
+            TensorPlan(name, DTYPES_BY_CODE[weights.tensors[name].code], weights.tensors[name].shape)
+            for name in foreign
+        ]
         write_shards(folder / CARRIED, file_order(plans), weights.whole, metadata={"format": "pt"})
     pieces = pieces_of(table, architecture)
     tied = [name for name in architecture.doubled if name in weights.tensors and name not in pieces]

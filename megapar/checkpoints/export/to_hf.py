@@ -15,7 +15,7 @@ from megapar.checkpoints.format import shards
 from megapar.checkpoints.format.layout import read_layout
 from megapar.checkpoints.format.names import LAYOUT_FILE
 from megapar.checkpoints.format.shards import (
-    DTYPES,
+    DTYPES_BY_CODE,
     ShardFile,
     TensorPlan,
     check_file,
@@ -152,7 +152,7 @@ def _facts(path: Location) -> dict[str, Any]:
             known = ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{path} names the family {facts['family']!r}; known families are {known}")
         doubled = architecture.of_folder(read_config(path.parent)).doubled
-        valid = set(facts["dtypes"].values()) <= set(DTYPES) and set(facts["tied"]) <= set(doubled)
+        valid = set(facts["dtypes"].values()) <= set(DTYPES_BY_CODE) and set(facts["tied"]) <= set(doubled)
         valid = valid and all(isinstance(pattern, str) for pattern in facts["absent"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__} {str(error)[:200]}") from error
@@ -190,7 +190,7 @@ def _write_hf(
     saved.check(table, architecture)
     pieces = pieces_of(table, architecture)
     carried = HfFolder(beside, CARRIED) if beside is not None and (beside / CARRIED).is_file() else None
-    stored = {name: DTYPES[code] for name, code in facts.get("dtypes", {}).items()}
+    stored = {name: DTYPES_BY_CODE[code] for name, code in facts.get("dtypes", {}).items()}
     plans: list[TensorPlan] = []
     for name, (_, piece) in pieces.items():
         default = torch.float32 if dtype is None or architecture.is_fp32(name) else dtype
@@ -199,7 +199,7 @@ def _write_hf(
     copies = _copies(architecture, saved, facts)
     plans += [replace(by_name[original], name=name) for name, original in copies.items()]
     extra = {} if carried is None else {name: entry for name, entry in carried.tensors.items() if name not in pieces}
-    plans += [TensorPlan(name, DTYPES[entry.code], entry.shape) for name, entry in extra.items()]
+    plans += [TensorPlan(name, DTYPES_BY_CODE[entry.code], entry.shape) for name, entry in extra.items()]
 
     def fetch(name: str) -> Iterator[Tensor]:
         if carried is not None and name in extra:

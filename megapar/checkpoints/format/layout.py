@@ -40,14 +40,14 @@ BYTES_PER_BRACKET = 8
 """A layout may have one list or object per this many bytes, plus ``MAX_BRACKETS``. A file with more of them would only
 take twenty times its size in memory."""
 
-DTYPES = {
+DTYPES_BY_NAME = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     )
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,11 @@ def _tensor(name: str, value: Json) -> TensorEntry:
     for size in shape:
         numel *= size
     _expect(numel <= MAX_NUMBER, f"tensor {name!r:.100} has {numel} elements")
-    _expect(isinstance(dtype, str) and dtype in DTYPES, f"tensor {name!r:.100} has the dtype {str(dtype)[:100]}")
+    _expect(
+        isinstance(dtype, str) and dtype in DTYPES_BY_NAME, f"tensor {name!r:.100} has the dtype {str(dtype)[:100]}"
+    )
     cut = {key: value[key] for key in ("starts", "files", "pieces") if key in value}
-    return TensorEntry(name, tuple(shape), DTYPES[dtype], cut)
+    return TensorEntry(name, tuple(shape), DTYPES_BY_NAME[dtype], cut)
 
 
 def _expect(holds: object, otherwise: str) -> None:

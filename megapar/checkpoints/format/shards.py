@@ -84,7 +84,7 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES = {code: dtype for dtype, code in CODES.items()}
+DTYPES_BY_CODE = {code: dtype for dtype, code in CODES.items()}
 
 
 @dataclass(frozen=True)

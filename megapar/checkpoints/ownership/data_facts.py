@@ -12,12 +12,7 @@ from typing import Any, NamedTuple
 
 from megapar.arguments import FLAGS, Config
 from megapar.data.corpus import DEFAULT_SPLIT
-from megapar.data.fingerprint import (
-    Fingerprint,
-    fingerprint_of_dataset,
-    fingerprint_of_file,
-    fingerprints_of,
-)
+from megapar.data.fingerprint import Fingerprint, fingerprint_of_dataset, fingerprint_of_file, fingerprints_of
 from megapar.data.tokens.split import Split
 from megapar.errors import DataError
 

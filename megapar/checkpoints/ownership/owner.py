@@ -262,6 +262,7 @@ class Owner:
 
     Attributes:
         followed: The lease of the previous owner, if known.
+        lost: The thread has found a successor.
     """
 
     def __init__(self, root: Location, lease: Lease, lock: Lock, beat_seconds: float, followed: Lease | None) -> None:
@@ -272,7 +273,7 @@ class Owner:
         self._count = 0
         self._stopped = threading.Event()
         self._seconds = beat_seconds
-        self._lost = False
+        self.lost = False
         self._thread = threading.Thread(target=self._write_beats, name="megapar-owner", daemon=True)
         self._thread.start()
 
@@ -281,11 +282,6 @@ class Owner:
         """The number of this owner. Earlier owners have smaller ones."""
         return self.lease.epoch
 
-    @property
-    def lost(self) -> bool:
-        """True if the thread has found a successor. Does not access the disk."""
-        return self._lost
-
     def check(self) -> None:
         """Raise FolderLostError if the folder has a newer owner."""
         try:
@@ -293,7 +289,7 @@ class Owner:
         except OSError as error:
             raise CheckpointError(f"{self.root} cannot be read: {error}") from error
         if newest > self.epoch:
-            self._lost = True
+            self.lost = True
             raise FolderLostError(
                 f"--save {self.root} has another owner by now, because this run wrote no heartbeat for a while: "
                 f"{_description(read_lease(self.root, newest))}. This run ends; no file of the other run was touched."
@@ -305,7 +301,7 @@ class Owner:
             return
         self._stopped.set()
         self._thread.join(self._seconds)  # the thread may be blocked in an unreachable file system
-        if not self._lost:
+        if not self.lost:
             with suppress(OSError):
                 _write_beat(self._lock, ENDED)
         self._lock.release()
@@ -314,14 +310,14 @@ class Owner:
         while not self._stopped.wait(self._seconds):
             with suppress(OSError):  # the disk is full or unreachable: try again
                 self.beat()
-            if self._lost:
+            if self.lost:
                 return
 
     def beat(self) -> None:
         """Write a heartbeat, unless there is a successor. Raises OSError."""
         newest = newest_epoch(self.root)
-        self._lost = newest > self.epoch
-        if self._lost or self._stopped.is_set():
+        self.lost = newest > self.epoch
+        if self.lost or self._stopped.is_set():
             return
         self._count += 1
         if newest < self.epoch and self.root.exists():  # the records were removed, but not the folder

@@ -57,6 +57,9 @@ class Background:
 
     Args:
         section: Makes the watched section of the saving thread from "save" and the name of the checkpoint.
+
+    Attributes:
+        written: The result of the newest save, so far.
     """
 
     def __init__(self, device: Device, section: Section = unwatched) -> None:
@@ -65,7 +68,7 @@ class Background:
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
-        self._written = Written(0.0, 0.0)
+        self.written = Written(0.0, 0.0)
 
     def begin(self, state: State, write: Write, detail: str = "") -> None:
         """Start a thread that copies this rank's part of ``state`` and calls ``write`` with the copies.
@@ -78,7 +81,7 @@ class Background:
         problem = self._make_room(state)
         stream, event = self._device.new_stream(), self._device.event()
         self._copied.clear()
-        self._written = written = Written(0.0, 0.0)
+        self.written = written = Written(0.0, 0.0)
 
         def run() -> None:
             try:
@@ -116,9 +119,9 @@ class Background:
         try:
             copies = self._device.launch(lambda: self._copy(state), stream, event)
             self._device.after(stream)
+            return copies
         except Exception as error:
             return error
-        return copies
 
     def _copy(self, state: State) -> dict[str, Shard]:
         copies = {}
@@ -136,17 +139,12 @@ class Background:
         """True while a save is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    @property
-    def written(self) -> Written:
-        """The result of the newest save, so far."""
-        return self._written
-
     def wait_for_copy(self) -> None:
         """Wait until the copy is complete. The wait counts as the stall of the save."""
         if self._thread is not None and not self._copied.is_set():
             start = time.perf_counter()
             self._copied.wait()
-            self._written.stall_seconds += time.perf_counter() - start
+            self.written.stall_seconds += time.perf_counter() - start
 
     def join(self) -> Written | None:
         """Wait for the running save; return its result, or None if there is none. The wait counts as its stall."""
@@ -157,8 +155,8 @@ class Background:
         self._thread.join()
         self._thread = None
         if was_busy:
-            self._written.stall_seconds += time.perf_counter() - start
-        return self._written
+            self.written.stall_seconds += time.perf_counter() - start
+        return self.written
 
 
 class SaveFailures:

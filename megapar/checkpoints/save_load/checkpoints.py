@@ -24,14 +24,7 @@ from megapar.checkpoints.ownership.scalars import (
 )
 from megapar.checkpoints.save_load import collective_io, state
 from megapar.checkpoints.save_load import folder as folders
-from megapar.checkpoints.save_load.background import (
-    Background,
-    SaveFailures,
-    Section,
-    State,
-    Written,
-    unwatched,
-)
+from megapar.checkpoints.save_load.background import Background, SaveFailures, Section, State, Written, unwatched
 from megapar.config.run import CheckpointOptions
 from megapar.config.start import check_save
 from megapar.core.comm import json_messages as messages

@@ -17,17 +17,8 @@ import torch.distributed as dist
 from megapar.checkpoints.format.layout import CheckpointLayout, FileEntry, parse_layout, read_layout
 from megapar.checkpoints.format.shards import Shard, Verify
 from megapar.checkpoints.ownership.owner import Owner
+from megapar.checkpoints.save_load import planner
 from megapar.checkpoints.save_load.folder import move_into_place, remove_aside
-from megapar.checkpoints.save_load.planner import (
-    GlobalPlan,
-    LoadPlan,
-    ModelCheck,
-    SavePlan,
-    merge_plans,
-    plan_load,
-    plan_save,
-    refuse_extra,
-)
 from megapar.checkpoints.save_load.storage import begin_save, fill_targets, verify_files, write_layout, write_rank
 from megapar.core.comm import json_messages as messages
 from megapar.core.units import Json
@@ -65,15 +56,15 @@ def save(
             the new checkpoint gets another name.
     """
     folder = at(folder)
-    merged: list[GlobalPlan] = []  # on the first rank
+    merged: list[planner.GlobalPlan] = []  # on the first rank
 
     def plan() -> Json:
         if isinstance(state, CheckpointError):
             raise state
-        return plan_save(state, scalars).to_json()
+        return planner.plan_save(state, scalars).to_json()
 
     def assign(received: list[Json]) -> list[Json]:
-        merged.append(merge_plans([SavePlan.from_json(value) for value in received]))
+        merged.append(planner.merge_plans([planner.SavePlan.from_json(value) for value in received]))
         name = begin_save(folder, merged[0].num_bytes, owner)
         return [[name, rank, list(boxes)] for rank, boxes in enumerate(merged[0].boxes)]
 
@@ -104,7 +95,7 @@ def load(
     folder: Place,
     targets: Mapping[str, Shard],
     *,
-    expect_model: ModelCheck | None,
+    expect_model: planner.ModelCheck | None,
     ignore: Sequence[str] = (),
     verify: Verify = "full",
     group: dist.ProcessGroup | None,
@@ -123,16 +114,16 @@ def load(
         verify: The check of the files that this rank needs.
         group: The ranks that load; None for this process alone.
     """
-    planned: list[LoadPlan] = []
+    planned: list[planner.LoadPlan] = []
     scalars: dict[str, Json] = {}
 
     def plan() -> Json:
-        planned.append(plan_load(folder, targets, expect_model))
+        planned.append(planner.plan_load(folder, targets, expect_model))
         scalars.update(verify_files(folder, planned[0], verify))
         return sorted(targets)
 
     def check(received: list[Json]) -> list[Json]:
-        refuse_extra(folder, planned[0].layout, received, ignore)
+        planner.refuse_extra(folder, planned[0].layout, received, ignore)
         return [None] * len(received)
 
     def read() -> Json:
@@ -164,10 +155,7 @@ def first_read_layout(folder: Place, group: dist.ProcessGroup | None) -> Checkpo
 
 
 def _step(
-    what: str,
-    act: Callable[[], Json],
-    answer: Callable[[list[Json]], list[Json]],
-    group: dist.ProcessGroup | None,
+    what: str, act: Callable[[], Json], answer: Callable[[list[Json]], list[Json]], group: dist.ProcessGroup | None
 ) -> Json:
     """Call ``act`` on every rank and ``answer`` on the first with all results. Return this rank's answer."""
     local_error: BaseException | None = None

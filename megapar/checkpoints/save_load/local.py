@@ -71,6 +71,9 @@ class LocalCheckpoints:
         group: All ranks, for use from a thread; None with one rank.
         private: ``root`` must be this user's, too.
 
+    Attributes:
+        folder: The folder of this job on this node.
+
     Raises OSError, on every rank, if the memory of a node cannot be written.
     """
 
@@ -86,7 +89,7 @@ class LocalCheckpoints:
         launch: str = "",
         private: bool = False,
     ) -> None:
-        self._folder = root / path_part(job)
+        self.folder = root / path_part(job)
         self._rank = rank
         self._world_size = world_size
         self._neighbour = neighbour
@@ -95,7 +98,7 @@ class LocalCheckpoints:
         problem = ""
         try:
             private_folder(root, mine=private)
-            self._owner = LocalOwner(root, self._folder, launch)
+            self._owner = LocalOwner(root, self.folder, launch)
         except OSError as error:
             problem = str(error)
         problems = [problem] if group is None else json_messages.all_gather(problem, group)
@@ -103,16 +106,11 @@ class LocalCheckpoints:
             if not problem:
                 self._owner.release()
             raise OSError(next(filter(None, problems)))
-        for path in self._folder.glob("iter_*/rank-*"):
+        for path in self.folder.glob("iter_*/rank-*"):
             if path.name >= f"rank-{world_size:05d}":  # from a start with more ranks: no rank would ever overwrite it
                 _remove(path)
         start = uuid.uuid4().hex
         self._start = str(start if group is None else json_messages.broadcast(start, group))
-
-    @property
-    def folder(self) -> Path:
-        """The folder of this job on this node."""
-        return self._folder
 
     # Saving
 
@@ -128,7 +126,7 @@ class LocalCheckpoints:
             scalars: JSON values by name.
         """
         self._owner.remove_orphans()
-        folder = self._folder / f"iter_{iteration:07d}"
+        folder = self.folder / f"iter_{iteration:07d}"
         failure: OSError | None = None
         try:
             folder.mkdir(exist_ok=True)
@@ -143,7 +141,7 @@ class LocalCheckpoints:
                 self._swap(folder / name_of(self._rank), folder / name_of(source), to, source)
         complete = host_messages.true_for_all(failure is None, self._group)
         # A checkpoint that lacks one rank's part is useless: remove that one and keep the older ones.
-        useless = sorted(self._folder.glob("iter_*"))[:-KEPT] if complete else [folder]
+        useless = sorted(self.folder.glob("iter_*"))[:-KEPT] if complete else [folder]
         for old in useless:
             _remove_files(old, [self._rank] + ([self._neighbour[1]] if self._neighbour else []))
         if failure is not None:
@@ -231,7 +229,7 @@ class LocalCheckpoints:
 
     def load(self, checkpoint: LocalCheckpoint, targets: Mapping[str, Shard]) -> dict[str, Any]:
         """Fill the targets and return the scalars. Every rank calls this. Raises CheckpointError for a damaged file."""
-        folder = self._folder / f"iter_{checkpoint.iteration:07d}"
+        folder = self.folder / f"iter_{checkpoint.iteration:07d}"
         folder.mkdir(exist_ok=True)
         for rank, holder in sorted(checkpoint.holders.items()):
             if rank == holder or self._rank not in (rank, holder):
@@ -256,7 +254,7 @@ class LocalCheckpoints:
         return dict(head["scalars"])
 
     def _iterations(self) -> dict[int, Path]:
-        folders = ((path.name.removeprefix("iter_"), path) for path in self._folder.glob("iter_*"))
+        folders = ((path.name.removeprefix("iter_"), path) for path in self.folder.glob("iter_*"))
         return {int(number): path for number, path in folders if number.isdecimal()}
 
     def _head(self, folder: Path, rank: int) -> Facts | None:
@@ -284,7 +282,7 @@ class LocalCheckpoints:
     def remove(self) -> None:
         """Remove all checkpoints of the job at the end of the run. Every rank calls this, in any order."""
         self.release()
-        remove_job(self._folder)
+        remove_job(self.folder)
 
 
 def _data(rank: int) -> str:

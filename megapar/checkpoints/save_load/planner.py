@@ -11,7 +11,7 @@ import torch
 
 from megapar.checkpoints.format.layout import (
     DTYPE_NAMES,
-    DTYPES,
+    DTYPES_BY_NAME,
     CheckpointLayout,
     FileEntry,
     TensorEntry,
@@ -21,7 +21,7 @@ from megapar.checkpoints.format.shards import Shard
 from megapar.checkpoints.format.tiling import BoxList
 from megapar.core.box import Box
 from megapar.core.units import Json
-from megapar.errors import CheckpointError, CheckpointMismatchError
+from megapar.errors import CheckpointError, CheckpointMismatchError, listed
 from megapar.files.location import Place
 
 ModelCheck = Callable[[Mapping[str, Json]], str]
@@ -55,7 +55,7 @@ class SavePlan:
     @classmethod
     def from_json(cls, value: Json) -> SavePlan:
         """Return the plan that was sent."""
-        tensors = {name: (tuple(shape), DTYPES[dtype]) for name, (shape, dtype) in value["tensors"].items()}
+        tensors = {name: (tuple(shape), DTYPES_BY_NAME[dtype]) for name, (shape, dtype) in value["tensors"].items()}
         boxes = {name: Box(tuple(offsets), tuple(sizes)) for name, (offsets, sizes) in value["boxes"].items()}
         return cls(tensors, boxes, value["scalars"])
 
@@ -184,7 +184,7 @@ def refuse_extra(
     names = {name for part in targets for name in part}
     extra = [name for name in layout.tensors if name not in names and not name.startswith(tuple(ignore))]
     if extra:
-        raise CheckpointMismatchError(f"{folder} contains tensors that this run does not have: {_listed(extra)}")
+        raise CheckpointMismatchError(f"{folder} contains tensors that this run does not have: {listed(extra, SHOWN)}")
 
 
 def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
@@ -222,16 +222,11 @@ def _check_targets(folder: Place, layout: CheckpointLayout, targets: Iterable[Sh
         elif (entry.shape, entry.dtype) != (tuple(shard.shape), shard.tensor.dtype):
             wrong.append(_mismatch(entry, shard))
     if missing:
-        raise CheckpointMismatchError(f"{folder} does not contain tensors that this run has: {_listed(missing)}")
+        raise CheckpointMismatchError(f"{folder} does not contain tensors that this run has: {listed(missing, SHOWN)}")
     if wrong:
-        raise CheckpointMismatchError(f"{folder} contains tensors of another shape or dtype: {_listed(wrong)}")
+        raise CheckpointMismatchError(f"{folder} contains tensors of another shape or dtype: {listed(wrong, SHOWN)}")
 
 
 def _mismatch(entry: TensorEntry, shard: Shard) -> str:
     wanted = f"{list(shard.shape)} {DTYPE_NAMES.get(shard.tensor.dtype, shard.tensor.dtype)}"
     return f"{entry.name} is {list(entry.shape)} {DTYPE_NAMES[entry.dtype]} there and {wanted} here"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more

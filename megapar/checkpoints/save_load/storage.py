@@ -64,10 +64,7 @@ def _check_space(root: Location, num_bytes: int) -> None:
 
 
 def write_layout(
-    folder: Location,
-    plan: GlobalPlan,
-    files: Sequence[FileEntry | None],
-    description: Mapping[str, Mapping[str, Json]],
+    folder: Location, plan: GlobalPlan, files: Sequence[FileEntry | None], description: Mapping[str, Mapping[str, Json]]
 ) -> None:
     """Write the scalars and layout.json next to each rank's file, as ``make_layout``."""
     scalars = write_bytes(folder / SCALARS_FILE, json.dumps(plan.scalars, indent=1, sort_keys=True).encode())

@@ -18,19 +18,13 @@ TEXT_BYTES = 512
 
 
 def reduce_numbers(
-    x: Tensor,
-    axis: Axis,
-    purpose: str,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    *,
-    async_op: bool = False,
+    x: Tensor, axis: Axis, purpose: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, async_op: bool = False
 ) -> dist.Work | None:
     """All-reduce ``x`` in place. Returns the work handle if ``async_op``; None if ``x`` is already reduced."""
     if axis.group is None:
         return None
     axis.note(purpose)
-    work: dist.Work | None = dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)
-    return work
+    return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)
 
 
 def gather_numbers(x: Tensor, axis: Axis, purpose: str) -> list[Tensor]:
@@ -48,8 +42,7 @@ def numbers_of_all(numbers: Sequence[int], axis: Axis, device: torch.device) -> 
     if axis.group is None:
         return [list(numbers)]
     x = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows: list[list[int]] = torch.stack(gather_numbers(x, axis, "numbers")).tolist()
-    return rows
+    return torch.stack(gather_numbers(x, axis, "numbers")).tolist()
 
 
 def texts_of_all(text: str, axis: Axis, device: torch.device) -> list[str]:

@@ -102,8 +102,7 @@ def copy_gradient(y: Tensor) -> Tensor:
 
     For a gradient that has other users as well, such as that of a sum: a buffer in flight must not be shared.
     """
-    copied: Tensor = _CopyGradient.apply(y)
-    return copied
+    return _CopyGradient.apply(y)
 
 
 class _CopyGradient(torch.autograd.Function):

@@ -27,14 +27,14 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
     return _run(Reduce(axis), x)
 
 
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather [.., n, ..] to [.., size * n, ..]: forward all-gather, backward this rank's piece."""
-    return _run(AllGather(axis, alike=True), x, dim)
-
-
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather [.., n, ..] to [.., size * n, ..]: forward all-gather, backward reduce-scatter."""
+    """Gather [.., n, ..] to [.., size * n, ..] for work that differs per rank: the backward is a reduce-scatter."""
     return _run(AllGather(axis), x, dim)
+
+
+def all_gather_replicated(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Gather as ``all_gather`` for work that is the same on all ranks: the backward is this rank's piece."""
+    return _run(AllGather(axis, alike=True), x, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -53,8 +53,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
 def _run(exchange: BlockingExchange, x: Tensor, dim: int = 0) -> Tensor:
     if exchange.axis.size == 1:
         return x
-    y: Tensor = _Run.apply(x, exchange, dim)
-    return y
+    return _Run.apply(x, exchange, dim)
 
 
 class _Run(torch.autograd.Function):

@@ -32,8 +32,7 @@ def all_gather(whole: Tensor, piece: Tensor, axis: Axis, *, async_op: bool = Fal
     if _by_pieces(axis):
         sent = piece.view(whole.shape[0] // axis.size, *whole.shape[1:])
         return _exchange(whole.chunk(axis.size), [sent] * axis.size, axis, async_op)
-    work: dist.Work | None = all_gather_single(whole, piece, group=axis.group, async_op=async_op)
-    return work
+    return all_gather_single(whole, piece, group=axis.group, async_op=async_op)
 
 
 def all_reduce(
@@ -41,8 +40,7 @@ def all_reduce(
 ) -> dist.Work | None:
     """Reduce ``x`` over all ranks with ``op``, in place."""
     count_all_reduce(x, axis)
-    work: dist.Work | None = dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)
-    return work
+    return dist.all_reduce(x, op=op, group=axis.group, async_op=async_op)
 
 
 def count_all_reduce(x: Tensor, axis: Axis) -> None:
@@ -77,8 +75,7 @@ def all_to_all(
         leaving = sent.chunk(axis.size) if send is None else sent.split(list(send))
         return _exchange(arriving, leaving, axis, async_op)
     splits = None if receive is None else list(receive), None if send is None else list(send)
-    work: dist.Work | None = dist.all_to_all_single(received, sent, *splits, group=axis.group, async_op=async_op)
-    return work
+    return dist.all_to_all_single(received, sent, *splits, group=axis.group, async_op=async_op)
 
 
 def send_receive(received: Tensor, sent: Tensor, axis: Axis, to: int | None, source: int | None) -> dist.Work | None:

@@ -290,8 +290,7 @@ class World:
         self._rounds += 1
         name = names[0]
         if self._store is None:  # pretended
-            alone: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
-            return alone
+            return dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
         # A split of the world's communicator waits for all ranks of the world.
         splits = self.device.device_id is not None and backend != "gloo"
         called = self.launched if splits else tuple(self.launched[rank] for rank in ranks)

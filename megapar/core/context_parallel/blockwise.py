@@ -1,4 +1,4 @@
-"""Blockwise attention: keys and values of other ranks arrive while this rank attends to its own.
+"""Blockwise attention: keys and values of other ranks arrive while this rank attends to its local.
 
     forward    kv ^      local tiles        kv v        remote tiles                          (^ launch, v wait)
     backward   kv ^      first local        kv v        remote tiles       dkv ^   last local   dkv v
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.core.attention_mask import AttentionMask
 from megapar.core.context_parallel.columns import ColumnReader, Columns, Expansion, reader_of
 from megapar.core.context_parallel.online_softmax import OnlineSoftmax, OnlineSoftmaxBackward
-from megapar.core.context_parallel.tiles import Tile
+from megapar.core.context_parallel.positions import SequenceLayout
+from megapar.core.context_parallel.tiles import Tile, halves, local_tiles
 from megapar.core.device.attention.blocks import AttentionBlock
 from megapar.core.sharding.gradient_sink import GradientSink
 
@@ -50,17 +52,22 @@ class TilePlan:
     last_local_tiles: tuple[Tile, ...]
     remote_tiles: tuple[tuple[Tile, ...], ...]
 
+    @classmethod
+    def of(cls, layout: SequenceLayout, rank: int, mask: AttentionMask, remote: Iterable[Iterable[Tile]]) -> TilePlan:
+        """Plan the local tiles of a rank, with the remote tiles of each arrival."""
+        local = local_tiles(layout, rank, mask)
+        first, last = halves(local, len(layout.runs(mask.length, rank)[0]))
+        return cls(tuple(local), tuple(first), tuple(last), tuple(map(tuple, remote)))
+
 
 class Transport(Protocol):
     """Transport of columns to the ranks whose rows attend to them, and of their gradients back."""
 
-    def forward(self, own: Columns, plan: TilePlan, compute: Compute) -> None:
-        """Attend to all columns: call ``compute`` for this rank's own tiles and for each arrival."""
-        ...
+    def forward(self, local: Columns, plan: TilePlan, compute: Compute) -> None:
+        """Attend to all columns: call ``compute`` for the local tiles and for each arrival."""
 
-    def backward(self, own: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
+    def backward(self, local: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
         """Call ``compute`` for all columns; return the gradients of this rank's columns, summed over all ranks."""
-        ...
 
 
 def attend_blockwise(
@@ -82,8 +89,7 @@ def attend_blockwise(
     """
     defer_wgrad = None if expansion is None else expansion.defer_wgrad
     call = _BlockwiseCall(transport, plan, flash, dropout, defer_wgrad)
-    out: Tensor = _Blockwise.apply(q, k, v, None if expansion is None else expansion.weight, call)
-    return out
+    return _Blockwise.apply(q, k, v, None if expansion is None else expansion.weight, call)
 
 
 @dataclass(frozen=True)
@@ -106,12 +112,12 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, call: _BlockwiseCall) -> Tensor:
         reader = call.reader(q, v, weight)
         rows = OnlineSoftmax(q, reader.value_dim(q, v), flash=call.flash, dropout=call.dropout)
-        own = Columns.of(k, v, q.dtype)
-        call.transport.forward(own, call.plan, lambda tiles, columns: reader.attend(rows, tiles, columns))
+        local = Columns.of(k, v, q.dtype)
+        call.transport.forward(local, call.plan, lambda tiles, columns: reader.attend(rows, tiles, columns))
         result = rows.result()
-        ctx.call, ctx.drawn, ctx.key_dim, ctx.column_dtype = call, rows.drawn, own.key_dim, k.dtype
+        ctx.call, ctx.drawn, ctx.key_dim, ctx.column_dtype = call, rows.drawn, local.key_dim, k.dtype
         # Latents may be in a wider dtype than the message, which is what the backward needs of them.
-        kept = (k, v) if weight is None else (own.message,)
+        kept = (k, v) if weight is None else (local.message,)
         ctx.save_for_backward(q, weight, *result[:2], *kept)
         return result.out
 
@@ -119,7 +125,7 @@ class _Blockwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, weight, out, lse, *kept = ctx.saved_tensors
-        own = Columns.of(*kept) if weight is None else Columns(kept[0], ctx.key_dim)
+        local = Columns.of(*kept) if weight is None else Columns(kept[0], ctx.key_dim)
         call: _BlockwiseCall = ctx.call
         drawn: Iterator[tuple[Any, ...]] = iter(ctx.drawn)
         plan = call.plan
@@ -132,11 +138,11 @@ class _Blockwise(torch.autograd.Function):
             drawn = itertools.repeat(ctx.drawn[0] if ctx.drawn else ())
         merged = AttentionBlock(out, lse)
         rows = OnlineSoftmaxBackward(grads[0], q, merged, drawn, flash=call.flash, dropout=call.dropout)
-        reader = call.reader(q, own.v, weight, needs_wgrad=ctx.needs_input_grad[3])
+        reader = call.reader(q, local.v, weight, needs_wgrad=ctx.needs_input_grad[3])
 
         def compute(tiles: Iterable[Tile], columns: Columns, gradients: Columns) -> None:
             reader.differentiate(rows, tiles, columns, gradients)
 
-        summed = call.transport.backward(own, plan, compute)
+        summed = call.transport.backward(local, plan, compute)
         dk, dv = (x.to(ctx.column_dtype) for x in (summed.k, summed.v))
         return rows.dq.to(q.dtype), dk, dv, reader.weight_gradient(), None

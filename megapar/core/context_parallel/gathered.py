@@ -1,6 +1,6 @@
 """Keys and values of all ranks at once: one all-gather, and one reduce-scatter for the gradients.
 
-Computing this rank's own tiles hides the all-gather, and in the backward both messages.
+Computing the local tiles hides the all-gather, and in the backward both messages.
 Source: Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
@@ -18,7 +18,7 @@ from megapar.core.comm.in_flight import CommContext
 from megapar.core.context_parallel.blockwise import Compute, ComputeBackward, TilePlan
 from megapar.core.context_parallel.columns import Columns
 from megapar.core.context_parallel.positions import SequenceLayout
-from megapar.core.context_parallel.tiles import cut_columns, gathered_tiles, halves, own_tiles
+from megapar.core.context_parallel.tiles import cut_columns, gathered_tiles
 
 
 def gathered_plan(layout: SequenceLayout, rank: int, mask: AttentionMask, *, most: int | None = None) -> TilePlan:
@@ -26,12 +26,8 @@ def gathered_plan(layout: SequenceLayout, rank: int, mask: AttentionMask, *, mos
 
     most: the maximum number of columns of a tile, for columns that are expanded piece by piece; None for any number.
     """
-    own = own_tiles(layout, rank, mask)
-    early, late = halves(own, len(layout.runs(mask.length, rank)[0]))
-    others = gathered_tiles(layout, rank, mask)
-    if most is not None:
-        others = cut_columns(others, most)
-    return TilePlan(tuple(own), tuple(early), tuple(late), (tuple(others),))
+    remote = gathered_tiles(layout, rank, mask)
+    return TilePlan.of(layout, rank, mask, [remote if most is None else cut_columns(remote, most)])
 
 
 @dataclass(frozen=True)
@@ -42,20 +38,20 @@ class Gathered:
     layout: SequenceLayout
     comm: CommContext
 
-    def forward(self, own: Columns, plan: TilePlan, compute: Compute) -> None:
-        """Overlap the all-gather with this rank's own tiles."""
-        whole, mine = self._gather_buffer(own)
+    def forward(self, local: Columns, plan: TilePlan, compute: Compute) -> None:
+        """Overlap the all-gather with the local tiles."""
+        whole, mine = self._gather_buffer(local)
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         compute(plan.local_tiles, mine)
-        compute(plan.remote_tiles[0], own.with_message(self._in_order(self.comm.wait(flight))))
+        compute(plan.remote_tiles[0], local.with_message(self._in_order(self.comm.wait(flight))))
 
-    def backward(self, own: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
-        """Overlap the all-gather with the early tiles and the reduce-scatter with the late ones."""
-        whole, mine = self._gather_buffer(own)
-        gradients = own.zeros()
+    def backward(self, local: Columns, plan: TilePlan, compute: ComputeBackward) -> Columns:
+        """Overlap the all-gather with the first local tiles and the reduce-scatter with the last ones."""
+        whole, mine = self._gather_buffer(local)
+        gradients = local.zeros()
         flight = self.comm.launch(AllGather(self.axis, into=whole), mine.message)
         compute(plan.first_local_tiles, mine, gradients)
-        columns = own.with_message(self._in_order(self.comm.wait(flight)))
+        columns = local.with_message(self._in_order(self.comm.wait(flight)))
         remote_gradients = columns.zeros()
         compute(plan.remote_tiles[0], columns, remote_gradients)
         flight = self.comm.launch(ReduceScatter(self.axis), self._by_rank(remote_gradients.message))
@@ -63,13 +59,13 @@ class Gathered:
         gradients.message.add_(self.comm.wait(flight))
         return gradients
 
-    def _gather_buffer(self, own: Columns) -> tuple[Tensor, Columns]:
+    def _gather_buffer(self, local: Columns) -> tuple[Tensor, Columns]:
         """Return a buffer for the columns of all ranks, and this rank's rows of it, filled in."""
-        length = own.message.shape[0]
-        whole = own.message.new_empty((self.axis.size * length, *own.message.shape[1:]))
+        length = local.message.shape[0]
+        whole = local.message.new_empty((self.axis.size * length, *local.message.shape[1:]))
         mine = whole[self.axis.rank * length : (self.axis.rank + 1) * length]
-        mine.copy_(own.message)
-        return whole, own.with_message(mine)
+        mine.copy_(local.message)
+        return whole, local.with_message(mine)
 
     def _in_order(self, x: Tensor) -> Tensor:
         """Reorder from rank order to position order: in zig-zag, first runs ascend by rank and second runs descend."""

@@ -53,8 +53,7 @@ def queries_to_heads(q: Tensor, latents: Tensor, cp: Axis, comm: CommContext) ->
     q [B, S/cp, N, D] and latents [B, S/cp, F] become [B, S, N/cp, D] and [B, S, F], both in q's dtype. Latents in a
     wider dtype get a gradient that is not rounded.
     """
-    dealt: tuple[Tensor, Tensor] = _DealQueries.apply(q, latents, cp, comm)
-    return dealt
+    return _DealQueries.apply(q, latents, cp, comm)
 
 
 class _DealQueries(torch.autograd.Function):
@@ -108,5 +107,4 @@ def to_positions(y: Tensor, cp: Axis, comm: CommContext) -> Tensor:
     # Always a copy: attention saves y for its backward, so y itself must not be the message.
     message = y.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     received = wait(*start(AllToAll(cp), message, comm))
-    mine: Tensor = received.unflatten(0, (cp.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
-    return mine
+    return received.unflatten(0, (cp.size, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.core.comm.autograd import gather
+from megapar.core.comm.autograd import all_gather_replicated
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.positions import HeldRun, SequenceLayout
 from megapar.core.device.base import Indices
@@ -58,7 +58,7 @@ class Share:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather [n, ..] to [size * n, ..], by rank. Every rank must compute the same from the result."""
-        return gather(gather(x, self.mp, 0), self.cp, 0)
+        return all_gather_replicated(all_gather_replicated(x, self.mp, 0), self.cp, 0)
 
     def slice_order(self, number: int) -> list[int]:
         """Return the ranks ordered by position in slice ``number`` of the sequence; each has one run of it."""

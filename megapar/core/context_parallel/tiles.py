@@ -40,7 +40,7 @@ class Tile(NamedTuple):
         return whole / 2 if self.causal else whole
 
 
-def own_tiles(layout: SequenceLayout, rank: int, mask: AttentionMask) -> list[Tile]:
+def local_tiles(layout: SequenceLayout, rank: int, mask: AttentionMask) -> list[Tile]:
     """Return the tiles of a rank's rows over its own columns."""
     first, second = layout.runs(mask.length, rank)
     held = len(first) + len(second)
@@ -92,21 +92,21 @@ def halves(tiles: Sequence[Tile], middle: int) -> tuple[list[Tile], list[Tile]]:
     The first part hides the arrival of remote columns, the second the return of the gradients that other ranks computed
     for this rank's columns.
     """
-    early: list[Tile] = []
-    late: list[Tile] = []
+    first_tiles: list[Tile] = []
+    last_tiles: list[Tile] = []
     for tile in tiles:
         if tile.queries.start < middle < tile.queries.stop:
             first, second = range(tile.queries.start, middle), range(middle, tile.queries.stop)
             if tile.causal:
-                early.append(tile._replace(queries=second, keys=first, causal=False))
-                late += [tile._replace(queries=run, keys=run) for run in (first, second)]
+                first_tiles.append(tile._replace(queries=second, keys=first, causal=False))
+                last_tiles += [tile._replace(queries=run, keys=run) for run in (first, second)]
             else:
-                early.append(tile._replace(queries=first))
-                late.append(tile._replace(queries=second))
+                first_tiles.append(tile._replace(queries=first))
+                last_tiles.append(tile._replace(queries=second))
         else:
-            lighter = early if sum(t.area for t in early) <= sum(t.area for t in late) else late
+            lighter = first_tiles if sum(t.area for t in first_tiles) <= sum(t.area for t in last_tiles) else last_tiles
             lighter.append(tile)
-    return early, late
+    return first_tiles, last_tiles
 
 
 def cut_columns(tiles: Sequence[Tile], most: int) -> list[Tile]:

@@ -106,8 +106,7 @@ def block_backward_npu(
 
 def rms_norm_npu(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Compute ``rms_norm_reference`` by npu_rms_norm, which rounds once, after the weight."""
-    y: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon)[0]
-    return y
+    return torch.ops.npu.npu_rms_norm(x, weight, epsilon)[0]
 
 
 def swiglu_npu(gate_up: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -128,8 +127,7 @@ def grouped_linear_npu(
     rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, ends: Callable[[], Tensor] | None = None
 ) -> Tensor:
     """Compute ``grouped_linear_reference`` by npu_grouped_matmul, for which the host does not wait for the counts."""
-    product: Tensor = _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)
-    return product
+    return _GroupedLinear.apply(rows_RI, weight_EOI, counts_E)
 
 
 def grouped_input_gradient_npu(dy_RO: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
@@ -147,8 +145,7 @@ def unpermute_npu(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> Te
     if row_Tk.shape[1] == 1:
         return rows_of_pairs(rows_RH, row_Tk, kept_Tk)
     weights = row_Tk.new_ones(row_Tk.shape, dtype=rows_RH.dtype) if kept_Tk is None else kept_Tk.to(rows_RH.dtype)
-    y: Tensor = torch.ops.npu.npu_moe_token_unpermute(rows_RH, row_Tk.flatten().to(torch.int32), weights)
-    return y
+    return torch.ops.npu.npu_moe_token_unpermute(rows_RH, row_Tk.flatten().to(torch.int32), weights)
 
 
 def permute_npu(
@@ -157,8 +154,7 @@ def permute_npu(
     """Compute ``permute_reference`` by npu_moe_token_permute, with rows as sort keys, if every pair has a row."""
     if kept_Tk is not None or row_kept_R is not None or row_Tk.numel() != pair_R.numel():
         return permute_reference(x_TH, pair_R, row_Tk, kept_Tk, row_kept_R)
-    y: Tensor = torch.ops.npu.npu_moe_token_permute(x_TH, row_Tk, pair_R.numel())[0]
-    return y
+    return torch.ops.npu.npu_moe_token_permute(x_TH, row_Tk, pair_R.numel())[0]
 
 
 def _causal(q: Tensor) -> dict[str, Any]:
@@ -203,7 +199,7 @@ def _attend_unequal(
     causal: bool = True,
 ) -> Tensor:
     """Compute attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
-    y: Tensor = torch.ops.npu.npu_fusion_attention(
+    return torch.ops.npu.npu_fusion_attention(
         *(x.contiguous() for x in (*_at_least(v, q, k), v)),
         q.shape[1],
         "TND",
@@ -213,7 +209,6 @@ def _attend_unequal(
         actual_seq_kvlen=list(ends_k),
         **(_causal(q) if causal else {}),
     )[0]
-    return y
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -237,5 +232,4 @@ def _grouped(x: Tensor, weight: Tensor, counts: Tensor, *, along: int) -> Tensor
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x], [weight], group_list=counts, split_item=3, group_type=along, group_list_type=1
     )
-    product: Tensor = y
-    return product
+    return y

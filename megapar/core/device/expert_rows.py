@@ -242,8 +242,7 @@ def unpermute_cuda(rows_RH: Tensor, row_Tk: Tensor, kept_Tk: Tensor | None) -> T
     weights = None if kept_Tk is None else kept_Tk.to(rows_RH.dtype).flatten()
     starts_T = torch.arange(0, row_Tk.numel(), row_Tk.shape[1], device=row_Tk.device)
     bag = torch.ops.aten._embedding_bag
-    y_TH: Tensor = bag(rows_RH, row_Tk.flatten(), starts_T, mode=0, per_sample_weights=weights)[0]
-    return y_TH
+    return bag(rows_RH, row_Tk.flatten(), starts_T, mode=0, per_sample_weights=weights)[0]
 
 
 def pack_reference(

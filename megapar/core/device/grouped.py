@@ -62,8 +62,7 @@ def grouped_linear_fused(
 
 def linear_by_size(rows_RI: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
     """Compute ``grouped_linear_reference`` with sizes on the host, without waiting in the forward or backward."""
-    product: Tensor = _LinearBySize.apply(rows_RI, weight_EOI, tuple(sizes_E))
-    return product
+    return _LinearBySize.apply(rows_RI, weight_EOI, tuple(sizes_E))
 
 
 def input_gradient_by_size(dy_RO: Tensor, weight_EOI: Tensor, sizes_E: Sequence[int]) -> Tensor:
@@ -92,8 +91,7 @@ def grouped_input_gradient_aligned(dy_RO: Tensor, weight_EOI: Tensor, counts_E: 
     """Compute ``grouped_input_gradient_reference`` in one kernel if it accepts these widths."""
     if not grouped_mm_takes(dy_RO, weight_EOI):
         return grouped_input_gradient_reference(dy_RO, weight_EOI, counts_E)
-    product: Tensor = F.grouped_mm(dy_RO.contiguous(), weight_EOI, offs=row_ends(counts_E))
-    return product
+    return F.grouped_mm(dy_RO.contiguous(), weight_EOI, offs=row_ends(counts_E))
 
 
 def grouped_weight_gradient_reference(dy_RO: Tensor, rows_RI: Tensor, counts_E: Tensor) -> Tensor:
@@ -107,8 +105,7 @@ def grouped_weight_gradient_aligned(dy_RO: Tensor, rows_RI: Tensor, counts_E: Te
     """Compute ``grouped_weight_gradient_reference`` in one kernel if it accepts these widths."""
     if dy_RO.dtype not in GROUPED_DTYPES or not (_aligned(dy_RO) and _aligned(rows_RI)):
         return grouped_weight_gradient_reference(dy_RO, rows_RI, counts_E)
-    product: Tensor = F.grouped_mm(dy_RO.t(), rows_RI, offs=row_ends(counts_E))
-    return product
+    return F.grouped_mm(dy_RO.t(), rows_RI, offs=row_ends(counts_E))
 
 
 def grouped_mm_takes(rows_RI: Tensor, weight_EOI: Tensor) -> bool:

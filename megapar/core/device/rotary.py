@@ -48,8 +48,7 @@ def rotary_cuda(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     if torch.compiler.is_compiling():
         return rotary_reference(x, cos, sin)
-    y: Tensor = _Rotary.apply(x, cos, sin)
-    return y
+    return _Rotary.apply(x, cos, sin)
 
 
 def split_heads(qkv: Tensor) -> Heads:
@@ -75,8 +74,7 @@ def rotary_heads_cuda(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     """Compute ``rotary_heads_reference``, with q and k in one product, and all gradients in one buffer."""
     if torch.compiler.is_compiling():
         return rotary_heads_reference(qkv, cos, sin)
-    heads: Heads = _RotaryHeads.apply(qkv, cos, sin)
-    return heads
+    return _RotaryHeads.apply(qkv, cos, sin)
 
 
 def rotary_heads_in_one_kernel(qkv: Tensor) -> bool:

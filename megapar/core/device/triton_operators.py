@@ -76,8 +76,7 @@ def rotary_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor,
 def rotary_heads_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the gradient of qkv for the gradients of ``rotary_heads``."""
     heads = (x.contiguous() for x in (dq, dk, dv))
-    dqkv: Tensor = torch.ops.megapar.rotary_heads_backward(*heads, *_by_sample(cos, sin))
-    return dqkv
+    return torch.ops.megapar.rotary_heads_backward(*heads, *_by_sample(cos, sin))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -106,8 +105,7 @@ def sort_pairs(
     experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, rows: int, capacity: int | None, *, fill: bool
 ) -> Order:
     """Sort pairs by expert, as ``expert_rows.sort_pairs_reference``; with a capacity as ``spread_pairs_reference``."""
-    order: Order = torch.ops.megapar.sort_pairs(experts_Tk.contiguous(), kept_Tk, num_experts, rows, capacity, fill)
-    return order
+    return torch.ops.megapar.sort_pairs(experts_Tk.contiguous(), kept_Tk, num_experts, rows, capacity, fill)
 
 
 def order_runs(like: Tensor, shape: Sequence[int], room: int, rows: int, length: int) -> Order:
@@ -118,14 +116,12 @@ def order_runs(like: Tensor, shape: Sequence[int], room: int, rows: int, length:
         shape: (N, S, L).
         length: Length of every run; 0: they are in ``like``.
     """
-    order: Order = torch.ops.megapar.order_runs(like.contiguous(), list(shape), room, rows, length)
-    return order
+    return torch.ops.megapar.order_runs(like.contiguous(), list(shape), room, rows, length)
 
 
 def copy_rows(rows: Tensor, index_R: Tensor, kept_R: Tensor | None, choices: int) -> Tensor:
     """Copy row ``index // choices``, or zeros where not kept: [R, H]."""
-    copied: Tensor = torch.ops.megapar.copy_rows(rows, index_R, kept_R, choices)
-    return copied
+    return torch.ops.megapar.copy_rows(rows, index_R, kept_R, choices)
 
 
 def pack_rows(
@@ -140,8 +136,7 @@ def pack_rows(
 ) -> Tensor:
     """Build a message, as ``expert_rows.pack_reference``. weights: [.., w], as columns of the rows' dtype."""
     by_index = sort_weights and index_R is not None
-    message: Tensor = torch.ops.megapar.pack_rows(rows, weights, columns, index_R, kept_R, choices, by_index)
-    return message
+    return torch.ops.megapar.pack_rows(rows, weights, columns, index_R, kept_R, choices, by_index)
 
 
 def unpack_rows(
@@ -159,8 +154,7 @@ def sum_rows(rows: Tensor, hidden: int, row_Tk: Tensor, kept_Tk: Tensor | None) 
     if row_Tk.shape[1] == 1:
         kept = None if kept_Tk is None else kept_Tk.flatten()
         return copy_rows(rows[:, :hidden], row_Tk.flatten(), kept, 1)
-    summed: Tensor = torch.ops.megapar.sum_rows(rows, hidden, row_Tk.contiguous(), kept_Tk)
-    return summed
+    return torch.ops.megapar.sum_rows(rows, hidden, row_Tk.contiguous(), kept_Tk)
 
 
 def sum_message(

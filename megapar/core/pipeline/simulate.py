@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megapar.core.pipeline import schedule as kinds
+from megapar.core.pipeline import schedule as schedules
 from megapar.core.pipeline.schedule import Action, Schedule, style_of
 
 
@@ -42,7 +42,12 @@ class Costs:
     def of(self, action: Action) -> float:
         """Return the duration of a computation."""
         forward, backward = self.forward, self.input + self.weight
-        by_kind = {kinds.FORWARD: forward, kinds.BACKWARD: backward, kinds.INPUT: self.input, kinds.WEIGHT: self.weight}
+        by_kind = {
+            schedules.FORWARD: forward,
+            schedules.BACKWARD: backward,
+            schedules.INPUT: self.input,
+            schedules.WEIGHT: self.weight,
+        }
         cost = by_kind[action.kind]
         return cost * self.chunks[action.chunk] if self.chunks else cost
 
@@ -110,10 +115,10 @@ def check(schedule: Schedule) -> None:
     while progress:
         progress = False
         for program in programs:
-            while program and program[0].kind in kinds.COMPUTE and done.issuperset(_needs(schedule, program[0])):
+            while program and program[0].kind in schedules.COMPUTE and done.issuperset(_needs(schedule, program[0])):
                 done.add(_once(program.pop(0), done))
                 progress = True
-            if program and program[0].kind in (kinds.SEND_F, kinds.SEND_B):
+            if program and program[0].kind in (schedules.SEND_F, schedules.SEND_B):
                 expected = _matching_receive(program[0])
                 peer = programs[schedule.rank_of(expected.chunk)]
                 if peer and peer[0] == expected and _sendable(program[0], done):
@@ -139,7 +144,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
     while ready:
         action = ready.popleft()
         start = max((slots[need].end for need in waits_for[action]), default=0.0)
-        slots[action] = Slot(action, start, start + (costs.of(action) if action.kind in kinds.COMPUTE else costs.send))
+        slots[action] = Slot(
+            action, start, start + (costs.of(action) if action.kind in schedules.COMPUTE else costs.send)
+        )
         for following in then[action]:
             missing[following] -= 1
             if not missing[following]:
@@ -149,7 +156,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, wiring: Wiring = FR
         waiting = ", ".join(f"rank {rank} before {actions[0]}" for rank, actions in enumerate(left) if actions)
         raise DeadlockError(f"{schedule.name} over {schedule.num_ranks} ranks never ends: {waiting}")
     programs = schedule.programs
-    computed = tuple(tuple(slots[action] for action in program if action.kind in kinds.COMPUTE) for program in programs)
+    computed = tuple(
+        tuple(slots[action] for action in program if action.kind in schedules.COMPUTE) for program in programs
+    )
     return Simulation(computed, tuple(map(_most_in_flight, programs)))
 
 
@@ -163,13 +172,13 @@ def _dependencies(schedule: Schedule, wiring: Wiring) -> dict[Action, list[Actio
         for action in program:
             event = _by_receive(action)
             needs = dependencies[event]
-            if action.kind in kinds.COMPUTE:
+            if action.kind in schedules.COMPUTE:
                 needs += _needs(schedule, action)
                 needs += [unfinished.popleft() for _ in range(len(unfinished) - schedule.sends_kept)]
                 needs += [computed] if computed is not None else []
                 computed = action
                 continue
-            sends = action.kind in (kinds.SEND_F, kinds.SEND_B)
+            sends = action.kind in (schedules.SEND_F, schedules.SEND_B)
             if computed is not None and (sends or not wiring.separate_receives):
                 needs.append(computed)
             ends = (rank, schedule.rank_of(event.chunk)) if sends else (schedule.rank_of(_source(event)), rank)
@@ -193,7 +202,7 @@ def bubble_formula(name: str, num_ranks: int, chunks_per_rank: int, num_micro_ba
     if style_of(name, chunks_per_rank) == "v" and num_micro_batches < 2 * num_ranks - 1:
         return None
     extra = num_ranks - 1
-    work = num_micro_batches * chunks_per_rank * (3 if name == kinds.ZERO_BUBBLE else 1)
+    work = num_micro_batches * chunks_per_rank * (3 if name == schedules.ZERO_BUBBLE else 1)
     return extra / (work + extra)
 
 
@@ -201,42 +210,42 @@ def _needs(schedule: Schedule, action: Action) -> list[Action]:
     """Return the inputs of a computation: its own forward (or I), and the message from the neighbouring chunk."""
     chunk, kind, number = action
     rank = schedule.rank_of(chunk)
-    if kind == kinds.FORWARD:
+    if kind == schedules.FORWARD:
         if chunk == 0:
             return []
         local = schedule.rank_of(chunk - 1) == rank
-        return [Action(chunk - 1, kinds.FORWARD, number) if local else Action(chunk, kinds.RECV_F, number)]
-    if kind == kinds.WEIGHT:
-        return [Action(chunk, kinds.INPUT, number)]
-    needs = [Action(chunk, kinds.FORWARD, number)]
+        return [Action(chunk - 1, schedules.FORWARD, number) if local else Action(chunk, schedules.RECV_F, number)]
+    if kind == schedules.WEIGHT:
+        return [Action(chunk, schedules.INPUT, number)]
+    needs = [Action(chunk, schedules.FORWARD, number)]
     if chunk + 1 < schedule.num_chunks:
         if schedule.rank_of(chunk + 1) != rank:
-            needs.append(Action(chunk, kinds.RECV_B, number))
+            needs.append(Action(chunk, schedules.RECV_B, number))
         else:
-            needs.append(Action(chunk + 1, kinds.INPUT if schedule.splits_backward else kinds.BACKWARD, number))
+            needs.append(Action(chunk + 1, schedules.INPUT if schedule.splits_backward else schedules.BACKWARD, number))
     return needs
 
 
 def _sendable(action: Action, done: set[Action]) -> bool:
-    computations = (kinds.FORWARD,) if action.kind == kinds.SEND_F else (kinds.BACKWARD, kinds.INPUT)
+    computations = (schedules.FORWARD,) if action.kind == schedules.SEND_F else (schedules.BACKWARD, schedules.INPUT)
     return any(action._replace(kind=kind) in done for kind in computations)
 
 
 def _matching_receive(action: Action) -> Action:
     """Return the receive that matches a send."""
-    if action.kind == kinds.SEND_F:
-        return Action(action.chunk + 1, kinds.RECV_F, action.micro_batch)
-    return Action(action.chunk - 1, kinds.RECV_B, action.micro_batch)
+    if action.kind == schedules.SEND_F:
+        return Action(action.chunk + 1, schedules.RECV_F, action.micro_batch)
+    return Action(action.chunk - 1, schedules.RECV_B, action.micro_batch)
 
 
 def _by_receive(action: Action) -> Action:
     """Return the matching receive of a send, and every other action unchanged."""
-    return _matching_receive(action) if action.kind in (kinds.SEND_F, kinds.SEND_B) else action
+    return _matching_receive(action) if action.kind in (schedules.SEND_F, schedules.SEND_B) else action
 
 
 def _source(receive: Action) -> int:
     """Return the chunk that a message comes from."""
-    return receive.chunk + (-1 if receive.kind == kinds.RECV_F else 1)
+    return receive.chunk + (-1 if receive.kind == schedules.RECV_F else 1)
 
 
 def _once(action: Action, done: set[Action]) -> Action:
@@ -246,10 +255,10 @@ def _once(action: Action, done: set[Action]) -> Action:
 
 
 def _check_complete(schedule: Schedule, done: set[Action]) -> None:
-    backward = (kinds.INPUT, kinds.WEIGHT) if schedule.splits_backward else (kinds.BACKWARD,)
+    backward = (schedules.INPUT, schedules.WEIGHT) if schedule.splits_backward else (schedules.BACKWARD,)
     for chunk in range(schedule.num_chunks):
         for number in range(schedule.num_micro_batches):
-            missing = [Action(chunk, kind, number) for kind in (kinds.FORWARD, *backward)]
+            missing = [Action(chunk, kind, number) for kind in (schedules.FORWARD, *backward)]
             missing = [action for action in missing if action not in done]
             if missing:
                 raise DeadlockError(f"{schedule.name} leaves out {', '.join(map(str, missing))}")
@@ -259,6 +268,6 @@ def _most_in_flight(program: Sequence[Action]) -> int:
     """Return the maximum number of micro-batches whose activations are kept at once, from F to B or W."""
     most = now = 0
     for action in program:
-        now += (action.kind == kinds.FORWARD) - (action.kind in (kinds.BACKWARD, kinds.WEIGHT))
+        now += (action.kind == schedules.FORWARD) - (action.kind in (schedules.BACKWARD, schedules.WEIGHT))
         most = max(most, now)
     return most

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,26 +33,21 @@ from megapar.core.recompute.saved_inputs import SavedInputs, SavedUnit
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
 class Recompute:
     """Activation checkpointing of this rank's layers.
 
-    Args:
+    Attributes:
         sent_bytes: The world's byte counts; bytes sent by a recomputation are not counted.
         saved_inputs: Shards or offloads the inputs that units keep; None: keep them unchanged.
         around: Called in the forward of every unit; returns the context in which the unit will run again.
     """
 
-    def __init__(
-        self,
-        choice: RecomputeChoice,
-        comm: CommContext,
-        sent_bytes: CommBytes,
-        saved_inputs: SavedInputs | None = None,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
-        self.choice = choice
-        self.saved_inputs = saved_inputs
-        self._comm, self._sent_bytes, self._around = comm, sent_bytes, around
+    choice: RecomputeChoice
+    comm: CommContext
+    sent_bytes: CommBytes
+    saved_inputs: SavedInputs | None = None
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def begin(self) -> Forward:
         """Begin one forward of one micro-batch through this rank's layers."""
@@ -59,7 +55,7 @@ class Recompute:
 
     def recomputation(self, replay: Replay, note: Callable[[int], None] | None) -> AbstractContextManager[object]:
         """Return the context for the recomputation of a unit. note: receives the bytes that the unit keeps."""
-        return _Recomputation(self._comm, self._sent_bytes, replay, note, self._around())
+        return _Recomputation(self.comm, self.sent_bytes, replay, note, self.around())
 
 
 class Forward:
@@ -81,7 +77,7 @@ class Forward:
             return unit(*inputs)
         note, replay = self._note(), replay or Replay()
         with self._keeping(replay):
-            y: T = checkpoint(
+            return checkpoint(
                 unit,
                 *inputs,
                 use_reentrant=False,
@@ -89,7 +85,6 @@ class Forward:
                 context_fn=lambda: (nullcontext(), self._recompute.recomputation(replay, note)),
                 early_stop=note is None,  # an early stop would falsify the measured bytes
             )
-            return y
 
     def _note(self) -> Callable[[int], None] | None:
         """Return the callback that receives the bytes of the next unit, or None if nothing is measured."""
@@ -108,36 +103,34 @@ class Forward:
         return self._before.hooks()
 
 
+@dataclass(eq=False)
 class _Recomputation:
     """The context of a recomputation, reusable: counts no bytes, and waits for unfinished collectives at the end.
 
     A recomputation ends with the last tensor that the backward needs, which may be between a launch and its wait.
     """
 
-    def __init__(
-        self,
-        comm: CommContext,
-        sent_bytes: CommBytes,
-        replay: Replay,
-        note: Callable[[int], None] | None,
-        around: AbstractContextManager[object],
-    ) -> None:
-        self._comm, self._sent_bytes, self._replay, self._note = comm, sent_bytes, replay, note
-        self._around = around
-        self._tracker = None if note is None else MemoryTracker()
+    comm: CommContext
+    sent_bytes: CommBytes
+    replay: Replay
+    note: Callable[[int], None] | None
+    around: AbstractContextManager[object]
+
+    def __post_init__(self) -> None:
+        self._tracker = None if self.note is None else MemoryTracker()
 
     def __enter__(self) -> None:
         with ExitStack() as entered:
-            entered.enter_context(self._around)
+            entered.enter_context(self.around)
             if self._tracker is not None:
                 entered.enter_context(self._tracker)
-            entered.callback(self._comm.wait_since, self._comm.mark())
-            entered.enter_context(self._sent_bytes.uncounted())
-            self._replay.start()
-            entered.callback(self._replay.stop)
+            entered.callback(self.comm.wait_since, self.comm.mark())
+            entered.enter_context(self.sent_bytes.uncounted())
+            self.replay.start()
+            entered.callback(self.replay.stop)
             self._entered = entered.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
-        if self._tracker is not None and self._note is not None:
-            self._note(self._tracker.bytes)
+        if self._tracker is not None and self.note is not None:
+            self.note(self._tracker.bytes)

@@ -51,8 +51,7 @@ class Replay:
             value = find()
             self._values.append(value)
             return value
-        recalled: T = self._recall()
-        return recalled
+        return self._recall()
 
     def arrival(self, find: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that ``find`` makes from messages in flight; the recomputation starts from its value."""

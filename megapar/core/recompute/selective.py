@@ -33,8 +33,7 @@ def recompute_in_backward(function: Callable[..., Tensor], *inputs: Any) -> Tens
 
     The function must launch no collectives and draw random numbers only from streams (``core.random``).
     """
-    y: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return y
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def without_output(function: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor]) -> Tensor:

@@ -125,8 +125,7 @@ class Bucket:
         return padded.narrow(member.dim, 0, member.box.sizes[member.dim])
 
     def _columns(self, flat: Tensor, member: BucketParameter) -> Tensor:
-        columns: Tensor = flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
-        return columns
+        return flat[:, member.offset : member.offset + member.numel].unflatten(1, member.piece)
 
     # Gradients: add (each backward) -> start_grad_reduce (once complete) -> finish_grad_reduce -> shard's gradient
 

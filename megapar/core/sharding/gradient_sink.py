@@ -23,5 +23,4 @@ def set_gradient_sink(parameter: Tensor, sink: GradientSink) -> None:
 
 def gradient_sink(parameter: Tensor) -> GradientSink | None:
     """Return the sink of a parameter, or None if autograd must compute its gradient."""
-    sink: GradientSink | None = getattr(parameter, _NAME, None)
-    return sink
+    return getattr(parameter, _NAME, None)

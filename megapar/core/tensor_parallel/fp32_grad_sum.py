@@ -26,8 +26,7 @@ class Fp32GradSum:
 
     def use(self, x: Tensor) -> Tensor:
         """Return ``x`` for one use, whose gradient joins the sum. The last use in the backward returns the sum."""
-        y: Tensor = _Use.apply(x, self)
-        return y
+        return _Use.apply(x, self)
 
     def begin(self) -> None:
         """Count one more use."""

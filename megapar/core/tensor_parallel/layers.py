@@ -188,8 +188,7 @@ class ColumnLinear(_SplitLinear):
             y = linear(x, weight, bias, linear_comm.defer_wgrad)
         else:
             y = self.product.apply(x, weight, bias, linear_comm)
-        out: Tensor = y.unflatten(-1, self.out_dims)
-        return out
+        return y.unflatten(-1, self.out_dims)
 
     def start(self, x: Tensor) -> Started:
         """Launch the all-gather of ``forward``, if any. ``finish`` computes the product."""
@@ -201,13 +200,11 @@ class ColumnLinear(_SplitLinear):
     def finish(self, started: Started) -> Tensor:
         """Wait for the all-gather and return the output of ``forward``."""
         if started.handle is None or started.ticket is None:
-            y: Tensor = self(started.x)
-            return y
+            return self(started.x)
         weight, bias, linear_comm = self._operands()
         gathered = wait(started.handle, started.ticket)
         y = ArrivedColumn.apply(gathered, started.x.detach(), weight, bias, linear_comm)
-        out: Tensor = y.unflatten(-1, self.out_dims)
-        return out
+        return y.unflatten(-1, self.out_dims)
 
     def _operands(self) -> tuple[Tensor, Tensor | None, LinearComm]:
         """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
@@ -255,8 +252,7 @@ class RowLinear(_SplitLinear):
         if self.sequence_parallel and self.weight_gradients is None:
             defer_wgrad = None  # the product of this rank's rows runs under the gathers of the others'
         linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, ends_unit)
-        y: Tensor = self.product.apply(x, weight, bias, linear_comm)
-        return y
+        return self.product.apply(x, weight, bias, linear_comm)
 
     def start(self, x: Tensor) -> Started:
         """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""

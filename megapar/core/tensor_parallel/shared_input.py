@@ -114,8 +114,7 @@ def _gathered(x: Tensor, comm: SharedComm) -> Tensor:
         by_rank = comm.ticket.arrive()
     else:
         by_rank = comm.comm.wait(comm.comm.launch(AllGather(comm.mp), x.contiguous()))
-    whole: Tensor = by_rank.unflatten(0, (comm.mp.size, -1)).transpose(0, 1).flatten(1, 2)
-    return whole
+    return by_rank.unflatten(0, (comm.mp.size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _launch_sum(dx: Tensor, comm: SharedComm) -> InFlight:
@@ -130,8 +129,7 @@ def _launch_sum(dx: Tensor, comm: SharedComm) -> InFlight:
 def _parts(whole: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Split x into the weights' parts and the rest."""
     widths = [weight.shape[1] for weight in weights]
-    parts: tuple[Tensor, ...] = whole.split((*widths, whole.shape[-1] - sum(widths)), dim=-1)
-    return parts
+    return whole.split((*widths, whole.shape[-1] - sum(widths)), dim=-1)
 
 
 def _weight_gradient(dy: Tensor, part: Tensor, defer: DeferWgrad | None) -> Tensor | None:

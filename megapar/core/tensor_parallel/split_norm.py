@@ -31,8 +31,7 @@ class SplitNorm:
 
     def __call__(self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize queries and keys [B, S, N, D] each by their weights [N, D]; N of keys may differ."""
-        normed: tuple[Tensor, Tensor] = _Normalize.apply(q, k, q_weight, k_weight, self)
-        return normed
+        return _Normalize.apply(q, k, q_weight, k_weight, self)
 
     def whole(self, sums: Tensor, *like: Tensor) -> list[Tensor]:
         """Sum [.., 2] over the axis in place; return the means over the features of each of ``like``, [.., 1, 1]."""

@@ -118,8 +118,7 @@ def linear(
     """
     if defer_wgrad is None and ends_unit is None:
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, defer_wgrad or _now, ends_unit)
-    return y
+    return _Linear.apply(x, weight, bias, defer_wgrad or _now, ends_unit)
 
 
 def linear_onto(
@@ -130,8 +129,7 @@ def linear_onto(
     Args:
         total: A sum that no backward reads. R is the number of rows of ``x``.
     """
-    y: Tensor = _LinearOnto.apply(total, x, weight, defer_wgrad or _now, ends_unit)
-    return y
+    return _LinearOnto.apply(total, x, weight, defer_wgrad or _now, ends_unit)
 
 
 def _now(product: Product) -> Tensor:

@@ -22,8 +22,7 @@ class Draws:
 
     def uniform(self, count: int) -> np.ndarray:
         """Return [count] float64 in [0, 1)."""
-        numbers: np.ndarray = (self._words.random_raw(count) >> np.uint64(11)) * 2.0**-53
-        return numbers
+        return (self._words.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
     def integers(self, count: int, below: int) -> np.ndarray:
         """Return [count] int64 in [0, below)."""

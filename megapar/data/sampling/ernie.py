@@ -104,8 +104,7 @@ class Spans:
         start, end = (int(n) for n in self._store.offsets[document : document + 2])
         length = end - 1 - start
         return np.asarray(
-            self._store.tokens[start + length * part // parts : start + length * (part + 1) // parts],
-            dtype=np.int64,
+            self._store.tokens[start + length * part // parts : start + length * (part + 1) // parts], dtype=np.int64
         )
 
 

@@ -12,12 +12,11 @@ from megapar.data.sampling.counts import PieceCounts
 from megapar.data.sampling.draws import Draws, Permutation
 from megapar.data.tokens.store import TokenStore
 from megapar.errors import DataError
+from megapar.model.sizes import NO_LOSS as NO_LOSS
 
 Sample = dict[str, "np.ndarray"]
 
 WEIGHTS = "weights"
-NO_LOSS = -100
-"""The label of a position that does not contribute to any loss."""
 _HELD_OUT_SEED = 0  # never another one: the losses of two evaluations compare only over the same samples
 
 

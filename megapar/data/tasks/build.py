@@ -18,18 +18,7 @@ from megapar.data.tasks.sentences import DocumentLm, SentenceDistance, SentenceR
 from megapar.data.tokenizers.tokenizer import Tokenizer
 from megapar.data.tokens.split import Split, TrainHeldout
 from megapar.errors import DataError
-from megapar.model.ernie3.sizes import (
-    CLASSES,
-    DISTANCE,
-    DOCUMENT_LM,
-    GENERATION,
-    KNOWLEDGE_MLM,
-    KNOWLEDGE_TEXT,
-    REORDER,
-    TASKS,
-    accuracy_of,
-    tasks_of,
-)
+from megapar.model.ernie3 import sizes
 
 
 class TaskSamples:
@@ -59,7 +48,7 @@ class TaskSamples:
         task = self._tasks[part]
         draws = Draws(0, f"heldout/{task.name}", count) if self._seed is None else Draws(self._seed, task.name, count)
         sample = task.make(self._orders[part][count], draws)
-        return {**sample, "task": np.array(TASKS.index(task.name), dtype=np.int64)}
+        return {**sample, "task": np.array(sizes.TASKS.index(task.name), dtype=np.int64)}
 
 
 def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
@@ -73,7 +62,7 @@ def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch
     stacked = {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
     rows, length = stacked["tokens"].shape
     kinds, labels = stacked["task"], stacked["labels"]
-    generation = np.isin(kinds, [TASKS.index(name) for name in GENERATION])
+    generation = np.isin(kinds, [sizes.TASKS.index(name) for name in sizes.GENERATION])
     arrays = {
         "tokens": stacked["tokens"],
         "token_types": stacked["token_types"],
@@ -83,14 +72,14 @@ def collate_tasks(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch
     }
     counts: dict[str, float] = {}
     for name in names:
-        of_task = kinds == TASKS.index(name)
-        predicted = stacked["label"] != NO_LOSS if name in CLASSES else labels != NO_LOSS
-        index = np.flatnonzero(predicted & (of_task if name in CLASSES else of_task[:, None]))
+        of_task = kinds == sizes.TASKS.index(name)
+        predicted = stacked["label"] != NO_LOSS if name in sizes.CLASSES else labels != NO_LOSS
+        index = np.flatnonzero(predicted & (of_task if name in sizes.CLASSES else of_task[:, None]))
         arrays[f"{name}_index"] = index
-        arrays[f"{name}_labels"] = (stacked["label"] if name in CLASSES else labels.reshape(-1))[index]
+        arrays[f"{name}_labels"] = (stacked["label"] if name in sizes.CLASSES else labels.reshape(-1))[index]
         counts[name] = len(index)
-        if name in CLASSES:
-            counts[accuracy_of(name)] = len(index)
+        if name in sizes.CLASSES:
+            counts[sizes.accuracy_of(name)] = len(index)
     return micro_batch(arrays, stacked["valid"], counts)
 
 
@@ -117,7 +106,7 @@ class TaskData:
     @property
     def names(self) -> tuple[str, ...]:
         """The tasks, in the order of TASKS."""
-        return tuple(tasks_of(self.mixture))
+        return tuple(sizes.tasks_of(self.mixture))
 
     def samples(
         self, pieces: TrainHeldout[DocumentPieces], tokenizer: Tokenizer, seq_length: int, seed: int, split: Split
@@ -134,7 +123,7 @@ class TaskData:
         return TrainHeldout(train.samples(), heldout.samples())
 
     def _triples(self, tokenizer: Tokenizer, seq_length: int, seed: int, split: Split) -> TrainHeldout[Triples] | None:
-        if KNOWLEDGE_TEXT not in self.names:
+        if sizes.KNOWLEDGE_TEXT not in self.names:
             return None
         if self.triples_file:
             return read_triples(self.triples_file, tokenizer, split)
@@ -156,7 +145,7 @@ class _Side:
     def samples(self) -> TaskSamples:
         tasks = [self._task(name) for name in self.data.names]
         orders = [self._order(task) for task in tasks]
-        return TaskSamples(tasks, tasks_of(self.data.mixture), orders, self.seed, len(self.pieces))
+        return TaskSamples(tasks, sizes.tasks_of(self.data.mixture), orders, self.seed, len(self.pieces))
 
     def _order(self, task: Task) -> PieceOrder:
         pieces = self.triples if isinstance(task, KnowledgeText) else self.pieces
@@ -167,20 +156,20 @@ class _Side:
 
     def _count_of(self, task: Task) -> Callable[[int], int]:
         """Return a function of n that counts the samples of a task among the run's first n samples."""
-        weights = tasks_of(self.data.mixture)
+        weights = sizes.tasks_of(self.data.mixture)
         shares, number = Shares([weights[name] for name in self.data.names]), self.data.names.index(task.name)
         return lambda samples: shares.count(number, samples)
 
     def _task(self, name: str) -> Task:
         pieces, frame, probability = self.pieces, self.frame, self.data.mlm_probability
-        if name == KNOWLEDGE_MLM:
+        if name == sizes.KNOWLEDGE_MLM:
             return KnowledgeMlm(pieces, frame, self.lexicon, probability)
-        if name == DOCUMENT_LM:
+        if name == sizes.DOCUMENT_LM:
             return DocumentLm(pieces, frame)
-        if name == REORDER:
+        if name == sizes.REORDER:
             return SentenceReorder(pieces, frame, self.data.reorder_pieces)
-        if name == DISTANCE:
+        if name == sizes.DISTANCE:
             return SentenceDistance(pieces, frame)
         if self.triples is None:
-            raise DataError(f"{KNOWLEDGE_TEXT} needs triples")
+            raise DataError(f"{sizes.KNOWLEDGE_TEXT} needs triples")
         return KnowledgeText(self.triples, frame, probability)

@@ -192,7 +192,6 @@ class RandomTriples:
         draws = Draws(self.seed, f"triples/{self.stream}", number)
 
         def random_ids(longest: int) -> np.ndarray:
-            drawn: np.ndarray = self.ids[draws.integers(1 + draws.integer(longest), len(self.ids))]
-            return drawn
+            return self.ids[draws.integers(1 + draws.integer(longest), len(self.ids))]
 
         return Triple(random_ids(2), random_ids(2), random_ids(2), random_ids(self.longest))

@@ -13,7 +13,7 @@ from typing import Protocol
 from megapar.data.cache import Unread, cached_value, find_entry, hash_parts, make_once
 from megapar.data.text import builtin
 from megapar.data.text.chunks import BadRecords, LineNumbers, TextChunk, file_chunks, parquet_chunks
-from megapar.errors import DataError
+from megapar.errors import DataError, listed
 from megapar.files.data_files import (
     FIELD,
     INDEXED,
@@ -185,8 +185,7 @@ def open_sources(
     if not sources:
         raise DataError("no data path was given; --data-path builtin needs no file")
     for text, names in notes.items():
-        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        report(f"{', '.join(names[:MOST_LISTED])}{more}: {text}")
+        report(f"{listed(names, MOST_LISTED)}: {text}")
     return tuple(sources)
 
 
@@ -224,9 +223,8 @@ def _of_folder(
         else:
             skipped.append(f"{file.name} (the same content as {first.name})")
     if skipped:
-        more = f" and {len(skipped) - MOST_LISTED} more" if len(skipped) > MOST_LISTED else ""
         entries = f"{len(sources)} of {len(sources) + len(skipped)} entries"
-        report(f"{folder}: {entries} are read, skipped: {', '.join(skipped[:MOST_LISTED])}{more}")
+        report(f"{folder}: {entries} are read, skipped: {listed(skipped, MOST_LISTED)}")
     return sources
 
 

@@ -44,18 +44,15 @@ class Guard(Protocol):
 
     def before_update(self) -> None:
         """Run before the optimizer changes this rank's parameters."""
-        ...
 
     def after_update(self, iteration: int) -> None:
         """Run after the optimizer step was launched. A device may still be running it."""
-        ...
 
     def check(self, iteration: int) -> None:
         """Raise TrainingError, on every rank, if something is wrong after an iteration.
 
         Raises CorruptionError if the ranks at fault are known.
         """
-        ...
 
 
 @runtime_checkable
@@ -72,11 +69,9 @@ class Voter(Protocol):
 
     def vote(self) -> int | Tensor:
         """Return 1, or a true scalar on the device, if this rank has found something wrong, else 0."""
-        ...
 
     def verified_up_to(self, iteration: int) -> int:
         """Return the last iteration that is verified if a check after ``iteration`` has passed."""
-        ...
 
 
 class FaultRecord:

@@ -21,7 +21,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from megapar.core.comm.agreement import numbers_of_all, texts_of_all
 from megapar.core.comm.world import World
 from megapar.core.pipeline.schedule import GPIPE
 from megapar.data.batches import Loader
-from megapar.errors import CorruptionError
+from megapar.errors import CorruptionError, listed
 from megapar.health.corruption.step_digest import DigestPoint, DigestRecord, StepDigest, first_difference
 from megapar.training.step.batches import StepBatches
 from megapar.training.step.gradients import Gradients
@@ -65,14 +65,8 @@ def first_over_ranks(point: DigestPoint | None, world: World) -> FirstDifference
     names = texts_of_all("" if point is None else point.name, everyone, device)
     nodes = texts_of_all(where(world), everyone, device)
     ranks = tuple(rank for rank, row in enumerate(rows) if row == min(rows) and not row[0])
-    text = listed([f"{names[rank]} of {nodes[rank]}" for rank in ranks])
+    text = listed([f"{names[rank]} of {nodes[rank]}" for rank in ranks], SHOWN, "; ")
     return FirstDifference(text, ranks, tuple(dict.fromkeys(names[rank] for rank in ranks)))
-
-
-def listed(texts: Sequence[str]) -> str:
-    """Join the first texts, and count the remaining ones."""
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + more
 
 
 def suspects(wrong: Sequence[bool]) -> list[int]:
@@ -88,40 +82,35 @@ def suspects(wrong: Sequence[bool]) -> list[int]:
     return sorted({rank for number in range(ranks) if wrong[number] for rank in (number, (number - 1) % ranks)})
 
 
+@dataclass(eq=False)
 class RecomputeGuard:
     """Runs the first micro-batch of the last step again; with a pipeline, as many as its schedule needs.
 
-    Args:
+    Attributes:
         loader: Reads the micro-batches of other ranks.
         changes_kernels: Switch an accelerator to deterministic kernels for the check. Compiled code would have to be
             compiled again for that.
-
-    Attributes:
         enabled: False once the device was found not to be deterministic.
     """
 
     name = "recompute"
     before_saves = False
 
-    def __init__(
-        self,
-        job: Job,
-        gradients: Gradients,
-        loader: Loader,
-        interval: int,
-        *,
-        schedule: str,
-        changes_kernels: bool,
-        log_line: Callable[[str], None],
-    ) -> None:
-        self.interval = interval
-        self.enabled = True
-        self._job, self._gradients, self._loader, self._log_line = job, gradients, loader, log_line
-        self._units = [spec.unit for spec in job.table]
-        self._num = 1 if job.pipeline is None or schedule == GPIPE else job.world.grid.pp
-        self._changes_kernels = changes_kernels and job.world.device.is_async
+    job: Job
+    gradients: Gradients
+    loader: Loader
+    interval: int
+    schedule: str
+    changes_kernels: bool
+    log_line: Callable[[str], None]
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        world = self.job.world
+        self._units = [spec.unit for spec in self.job.table]
+        self._num = 1 if self.job.pipeline is None or self.schedule == GPIPE else world.grid.pp
+        self.changes_kernels = self.changes_kernels and world.device.is_async
         self._known = False  # True once the device is known to be deterministic
-        world = job.world
         self._swaps = world.axis("data").size > 1 and all(world.axis(name).size == 1 for name in SPREAD)
 
     def before_update(self) -> None:
@@ -134,7 +123,7 @@ class RecomputeGuard:
         """Run and compare. Raises CorruptionError, on every rank, with ranks, nodes, devices and first difference."""
         if not self.enabled:
             return
-        step = self._gradients.work
+        step = self.gradients.work
         assert step is not None, "a step comes before the check that follows it"
         work = replace(step, batches=step.batches[: self._num])
         with self._unnoticed():
@@ -149,13 +138,13 @@ class RecomputeGuard:
             self._compare(iteration, runs[0].local(), swapped.local())
 
     def _run(self, work: StepBatches) -> DigestRecord:
-        job, digest = self._job, StepDigest(self._units)
+        job, digest = self.job, StepDigest(self._units)
         job.sharding.watch(digest)
         if job.pipeline is not None:
             job.pipeline.step_digest = digest
         try:
             with digest.watching(job.model.units()):
-                totals = self._gradients.repeat(work)
+                totals = self.gradients.repeat(work)
         finally:
             job.sharding.watch(None)
             if job.pipeline is not None:
@@ -171,26 +160,22 @@ class RecomputeGuard:
 
     def _next_ones(self, work: StepBatches) -> StepBatches:
         """Return the next data rank's micro-batch, with its number, so that it gets the same masks."""
-        data = self._job.world.axis("data")
+        data = self.job.world.axis("data")
         other = (data.rank + 1) % data.size
-        batch = self._loader.first_of(other, work.first_sample, work.length)
+        batch = self.loader.first_of(other, work.first_sample, work.length)
         return replace(work, batches=[batch], first_micro_batch=work.first_micro_batch + other - data.rank)
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
         """Keep the runs out of the step's statistics: bytes sent, waits, counters, random state and gradients."""
-        job = self._job
+        job = self.job
         comm = job.comm
         before = comm.launched.copy(), comm.host_waits
         device = job.world.device.torch_device
         accelerators = [] if device.type == "cpu" else [device]
         kind = "cuda" if device.type == "cpu" else device.type
         try:
-            with (
-                job.world.uncounted(),
-                torch.random.fork_rng(accelerators, device_type=kind),
-                self._repeatable(),
-            ):
+            with job.world.uncounted(), torch.random.fork_rng(accelerators, device_type=kind), self._repeatable():
                 yield
         finally:
             comm.launched, comm.host_waits = before
@@ -199,7 +184,7 @@ class RecomputeGuard:
     @contextmanager
     def _repeatable(self) -> Iterator[None]:
         """Use deterministic kernels if there are any, as for the backward of attention on CUDA."""
-        if not self._changes_kernels or torch.are_deterministic_algorithms_enabled():
+        if not self.changes_kernels or torch.are_deterministic_algorithms_enabled():
             yield
             return
         memory: Any = torch.utils.deterministic
@@ -215,7 +200,7 @@ class RecomputeGuard:
 
     def _repeats(self, iteration: int, runs: list[DigestRecord]) -> bool:
         """Return True if all runs agree on every rank. Turns the check off if the first three runs all differ."""
-        world = self._job.world
+        world = self.job.world
         pairs = list(itertools.combinations(runs, 2))
         differences = [first_difference(run, other) for run, other in pairs]
         local = any(first_difference(run.local(), other.local()) for run, other in pairs)
@@ -228,7 +213,7 @@ class RecomputeGuard:
         # If only a minority of ranks do not repeat, they are faulty. If most do not, this kind of device does not.
         if len(runs) > 2 and all(differ) and (local_count == 0 or 2 * local_count > len(rows)):
             self.enabled = False
-            self._log_line(
+            self.log_line(
                 f"recompute check: off, three runs of a micro-batch gave three results: first {named.text}; "
                 "pass --deterministic to use kernels that repeat theirs"
             )
@@ -240,16 +225,16 @@ class RecomputeGuard:
 
     def _alike(self) -> bool:
         """Return True if all devices are of one kind, so that their results can be compared."""
-        world = self._job.world
+        world = self.job.world
         name = zlib.crc32(world.device.name.encode())
         alike = len({row[0] for row in numbers_of_all([name], world.axis("world"), world.device.torch_device)}) == 1
         if not alike:
-            self._log_line("recompute check: micro-batches are not swapped between ranks, because their devices differ")
+            self.log_line("recompute check: micro-batches are not swapped between ranks, because their devices differ")
         return alike
 
     def _compare(self, iteration: int, mine: DigestRecord, swapped: DigestRecord) -> None:
         """Compare this rank's results with those of the rank that ran its micro-batch, over the ring of data ranks."""
-        world, data = self._job.world, self._job.world.axis("data")
+        world, data = self.job.world, self.job.world.axis("data")
         device = world.device.torch_device
         rows = numbers_of_all([mine.hash(), swapped.hash(), len(mine.digests), len(swapped.digests)], data, device)
         wrong = [row[0] != rows[rank - 1][1] for rank, row in enumerate(rows)]
@@ -262,7 +247,7 @@ class RecomputeGuard:
             first = first_over_ranks(first_difference(mine, theirs), world)
         at_fault = suspects(wrong)
         texts = texts_of_all(where(world), data, device)
-        named = listed([texts[rank] for rank in at_fault])
+        named = listed([texts[rank] for rank in at_fault], SHOWN, "; ")
         raise CorruptionError(
             f"iteration {iteration}: ranks that ran the same micro-batch gave other bits. At fault is "
             f"{'' if len(at_fault) == 1 else 'one of '}{named}"

@@ -23,7 +23,7 @@ from torch import Tensor
 from megapar.core.comm.agreement import TEXT_BYTES, reduce_numbers, texts_of_all
 from megapar.core.device.base import Device
 from megapar.core.optimizer.offload import OffloadedOptimizer
-from megapar.errors import CorruptionError
+from megapar.errors import CorruptionError, listed
 from megapar.health.corruption.state_digest import InPlaceDigest, OffloadedDigest, SplitDigest
 from megapar.training.step.job import Job
 
@@ -124,7 +124,7 @@ class StateGuard:
         places = texts_of_all(self._place() if changed else "", world, device)
         names_of = [text.split("\n") for text in texts_of_all(_fitting(names), world, device)]
         ranks = [rank for rank, place in enumerate(places) if place]
-        wrong = "; ".join(f"rank {rank} ({places[rank]}): {_listed(names_of[rank])}" for rank in ranks)
+        wrong = "; ".join(f"rank {rank} ({places[rank]}): {listed(names_of[rank], SHOWN)}" for rank in ranks)
         parameters = list(dict.fromkeys(name for rank in ranks for name in names_of[rank] if name))
         raise CorruptionError(
             f"iteration {iteration}: masters or moments changed between two updates, on {wrong}. Memory there does not "
@@ -231,8 +231,3 @@ def _fitting(names: Sequence[str]) -> str:
     """Join as many names as fit into a text."""
     lines = itertools.accumulate(names, lambda text, name: f"{text}\n{name}")
     return max((text for text in lines if len(text.encode()) <= TEXT_BYTES), key=len, default="")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from megapar.core.comm.flight_recorder import FlightRecorder
 from megapar.core.torch_names import flight_record
+from megapar.files.location import Place, at, replace
 from megapar.health.hangs import rank_reports
 from megapar.health.hangs.gathering import (
     ALARM,
@@ -43,44 +45,37 @@ STATUS = 1
 HELD_SECONDS = 30.0  # in addition to the limit of a step: the time that one thread may hold the interpreter lock
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Monitors one rank from a thread.
 
-    Args:
+    Attributes:
         rank: This rank, for messages before ``connect``.
         origin_of_limit: Returns the origin of a section's limit, for messages.
         record_folder: Folder for the dump of torch's flight recorder, which NCCL always has (for gloo set
             TORCH_FR_BUFFER_SIZE).
     """
 
-    def __init__(
-        self,
-        sections: Sections,
-        *,
-        rank: int = 0,
-        origin_of_limit: Callable[[str], str] = lambda name: "",
-        record_folder: Path | None = None,
-        print_report: Callable[[str], object] = lambda text: sys.stderr.write(text + "\n"),
-        end: Callable[[int], object] = os._exit,
-    ) -> None:
-        self.sections = sections
+    sections: Sections
+    rank: int = field(default=0, kw_only=True)
+    origin_of_limit: Callable[[str], str] = field(default=lambda name: "", kw_only=True)
+    record_folder: Place | None = field(default=None, kw_only=True)
+    print_report: Callable[[str], object] = field(default=lambda text: sys.stderr.write(text + "\n"), kw_only=True)
+    end: Callable[[int], object] = field(default=os._exit, kw_only=True)
+
+    def __post_init__(self) -> None:
         self.iteration = 0
-        self._rank = rank
         self._world_size = 1
         self._store: dist.Store | None = None
         self._listener: AlarmListener | None = None
         self._recorder = FlightRecorder()
         self._axes: Callable[[], Mapping[str, Sequence[int]]] = dict
-        self._origin_of_limit = origin_of_limit
-        self._record_folder = record_folder
-        self._print = print_report
-        self._end = end
         self._stepped = False
         self._warnings = 0
         self._watched = threading.get_ident()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        limits = sections.limits
+        limits = self.sections.limits
         self._pause = min(1.0, min(limits.values()) / 10) if limits else 1.0
         self._held_limit = limits[STEP] + HELD_SECONDS if STEP in limits else 0.0
 
@@ -98,7 +93,7 @@ class Watchdog:
             store: A connection for this watchdog alone; None with one rank.
             axes: Returns name to ranks of each axis with several.
         """
-        self._rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
+        self.rank, self._world_size, self._recorder, self._axes = rank, world_size, recorder, axes
         self._store = store
         self._listener = None if store is None else AlarmListener(store, self._pause)
         if self._listener is not None:
@@ -165,7 +160,7 @@ class Watchdog:
         ending = threading.Thread(target=self._final_report, args=(own_report, survey), daemon=True)
         ending.start()
         ending.join(2 * GRACE_SECONDS)
-        self._end(STATUS)
+        self.end(STATUS)
 
     def _final_report(self, own_report: Report, survey: Survey) -> None:
         overdue = survey.overdue
@@ -192,7 +187,7 @@ class Watchdog:
         printing = threading.Thread(target=self._print_report, args=(own_report, survey, ""), daemon=True)
         printing.start()
         printing.join(GRACE_SECONDS)
-        if takes_text() and (self._rank in survey.late_ranks or self._world_size == 1):
+        if takes_text() and (self.rank in survey.late_ranks or self._world_size == 1):
             with suppress(OSError, ValueError):
                 faulthandler.dump_traceback(all_threads=True)
 
@@ -200,23 +195,22 @@ class Watchdog:
         """Print the report on the rank that has to, and ``otherwise``, if not empty, on the other ranks."""
         overdue = survey.overdue
         with suppress(Exception):  # a closed terminal must not prevent the end
-            limit = self._origin_of_limit(overdue.name)
+            limit = self.origin_of_limit(overdue.name)
             if self._world_size == 1 or self._store is None:
                 where = rank_reports.place(own_report, overdue.name)
-                self._print(f"{rank_reports.headline(overdue, limit)}\n  rank {self._rank} {where}")
+                self.print_report(f"{rank_reports.headline(overdue, limit)}\n  rank {self.rank} {where}")
             elif survey.prints_report:
-                self._print(rank_reports.explain(survey.reports, self._world_size, overdue, limit))
+                self.print_report(rank_reports.explain(survey.reports, self._world_size, overdue, limit))
             elif otherwise:
-                self._print(f"rank {self._rank}: {otherwise}")
+                self.print_report(f"rank {self.rank}: {otherwise}")
 
     def _keep(self, record: bytes) -> None:
-        path = (self._record_folder or Path.cwd()) / f"flight-record-{self._rank:05d}.json"
+        path = at(self.record_folder or Path.cwd()) / f"flight-record-{self.rank:05d}.json"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(record)
-            self._print(f"rank {self._rank}: torch's flight record is in {path}")
+            replace(path, record)
+            self.print_report(f"rank {self.rank}: torch's flight record is in {path}")
         except OSError as error:
-            self._print(f"rank {self._rank}: {path} cannot be written: {error}")
+            self.print_report(f"rank {self.rank}: {path} cannot be written: {error}")
 
     def report(self) -> dict[str, Any]:
         """Return the report of this rank."""
@@ -237,7 +231,7 @@ class Watchdog:
         def collect() -> None:
             if store is not None:
                 with suppress(RuntimeError):  # torch's store errors are RuntimeErrors
-                    surveys.append(Gathering(store, prefix, key, self._rank, self._world_size).collect(own_report))
+                    surveys.append(Gathering(store, prefix, key, self.rank, self._world_size).collect(own_report))
 
         # In a thread that may never return: the store may hang with the rank that holds it.
         collecting = threading.Thread(target=collect, daemon=True)
@@ -246,5 +240,5 @@ class Watchdog:
         while collecting.is_alive() and time.monotonic() < deadline and not (prefix and self._alarmed):
             collecting.join(PAUSE_SECONDS)
         return own_report, (
-            surveys or [survey_of({self._rank: own_report}, own_report, self._world_size, prints_report=True)]
+            surveys or [survey_of({self.rank: own_report}, own_report, self._world_size, prints_report=True)]
         )[0]

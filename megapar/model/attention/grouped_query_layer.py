@@ -63,8 +63,7 @@ class GroupedQueryAttention(SelfAttention):
 
     def output(self, y: Tensor, *more: Tensor) -> Tensor:
         """See ``SelfAttention.output``."""
-        out: Tensor = self.proj(y.flatten(2))
-        return out
+        return self.proj(y.flatten(2))
 
     def start_project(self, x: Tensor) -> Started:
         """Launch the all-gather of x over mp."""

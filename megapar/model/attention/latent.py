@@ -253,9 +253,5 @@ def cheaper_exchange(latent: int, heads: int, cp: int, *, by_heads: bool) -> str
 
 
 MULTI_LATENT = AttentionKind(
-    name="latent",
-    rows=rows,
-    widths=widths,
-    costs=costs,
-    parts="megapar.model.attention.latent_layer:LatentAttention",
+    name="latent", rows=rows, widths=widths, costs=costs, parts="megapar.model.attention.latent_layer:LatentAttention"
 )

@@ -95,8 +95,7 @@ class LatentAttention(SelfAttention):
 
     def output(self, y: Tensor, *more: Tensor) -> Tensor:
         """See ``SelfAttention.output``."""
-        out: Tensor = self.proj(cut_features(y, self.value_dim).flatten(2))
-        return out
+        return self.proj(cut_features(y, self.value_dim).flatten(2))
 
     def start_project(self, x: Tensor) -> Started:
         """Launch the all-gather of latents and rotary key over mp."""
@@ -201,8 +200,7 @@ class LatentAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor]:
         if angles is None:
             raise ValueError("latent attention has a rotary key: it needs rotary position embedding")
-        turned: tuple[Tensor, Tensor] = self.run(rotated, q, key, *angles, factor, width)
-        return turned
+        return self.run(rotated, q, key, *angles, factor, width)
 
     def _finished_heads(
         self, q: Tensor, product: Tensor, key: Tensor, latent: Tensor, angles: Angles | None
@@ -234,5 +232,4 @@ def rotated(q: Tensor, key: Tensor, cos: Tensor, sin: Tensor, factor: float, wid
 def joined(product: Tensor, key: Tensor, plain_dim: int, widths: HeadWidths) -> tuple[Tensor, Tensor]:
     """Join k [B, S, N, D] and v [B, S, N, V] from the product [B, S, N, Dn + V] and the rotated key [B, S, Dr]."""
     join: Callable[..., Any] = op("join_heads", product)
-    heads: tuple[Tensor, Tensor] = join(product, key, plain_dim, widths)
-    return heads
+    return join(product, key, plain_dim, widths)

@@ -205,8 +205,7 @@ def make_attention(
     sizes: AttentionSizes, layer: int, *, cp: ContextParallel, **options: Unpack[LayerOptions]
 ) -> SelfAttention:
     """Build the attention of layer ``layer``. Raises KeyError for a kind that is not registered."""
-    attention: SelfAttention = kind_of(sizes).load_parts()(sizes, layer, cp=cp, **options)
-    return attention
+    return kind_of(sizes).load_parts()(sizes, layer, cp=cp, **options)
 
 
 @counted(2, 2, 2, 2)

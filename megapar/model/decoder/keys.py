@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megapar.model.decoder.layer_pattern import ernie_interval, flags_of, layers_of, to_pattern
 from megapar.model.decoder.rope_keys import rope_settings
 from megapar.schema.legal_values import (
@@ -13,6 +16,7 @@ from megapar.schema.legal_values import (
     OPTIONAL_SIZE,
     POSITIVE,
     SIZE,
+    Check,
     anything,
     layer_numbers,
     text,
@@ -151,10 +155,6 @@ def _sparse_layers(config: Json) -> list[int]:
     return [n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0]
 
 
-def _all_dense(config: Json) -> str:
-    return "" if _sparse_layers(config) else "but at least one layer must have experts"
-
-
 def _dense_layers(settings: Settings) -> list[int]:
     moe = moe_layers(settings)
     return [n for n in range(settings["num_layers"]) if n not in moe]
@@ -173,8 +173,24 @@ def _ernie_layers(config: Json) -> list[int]:
     return [n for n in range(first, end) if (n + 1) % step == 0]
 
 
-def _no_ernie_layers(config: Json) -> str:
-    return "" if _ernie_layers(config) else "but at least one layer must have experts"
+def _expert_layers(
+    name: str, legal: Check, layers: Callable[[Json], list[int]], from_flags: Callable[[Settings], Any]
+) -> tuple[Setting, Setting]:
+    """Return the settings of a key that decides which layers have experts: the leading dense layers, and the pattern.
+
+    layers: Returns the numbers of the layers with experts.
+    """
+
+    def flag(number: int) -> Callable[[Json], Any]:
+        return lambda config: flags_of(layers(config), config["num_hidden_layers"])[number]
+
+    def refused(config: Json) -> str:
+        return "" if layers(config) else "but at least one layer must have experts"
+
+    return (
+        Setting(name, legal, "first_k_dense", to_flag=flag(0), from_flags=from_flags, refused=refused),
+        Setting(name, legal, "moe_layer_freq", written=False, to_flag=flag(1)),
+    )
 
 
 def shared_width(settings: Settings) -> int:
@@ -196,21 +212,7 @@ ERNIE_EXPERTS = (
         to_flag=lambda config: config["moe_num_shared_experts"] or 0,
         from_flags=lambda settings: shared_width(settings) // settings["moe_ffn_hidden_size"],
     ),
-    Setting(
-        "moe_layer_start_index",
-        COUNT,
-        "first_k_dense",
-        to_flag=lambda config: flags_of(_ernie_layers(config), config["num_hidden_layers"])[0],
-        from_flags=lambda settings: moe_layers(settings)[0],
-        refused=_no_ernie_layers,
-    ),
-    Setting(
-        "moe_layer_start_index",
-        COUNT,
-        "moe_layer_freq",
-        written=False,
-        to_flag=lambda config: flags_of(_ernie_layers(config), config["num_hidden_layers"])[1],
-    ),
+    *_expert_layers("moe_layer_start_index", COUNT, _ernie_layers, lambda settings: moe_layers(settings)[0]),
     Setting("moe_layer_end_index", whole(-1), from_flags=lambda settings: moe_layers(settings)[-1]),
     Setting("moe_layer_interval", SIZE, from_flags=lambda settings: ernie_interval(moe_layers(settings))),
     Setting("moe_norm_min", EPSILON, only=1e-12, written=False),
@@ -243,19 +245,5 @@ QWEN_EXPERTS = (
     Setting("moe_intermediate_size", SIZE, "moe_ffn_hidden_size"),
     NORM_TOPK_PROB,
     Setting("decoder_sparse_step", SIZE, from_flags=lambda settings: 1),
-    Setting(
-        "mlp_only_layers",
-        layer_numbers,
-        "first_k_dense",
-        to_flag=lambda config: flags_of(_sparse_layers(config), config["num_hidden_layers"])[0],
-        from_flags=_dense_layers,
-        refused=_all_dense,
-    ),
-    Setting(
-        "mlp_only_layers",
-        layer_numbers,
-        "moe_layer_freq",
-        written=False,
-        to_flag=lambda config: flags_of(_sparse_layers(config), config["num_hidden_layers"])[1],
-    ),
+    *_expert_layers("mlp_only_layers", layer_numbers, _sparse_layers, _dense_layers),
 )

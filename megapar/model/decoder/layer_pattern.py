@@ -122,8 +122,7 @@ def _value(node: ast.expr) -> int | Pattern:
     length = _size(left) * _size(right) if times else _size(left) + _size(right)
     if length > LONGEST:
         raise ValueError(f"a list of {length} layers is too long")
-    result: int | Pattern = left * right if times else left + right  # type: ignore[operator]
-    return result
+    return left * right if times else left + right  # type: ignore[operator]
 
 
 def _size(value: int | Pattern) -> int:

@@ -6,6 +6,7 @@ against the sizes of the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megapar.model.decoder.layer_pattern import ALL, ernie_interval, flags_of, layers_of, pattern_or_all
@@ -27,64 +28,65 @@ def _scored(f: Any) -> int:
     return int(f.moe_router_group_score_topk or f.moe_router_topk // f.moe_router_group_topk)
 
 
+def _fixed(sizes: Mapping[str, object], **more: Any) -> Limit:
+    """Return the limit of classes that need these values of some sizes."""
+
+    def within(f: Any) -> bool:
+        return all(getattr(f, name) == value for name, value in sizes.items())
+
+    return Limit(reads=tuple(sizes), within=within, **more)
+
+
 def _opposite(limit: Limit, name: str, message: str) -> Limit:
     """Return the limit of classes that need what the given one excludes."""
     return Limit(id=name, reads=limit.reads, within=lambda f: not limit.within(f), message=message)
 
 
-VARIETY = Limit(
+VARIETY = _fixed(
     id="hf-decoder-variety",
-    reads=("normalization", "position_embedding_type", "activation"),
-    within=lambda f: (f.normalization, f.position_embedding_type, f.activation) == ("rmsnorm", "rope", "swiglu"),
+    sizes={"normalization": "rmsnorm", "position_embedding_type": "rope", "activation": "swiglu"},
     message="a decoder's Hugging Face form has rmsnorm, rotary positions and swiglu",
     instead="Or train with these three.",
     failing="--normalization layernorm",
 )
-WHOLE_HEADS_ROTATED = Limit(
+WHOLE_HEADS_ROTATED = _fixed(
     id="hf-rotary-percent",
-    reads=("rotary_percent",),
-    within=lambda f: f.rotary_percent == 1,
+    sizes={"rotary_percent": 1},
     message="this class rotates all features of a head",
     instead="Or train with --rotary-percent 1.",
     passing="--rope-scaling-type yarn",
     failing="--rotary-percent 0.5",
 )
-NO_QK_NORM = Limit(
+NO_QK_NORM = _fixed(
     id="hf-qk-norm",
-    reads=("qk_norm",),
-    within=lambda f: not f.qk_norm,
+    sizes={"qk_norm": False},
     message="this class has no norms of queries and keys; Qwen3 and Qwen3Moe have them",
     instead="Or train without --qk-norm, or without --add-qkv-bias: Qwen3 has no biases.",
     passing="--qk-norm",
     failing="--qk-norm --add-qkv-bias --num-experts 0",
 )
 QK_NORM = _opposite(NO_QK_NORM, "hf-qk-norm-always", "this class has norms of queries and keys")
-HEAD_NORMS = Limit(
+HEAD_NORMS = _fixed(
     id="hf-qk-norm-scope",
-    reads=("qk_norm_scope",),
-    within=lambda f: f.qk_norm_scope == "head",
+    sizes={"qk_norm_scope": "head"},
     message="this class has no norms of queries or keys over all heads; Olmo2 has them, with norms of outputs",
     instead="Or train with --qk-norm-scope head.",
     passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
     failing="--num-experts 0 --qk-norm --qk-norm-scope width",
 )
 WIDTH_NORMS = _opposite(HEAD_NORMS, "hf-qk-norm-width", "the norms of queries and keys of this class see all heads")
-INPUT_NORMS = Limit(
+INPUT_NORMS = _fixed(
     id="hf-norm-placement",
-    reads=("norm_placement",),
-    within=lambda f: f.norm_placement == "input",
+    sizes={"norm_placement": "input"},
     message="this class has its norms before attention and MLP; Olmo2 has them after, with norms of queries and keys",
     instead="Or train with --norm-placement input.",
     passing="--num-experts 0 --qk-norm --qk-norm-scope width --norm-placement output",
     failing="--num-experts 0 --norm-placement output",
 )
 OUTPUT_NORMS = _opposite(INPUT_NORMS, "hf-norm-placement-output", "this class has its norms after attention and MLP")
-NO_MULTIPLIERS = Limit(
+NO_MULTIPLIERS = _fixed(
     id="hf-multipliers",
-    reads=("embedding_multiplier", "residual_multiplier", "softmax_scale", "logits_scaling"),
-    within=lambda f: (
-        (f.embedding_multiplier, f.residual_multiplier, f.softmax_scale, f.logits_scaling) == (1.0, 1.0, 0.0, 1.0)
-    ),
+    sizes={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "softmax_scale": 0.0, "logits_scaling": 1.0},
     message="this class has no factors on embeddings, outputs of layers, attention scores and logits; Granite has them",
     instead="Or train without them, or without --qk-norm.",
     passing="--num-experts 0 --logits-scaling 8",
@@ -95,36 +97,30 @@ MULTIPLIERS = _opposite(
     "hf-multipliers-always",
     "this class has factors on embeddings, outputs of layers, attention scores or logits",
 )
-NO_QKV_BIAS = Limit(
+NO_QKV_BIAS = _fixed(
     id="hf-qkv-bias",
-    reads=("add_qkv_bias",),
-    within=lambda f: not f.add_qkv_bias,
+    sizes={"add_qkv_bias": False},
     message="this class has no biases of queries, keys and values alone; Qwen2 has them, and Qwen2Moe",
     instead="Or train without --add-qkv-bias.",
     passing="--add-qkv-bias --num-experts 0",
     failing="--add-qkv-bias",
 )
 QKV_BIAS = _opposite(NO_QKV_BIAS, "hf-qkv-bias-always", "this class has biases of queries, keys and values")
-NO_BIAS = Limit(
+NO_BIAS = _fixed(
     id="hf-bias",
-    reads=("add_bias_linear",),
-    within=lambda f: not f.add_bias_linear,
+    sizes={"add_bias_linear": False},
     message="this class has no biases in all linear layers",
     instead="Or train without --add-bias-linear, or without --qk-norm: Ernie4_5 has biases.",
     passing="--add-bias-linear --num-experts 0",
     failing="--add-bias-linear --qk-norm --num-experts 0",
 )
 DENSE = Limit(
-    id="hf-dense",
-    reads=("num_experts",),
-    within=lambda f: f.num_experts == 0,
-    message="this class has no experts",
+    id="hf-dense", reads=("num_experts",), within=lambda f: f.num_experts == 0, message="this class has no experts"
 )
 EXPERTS = _opposite(DENSE, "hf-experts", "this class has experts")
-NO_EXPERT_BIAS = Limit(
+NO_EXPERT_BIAS = _fixed(
     id="hf-moe-bias",
-    reads=("add_bias_linear",),
-    within=lambda f: not f.add_bias_linear,
+    sizes={"add_bias_linear": False},
     message="the experts of this class have no biases",
     instead="Or train without --add-bias-linear.",
     passing="--add-bias-linear --num-experts 0",
@@ -157,10 +153,9 @@ WHOLE_SHARED_EXPERTS = Limit(
     passing="--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 32",
     failing="--moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 24",
 )
-NO_SHARED_GATE = Limit(
+NO_SHARED_GATE = _fixed(
     id="hf-shared-gate",
-    reads=("moe_shared_expert_gate",),
-    within=lambda f: not f.moe_shared_expert_gate,
+    sizes={"moe_shared_expert_gate": False},
     message="this class has no gate of shared experts; Qwen2Moe has it, with biases of queries, keys and values",
     instead="Or train without --moe-shared-expert-gate, or with --add-qkv-bias.",
     passing="--moe-shared-experts 1 --moe-shared-expert-gate --add-qkv-bias",
@@ -194,17 +189,15 @@ EVEN_EXPERTS = Limit(
     passing="--num-layers 4 --moe-layer-freq [0,1,0,1]",
     failing="--num-layers 4 --moe-layer-freq [1,0,1,0]",
 )
-NO_LATENT = Limit(
+NO_LATENT = _fixed(
     id="hf-latent-attention",
-    reads=("multi_latent_attention",),
-    within=lambda f: not f.multi_latent_attention,
+    sizes={"multi_latent_attention": False},
     message="this class has no multi-latent attention",
 )
 LATENT = _opposite(NO_LATENT, "hf-latent-attention-always", "this class has multi-latent attention")
-LATENT_EPSILON = Limit(
+LATENT_EPSILON = _fixed(
     id="hf-latent-epsilon",
-    reads=("attention_latent_norm_epsilon",),
-    within=lambda f: f.attention_latent_norm_epsilon == 1e-6,
+    sizes={"attention_latent_norm_epsilon": 1e-6},
     message="the norms of latents of this class add 1e-6 to the variance",
     instead="Or train with --attention-latent-norm-epsilon 1e-6.",
     passing="--mtp-depth 1",
@@ -219,10 +212,9 @@ SHARED_EXPERTS = Limit(
     passing="--mtp-depth 1",
     failing="--moe-router-score-function sigmoid",
 )
-SIGMOID_SCORES = Limit(
+SIGMOID_SCORES = _fixed(
     id="hf-sigmoid-scores",
-    reads=("moe_router_score_function",),
-    within=lambda f: f.moe_router_score_function == "sigmoid",
+    sizes={"moe_router_score_function": "sigmoid"},
     message="the scores of this class's router are sigmoids",
 )
 SOFTMAX_SCORES = _opposite(SIGMOID_SCORES, "hf-softmax-scores", "the scores of this class's router are a softmax")
@@ -253,12 +245,9 @@ GROUPS_BY_ONE = Limit(
     passing=f"{_V2} {_LIMITED} --moe-router-group-score-topk 1",
     failing=f"{_V2} {_LIMITED}",
 )
-PLAIN_ROUTING = Limit(
+PLAIN_ROUTING = _fixed(
     id="hf-moe-routing",
-    reads=("moe_router_score_function", "moe_router_num_groups", "moe_router_topk_scaling_factor"),
-    within=lambda f: (
-        (f.moe_router_score_function, f.moe_router_num_groups, f.moe_router_topk_scaling_factor) == ("softmax", 1, 1.0)
-    ),
+    sizes={"moe_router_score_function": "softmax", "moe_router_num_groups": 1, "moe_router_topk_scaling_factor": 1.0},
     message="the routing of this class is a plain softmax: no sigmoid, no groups, no factor on the weights",
     instead="Or train with these.",
     passing="--mtp-depth 1",
@@ -281,10 +270,9 @@ DIVIDED_WEIGHTS = Limit(
     passing="--moe-router-topk 1 --norm-topk-prob",
     failing="--moe-router-topk 1",
 )
-NO_MTP = Limit(
+NO_MTP = _fixed(
     id="hf-mtp",
-    reads=("mtp_depth",),
-    within=lambda f: f.mtp_depth == 0,
+    sizes={"mtp_depth": 0},
     message="this class has no multi-token prediction block",
     way=_WITHOUT_BLOCK,
     passing="--mtp-depth 1",
@@ -310,10 +298,9 @@ LAYER_MTP = Limit(
     passing="--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1",
     failing="--moe-router-score-function sigmoid --moe-shared-experts 1 --mtp-depth 1 --mtp-block dense",
 )
-NO_CORRECTION_BIAS = Limit(
+NO_CORRECTION_BIAS = _fixed(
     id="hf-router-bias",
-    reads=("moe_router_bias_update_rate",),
-    within=lambda f: f.moe_router_bias_update_rate == 0,
+    sizes={"moe_router_bias_update_rate": 0},
     message="this class has no place for the correction bias that --moe-router-bias-update-rate updates",
     way=(
         "Without --qk-norm, megapar convert megapar-to-hf writes them as Ernie4_5_Moe, which has the bias; no "

@@ -350,8 +350,7 @@ class Decoder(nn.Module):
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.embedding is not None
-        x: Tensor = self.embedding(self._arrange(batch["tokens"]), self._arrange(batch["positions"]))
-        return x
+        return self.embedding(self._arrange(batch["tokens"]), self._arrange(batch["positions"]))
 
     def _run_layers(self, x: Tensor, context: Context, names: Iterable[str]) -> tuple[Tensor, list[MoeStats]]:
         y, stats = run_layers((self.layers[name] for name in names), x, context, self.recompute)

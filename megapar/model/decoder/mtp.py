@@ -33,8 +33,8 @@ from megapar.model.ampipe import Sliced, join
 from megapar.model.decoder.block import DecoderBlock
 from megapar.model.decoder.sizes import DecoderSizes
 from megapar.model.layers.context import Context
-from megapar.model.layers.loss import IGNORED
 from megapar.model.layers.norm import make_norm
+from megapar.model.sizes import NO_LOSS
 from megapar.moe.layer import MoeParts
 from megapar.moe.stats import MoeStats
 
@@ -93,8 +93,8 @@ def following(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     The label is ignored if t or t + 1 has none, so that no prediction crosses a document border. It is also ignored
     at the last position, whose next token is unknown; the token there is arbitrary, because attention is causal.
     """
-    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)), dim=1)
-    next_labels = torch.where(labels == IGNORED, IGNORED, after)
+    after = torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], NO_LOSS)), dim=1)
+    next_labels = torch.where(labels == NO_LOSS, NO_LOSS, after)
     return of_next(tokens), next_labels
 
 

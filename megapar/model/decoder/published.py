@@ -347,11 +347,7 @@ GRANITE_MOE = llama_like(
     specific=(*ERNIE4_5_MOE.specific, limits.MULTIPLIERS),
     remark="a layer's experts in two tensors; factors on embeddings, attention scores, outputs of layers and logits",
 )
-LATENT_FLAGS = {
-    **EXPERT_FLAGS,
-    "multi_latent_attention": True,
-    "attention_latent_norm_epsilon": 1e-6,
-}
+LATENT_FLAGS = {**EXPERT_FLAGS, "multi_latent_attention": True, "attention_latent_norm_epsilon": 1e-6}
 LEADING_AND_SHARED = (
     limits.SHARED_EXPERTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE, limits.LEADING_DENSE,
 )  # fmt: skip
@@ -466,20 +462,9 @@ GLM4_MOE = llama_like(
     "`num_hidden_layers`",
 )
 OWN = (
-    DEEPSEEK_V3,
-    DEEPSEEK_V2,
-    GLM4_MOE,
-    OLMOE,
-    QWEN3_MOE,
-    GRANITE_MOE,
-    QWEN2_MOE,
-    ERNIE4_5_MOE,
-    OLMO2,
-    QWEN2,
-    QWEN3,
-    GRANITE,
-    ERNIE4_5,
-)
+    DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, ERNIE4_5_MOE, OLMO2,
+    QWEN2, QWEN3, GRANITE, ERNIE4_5,
+)  # fmt: skip
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
 ARCHITECTURES = tuple(sorted((*OWN, LLAMA, MISTRAL, MIXTRAL), key=lambda architecture: architecture.name))
 

@@ -76,8 +76,7 @@ def _one(flag: str, to_flag: Callable[[Json], Any]) -> Setting:
 
 
 def _object(config: Json) -> Json:
-    parameters: Json = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return parameters
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _theta(config: Json) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
 from megapar.schema.flag import MOE
 from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
 
-SOURCE = "models"
 _SCALING = frozenset(FLAGS_OF["llama3"]) | frozenset(FLAGS_OF["yarn"])
 _UNSCALED = flags_of_scaling(None)
 _LATENT = frozenset(
@@ -58,29 +57,32 @@ def _moe_layers(f: Facts) -> int:
     return len(layers_of(to_pattern(f.moe_layer_freq), f.num_layers, f.first_k_dense))
 
 
-_ROWS = (
-    Rule(
+_rule = partial(Rule, models=MOE)
+_of_sizes = partial(_rule, source="models")
+_without_effect = partial(_rule, source=NO_EFFECT)
+_of_latent = partial(_rule, source="DeepSeek-V2 (arXiv 2405.04434)", when=lambda f: f.multi_latent_attention)
+
+RULES: tuple[Rule, ...] = (
+    _of_sizes(
         id="heads-groups",
         reads=("num_attention_heads", "num_query_groups"),
         requires=lambda f: f.num_attention_heads % f.num_query_groups == 0,
         message="--num-query-groups must divide --num-attention-heads",
         fix=lambda f: f"Choose --num-query-groups {near_divisors(f.num_attention_heads, f.num_query_groups)}.",
-        source=SOURCE,
         passing="--num-attention-heads 4 --num-query-groups 2",
         failing="--num-attention-heads 4 --num-query-groups 3",
     ),
-    Rule(
+    _of_sizes(
         id="rope-even",
         reads=("position_embedding_type", "head_dim", "multi_latent_attention"),
         when=lambda f: f.position_embedding_type == "rope" and not f.multi_latent_attention,
         requires=lambda f: f.head_dim % 2 == 0,
         message="rotary positions rotate pairs of features: the head dim must be even",
         fix=lambda f: f"Choose --head-dim {near_multiples(2, f.head_dim)}.",
-        source=SOURCE,
         passing="--head-dim 32",
         failing="--head-dim 33",
     ),
-    Rule(
+    _of_sizes(
         id="rotary-percent-even",
         reads=("position_embedding_type", "head_dim", "rotary_percent"),
         when=lambda f: f.position_embedding_type == "rope" and f.rotary_percent < 1 and f.head_dim % 2 == 0,
@@ -90,79 +92,67 @@ _ROWS = (
             "Choose a --rotary-percent of which --head-dim rounds down to "
             f"{near_multiples(2, max(2, int(f.head_dim * f.rotary_percent)))}."
         ),
-        source=SOURCE,
         passing="--head-dim 32 --rotary-percent 0.25",
         failing="--head-dim 6 --rotary-percent 0.5",
     ),
-    Rule(
+    _of_latent(
         id="latent-positions",
         reads=("multi_latent_attention", "position_embedding_type"),
-        when=lambda f: f.multi_latent_attention,
         requires=lambda f: f.position_embedding_type == "rope",
         message="--multi-latent-attention has a rotary key that all heads share: it needs rotary positions",
         fix="Choose --position-embedding-type rope.",
-        source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention",
         failing="--multi-latent-attention --position-embedding-type learned",
     ),
-    Rule(
+    _of_sizes(
         id="latent-rotary-even",
         reads=("multi_latent_attention", "qk_pos_emb_head_dim"),
         when=lambda f: f.multi_latent_attention,
         requires=lambda f: f.qk_pos_emb_head_dim % 2 == 0,
         message="rotary positions rotate pairs of features: --qk-pos-emb-head-dim must be even",
         fix=lambda f: f"Choose --qk-pos-emb-head-dim {near_multiples(2, f.qk_pos_emb_head_dim)}.",
-        source=SOURCE,
         passing="--multi-latent-attention --qk-pos-emb-head-dim 16",
         failing="--multi-latent-attention --qk-pos-emb-head-dim 15",
     ),
-    Rule(
+    _of_latent(
         id="latent-heads",
         reads=("multi_latent_attention", "num_query_groups", "num_attention_heads"),
-        when=lambda f: f.multi_latent_attention,
         requires=lambda f: f.num_query_groups == f.num_attention_heads,
         message="every head of --multi-latent-attention has its own keys and values",
         fix="Leave out --num-query-groups.",
-        source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention",
         failing="--multi-latent-attention --num-query-groups 2",
     ),
-    Rule(
+    _of_latent(
         id="latent-head-dim",
         reads=("multi_latent_attention", "head_dim", "qk_head_dim", "qk_pos_emb_head_dim"),
-        when=lambda f: f.multi_latent_attention,
         requires=lambda f: f.head_dim == f.qk_head_dim + f.qk_pos_emb_head_dim,
         message="heads of --multi-latent-attention have --qk-head-dim + --qk-pos-emb-head-dim features, and those of "
         "values --v-head-dim",
         fix="Leave out --head-dim.",
-        source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention --qk-head-dim 32 --qk-pos-emb-head-dim 16",
         failing="--multi-latent-attention --head-dim 32",
     ),
-    Rule(
+    _of_latent(
         id="latent-rotary-percent",
         reads=("multi_latent_attention", "rotary_percent"),
-        when=lambda f: f.multi_latent_attention,
         requires=lambda f: f.rotary_percent == 1,
         message="--multi-latent-attention rotates --qk-pos-emb-head-dim features of a head",
         fix="Choose --qk-pos-emb-head-dim in place of --rotary-percent.",
-        source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention --qk-pos-emb-head-dim 16",
         failing="--multi-latent-attention --rotary-percent 0.5",
     ),
-    Rule(
+    _of_latent(
         id="latent-extras",
         reads=("multi_latent_attention", "qk_norm", "add_qkv_bias", "add_bias_linear"),
-        when=lambda f: f.multi_latent_attention,
         requires=lambda f: not (f.qk_norm or f.add_qkv_bias or f.add_bias_linear),
         message="--multi-latent-attention normalizes its latents, not queries and keys, and its projections have no "
         "biases",
         fix="Leave out --qk-norm, --add-qkv-bias and --add-bias-linear.",
-        source="DeepSeek-V2 (arXiv 2405.04434)",
         passing="--multi-latent-attention",
         failing="--multi-latent-attention --qk-norm",
     ),
-    Rule(
+    _without_effect(
         id="latent-sizes-unused",
         reads=("multi_latent_attention", "not_default"),
         when=lambda f: not f.multi_latent_attention,
@@ -171,21 +161,19 @@ _ROWS = (
         fix=lambda f: (
             f"Set it, or leave out {either('--' + name.replace('_', '-') for name in sorted(f.not_default & _LATENT))}."
         ),
-        source=NO_EFFECT,
         passing="--multi-latent-attention --kv-lora-rank 256",
         failing="--kv-lora-rank 256",
     ),
-    Rule(
+    _without_effect(
         id="rope-scaling-unused",
         reads=("rope_scaling_type", "original_max_position_embeddings", "given", "not_default"),
         requires=lambda f: not _idle_scaling(f),
         message="a flag of another --rope-scaling-type has no effect",
         fix=_other_scaling,
-        source=NO_EFFECT,
         passing="--rope-scaling-type yarn --beta-fast 16",
         failing="--rope-scaling-type llama3 --beta-fast 16",
     ),
-    Rule(
+    _without_effect(
         id="mscale-unused",
         reads=(*_MSCALE, "rope_scaling_type", "rope_attention_factor", "given", "multi_latent_attention"),
         when=lambda f: f.rope_scaling_type == YARN and bool(f.given & set(_MSCALE)),
@@ -196,11 +184,10 @@ _ROWS = (
         message="--mscale has no effect without --mscale-all-dim, nor the other way round except in multi-latent "
         "attention, and neither with --rope-attention-factor",
         fix="Set both to more than 0 and leave out --rope-attention-factor, or leave out both.",
-        source=NO_EFFECT,
         passing="--rope-scaling-type yarn --mscale 1 --mscale-all-dim 0.5",
         failing="--rope-scaling-type yarn --mscale 1.5",
     ),
-    Rule(
+    _rule(
         id="llama3-frequencies",
         reads=("rope_scaling_type", "low_freq_factor", "high_freq_factor"),
         when=lambda f: f.rope_scaling_type == "llama3",
@@ -210,7 +197,7 @@ _ROWS = (
         passing="--rope-scaling-type llama3 --low-freq-factor 2 --high-freq-factor 8",
         failing="--rope-scaling-type llama3 --low-freq-factor 4",
     ),
-    Rule(
+    _rule(
         id="yarn-frequencies",
         reads=("rope_scaling_type", "beta_fast", "beta_slow", "rope_theta"),
         when=lambda f: f.rope_scaling_type == YARN,
@@ -221,29 +208,27 @@ _ROWS = (
         passing="--rope-scaling-type yarn --beta-fast 16 --beta-slow 2",
         failing="--rope-scaling-type yarn --beta-fast 0.5",
     ),
-    Rule(
+    _without_effect(
         id="qkv-bias-unused",
         reads=("add_qkv_bias", "add_bias_linear"),
         when=lambda f: f.add_qkv_bias,
         requires=lambda f: not f.add_bias_linear,
         message="--add-qkv-bias has no effect with --add-bias-linear, which adds biases to all linear layers",
         fix="Leave out --add-qkv-bias, or --add-bias-linear.",
-        source=NO_EFFECT,
         passing="--add-qkv-bias",
         failing="--add-qkv-bias --add-bias-linear",
     ),
-    Rule(
+    _without_effect(
         id="qk-norm-scope-unused",
         reads=("qk_norm", "qk_norm_scope"),
         when=lambda f: f.qk_norm_scope == "width",
         requires=lambda f: f.qk_norm,
         message="--qk-norm-scope has no effect without --qk-norm",
         fix="Add --qk-norm, or leave out --qk-norm-scope.",
-        source=NO_EFFECT,
         passing="--qk-norm --qk-norm-scope width",
         failing="--qk-norm-scope width",
     ),
-    Rule(
+    _of_sizes(
         id="output-norm-ampipe",
         reads=("norm_placement", "ampipe_degree"),
         when=lambda f: f.norm_placement == "output",
@@ -251,11 +236,10 @@ _ROWS = (
         message="--norm-placement output normalizes the summed outputs of the experts, which --ampipe-degree leaves in "
         "flight until the next layer",
         fix="Set --ampipe-degree 1, or choose --norm-placement input.",
-        source=SOURCE,
         passing="--norm-placement output",
         failing="--norm-placement output --world-size 2 --ep-degree 2 --moe-model-type deepspeed_moe --ampipe-degree 2",
     ),
-    Rule(
+    _of_sizes(
         id="mtp-block",
         reads=("mtp_depth", "norm_placement", *_MULTIPLIERS),
         when=lambda f: f.mtp_depth > 0,
@@ -265,22 +249,20 @@ _ROWS = (
         ),
         message="the block of --mtp-depth is defined for models with norms on inputs and without multipliers",
         fix="Leave out --mtp-depth, or --norm-placement, --softmax-scale, --logits-scaling and the multipliers.",
-        source=SOURCE,
         passing="--mtp-depth 1",
         failing="--mtp-depth 1 --residual-multiplier 0.5",
     ),
-    Rule(
+    _of_sizes(
         id="topk",
         reads=("moe_router_topk", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.moe_router_topk <= f.num_experts,
         message="--moe-router-topk must be at most --num-experts",
         fix=lambda f: f"Choose --moe-router-topk 1 to {f.num_experts}.",
-        source=SOURCE,
         passing="--num-experts 4 --moe-router-topk 4",
         failing="--num-experts 4 --moe-router-topk 5",
     ),
-    Rule(
+    _rule(
         id="deepspeed-topk",
         reads=("moe_model_type", "moe_router_topk", "num_experts"),
         when=lambda f: f.moe_model_type == "deepspeed_moe" and f.num_experts > 0,
@@ -293,18 +275,17 @@ _ROWS = (
         kind=LIFTED,
         reason="the gates here count capacity and drops for any number of choices",
     ),
-    Rule(
+    _of_sizes(
         id="first-k-dense",
         reads=("first_k_dense", "num_layers", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.first_k_dense < f.num_layers,
         message="--first-k-dense must leave at least one layer with experts",
         fix=lambda f: f"Choose 0 to {f.num_layers - 1}, or --num-experts 0 for a dense decoder.",
-        source=SOURCE,
         passing="--num-layers 4 --first-k-dense 3",
         failing="--num-layers 4 --first-k-dense 4",
     ),
-    Rule(
+    _rule(
         id="layer-freq",
         reads=("moe_layer_freq", "num_layers", "first_k_dense"),
         requires=lambda f: not _wrong_pattern(f),
@@ -315,18 +296,17 @@ _ROWS = (
         passing="--num-layers 4 --moe-layer-freq [0,1]*2",
         failing="--num-layers 4 --moe-layer-freq [0,1]*3",
     ),
-    Rule(
+    _of_sizes(
         id="layer-freq-lead",
         reads=("moe_layer_freq", "first_k_dense", "num_layers"),
         when=lambda f: f.first_k_dense > 0 and not _wrong_pattern(f),
         requires=lambda f: listed(f.moe_layer_freq) is None,
         message="a list of --moe-layer-freq says of every layer whether it is dense, and so does --first-k-dense",
         fix="Leave out --first-k-dense: [0]*K at the beginning of the list is the same.",
-        source=SOURCE,
         passing="--num-layers 4 --moe-layer-freq 2 --first-k-dense 1",
         failing="--num-layers 4 --moe-layer-freq [0,1,0,1] --first-k-dense 1",
     ),
-    Rule(
+    _of_sizes(
         id="shared-width",
         reads=("moe_shared_experts", "moe_shared_expert_intermediate_size"),
         when=lambda f: f.moe_shared_expert_intermediate_size > 0,
@@ -334,11 +314,10 @@ _ROWS = (
         message="--moe-shared-expert-intermediate-size and --moe-shared-experts both give the width of the shared "
         "experts",
         fix="Leave out one of them.",
-        source=SOURCE,
         passing="--moe-shared-expert-intermediate-size 96",
         failing="--moe-shared-expert-intermediate-size 96 --moe-shared-experts 1",
     ),
-    Rule(
+    _rule(
         id="shared-gate",
         reads=("moe_shared_expert_gate", "moe_shared_experts", "moe_shared_expert_intermediate_size"),
         when=lambda f: f.moe_shared_expert_gate,
@@ -349,7 +328,7 @@ _ROWS = (
         passing="--moe-shared-expert-gate --moe-shared-experts 1",
         failing="--moe-shared-expert-gate",
     ),
-    Rule(
+    _rule(
         id="router-groups",
         reads=("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
         when=lambda f: f.num_experts > 0,
@@ -362,7 +341,7 @@ _ROWS = (
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 3 --moe-router-group-topk 1",
     ),
-    Rule(
+    _rule(
         id="router-group-topk",
         reads=(*_GROUPS, "num_experts", "moe_router_topk"),
         when=lambda f: f.num_experts > 0 and f.num_experts % f.moe_router_num_groups == 0,
@@ -380,18 +359,17 @@ _ROWS = (
         passing="--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-topk 3 --moe-router-num-groups 4 --moe-router-group-topk 2",
     ),
-    Rule(
+    _of_sizes(
         id="router-group-score",
         reads=("moe_router_num_groups", "moe_router_group_score_topk", "num_experts"),
         when=lambda f: f.num_experts > 0,
         requires=lambda f: f.moe_router_group_score_topk * f.moe_router_num_groups <= f.num_experts,
         message="a group has fewer experts than --moe-router-group-score-topk sums for its score",
         fix=lambda f: f"Choose --moe-router-group-score-topk up to {f.num_experts // f.moe_router_num_groups}.",
-        source=SOURCE,
         passing=f"{_GROUPED} --moe-router-group-score-topk 2",
         failing=f"{_GROUPED} --moe-router-group-score-topk 3",
     ),
-    Rule(
+    _rule(
         id="pre-softmax",
         reads=("moe_router_pre_softmax", "moe_router_score_function", "norm_topk_prob"),
         when=lambda f: f.moe_router_pre_softmax,
@@ -403,18 +381,17 @@ _ROWS = (
         passing="--moe-router-pre-softmax",
         failing="--moe-router-pre-softmax --norm-topk-prob",
     ),
-    Rule(
+    _without_effect(
         id="router-groups-unused",
         reads=_GROUPS,
         when=lambda f: (f.moe_router_num_groups, f.moe_router_group_topk, f.moe_router_group_score_topk) != (1, 1, 0),
         requires=lambda f: f.moe_router_group_topk < f.moe_router_num_groups,
         message="--moe-router-num-groups has no effect, because choices may come from all groups",
         fix="Choose --moe-router-group-topk below --moe-router-num-groups, or leave the flags of groups out.",
-        source=NO_EFFECT,
         passing="--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2",
         failing="--num-experts 8 --moe-router-num-groups 2",
     ),
-    Rule(
+    _of_sizes(
         id="layer-ffn-sizes",
         reads=("moe_layer_ffn_hidden_sizes", "num_layers", "first_k_dense", "moe_layer_freq", "not_default"),
         when=lambda f: f.moe_layer_ffn_hidden_sizes is not None and not _wrong_pattern(f),
@@ -424,71 +401,63 @@ _ROWS = (
         message="--moe-layer-ffn-hidden-sizes takes one size for each layer with experts, in place of "
         "--moe-ffn-hidden-size",
         fix=lambda f: f"Pass {_moe_layers(f)} sizes, and no --moe-ffn-hidden-size.",
-        source=SOURCE,
         passing="--num-layers 3 --first-k-dense 1 --moe-layer-ffn-hidden-sizes 64 32",
         failing="--num-layers 3 --moe-layer-ffn-hidden-sizes 64 32",
     ),
-    Rule(
+    _without_effect(
         id="mtp-weight-unused",
         reads=("mtp_depth", "mtp_loss_weight", "not_default"),
         when=lambda f: f.mtp_depth == 0,
         requires=lambda f: "mtp_loss_weight" not in f.not_default,
         message="--mtp-loss-weight has no effect without --mtp-depth 1",
-        source=NO_EFFECT,
         passing="--mtp-depth 1 --mtp-loss-weight 0.1",
         failing="--mtp-loss-weight 0.1",
     ),
-    Rule(
+    _without_effect(
         id="mtp-block-unused",
         reads=("mtp_depth", "mtp_block", "given"),
         when=lambda f: f.mtp_depth == 0,
         requires=lambda f: "mtp_block" not in f.given,
         message="--mtp-block has no effect without --mtp-depth 1",
-        source=NO_EFFECT,
         passing="--mtp-depth 1 --mtp-block layer",
         failing="--mtp-block layer",
     ),
-    Rule(
+    _of_sizes(
         id="mtp-length",
         reads=("mtp_depth", "seq_length"),
         when=lambda f: f.mtp_depth > 0,
         requires=lambda f: f.seq_length > 1,
         message="the token after the next must be inside the sample: --seq-length must be at least 2",
-        source=SOURCE,
         passing="--mtp-depth 1 --seq-length 2",
         failing="--mtp-depth 1 --seq-length 1",
     ),
-    Rule(
+    _without_effect(
         id="experts-unused",
         reads=("num_experts", "not_default"),
         when=lambda f: f.num_experts == 0,
         requires=lambda f: not any(name.startswith(_EXPERTS) for name in f.not_default),
         message="--moe-..., --first-k-dense and --norm-topk-prob have no effect in a dense decoder",
         fix=lambda f: f"Leave out {either(_spelled(f, _EXPERTS))}, or set --num-experts.",
-        source=NO_EFFECT,
         passing="--num-experts 0",
         failing="--num-experts 0 --moe-shared-experts 1",
     ),
-    Rule(
+    _without_effect(
         id="capacity-unused",
         reads=("moe_model_type", "num_experts", "not_default"),
         when=lambda f: f.moe_model_type == "megatron_moe" and f.num_experts > 0,
         requires=lambda f: not f.not_default & set(_CAPACITY),
         message="capacity and drop flags have no effect in dropless megatron_moe",
         fix=lambda f: f"Leave out {either(_spelled(f, _CAPACITY))}, or choose --moe-model-type deepspeed_moe.",
-        source=NO_EFFECT,
         passing="--moe-model-type deepspeed_moe --moe-capacity-factor 1.5",
         failing="--moe-model-type megatron_moe --moe-capacity-factor 1.5",
     ),
-    Rule(
+    _without_effect(
         id="rope-theta-unused",
         reads=("position_embedding_type", "not_default"),
         when=lambda f: f.position_embedding_type != "rope",
         requires=lambda f: not f.not_default & {"rope_theta", "rope_scaling_type", "rotary_percent"},
         message="--rope-theta, --rope-scaling-type and --rotary-percent have no effect with learned positions",
-        source=NO_EFFECT,
         passing="--rope-theta 500000 --rope-scaling-type linear --rotary-percent 0.5",
         failing="--position-embedding-type learned --rope-theta 500000",
     ),
 )
-RULES: tuple[Rule, ...] = tuple(replace(row, models=MOE) for row in _ROWS)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.comm.autograd import copy, gather
+from megapar.core.comm.autograd import all_gather_replicated, copy
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.mask import DeviceMask
@@ -106,8 +106,7 @@ class MaskedLmHead(nn.Module):
         return gather_vocabulary(logits, self.vocab_size, self.mp)
 
     def _transformed(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.norm(F.gelu(self.transform(x)))
-        return normed
+        return self.norm(F.gelu(self.transform(x)))
 
 
 class Ernie(nn.Module):
@@ -257,8 +256,7 @@ class Ernie(nn.Module):
 
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.embedding is not None
-        x: Tensor = self.embedding(batch["tokens"], batch["token_types"], batch["task_types"], batch["positions"])
-        return x
+        return self.embedding(batch["tokens"], batch["token_types"], batch["task_types"], batch["positions"])
 
     def _run_layers(self, x: Tensor, batch: dict[str, Tensor], names: Iterable[str]) -> Tensor:
         y, _ = run_layers((self.layers[name] for name in names), x, self._context(batch), self.recompute)
@@ -281,7 +279,7 @@ class Ernie(nn.Module):
         return Context(DeviceMask(mask, valid), own_valid, batch["tokens"].numel(), plan=self.cp.plan(mask))
 
     def _leave(self, x: Tensor) -> Tensor:
-        return gather(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x
+        return all_gather_replicated(x, self.mp, SEQUENCE_DIM) if self.sequence_parallel else x
 
     def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
         """Return the loss sums of the heads. word: Weight of the masked-word head's output layer."""

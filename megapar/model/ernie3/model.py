@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.comm.autograd import gather
+from megapar.core.comm.autograd import all_gather_replicated
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.mask import DeviceMask
@@ -178,8 +178,7 @@ class Ernie3(Ernie):
     def _embed(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.embedding is not None
         names = ("tokens", "token_types", "task_types", "positions")
-        x: Tensor = self.embedding(*(self._arrange(batch[name]) for name in names))
-        return x
+        return self.embedding(*(self._arrange(batch[name]) for name in names))
 
     def _context(self, batch: dict[str, Tensor]) -> BranchContext:
         (samples, length), parts = batch["tokens"].shape, self.mp.size if self.sequence_parallel else 1
@@ -206,13 +205,12 @@ class Ernie3(Ernie):
     def _leave(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return x
-        x = gather(x, self.mp, SEQUENCE_DIM)
+        x = all_gather_replicated(x, self.mp, SEQUENCE_DIM)
         return self._arrangement.restore(x)
 
     def _sums(self, x: Tensor, batch: dict[str, Tensor], word: Tensor) -> dict[str, Tensor]:
         assert self.heads is not None
-        sums: dict[str, Tensor] = self.heads(x, batch, word)
-        return sums
+        return self.heads(x, batch, word)
 
 
 def _merge(outputs: list[Tensor], context: BranchContext) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
-from megapar.core.comm.autograd import gather
+from megapar.core.comm.autograd import all_gather_replicated
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.recompute.selective import recompute_in_backward
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
@@ -95,7 +95,7 @@ def generate(block: ErnieBlock, x: Tensor, branch: Branch, context: BranchContex
         outputs.append(_run(block, x[:, local_slice], mask, context, f"generation.{number}", memory))
         if number + 1 < len(branch.masks):
             detached = outputs[-1].detach()
-            whole = gather(detached, block.attention.mp, SEQUENCE_DIM) if block.cut else detached
+            whole = all_gather_replicated(detached, block.attention.mp, SEQUENCE_DIM) if block.cut else detached
             memory = whole[:, -branch.masks[number + 1].host.memory :]
     return torch.cat(outputs, dim=1)
 
@@ -123,8 +123,7 @@ def _run(
     attended = recompute_in_backward(attend, q, k, v) if attention.selective else attend(q, k, v)
     y = attention.output(attended, *more)
     x = block.attention_norm(x + block.drop(y, context, f"attention.{place}"))
-    out: Tensor = block.mlp_norm(x + block.drop(block.mlp(x), context, f"mlp.{place}"))
-    return out
+    return block.mlp_norm(x + block.drop(block.mlp(x), context, f"mlp.{place}"))
 
 
 def _of(valid: Tensor | None, samples: Tensor) -> Tensor | None:

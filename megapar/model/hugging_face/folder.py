@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from megapar.checkpoints.format.shards import DTYPES, ShardFile
+from megapar.checkpoints.format.shards import DTYPES_BY_CODE, ShardFile
 from megapar.core.box import Box
 from megapar.errors import CheckpointError
 from megapar.files.tensor_file import ITEM_BYTES
@@ -67,12 +67,12 @@ class HfFolder(PublishedTensors):
 
     def _block(self, name: str, block: Box) -> Tensor:
         stored = self.tensors[name]
-        return self._read(name, Box.whole(stored.shape), block).to(DTYPES[stored.code])
+        return self._read(name, Box.whole(stored.shape), block).to(DTYPES_BY_CODE[stored.code])
 
     def _read(self, name: str, region: Box, part: Box) -> Tensor:
         """Read ``part`` of a tensor that is ``region`` of its parameter, in the file's dtype; float32 for FP8."""
         stored = self.tensors[name]
-        out = torch.empty(part.sizes, dtype=DTYPES[stored.code if stored.scales is None else FP8])
+        out = torch.empty(part.sizes, dtype=DTYPES_BY_CODE[stored.code if stored.scales is None else FP8])
         if out.numel():
             with ShardFile(stored.file) as file:
                 file.read_as(stored.name, stored.shape, region, part, out)

@@ -20,9 +20,8 @@ from megapar.core.device.kinds import device_class
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import vocab_parallel_cross_entropy_, vocabulary_range
 from megapar.model.cost.operators import rows_at_a_time
+from megapar.model.sizes import NO_LOSS
 from megapar.moe.stats import MoeStats
-
-IGNORED = -100
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -53,10 +52,9 @@ def vocab_parallel_linear_cross_entropy(
     first_token, rows = check_shard(weight, vocab_size, mp)
     held = device_class(hidden.device.type).logits_bytes if logits_bytes is None else logits_bytes
     chunk = rows_at_a_time(hidden.shape[0], rows * at_least_fp32(hidden.dtype).itemsize, held)
-    loss: Tensor = _VocabParallelLinearCrossEntropy.apply(
+    return _VocabParallelLinearCrossEntropy.apply(
         hidden, weight, bias, labels, weights, first_token, mp, chunk, torch.is_grad_enabled()
     )
-    return loss
 
 
 def check_shard(weight: Tensor, vocab_size: int, mp: Axis) -> tuple[int, int]:
@@ -125,7 +123,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         differentiate: bool,
     ) -> Tensor:
-        counted = labels != IGNORED  # multiplied with what is small: the hidden states, not the logits
+        counted = labels != NO_LOSS  # multiplied with what is small: the hidden states, not the logits
         tokens, factors = labels * counted, counted if weights is None else counted * weights
         gradients = _HeadGradients.empty(hidden, weight, bias) if differentiate else None
         found = [hidden.new_zeros(0, dtype=at_least_fp32(hidden.dtype))]

@@ -62,8 +62,7 @@ class Mlp(nn.Module):
         run = plain if self.gate_up is not None and self.run is not plain and in_one_kernel(hidden) else self.run
         if self.selective:
             return without_output(partial(run, activation), hidden, partial(self.down, onto=onto))
-        y: Tensor = self.down(run(activation, hidden), ends_unit, onto)
-        return y
+        return self.down(run(activation, hidden), ends_unit, onto)
 
 
 @counted(2)

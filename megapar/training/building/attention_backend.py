@@ -9,45 +9,24 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from megapar.arguments import Config
-from megapar.core.device.attention.table import (
-    AUTO,
-    BLOCKS,
-    CAUSAL,
-    CUDNN,
-    DOCUMENTS,
-    FLASH,
-    FLASH3,
-    FULL,
-    LOWER_RIGHT,
-    MASKED,
-    ROWS,
-    TODAY,
-    AttentionCall,
-    Capability,
-    KernelRow,
-    choose,
-    lacks,
-    repeats_heads,
-)
+from megapar.core.device.attention import table
 from megapar.core.device.kinds import DeviceKind
 
 ULYSSES = "ulysses_cp_algo"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as a flag's -> as torch writes it
 # Kernel of whole samples -> operator of the table in ``core/device/ops.py``.
-_OPERATORS = {FLASH: "attention_flash", FLASH3: "attention_flash", CUDNN: "attention_cudnn"}
+_OPERATORS = {table.FLASH: "attention_flash", table.FLASH3: "attention_flash", table.CUDNN: "attention_cudnn"}
 
 
 class AttentionDevice(Protocol):
     """The part of a device that the choice depends on."""
 
     @property
-    def capability(self) -> Capability | None:
+    def capability(self) -> table.Capability | None:
         """Compute capability of an NVIDIA GPU, else None."""
-        ...
 
     def attention_lacks(self, kernel: str) -> str:
         """Return the reason why this installation lacks a kernel, else ""."""
-        ...
 
 
 def skips_padding(config: Config) -> bool:
@@ -62,19 +41,19 @@ def forms_of(config: Config) -> tuple[str, ...]:
     """Return the forms of attention that the layers of a run call."""
     parallel, degree = config.parallel, config.ampipe.ampipe_degree
     if parallel.cp_degree > 1 and parallel.context_parallel_algo != ULYSSES:
-        return (BLOCKS,)
+        return (table.BLOCKS,)
     if config.model.mixes_tasks:
-        return (FULL, MASKED, CAUSAL)
+        return (table.FULL, table.MASKED, table.CAUSAL)
     if not config.model.causal:
-        return (DOCUMENTS, FULL) if skips_padding(config) else (MASKED, FULL)
+        return (table.DOCUMENTS, table.FULL) if skips_padding(config) else (table.MASKED, table.FULL)
     if config.data.reset_attention_mask:
-        return (DOCUMENTS,)
+        return (table.DOCUMENTS,)
     if degree == 1:
-        return (CAUSAL,)
-    return (LOWER_RIGHT,) if degree else (CAUSAL, LOWER_RIGHT)  # 0: the trainer chooses
+        return (table.CAUSAL,)
+    return (table.LOWER_RIGHT,) if degree else (table.CAUSAL, table.LOWER_RIGHT)  # 0: the trainer chooses
 
 
-def calls_of(config: Config, capability: Capability, dtype: str) -> tuple[AttentionCall, ...]:
+def calls_of(config: Config, capability: table.Capability, dtype: str) -> tuple[table.AttentionCall, ...]:
     """Return the calls of attention of a run on a GPU.
 
     Args:
@@ -82,7 +61,7 @@ def calls_of(config: Config, capability: Capability, dtype: str) -> tuple[Attent
     """
     sizes, repeats = config.model.attention, config.training.deterministic
     return tuple(
-        AttentionCall(form, sizes.key_dim, sizes.value_dim, dtype, capability, sizes.dropout > 0.0, repeats)
+        table.AttentionCall(form, sizes.key_dim, sizes.value_dim, dtype, capability, sizes.dropout > 0.0, repeats)
         for form in forms_of(config)
     )
 
@@ -90,20 +69,22 @@ def calls_of(config: Config, capability: Capability, dtype: str) -> tuple[Attent
 def backend_lacks(config: Config, device: AttentionDevice, dtype: str) -> str:
     """Return the reason why the kernel of --attention-backend cannot run here, or runs in no layer; "" if it can."""
     backend = config.training.attention_backend
-    if backend == AUTO:
+    if backend == table.AUTO:
         return ""
     if reason := device.attention_lacks(backend):
         return reason
-    return lacks(backend, calls_of(config, device.capability or (0, 0), dtype))
+    return table.lacks(backend, calls_of(config, device.capability or (0, 0), dtype))
 
 
-def chosen_rows(config: Config, device: AttentionDevice, dtype: str) -> tuple[KernelRow, ...]:
+def chosen_rows(config: Config, device: AttentionDevice, dtype: str) -> tuple[table.KernelRow, ...]:
     """Return the row of the table that each call of a run takes on a GPU, among kernels that are installed."""
     installed = tuple(
-        row for row in ROWS if row.kernel not in (CUDNN, FLASH3) or not device.attention_lacks(row.kernel)
+        row
+        for row in table.ROWS
+        if row.kernel not in (table.CUDNN, table.FLASH3) or not device.attention_lacks(row.kernel)
     )
     calls = calls_of(config, device.capability or (0, 0), dtype)
-    return tuple(choose(config.training.attention_backend, call, installed) for call in calls)
+    return tuple(table.choose(config.training.attention_backend, call, installed) for call in calls)
 
 
 def repeats_keys(config: Config, kind: DeviceKind, dtype: str) -> bool:
@@ -111,7 +92,7 @@ def repeats_keys(config: Config, kind: DeviceKind, dtype: str) -> bool:
     sizes = config.model.attention
     if kind.capability is None or sizes.queries_per_group == 1 or not config.model.use_flash_attn or dtype == "fp64":
         return False
-    return any(repeats_heads(call) for call in calls_of(config, kind.capability, _DTYPES[dtype]))
+    return any(table.repeats_heads(call) for call in calls_of(config, kind.capability, _DTYPES[dtype]))
 
 
 def attention_operator(config: Config, device: AttentionDevice, dtype: str) -> str:
@@ -119,8 +100,8 @@ def attention_operator(config: Config, device: AttentionDevice, dtype: str) -> s
     if device.capability is None or not config.model.use_flash_attn or dtype == "float64":
         return "attention"
     chosen = zip(forms_of(config), chosen_rows(config, device, dtype), strict=True)
-    row = next((row for form, row in chosen if form in (CAUSAL, FULL)), None)
-    if row is None or (row.standing == TODAY and config.training.attention_backend == AUTO):
+    row = next((row for form, row in chosen if form in (table.CAUSAL, table.FULL)), None)
+    if row is None or (row.standing == table.TODAY and config.training.attention_backend == table.AUTO):
         return "attention"
     return _OPERATORS.get(row.kernel, "attention")
 
@@ -129,7 +110,7 @@ def needs_flash3(config: Config, device: AttentionDevice, dtype: str) -> bool:
     """Return True if FlashAttention-3 must take the place of torch's FlashAttention before the model is built."""
     if device.capability is None or not config.model.use_flash_attn or dtype == "float64":
         return False
-    return any(row.kernel == FLASH3 for row in chosen_rows(config, device, dtype))
+    return any(row.kernel == table.FLASH3 for row in chosen_rows(config, device, dtype))
 
 
 def attention_kernels(config: Config, kind: DeviceKind) -> str:
@@ -148,9 +129,10 @@ def attention_kernels(config: Config, kind: DeviceKind) -> str:
     return ", ".join(_named(config, kind.capability, _DTYPES[dtype]))
 
 
-def _named(config: Config, capability: Capability, dtype: str) -> Iterator[str]:
+def _named(config: Config, capability: table.Capability, dtype: str) -> Iterator[str]:
     backend = config.training.attention_backend
     for call in calls_of(config, capability, dtype):
-        row = choose(backend, call)
-        why = {TODAY: "today's choice", "": "not confirmed by a GPU day"}.get(row.standing, f"confirmed {row.standing}")
+        row = table.choose(backend, call)
+        standings = {table.TODAY: "today's choice", "": "not confirmed by a measurement"}
+        why = standings.get(row.standing, f"confirmed {row.standing}")
         yield f"{call.form} by {row.kernel} ({why})"

@@ -129,10 +129,7 @@ def make_execution(config: Config, world: World, overlap: Overlap, comm: CommCon
 
 
 def make_recompute(
-    config: Config,
-    world: World,
-    comm: CommContext,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    config: Config, world: World, comm: CommContext, around: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Recompute | None:
     """Return the activation checkpointing of whole layers, or None without it. For ``around``, see ``Recompute``."""
     recompute = config.recompute
@@ -247,12 +244,7 @@ def _update_rule(config: Config) -> UpdateRule:
 
 
 def _full(
-    config: Config,
-    world: World,
-    model: Model,
-    specs: list[ParameterSpec],
-    dtype: torch.dtype,
-    parts: Parts,
+    config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype, parts: Parts
 ) -> Sharding:
     """Return sharding stage 3 (FSDP). Experts that are not sharded are handled as in stage 2."""
     together = ("embedding", "head") if config.model.shares_embedding else ()

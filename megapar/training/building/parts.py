@@ -76,8 +76,7 @@ def make_model(
     if spec.has_experts:
         common |= {"ep": experts_axis(config, world), "emp": world.axis("emp"), "slicing": make_slicing(config)}
         common |= {"moe_parts": moe}
-    model: Model = spec.load_parts()(config.model, **common)
-    return model
+    return spec.load_parts()(config.model, **common)
 
 
 def experts_axis(config: Config, world: World) -> Axis:

@@ -15,6 +15,7 @@ import torch
 from megapar.arguments import Config
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
+from megapar.files.location import at
 from megapar.health.hangs.sections import Sections
 from megapar.health.hangs.watchdog import Watchdog
 from megapar.rules.sections import origin_of_limit, section_limits
@@ -28,15 +29,12 @@ class Callback(Protocol):
 
     def before_step(self, iteration: int) -> None:
         """Run before step ``iteration``."""
-        ...
 
     def after_step(self, iteration: int) -> None:
         """Run after step ``iteration``."""
-        ...
 
     def close(self) -> None:
         """Release resources at the end of the run, also after a failure."""
-        ...
 
 
 class TrainerCallback(Callback):
@@ -146,7 +144,7 @@ def make_watchdog(config: Config) -> Watchdog:
         Sections(limits, compiled=_compiled),
         rank=int(os.environ.get("RANK", "0")),
         origin_of_limit=lambda name: origin_of_limit(name, limits, options.section_timeouts),
-        record_folder=Path(config.checkpoint.save) if config.checkpoint.save else None,
+        record_folder=at(config.checkpoint.save) if config.checkpoint.save else None,
     )
     watchdog.sections.begin("start-up")
     return watchdog

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,30 +20,26 @@ LONGEST_PAUSE_SECONDS = 60.0
 CLOSE_SECONDS = 60.0  # how long the end of a run waits for the network
 
 
+@dataclass(eq=False)
 class GuardedLogger(Logger):
     """Calls another logger, reports its first exception and goes on. One that cannot start gets no records.
 
-    Args:
+    Attributes:
         log_line: Writes a line to the log. With a queue, it is called from the thread, too.
         queued: Make the calls from a thread, in order. Records that do not fit into the queue are dropped.
         close_seconds: How long ``close`` waits for calls that are left in the queue.
     """
 
-    def __init__(
-        self,
-        name: str,
-        logger: Logger,
-        log_line: Callable[[str], None],
-        *,
-        queued: bool = False,
-        close_seconds: float = CLOSE_SECONDS,
-    ) -> None:
-        self._name = name
-        self._logger = logger
-        self._log_line = log_line
-        self._close_seconds = close_seconds
+    name: str
+    logger: Logger
+    log_line: Callable[[str], None]
+    queued: bool = field(default=False, kw_only=True)
+    close_seconds: float = field(default=CLOSE_SECONDS, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"megapar-{name}", daemon=True) if queued else None
+        run = threading.Thread(target=self._run, name=f"megapar-{self.name}", daemon=True)
+        self._thread = run if self.queued else None
         self._started = False
         self._failures = 0
         self.lost = 0
@@ -61,25 +58,25 @@ class GuardedLogger(Logger):
     def log(self, record: Record) -> None:
         """Log one iteration, or drop it if the queue is full."""
         if self._calls.qsize() < MOST_KEPT:
-            self._make(partial(self._guard, partial(self._logger.log, record)))
+            self._make(partial(self._guard, partial(self.logger.log, record)))
         else:
             self.lost += 1
 
     def flush(self) -> None:
         """Flush the logger."""
         if self._calls.qsize() < MOST_KEPT:
-            self._make(partial(self._guard, self._logger.flush))
+            self._make(partial(self._guard, self.logger.flush))
 
     def close(self) -> None:
         """Close the logger and end the thread, unless that takes longer than ``close_seconds``."""
         self._make(self._end)
         if self._thread is not None:
             self._calls.put(None)
-            self._thread.join(self._close_seconds)
+            self._thread.join(self.close_seconds)
             if self._thread.is_alive():
-                self._log_line(f"WARNING: {self._name} did not finish within {self._close_seconds:g} s")
+                self.log_line(f"WARNING: {self.name} did not finish within {self.close_seconds:g} s")
             if self.lost:
-                self._log_line(f"WARNING: {self._name}: {self.lost} records were dropped")
+                self.log_line(f"WARNING: {self.name}: {self.lost} records were dropped")
 
     def _make(self, call: Callable[[], object]) -> None:
         if self._thread is None:
@@ -93,13 +90,13 @@ class GuardedLogger(Logger):
 
     def _begin(self, first_iteration: int, config: Mapping[str, Any]) -> None:
         self._started = True
-        self._guard(lambda: self._logger.start(first_iteration, config))
+        self._guard(lambda: self.logger.start(first_iteration, config))
         self._started = not self._failures
 
     def _end(self) -> None:
-        self._guard(self._logger.close)
+        self._guard(self.logger.close)
         if self._failures > 1:
-            self._log_line(f"WARNING: {self._name}: {self._failures} calls failed")
+            self.log_line(f"WARNING: {self.name}: {self._failures} calls failed")
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Call a method of the logger, if it has started."""
@@ -110,31 +107,26 @@ class GuardedLogger(Logger):
         except Exception as error:  # training must not depend on a log
             self._failures += 1
             if self._failures == 1:
-                self._log_line(f"WARNING: {self._name}: {type(error).__name__}: {error}. Training continues")
+                self.log_line(f"WARNING: {self.name}: {type(error).__name__}: {error}. Training continues")
 
 
+@dataclass(eq=False)
 class RetriedLogger(Logger):
     """A logger of a file that is made again after a failure, with the records that were not flushed yet.
 
-    Args:
+    Attributes:
         make: Returns a logger that starts at an iteration. It drops records that an earlier one wrote from there on, as
             on a restart.
         log_line: Writes a line to the log, for the first of several failures in a row and for the recovery.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[int], Logger],
-        first_iteration: int,
-        log_line: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._name = name
-        self._make = make
-        self._log_line = log_line
-        self._clock = clock
-        self._first = first_iteration
+    name: str
+    make: Callable[[int], Logger]
+    first_iteration: int
+    log_line: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._unwritten: deque[Record] = deque()
         self._logger: Logger | None = None
         self._pause_seconds = 0.0
@@ -152,7 +144,7 @@ class RetriedLogger(Logger):
 
     def flush(self) -> None:
         """Write the kept records. After a failure it pauses first, for a time that doubles up to a minute."""
-        if not self._pause_seconds or self._clock() >= self._retry_time:
+        if not self._pause_seconds or self.clock() >= self._retry_time:
             self._write()
 
     def close(self) -> None:
@@ -165,13 +157,13 @@ class RetriedLogger(Logger):
             except Exception as error:
                 self._fail(error)
         if self._unwritten or self.lost:
-            self._log_line(f"WARNING: {self._name}: {len(self._unwritten) + self.lost} records were never written")
+            self.log_line(f"WARNING: {self.name}: {len(self._unwritten) + self.lost} records were never written")
 
     def _write(self) -> None:
-        first = self._unwritten[0].iteration if self._unwritten else self._first
+        first = self._unwritten[0].iteration if self._unwritten else self.first_iteration
         try:
             if self._logger is None:
-                self._logger = self._make(first)
+                self._logger = self.make(first)
             for record in self._unwritten:
                 self._logger.log(record)
             self._logger.flush()
@@ -179,21 +171,21 @@ class RetriedLogger(Logger):
             self._fail(error)
             return
         if self._unwritten:
-            self._first = self._unwritten[-1].iteration + 1
+            self.first_iteration = self._unwritten[-1].iteration + 1
             self._unwritten.clear()
         if self._pause_seconds:
             self._pause_seconds = 0.0
-            self._log_line(f"{self._name}: written again" + (f", without {self.lost} records" if self.lost else ""))
+            self.log_line(f"{self.name}: written again" + (f", without {self.lost} records" if self.lost else ""))
 
     def _fail(self, error: Exception) -> None:
         self.errors += 1
         if not self._pause_seconds:
-            self._log_line(
-                f"WARNING: {self._name} cannot be written: {type(error).__name__}: {error}. Training continues; "
+            self.log_line(
+                f"WARNING: {self.name} cannot be written: {type(error).__name__}: {error}. Training continues; "
                 f"up to {MOST_KEPT:,} records are kept and written later"
             )
         self._pause_seconds = min(LONGEST_PAUSE_SECONDS, 2 * self._pause_seconds or 1.0)
-        self._retry_time = self._clock() + self._pause_seconds
+        self._retry_time = self.clock() + self._pause_seconds
         broken, self._logger = self._logger, None
         if broken is not None:
             with contextlib.suppress(Exception):  # flush its buffers now, not after the next logger has started

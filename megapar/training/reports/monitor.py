@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from megapar.arguments import Config
 from megapar.core.comm.agreement import reduce_numbers
 from megapar.core.comm.meter import Waits
+from megapar.core.comm.world import World
 from megapar.core.device.dtypes import widest
 from megapar.core.device.peak import peak_flops
 from megapar.errors import TrainingError
@@ -44,40 +45,31 @@ from megapar.training.step.result import StepResult, Totals
 _EVALUATED = (("loss", "loss"), ("lm_loss", "lm"), ("sop_loss", "sop"), ("mtp_loss", "mtp"))
 
 
+@dataclass(eq=False)
 class Monitor:
     """Collects steps and passes their records to the loggers.
 
     Every rank has a monitor, because the sums need all data ranks. Only one rank has loggers.
 
-    Args:
+    Attributes:
         places: The ranks that experts are on; gets their load.
         loggers: Get the records, in order.
         flops_per_token: FLOPs of the model per token, forward and backward.
         peak: Peak FLOP/s of one device.
-
-    Attributes:
         failed_saves: Failed saves in a row, set by the trainer.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        objective: Objective,
-        places: ExpertPlaces,
-        loggers: Sequence[Logger],
-        *,
-        flops_per_token: float,
-        peak: float,
-        peak_source: str,
-    ) -> None:
-        self._world = job.world
-        self._device = job.world.device
-        self._objective = objective
-        self._places = places
-        self._loggers = loggers
-        self._flops_per_token = flops_per_token
-        self.peak, self.peak_source = peak, peak_source
-        self.failed_saves = 0
+    world: World
+    objective: Objective
+    places: ExpertPlaces
+    loggers: Sequence[Logger]
+    flops_per_token: float
+    peak: float
+    peak_source: str
+    failed_saves: int = 0
+
+    def __post_init__(self) -> None:
+        self._device = self.world.device
         self._steps: list[StepResult] = []
         self._unevaluated: list[Record] = []  # at most one
         self._since = time.perf_counter()
@@ -111,7 +103,7 @@ class Monitor:
             self._steps = [replace(step, seconds=share) for step in self._steps]
         work = [_work_seconds(step, step.exposed) for step in self._steps if step.exposed is not None]
         if work:  # the same steps on every rank
-            pace = find_pace(work, self._world.axis("world"), self._device.torch_device)
+            pace = find_pace(work, self.world.axis("world"), self._device.torch_device)
         records = [self._record(step, row, pace) for step, row in zip(self._steps, values, strict=True)]
         self._steps, self._since = [], now
         logged = len(records) - evaluates
@@ -134,8 +126,8 @@ class Monitor:
         values = row.tolist()
         names, items = list(totals.sums), denominators.items
         means = {name: value / (items[name] or 1) for name, value in zip(names, values, strict=False)}
-        routing = self._objective.routing_means(values[len(names) :], items, denominators.num_micro_batches)
-        return self._objective.weighted(means, routing)
+        routing = self.objective.routing_means(values[len(names) :], items, denominators.num_micro_batches)
+        return self.objective.weighted(means, routing)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,11 +144,11 @@ class Monitor:
         """Log a step whose evaluation failed, and close the loggers."""
         if self._unevaluated:
             self._log(self._unevaluated)
-        for logger in self._loggers:
+        for logger in self.loggers:
             logger.close()
 
     def _log(self, records: Sequence[Record]) -> None:
-        for logger in self._loggers:
+        for logger in self.loggers:
             for record in records:
                 logger.log(record)
             logger.flush()
@@ -171,8 +163,7 @@ class Monitor:
         stacked = torch.stack(rows)
         self._sum_over_ranks(stacked, len(self._steps[0].totals.sums))
         norms = torch.stack([_wide(step.norm) for step in self._steps]).unsqueeze(1)
-        values: list[list[float]] = torch.cat([stacked, norms], dim=1).tolist()
-        return values
+        return torch.cat([stacked, norms], dim=1).tolist()
 
     def _sum_over_ranks(self, rows: Tensor, num_sums: int) -> None:
         """Sum rows of losses and routing statistics over all ranks, in place.
@@ -181,20 +172,20 @@ class Monitor:
         routing of its layers, and the last stage has the losses. Each step is a message: the order in which ranks are
         added up follows from a message's length, and what is logged must not depend on how many steps it waited for.
         """
-        if self._world.axis("cp").rank:
+        if self.world.axis("cp").rank:
             rows[:, num_sums:] = 0
         for name in ("data", "cp", "pp"):
             for row in rows:
-                reduce_numbers(row, self._world.axis(name), "losses")
+                reduce_numbers(row, self.world.axis(name), "losses")
 
     def _record(self, step: StepResult, row: list[float], pace: Pace | None) -> Record:
         """Return the record of a step. ``row``: its numbers, as ``_reduce`` returns them."""
-        names, items, objective = list(step.totals.sums), step.denominators.items, self._objective
+        names, items, objective = list(step.totals.sums), step.denominators.items, self.objective
         words = [name for name in names if name == "lm" or (name in TASKS and name not in CLASSES)]
         predicted = sum(items[name] for name in words)
         means = {name: row[i] / (items[name] or 1) for i, name in enumerate(names)}
         routed, load = _split_routing(step, row)
-        self._places.add(load)
+        self.places.add(load)
         routing = objective.routing_means(routed, items, step.denominators.num_micro_batches)
         shown = {
             "aux": bool(load),
@@ -204,7 +195,7 @@ class Monitor:
         }
         losses: dict[str, Any] = {f"{name}_loss": routing[name] if shown[name] else None for name in ROUTING}
         rate = step.denominators.tokens / step.seconds
-        flops = rate * self._flops_per_token / self._world.grid.world_size
+        flops = rate * self.flops_per_token / self.world.grid.world_size
         exposed = None if step.exposed is None else step.exposed.seconds()
         pressure = self._device.memory_pressure()
         return Record(
@@ -235,7 +226,7 @@ class Monitor:
             allocation_retries=None if pressure is None else pressure.retries,
             exposed_communication_seconds=None if exposed is None else sum(exposed.values()),
             exposed_seconds=exposed or {},
-            logging_errors=stream_failures() + sum(getattr(logger, "errors", 0) for logger in self._loggers),
+            logging_errors=stream_failures() + sum(getattr(logger, "errors", 0) for logger in self.loggers),
             failed_saves=self.failed_saves,
             pace=pace,
             expert_load=self._expert_load(load, step.iteration),
@@ -245,7 +236,7 @@ class Monitor:
         """Return, per layer, percentiles of its experts' load and the load of the busiest rank of several."""
         shown = []
         for layer, counts in enumerate(load):
-            rank = self._places.busiest(layer, counts, iteration)
+            rank = self.places.busiest(layer, counts, iteration)
             shown.append(_percentiles(counts) | ({} if rank is None else {"busiest_rank": rank}))
         return shown
 
@@ -275,7 +266,7 @@ def make_monitor(
             except OSError as error:
                 terminal.print_message(f"WARNING: {folder / NAME} cannot be written: {error}")
     return Monitor(
-        job=job,
+        world=world,
         objective=objective,
         places=places,
         loggers=make_loggers(config, terminal, iteration, user_loggers, check_owner),

@@ -20,14 +20,8 @@ from megapar.files.regular_file import read_json
 
 NAME = "run.json"
 SHOWN_ENVIRONMENT = (
-    "OMP_NUM_THREADS",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "NCCL_",
-    "HCCL_",
-    "GLOO_",
-    "SLURM_JOB_ID",
-    "HSA_",
-)
+    "OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_", "HCCL_", "GLOO_", "SLURM_JOB_ID", "HSA_",
+)  # fmt: skip
 
 
 def write_facts(

@@ -7,11 +7,11 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megapar.arguments import Config
 from megapar.errors import TrainingError
+from megapar.files.location import Location, at, replace
 
 WINDOW = 128
 LEAST = 16
@@ -71,7 +71,7 @@ class BadStepPolicy:
         messages: Lines for the log that ``pop_messages`` has not returned yet.
     """
 
-    def __init__(self, limit: int, spikes: SpikeDetector, folder: Path | None) -> None:
+    def __init__(self, limit: int, spikes: SpikeDetector, folder: Location | None) -> None:
         self._limit = limit
         self._folder = folder
         self.spikes = spikes
@@ -136,8 +136,7 @@ class BadStepPolicy:
             return ""
         path = self._folder / f"bad-batch-{content['iteration']:07d}.json"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(content, indent=1) + "\n")
+            replace(path, (json.dumps(content, indent=1) + "\n").encode())
         except OSError as error:
             return f" {path} could not be written: {error}."
         return f" They are noted in {path}."
@@ -145,6 +144,6 @@ class BadStepPolicy:
 
 def make_bad_step_policy(config: Config) -> BadStepPolicy:
     """Return the policy for steps with non-finite gradients or spikes."""
-    folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+    folder = at(config.checkpoint.save) if config.checkpoint.save else None
     reliability = config.reliability
     return BadStepPolicy(reliability.bad_step_limit, SpikeDetector(reliability.spike_sigmas), folder)

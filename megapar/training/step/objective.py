@@ -81,11 +81,7 @@ def make_objective(config: Config) -> Objective:
         return Objective(weights)
     moe = config.moe
     return Objective(
-        weights,
-        moe.moe_aux_loss_coeff,
-        moe.moe_z_loss_coeff,
-        moe.moe_seq_aux_loss_coeff,
-        moe.moe_orthogonal_loss_coeff,
+        weights, moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff, moe.moe_seq_aux_loss_coeff, moe.moe_orthogonal_loss_coeff
     )
 
 

@@ -126,39 +126,31 @@ class PipelinedModel:
         return torch.empty(samples, length, width, dtype=model.dtype, device=self.device)
 
 
+@dataclass(frozen=True, eq=False)
 class _ChunkComputation:
     """The computation that the schedule's runner drives: the chunks of a model on the micro-batches of one step."""
 
-    def __init__(
-        self,
-        pipelined: PipelinedModel,
-        batches: Sequence[MicroBatch],
-        seed: Callable[[int], None],
-        add: Callable[[Terms], None],
-        loss_of: Callable[[Terms], Tensor | None],
-        before_backward: Callable[[int, int], None],
-    ) -> None:
-        self._pipelined = pipelined
-        self._batches = batches
-        self._seed = seed
-        self._add = add
-        self._loss_of = loss_of
-        self.before_backward = before_backward
+    pipelined: PipelinedModel
+    batches: Sequence[MicroBatch]
+    seed: Callable[[int], None]
+    add: Callable[[Terms], None]
+    loss_of: Callable[[Terms], Tensor | None]
+    before_backward: Callable[[int, int], None]
 
     def empty(self, micro_batch: int, chunk: int) -> Tensor:
         """Allocate the buffer for the output of the chunk before ``chunk``."""
-        return self._pipelined.empty(self._batches[micro_batch], chunk)
+        return self.pipelined.empty(self.batches[micro_batch], chunk)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Run one chunk of one micro-batch. Returns its activations and its loss, each None if it has none."""
-        part = self._pipelined.stages.chunks[chunk]
-        self._seed(micro_batch)
-        y, terms = self._pipelined.run_chunk(part, self._batches[micro_batch], x)
-        self._add(self._pipelined.whole(part, terms))
-        if self._pipelined.step_digest is not None:
+        part = self.pipelined.stages.chunks[chunk]
+        self.seed(micro_batch)
+        y, terms = self.pipelined.run_chunk(part, self.batches[micro_batch], x)
+        self.add(self.pipelined.whole(part, terms))
+        if self.pipelined.step_digest is not None:
             unit = f"layers.{part.layers[-1]}" if part.layers else ""
-            self._pipelined.step_digest.output(unit, y, f"the output of stage {chunk}")
-        return y, self._loss_of(terms)
+            self.pipelined.step_digest.output(unit, y, f"the output of stage {chunk}")
+        return y, self.loss_of(terms)
 
 
 class LocalTie:

@@ -23,11 +23,11 @@ from tests.support.ranks import run_ranks
 CONJUGATES = {
     "copy": "reduce",
     "reduce": "copy",
-    "gather": "own piece",
+    "all_gather_replicated": "own piece",
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
 }
-WITH_DIM = {"gather", "all_gather", "reduce_scatter"}
+WITH_DIM = {"all_gather_replicated", "all_gather", "reduce_scatter"}
 
 
 def call(name, x, axis, dim):
@@ -78,7 +78,7 @@ def expected(name, inputs, rank, dim):
         return inputs[rank]
     if name == "reduce":
         return sum(inputs)
-    if name in ("gather", "all_gather"):
+    if name in ("all_gather_replicated", "all_gather"):
         return torch.cat(inputs, dim)
     whole = inputs[rank] if name == "own piece" else sum(inputs)
     return whole.chunk(size, dim)[rank]

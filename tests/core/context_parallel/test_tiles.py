@@ -13,7 +13,7 @@ from megapar.core.context_parallel.tiles import (
     cut_columns,
     gathered_tiles,
     halves,
-    own_tiles,
+    local_tiles,
     spans,
     tiles_between,
 )
@@ -60,7 +60,7 @@ def test_a_ring_covers_the_mask_once(name, layout):
     mask, found = MASKS[name], []
     for rank in range(layout.size):
         rows = layout.positions(LENGTH, rank)
-        own = own_tiles(layout, rank, mask)
+        own = local_tiles(layout, rank, mask)
         found += pairs(own, rows, rows, mask)
         early, late = halves(own, LENGTH // layout.size // 2)
         assert sorted(pairs([*early, *late], rows, rows, mask)) == sorted(pairs(own, rows, rows, mask))
@@ -77,7 +77,7 @@ def test_gathered_keys_cover_the_mask_once(name, layout):
     mask, found = MASKS[name], []
     for rank in range(layout.size):
         rows = layout.positions(LENGTH, rank)
-        found += pairs(own_tiles(layout, rank, mask), rows, rows, mask)
+        found += pairs(local_tiles(layout, rank, mask), rows, rows, mask)
         found += pairs(gathered_tiles(layout, rank, mask), rows, range(LENGTH), mask)
     assert len(found) == len(set(found))
     assert set(found) == visible(mask)
@@ -85,7 +85,7 @@ def test_gathered_keys_cover_the_mask_once(name, layout):
 
 def test_causal_tiles_are_as_drawn():
     layout, mask = SequenceLayout(2, zigzag=True), MASKS["causal"]
-    own = own_tiles(layout, 0, mask)
+    own = local_tiles(layout, 0, mask)
     assert own == [Tile(None, range(8), range(8), causal=True)]
     early, late = halves(own, 4)
     assert early == [Tile(None, range(4, 8), range(4))]
@@ -105,7 +105,7 @@ def test_every_step_of_a_causal_ring_is_equal_work(size):
 
 def test_what_covers_arrival_and_way_home_is_even():
     for name in ("causal", "both ways", "documents"):
-        early, late = halves(own_tiles(SequenceLayout(2, zigzag=name != "both ways"), 0, MASKS[name]), 4)
+        early, late = halves(local_tiles(SequenceLayout(2, zigzag=name != "both ways"), 0, MASKS[name]), 4)
         areas = [sum(tile.area for tile in part) for part in (early, late)]
         assert min(areas) > 0
         assert max(areas) <= 2.5 * min(areas), name

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.core.device.dtypes import at_least_fp32
-from megapar.model.layers.loss import IGNORED, vocab_parallel_linear_cross_entropy
+from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
+from megapar.model.sizes import NO_LOSS
 
 SINGLE = Axis.single("mp")
 
@@ -17,7 +18,7 @@ SINGLE = Axis.single("mp")
 def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
     """The same loss on one rank, written plainly: all logits at once, gradients by autograd."""
     logits = F.linear(hidden, weight, bias).to(at_least_fp32(hidden.dtype))
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, labels, ignore_index=NO_LOSS, reduction="sum")
 
 
 def inputs(rows, *, dtype=torch.float64, bias=True, hidden=8, vocab=13):
@@ -59,7 +60,7 @@ def test_labels_count_by_their_weights(dtype, tolerance, logits_bytes):
         hidden, weight, offset, labels, weights, vocab_size=13, mp=SINGLE, logits_bytes=logits_bytes
     )
     exact = tuple(t.detach().double().requires_grad_() for t in (hidden, weight, offset))
-    apart = F.cross_entropy(F.linear(*exact), labels, ignore_index=IGNORED, reduction="none")
+    apart = F.cross_entropy(F.linear(*exact), labels, ignore_index=NO_LOSS, reduction="none")
     expected = (weights.double() * apart).sum()
     assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
     for a, b in zip(gradients(loss, (hidden, weight, offset)), gradients(expected, exact), strict=True):

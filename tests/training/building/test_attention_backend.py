@@ -11,7 +11,6 @@ from megapar.core.device.attention import table as attention_table
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import kinds
 from megapar.errors import ConfigError
-from megapar.training.building import attention_backend
 from megapar.training.building.attention_backend import (
     attention_kernels,
     attention_operator,
@@ -77,7 +76,7 @@ def test_operators_of_names(flags, operator):
 
 def test_a_confirmed_row_reaches_the_layers_if_its_kernel_is_installed(monkeypatch):
     rows = tuple(row._replace(standing=row.standing or "2026-12-01, NVIDIA H200") for row in attention_table.ROWS)
-    monkeypatch.setattr(attention_backend, "ROWS", rows)
+    monkeypatch.setattr(attention_table, "ROWS", rows)
     config = config_of(DENSE)
     assert attention_operator(config, gpu(), "bfloat16") == "attention_cudnn"
     assert attention_operator(config, gpu("cudnn"), "bfloat16") == "attention_flash"
@@ -118,7 +117,7 @@ def test_a_cpu_refuses_every_name():
         (DENSE, "h200-141g", "causal by cudnn (today's choice)"),
         (DENSE, "a100-80g", "causal by flash (today's choice)"),
         (f"{DENSE} --deterministic", "h200-141g", "causal by flash (today's choice)"),
-        (f"{DENSE} --attention-backend cudnn", "a100-80g", "causal by cudnn (not confirmed by a GPU day)"),
+        (f"{DENSE} --attention-backend cudnn", "a100-80g", "causal by cudnn (not confirmed by a measurement)"),
         ("ernie --bf16", "a100-80g", "documents by varlen (today's choice), full by flash (today's choice)"),
         ("ernie --fp16", "v100-32g", "documents by efficient (today's choice), full by efficient (today's choice)"),
         (DENSE, "ascend-910b", "npu_fusion_attention"),

@@ -112,15 +112,13 @@ class DocumentSlice:
         """[documents + 1] int32: start of each document among the queries; documents outside the slice are empty."""
         sample, first = self.starts // self.length, self.starts % self.length
         size = self.place.stop - self.place.start
-        starts: Tensor = sample * size + (first - self.place.start).clamp(0, size)
-        return starts
+        return sample * size + (first - self.place.start).clamp(0, size)
 
     @cached_property
     def starts_k(self) -> Tensor:
         """[documents + 1] int32: start of each document among the keys, which end with the slice."""
         sample, first = self.starts // self.length, self.starts % self.length
-        starts: Tensor = sample * self.place.stop + first.clamp(max=self.place.stop)
-        return starts
+        return sample * self.place.stop + first.clamp(max=self.place.stop)
 
 
 def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0) -> Tensor:

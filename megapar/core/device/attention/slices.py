@@ -44,8 +44,7 @@ def attention_slice_merged(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 
     """Compute ``attention_slice_reference`` by the CPU's fused kernel, which has no dropout."""
     if dropout > 0.0:
         return attention_slice_reference(q, k, v, dropout=dropout)
-    out: Tensor = MergedAttention.apply(q, k, v)
-    return out
+    return MergedAttention.apply(q, k, v)
 
 
 def attention_slice_fused(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -129,8 +128,7 @@ class MergedAttention(torch.autograd.Function):
             shares = [(part - whole).exp().unsqueeze(-1) for part in (lse, lse_before)]
             out, lse = (out * shares[0] + before * shares[1]).to(q.dtype), whole
         ctx.save_for_backward(q, k, v, out, lse)
-        merged: Tensor = cut_features(out, ctx.value_dim)
-        return merged
+        return cut_features(out, ctx.value_dim)
 
     @staticmethod
     @once_differentiable

@@ -1,6 +1,6 @@
 """Table of the kernels of attention: what each takes, by device, form, head sizes and dtype, and which one is chosen.
 
-``--attention-backend auto`` takes the first row that takes a call: rows that a GPU day has confirmed, then today's
+``--attention-backend auto`` takes the first row that takes a call: rows that are confirmed by measurement, then today's
 choice. Other rows are candidates, which only their name selects. To confirm a row, write the date and the device that
 ``scripts/gpu_day.sh`` prints into ``standing``.
 
@@ -62,7 +62,7 @@ class KernelRow(NamedTuple):
         largest: Largest head size.
         dropout: The kernel drops attention weights.
         repeats: Forward and backward repeat to the last bit under torch's deterministic algorithms.
-        standing: ``TODAY`` for today's choice, ``CANDIDATE``, or the date and device of the GPU day that confirmed it.
+        standing: ``TODAY`` for today's choice, ``CANDIDATE``, or date and device of the measurement that confirmed it.
         grouped: The kernel takes fewer heads of keys than of queries; otherwise they are repeated before the call.
     """
 
@@ -80,7 +80,7 @@ class KernelRow(NamedTuple):
 
     @property
     def confirmed(self) -> bool:
-        """True if a GPU day has confirmed the row."""
+        """True if a measurement has confirmed the row."""
         return self.standing not in (TODAY, CANDIDATE)
 
     def lacks(self, call: AttentionCall) -> str:

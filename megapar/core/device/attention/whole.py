@@ -18,18 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar.core.device.attention import table
 from megapar.core.device.attention.mask import causal_keys
-from megapar.core.device.attention.table import (
-    CAUSAL,
-    CUDNN,
-    FLASH,
-    LOWER_RIGHT,
-    MASKED,
-    AttentionCall,
-    Capability,
-    repeats_heads,
-    takes,
-)
 from megapar.core.device.dtypes import at_least_fp32
 
 MULTIPLE = 8  # features of a head that FlashAttention takes
@@ -69,10 +59,10 @@ def attention_reference(
         dropout: Dropout probability of the attention weights.
     """
     visible = None
-    if form in (CAUSAL, LOWER_RIGHT):
-        before = k.shape[2] - q.shape[2] if form == LOWER_RIGHT else 0
+    if form in (table.CAUSAL, table.LOWER_RIGHT):
+        before = k.shape[2] - q.shape[2] if form == table.LOWER_RIGHT else 0
         visible = causal_keys(q.shape[2], k.shape[2], q.device, before)
-    elif form == MASKED:
+    elif form == table.MASKED:
         visible = keys_of_heads(valid)
     return plain_attention(q, k, v, visible, dropout)
 
@@ -91,7 +81,7 @@ def attention_fused(
     q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``attention_reference`` by torch's fused kernels, without materializing the scores."""
-    mask, size = keys_of_heads(valid) if form == MASKED else None, v.shape[-1]
+    mask, size = keys_of_heads(valid) if form == table.MASKED else None, v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
     return cut_features(torch_attention(form, q, k, v, mask=mask, dropout=dropout, scale=scale), size)
 
@@ -124,13 +114,13 @@ def torch_attention(
         scale: Scale of the scores; None for D^-0.5.
     """
     grouped = bool(k.shape[1] != q.shape[1])  # sizes are symbolic under torch.compile
-    if grouped and repeats_heads(call_of(form, q, v, dropout)):
+    if grouped and table.repeats_heads(call_of(form, q, v, dropout)):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     pinned = (mask is not None or dropout > 0.0) and capability_of(q) > (0, 0)
     with sdpa_kernel(list(WITHOUT_CUDNN)) if pinned else nullcontext():
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=form == CAUSAL, scale=scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=form == table.CAUSAL, scale=scale, enable_gqa=grouped
         )
 
 
@@ -141,12 +131,12 @@ def attention_flash(
 
     The operator is that of FlashAttention-3 once ``CudaDevice.activate_attention`` has put it in place.
     """
-    if not takes(FLASH, call_of(form, q, v, dropout)):
+    if not table.takes(table.FLASH, call_of(form, q, v, dropout)):
         return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout)
     size, scale = v.shape[-1], q.shape[-1] ** -0.5
     width = -(-max(q.shape[-1], size) // MULTIPLE) * MULTIPLE
     q, k, v = (pad_features(x, width) for x in (q, k, v))
-    y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, form == CAUSAL, scale=scale)[0]
+    y = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, form == table.CAUSAL, scale=scale)[0]
     return cut_features(y, size)
 
 
@@ -154,11 +144,11 @@ def attention_cudnn(
     q: Tensor, k: Tensor, v: Tensor, *, form: str, valid: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Compute ``attention_reference`` by cuDNN where it takes the call, else by torch's choice."""
-    if not takes(CUDNN, call_of(form, q, v, dropout)):
+    if not table.takes(table.CUDNN, call_of(form, q, v, dropout)):
         return attention_fused(q, k, v, form=form, valid=valid, dropout=dropout)
     needs_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    y: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, needs_lse, dropout, form == CAUSAL)[0]
-    return y
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return attend(q, k, v, None, needs_lse, dropout, form == table.CAUSAL)[0]
 
 
 def equal_head_dims(q: Tensor, k: Tensor, v: Tensor) -> EqualHeads:
@@ -195,9 +185,9 @@ def kernel_head_dims(operator: str, like: Tensor, key_dim: int, value_dim: int) 
     return HeadWidths(largest, largest)
 
 
-def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> AttentionCall:
+def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> table.AttentionCall:
     """Return the description of a call of this form, by which the table finds its kernels."""
-    return AttentionCall(
+    return table.AttentionCall(
         form,
         q.shape[-1],
         v.shape[-1],
@@ -208,7 +198,7 @@ def call_of(form: str, q: Tensor, v: Tensor, dropout: float) -> AttentionCall:
     )
 
 
-def capability_of(like: Tensor) -> Capability:
+def capability_of(like: Tensor) -> table.Capability:
     """Return the compute capability of the NVIDIA GPU that holds a tensor; (0, 0), which no row takes, elsewhere.
 
     torch's build for ROCm reports the number of AMD's architecture, 9.4 of an MI300X and 9.0 of an MI250, as if it were

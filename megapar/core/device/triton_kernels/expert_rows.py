@@ -320,13 +320,7 @@ def pack_rows(
 
 
 def unpack_rows(
-    message: Tensor,
-    hidden: int,
-    w: int,
-    index: Tensor | None,
-    room: int,
-    by_index: bool,
-    parts: tuple[Tensor, Tensor],
+    message: Tensor, hidden: int, w: int, index: Tensor | None, room: int, by_index: bool, parts: tuple[Tensor, Tensor]
 ) -> None:
     """Copy the rows and the weights of a message; without an index all of them, then rows of zeros up to ``room``."""
     given = message.shape[0] if index is None else None

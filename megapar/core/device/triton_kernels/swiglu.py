@@ -40,14 +40,7 @@ def _forward(rows, weights, result, F: tl.constexpr, BLOCK: tl.constexpr, WEIGHE
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    gradient,
-    rows,
-    weights,
-    d_rows,
-    d_weights,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WEIGHED: tl.constexpr,
+    gradient, rows, weights, d_rows, d_weights, F: tl.constexpr, BLOCK: tl.constexpr, WEIGHED: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     line = rows + row * 2 * F
