@@ -1,11 +1,13 @@
-"""Tables of arguments and of implicit defaults for each framework."""
+"""Tables of arguments and of implicit defaults for each framework, read from the files of ``tables/``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
-from megapar.tools.translation import deepspeed, megatron, mindspeed, of_paddle, paddle
-from megapar.tools.translation.verdict import Foreign
+from megapar.tools.translation import of_paddle
+from megapar.tools.translation.verdict import Foreign, defaults, table
 
 NAMES: Mapping[str, str] = {
     "megatron": "Megatron-LM",
@@ -13,20 +15,46 @@ NAMES: Mapping[str, str] = {
     "deepspeed": "Megatron-DeepSpeed",
     "paddle": "Paddle",
 }
+
+
+class TableFile(NamedTuple):
+    """A file of ``tables/``.
+
+    Attributes:
+        rows: Argument -> translation.
+        defaults: Implicit defaults, by the arguments that override each.
+    """
+
+    rows: Mapping[str, Foreign]
+    defaults: Mapping[str, Foreign]
+
+
+def read_table(name: str) -> TableFile:
+    """Read a file: comments up to an empty line, a table of arguments, and perhaps the framework's ``[defaults]``.
+
+    The forms are those of ``verdict.table`` and ``verdict.defaults``; a line ends in a backslash if it is continued.
+    """
+    text = (Path(__file__).parent / "tables" / f"{name}.txt").read_text(encoding="utf-8")
+    rows, _, implicit = text.partition("\n\n")[2].replace("\\\n", "").partition("\n[defaults]\n")
+    return TableFile(table(rows), defaults(implicit) if implicit else {})
+
+
+MEGATRON, MINDSPEED, DEEPSPEED, PADDLE = map(read_table, NAMES)
+_OF_MEGATRON = {**read_table("features").rows, **MEGATRON.rows}
 # Extensions of Megatron-LM also accept its arguments. If several tables have a row, the framework's own row wins.
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
-    "megatron": {**deepspeed.ROWS, **mindspeed.ROWS, **megatron.ROWS},
-    "mindspeed": {**deepspeed.ROWS, **megatron.ROWS, **mindspeed.ROWS},
-    "deepspeed": {**mindspeed.ROWS, **megatron.ROWS, **deepspeed.ROWS},
-    "paddle": paddle.ROWS,
+    "megatron": {**DEEPSPEED.rows, **MINDSPEED.rows, **_OF_MEGATRON},
+    "mindspeed": {**DEEPSPEED.rows, **_OF_MEGATRON, **MINDSPEED.rows},
+    "deepspeed": {**MINDSPEED.rows, **_OF_MEGATRON, **DEEPSPEED.rows},
+    "paddle": PADDLE.rows,
 }
 DEFAULTS: Mapping[str, Mapping[str, Foreign]] = {
-    "megatron": megatron.DEFAULTS,
-    "mindspeed": megatron.DEFAULTS,
-    "deepspeed": {**megatron.DEFAULTS, **deepspeed.DEFAULTS},
-    "paddle": paddle.DEFAULTS,
+    "megatron": MEGATRON.defaults,
+    "mindspeed": MEGATRON.defaults,
+    "deepspeed": {**MEGATRON.defaults, **DEEPSPEED.defaults},
+    "paddle": PADDLE.defaults,
 }
-_ROWS = {"mindspeed": mindspeed.ROWS, "deepspeed": deepspeed.ROWS, "paddle": paddle.ROWS}
+_ROWS = {"mindspeed": MINDSPEED.rows, "deepspeed": DEEPSPEED.rows, "paddle": PADDLE.rows}
 # Arguments of Megatron-LM's extensions whose rows are in its table, because the answer is the same for all; of Paddle,
 # those that megapar also has.
 _SIGNS = {
@@ -49,7 +77,7 @@ _SIGNS = {
 # Arguments that only one framework has. They identify the framework of a line.
 SIGNS = frozenset(word for words in _SIGNS.values() for word in words.split())
 DISTINCTIVE: Mapping[str, frozenset[str]] = {
-    name: frozenset(rows).difference(megatron.ROWS, *(theirs for other, theirs in _ROWS.items() if other != name))
+    name: frozenset(rows).difference(_OF_MEGATRON, *(theirs for other, theirs in _ROWS.items() if other != name))
     | frozenset(_SIGNS[name].split())
     for name, rows in _ROWS.items()
 }

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from megapar.config.read import normal, spellings
-from megapar.tools.translation import deepspeed, features, mindspeed, open_values
-from megapar.tools.translation.table import DEFAULTS, FOREIGN
+from megapar.tools.translation import open_values
+from megapar.tools.translation.table import DEEPSPEED, DEFAULTS, FOREIGN, MINDSPEED, read_table
 from megapar.tools.translation.translated import equivalent, implicit_defaults, translate
 from megapar.tools.translation.verdict import ANOTHER, LEFT, OTHER, RENAMED, SAME, UNKNOWN, VERDICTS
 from tests.tools.translation.tables import FOLDER, declared, differing, values_of
@@ -129,7 +129,7 @@ def test_no_row_says_what_an_alias_says() -> None:
 
 def test_no_feature_is_an_argument_of_deepspeed() -> None:
     """A later row would win in silence; within one table a second row is refused."""
-    assert not set(features.ROWS) & set(deepspeed.ROWS)
+    assert not set(read_table("features").rows) & set(DEEPSPEED.rows)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ OF_MODELS = "first-k-dense-replace n-shared-experts norm-topk-prob num-experts r
 @pytest.mark.parametrize(
     ("rows", "names", "others"),
     [
-        (mindspeed.ROWS, ("mindspeed", "mindspeed_llm", "megatron_lm"), ""),
+        (MINDSPEED.rows, ("mindspeed", "mindspeed_llm", "megatron_lm"), ""),
         (FOREIGN["paddle"], [name for name, table in TABLES.items() if table.framework == "paddle"], OF_MODELS),
     ],
     ids=["MindSpeed", "Paddle"],
