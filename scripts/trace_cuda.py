@@ -11,10 +11,8 @@ After all runs, every GPU entry of the operator table must have been called.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +25,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megapar.arguments import parse
-from megapar.core.device import ops
 from megapar.core.device.compiled import plain
 from megapar.tools.tracing.gpu import FakeGpu, as_on_a_gpu
 from megapar.tools.tracing.pretend import pretend
@@ -35,7 +32,7 @@ from megapar.tools.tracing.tally import Sums, Tally, WaitTally, caller
 from scripts.fake_cuda import Kernels, as_a_build_with_cuda, stand_in
 from scripts.lowered_functions import LoweredFunctions
 from scripts.trace_cuda_budgets import BUDGETS, COPIES, FP64, LAYERS, RUNS, WAITS, Row, Run
-from scripts.trace_table import counted
+from scripts.trace_table import counted, described, never_called, report
 
 READ = "Dispatcher.read"
 LIST = "--operators"
@@ -202,22 +199,12 @@ def main(argv: Sequence[str]) -> int:
             try:
                 summary, wrong = (tracer.layer if kind else tracer.run)(run)
             except Exception as error:
-                summary, wrong = "stopped", [f"{_place(error)}: {type(error).__name__}: {str(error)[:300]}"]
+                summary, wrong = "stopped", [described(error)]
             problems += [f"{name}: {what}" for what in wrong]
             print(f"trace_cuda: {name}: {summary}; {time.perf_counter() - start:.1f} s", flush=True)
     if not names:
-        columns = [name for name, forms in ops.OPS.items() if "cuda" in forms]
-        problems += [f"{name} of the operator table was never called" for name in columns if not tracer.calls[name]]
-    for problem in problems:
-        print(f"trace_cuda: WRONG: {problem}")
-    verdict = f"{len(problems)} problems" if problems else "all right"
-    print(f"trace_cuda: {len(tracer.operators)} operators of device cuda: {verdict}")
-    return 1 if problems else 0
-
-
-def _place(error: Exception) -> str:
-    where = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megapar{os.sep}" in f.filename]
-    return f"{where[-1].filename}:{where[-1].lineno}" if where else "outside megapar"
+        problems += never_called(tracer.calls, "cuda")
+    return report("trace_cuda", problems, f"{len(tracer.operators)} operators of device cuda")
 
 
 if __name__ == "__main__":

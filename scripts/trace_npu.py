@@ -14,7 +14,6 @@ import inspect
 import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,10 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megapar.arguments import parse
-from megapar.core.device import ascend, ops
+from megapar.core.device import ascend
 from megapar.core.device.accelerators import NpuDevice
 from megapar.tools.tracing.pretend import pretend
-from scripts.trace_table import counted
+from scripts.trace_table import counted, described, never_called, report
 from tests.support.ascend import SCHEMAS
 
 COMMON = "--data-path mock --device npu --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512"
@@ -147,9 +146,7 @@ def main() -> int:
         try:
             watch = trace(model, world, flags, device, calls)
         except Exception as error:
-            where = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}megapar{os.sep}" in f.filename]
-            place = f"{where[-1].filename}:{where[-1].lineno}" if where else "outside megapar"
-            problems.append(f"{name}: {place}: {type(error).__name__}: {str(error)[:300]}")
+            problems.append(f"{name}: {described(error)}")
             continue
         operators |= watch.operators
         problems += [f"{name}: {problem} ({times} times)" for problem, times in watch.problems.items()]
@@ -158,13 +155,9 @@ def main() -> int:
             f"trace_npu: {name}: {len(watch.operators)} operators, to the host {to_host}; "
             f"{time.perf_counter() - start:.1f} s"
         )
-    own = [name for name, forms in ops.OPS.items() if "npu" in forms]
-    problems += [f"{name} of the operator table was never called" for name in own if not calls[name]]
-    for problem in problems:
-        print(f"trace_npu: WRONG: {problem}")
-    own, verdict = sum("npu." in name for name in operators), f"{len(problems)} problems" if problems else "all right"
-    print(f"trace_npu: {len(operators)} operators of device npu, {own} of them torch_npu's own: {verdict}")
-    return 1 if problems else 0
+    problems += never_called(calls, "npu")
+    native = sum("npu." in name for name in operators)
+    return report("trace_npu", problems, f"{len(operators)} operators of device npu, {native} of them torch_npu's own")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks.support.table import machine, print_json, print_table
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("sentencepiece", "tokenizers")
-PARTS = ("prepare", "loader", "open", "memory", "broken")
+PARTS = ("prepare", "loader", "open", "memory")
 FILES, TOKENS_PER_FILE, DOCUMENTS_PER_FILE = 15, 10**12, 10**9
 
 
@@ -201,19 +201,9 @@ def part_open(folder: Path) -> dict[str, object]:
     command = [sys.executable, "-c", OPEN, *paths]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     opened, read, peak, added, samples = map(float, done.stdout.split())
-    print_table(
-        ["tokens", "samples", "opened", "a sample", "peak memory", "of it by opening and reading"],
-        [
-            [
-                f"{FILES * TOKENS_PER_FILE:.3g}",
-                f"{samples:.3g}",
-                f"{opened:.3f} s",
-                f"{read * 1e6:.0f} us",
-                f"{peak:.0f} MB",
-                f"{added:.0f} MB",
-            ]
-        ],
-    )
+    cells = [f"{FILES * TOKENS_PER_FILE:.3g}", f"{samples:.3g}", f"{opened:.3f} s", f"{read * 1e6:.0f} us"]
+    heads = ("tokens", "samples", "opened", "a sample", "peak memory", "of it by opening and reading")
+    print_table(heads, [[*cells, f"{peak:.0f} MB", f"{added:.0f} MB"]])
     return {"seconds": opened, "sample_seconds": read, "peak_mb": peak, "added_mb": added}
 
 
@@ -245,42 +235,6 @@ def part_memory(folder: Path, megabytes: float) -> dict[str, object]:
     return result
 
 
-def part_broken(folder: Path, lines: int) -> dict[str, object]:
-    """Show what ``megapar data prepare`` says about a broken line, by default and with --on-bad-record skip."""
-    path, out, broken = folder / "in.jsonl", folder / "out", lines * 2 // 3
-    with open(path, "w", encoding="utf-8") as file:
-        for number in range(1, lines + 1):
-            file.write(
-                '{"text": "cut o\n' if number == broken else f'{{"text": "document {number} has a few words"}}\n'
-            )
-    model = make_tokenizers(folder)["sentencepiece"]
-    command = [
-        sys.executable,
-        "-m",
-        "megapar.tools.main",
-        "data",
-        "prepare",
-        "--input",
-        str(path),
-        "--output",
-        str(out),
-    ]
-    rows, result = [], {}
-    for what in ("stop", "skip"):
-        line = [*command, "--tokenizer-model", model, "--on-bad-record", what]
-        start = time.perf_counter()
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
-        seconds = time.perf_counter() - start
-        left = sorted(one.name for one in folder.glob("out.*"))
-        lines_said = (done.stdout + done.stderr).replace(str(folder) + "/", "").splitlines()
-        said = "; ".join(line for line in lines_said if " chunks, " not in line)  # without those of its progress
-        rows.append([what, str(done.returncode), ", ".join(left), f"{seconds:.1f} s", said])
-        named = f"line {broken}:" in said
-        result[what] = {"status": done.returncode, "named": named, "files": left, "seconds": seconds, "said": said}
-    print_table(["--on-bad-record", "status", "files", "time", "said"], rows)
-    return {"lines": lines, "broken": broken, **result}
-
-
 def main() -> None:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -289,7 +243,6 @@ def main() -> None:
     parser.add_argument("--plain", nargs=3, metavar=("KIND", "PATH", "MODEL"), help="one plain loop, and no more")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=1000, help="input of the memory part")
-    parser.add_argument("--lines", type=int, default=1_000_000, help="input of the broken part")
     parser.add_argument("--prepare-megabytes", type=float, default=40, help="input of the prepare part")
     args = parser.parse_args()
     if args.plain:
@@ -304,7 +257,6 @@ def main() -> None:
                 "loader": part_loader,
                 "open": part_open,
                 "memory": lambda f: part_memory(f, args.megabytes),
-                "broken": lambda f: part_broken(f, args.lines),
             }[part]
             result[part] = run(folder)
     print_json(result)

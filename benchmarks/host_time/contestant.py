@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.host_time.turns import serve_steps
+from benchmarks.support.contest import Figures, serve
 from benchmarks.support.steps import make_trainer
 from benchmarks.throughput.ours_rank import RoundAndRound, flags
 from benchmarks.throughput.peer_rank import batches, make_model, quiet
@@ -54,6 +56,22 @@ def make_peer(shape: Shape, folder: Path, experts: str) -> dict[str, Callable[[]
         name: partial(step, torch.optim.AdamW(model.parameters(), **settings, **form))
         for name, form in OPTIMIZERS.items()
     }
+
+
+def serve_steps(ways: Mapping[str, Callable[[], object]]) -> None:
+    """Answer requests, "STEPS WAY", with the user, processor and wall time of one of that many steps."""
+
+    def turn(request: str) -> Figures:
+        number, way = request.split()
+        steps, step = int(number), ways[way]
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        for _ in range(steps):
+            step()
+        after, seconds = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter() - start
+        user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+        return {"user": user / steps, "processor": (user + system) / steps, "seconds": seconds / steps}
+
+    serve(turn)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.host_time.contestant import FLAGS, OPTIMIZERS, OWN, PEER
-from benchmarks.support.contest import Contest, Figures, Rank, paired, paired_interval
+from benchmarks.support.contest import Contest, Figures, Rank, paired, paired_interval, place
 from benchmarks.support.table import machine, print_json, print_table
 from benchmarks.throughput.prepare import write
 from benchmarks.throughput.shape import shallow
@@ -39,14 +39,13 @@ def compete(model: str, options: argparse.Namespace) -> dict[str, list[Figures]]
     """Return the figures of every entry, "NAME LAYERS", in each round."""
     with tempfile.TemporaryDirectory() as folder:
         contestants, entries = {}, {}
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
         for depth in DEPTHS:
             own = Path(folder) / str(depth)
             write(shallow(model, depth), "cpu", own)
             for side in (*FLAGS, PEER):
                 argv = [sys.executable, "-m", "benchmarks.host_time.contestant", "--side", side, "--model", model]
                 argv += ["--layers", str(depth), "--experts", options.experts, str(own)]
-                contestants[f"{side} {depth}"] = [Rank(argv, place)]
+                contestants[f"{side} {depth}"] = [Rank(argv, place(0, 1))]
             entries |= {f"{side} {depth}": (f"{side} {depth}", f"{options.steps} {OWN}") for side in FLAGS}
             entries |= {f"{way} {depth}": (f"{PEER} {depth}", f"{options.steps} {way}") for way in OPTIMIZERS}
         with Contest(contestants) as contest:

@@ -26,10 +26,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.long_run.shape import EXPERTS, SHAPE, TENSORS
 from benchmarks.support.table import machine, print_json, print_table
 
 ROOT = Path(__file__).parents[2]
+# Latent attention, sigmoid scores in groups with a bias, balance of single sequences, a shared expert beside routed
+# ones, dense layers first, and multi-token prediction; untied, as published.
+SHAPE = (
+    *("--config", "configs/quickstart.yaml", "--untie-embeddings-and-output-weights"),
+    *("--multi-latent-attention", "--num-query-groups", "4", "--q-lora-rank", "96", "--kv-lora-rank", "64"),
+    *("--qk-head-dim", "32", "--qk-pos-emb-head-dim", "16", "--v-head-dim", "32"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+    *("--moe-router-topk-scaling-factor", "2.5", "--moe-aux-loss-coeff", "0", "--moe-seq-aux-loss-coeff", "1e-4"),
+    *("--mtp-depth", "1", "--mtp-block", "layer", "--mtp-loss-weight", "0.3"),
+)
+EXPERTS = ("--ep-degree", "2")
+TENSORS = ("--ep-degree", "1", "--mp-degree", "2", "--sequence-parallel")
 LOOK_SECONDS = 2.0
 SHORTEST_START = 100  # steps of a start, below which there is no look at it
 # Parts of a run, or of its last start, that are compared. glibc's heap, from which megapar lets it return nothing,
@@ -99,13 +110,7 @@ def run(name: str, folder: Path, steps: int, kills: list[int]) -> Run:
     """Train to the end. A process is killed each time that the metrics reach one of these iterations."""
     metrics = folder / "metrics.jsonl"
     line = [sys.executable, "-m", "megapar.tools.main", "launch", "--nproc-per-node", "2"]
-    line += [
-        "--max-restarts",
-        str(len(kills)),
-        "benchmarks/long_run/counted.py",
-        *SHAPE,
-        *LAYOUTS[name],
-    ]
+    line += ["--max-restarts", str(len(kills)), "benchmarks/long_run/counted.py", *SHAPE, *LAYOUTS[name]]
     line += ["--train-iters", str(steps), "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-3"]
     line += ["--log-interval", "1", "--metrics-jsonl", str(metrics)]
     line += ["--eval-interval", str(EVALUATED_EVERY), "--eval-iters", "2"]

@@ -25,7 +25,6 @@ SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1), 
 def main() -> None:
     """Measure, print the table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu",), default="cpu", help="sleeping layers need no other")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--milliseconds", type=float, default=100.0, help="of a stage's forward of one micro-batch")
@@ -52,9 +51,9 @@ def main() -> None:
         rows.append((label, f"{seconds:.3f}", f"{measured:.1%}", f"{waited:.1%}", expected, f"{simulated:.1%}"))
         results[label] = {"seconds": seconds, "measured": measured, "waited": waited, "formula": formula}
         results[label]["simulated"] = simulated
-    print(f"{machine(options.device)}; {stages} stages, {micro_batches} micro-batches; medians of {options.rounds}\n")
+    print(f"{machine('cpu')}; {stages} stages, {micro_batches} micro-batches; medians of {options.rounds}\n")
     print_table(("schedule", "seconds per step", "bubble measured", "waited for", "formula", "simulated"), rows)
-    print_json({"benchmark": "pipeline", "machine": machine(options.device), "bubble": results})
+    print_json({"benchmark": "pipeline", "machine": machine("cpu"), "bubble": results})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.recompute.rank import WAYS
-from benchmarks.support.contest import Contest, Rank, paired
+from benchmarks.support.contest import Contest, Rank, paired, place
 from benchmarks.support.table import machine, print_json, print_table
 
 MEGABYTE = 1e6
@@ -39,8 +39,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "-m", "benchmarks.recompute.rank", "--device", options.device]
         argv += ["--rendezvous", f"file://{Path(folder) / 'meet'}", "--ways", *ways, "--", *flags]
-        cores = [rank if options.device == "cpu" else None for rank in range(world_size)]
-        ranks = [Rank(argv, _place(rank, world_size), cores[rank]) for rank in range(world_size)]
+        bound = options.device == "cpu"
+        ranks = [Rank(argv, place(rank, world_size), rank if bound else None) for rank in range(world_size)]
         with Contest({"ranks": ranks}) as contest:
             times = contest.rounds(options.rounds, {way: ("ranks", f"time {way}") for way in ways})
             memory = {way: contest.turn("ranks", f"memory {way}") for way in ways}
@@ -61,11 +61,6 @@ def main() -> None:
     result: dict[str, object] = {"benchmark": "recompute", "machine": machine(options.device)}
     result |= {"mp": options.mp, "pp": options.pp, "rounds": times, "memory_bytes": memory}
     print_json(result)
-
-
-def _place(rank: int, world_size: int) -> dict[str, str]:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "OMP_NUM_THREADS": 1}
-    return {name: str(value) for name, value in place.items()}
 
 
 if __name__ == "__main__":

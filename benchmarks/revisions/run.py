@@ -60,14 +60,11 @@ ENTRIES = {
     ),
     "pipeline": _entry("benchmarks.pipeline.run --rounds 1 --milliseconds 20", "bubble/.*/seconds"),
     "recompute": _entry("benchmarks.recompute.run --rounds 1", "rounds/.*/seconds"),
-    "reliability": _entry("benchmarks.reliability.run --rounds 6 --steps 1", "step_seconds"),
+    "guards": _entry("benchmarks.guards.run --rounds 6 --steps 1", "step_seconds"),
     "sharding": _entry(
         "benchmarks.sharding.run --part machine --dtype fp32 --rounds 1", ".*tokens_per_second/.*", speeds=True
     ),
-    "tensor parallel": _entry(
-        "benchmarks.tensor_parallel.run --part speed --rounds 1", "speed/tokens_per_second/.*", speeds=True
-    ),
-    "tensor parallel, link": _entry("benchmarks.tensor_parallel.run --part hidden --rounds 1", ".*seconds/.*"),
+    "tensor parallel": _entry("benchmarks.tensor_parallel.run --part speed --rounds 1", "speed/tokens.*", speeds=True),
 }
 
 

@@ -15,10 +15,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.communication_hiding.shape import WAYS
 from benchmarks.revisions.ratios import OTHER, compare, compare_all, report
 from benchmarks.sharding.shape import OURS
-from benchmarks.support.contest import Contest, Figures, Rank
+from benchmarks.step_hiding.ways import WAYS
+from benchmarks.support.contest import Contest, Figures, Rank, place
 from benchmarks.support.slow_link import SlowLink, slow_link
 from benchmarks.throughput.run import OWN_FLAGS, prepare
 
@@ -66,13 +66,14 @@ def _race(model: str, ranks: int) -> Callable[[Path, Path, Path], Lines]:
 
 
 def _hiding(tree: Path, other: Path, weights: Path) -> Lines:
-    return {"": ["benchmarks.communication_hiding.rank", "--device", "cpu", "--rank", "{rank}"]}
+    rows = ["--rows", "benchmarks.step_hiding.ways:WAYS", "--ranks", "2", "--node", "1"]
+    return {"": ["benchmarks.support.trainer_rank", *rows, "--rank", "{rank}"]}
 
 
 ENTRIES = {
     "quickstart": Entry(_quickstart, 2),
     "sharding, link": Entry(_sharding, 2, rate="258mbit", rounds=8),
-    "communication hiding, link": Entry(_hiding, 2, rate="170mbit", rounds=8, requests=tuple(WAYS)),
+    "communication hiding, link": Entry(_hiding, 2, rate="300mbit", rounds=8, requests=tuple(WAYS)),
     "ERNIE": Entry(_race("ernie", 1), 1, rounds=12),
     "experts": Entry(_race("moe", 1), 1),
     "experts, two processes": Entry(_race("moe", 2), 2),
@@ -120,14 +121,12 @@ def _check(tree: Path, env: Mapping[str, str]) -> None:
 
 
 def _rank(number: int, ranks: int, command: Sequence[str], env: Mapping[str, str], link: SlowLink | None) -> Rank:
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    place = {**env, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
-    place["OMP_NUM_THREADS"] = str(threads)
+    env = {**env, **place(number, ranks, max(1, (os.cpu_count() or 1) // ranks))}
     command = [argument.replace("{rank}", str(number)) for argument in command]
     if link is None:
-        return Rank(command, place)
+        return Rank(command, env)
     there = link.rank(number, command)
-    return Rank(there.argv, {**place, **there.env}, there.core)
+    return Rank(there.argv, {**env, **there.env}, there.core)
 
 
 def turns(entry: Entry, folders: Mapping[str, Path], rounds: int) -> list[dict[str, Figures]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.sharding.shape import DECODER, TIMED_STEPS, TRAINING
 from benchmarks.support.contest import Figures, serve
+from benchmarks.throughput.peer_rank import join
 from megapar.arguments import parse
 from megapar.core.comm.axis import Axis
 from megapar.model.decoder.model import Decoder
@@ -79,11 +79,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if options.device == "cuda":
-        torch.cuda.set_device(rank)
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=options.rendezvous, rank=rank, world_size=world_size)
+    join(options.device, options.rendezvous)
     loss, batch = make_model(options.device)
     model = wrap(loss, options.kind, options.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)

@@ -9,20 +9,6 @@ DECODER = (
     *("--num-layers", "8", "--hidden-size", "384", "--num-attention-heads", "6", "--ffn-hidden-size", "1152"),
     *("--vocab-size", "4096", "--seq-length", str(SEQ_LENGTH), "--num-experts", "0"),
 )
-# Models whose bytes per rank are counted: (kind, flags, ep). A rank of the second one has two experts, which 4 ranks
-# share at degree 8.
-BALANCE = {
-    "ERNIE 3.0 base": ("ernie", ("--config", "configs/ernie-3.0-base.yaml"), 1),
-    "MoE, 4 experts over ep 2": (
-        "moe",
-        (
-            *("--num-layers", "12", "--hidden-size", "768", "--num-attention-heads", "12", "--num-query-groups", "4"),
-            *("--ffn-hidden-size", "2048", "--vocab-size", "40000", "--seq-length", "512", "--num-experts", "4"),
-            *("--moe-ffn-hidden-size", "1024", "--first-k-dense", "1"),
-        ),
-        2,
-    ),
-}
 TRAINING = (
     *("--data-path", "mock", "--micro-batch-size", "1", "--train-iters", "100000", "--clip-grad", "0"),
     *("--log-interval", "100000", "--eval-interval", "0"),

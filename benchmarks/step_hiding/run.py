@@ -43,7 +43,7 @@ def _one(link: SlowLink, rate: str, ways: Sequence[str], rounds: int) -> dict[st
     slow: Rounds = {way: [] for way in ways}
     free: Rounds = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as name:
-        argv = command("benchmarks.step_hiding.ways:WAYS", RANKS, f"file://{name}/meet")
+        argv = command("step_hiding.ways:WAYS", RANKS, f"file://{name}/meet")
         link.set_rate(FREE)
         with Contest({"ranks": [link.rank(rank, [*argv, str(rank)]) for rank in range(RANKS)]}) as contest:
             entries = {way: ("ranks", way) for way in ways}

@@ -5,18 +5,10 @@ from __future__ import annotations
 BASE = (
     *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--ffn-hidden-size", "1024"),
     *("--seq-length", "1024", "--vocab-size", "1024", "--num-experts", "4", "--moe-router-topk", "2"),
-    *(
-        "--moe-model-type",
-        "deepspeed_moe",
-        "--moe-capacity-factor",
-        "1.25",
-        "--ep-degree",
-        "2",
-        "--micro-batch-size",
-        "2",
-    ),
-    *("--gradient-merge-acc-step", "2", "--data-path", "mock", "--dtype", "fp32", "--lr", "1e-6"),
+    *("--moe-model-type", "deepspeed_moe", "--moe-capacity-factor", "1.25", "--ep-degree", "2"),
+    *("--micro-batch-size", "2", "--gradient-merge-acc-step", "2", "--data-path", "mock", "--dtype", "fp32"),
     *("--train-iters", "1000", "--eval-interval", "0", "--log-interval", "1000", "--replica-check-interval", "0"),
+    *("--lr", "1e-6"),
 )
 SERIAL = "serial"
 WAYS = {

@@ -47,6 +47,12 @@ class Rank:
     errors: Path | None = None
 
 
+def place(rank: int, ranks: int, threads: int = 1) -> dict[str, str]:
+    """Return the variables that a launcher sets for a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "OMP_NUM_THREADS": threads}
+    return {name: str(number) for name, number in numbers.items()}
+
+
 class Contest:
     """Running contestants, whose processes end with the context."""
 

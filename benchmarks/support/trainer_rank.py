@@ -26,12 +26,11 @@ from megapar.training.building.corpus import make_corpus
 
 
 class Steps:
-    """Steps by request, the name of a row. ``axes``: sum the waits of these axes; else each kind is separate."""
+    """Steps by request, the name of a row."""
 
-    def __init__(self, configured: Mapping[str, Sequence[str]], rendezvous: str, axes: Sequence[str]) -> None:
+    def __init__(self, configured: Mapping[str, Sequence[str]], rendezvous: str) -> None:
         configs = {row: parse("moe", flags, dict(os.environ)) for row, flags in configured.items()}
         first = next(iter(configs.values()))
-        self._axes = axes
         self._world = World.start(first.grid, pick("cpu"), timedelta(minutes=10), rendezvous)
         corpus = make_corpus(first)
         self._trainers = {row: Trainer(config, self._world, corpus) for row, config in configs.items()}
@@ -39,36 +38,20 @@ class Steps:
             trainer.start()
 
     def __call__(self, request: str) -> Figures:
-        """Return the seconds of a step, the seconds of it that the rank waited, and the norm of the gradient."""
+        """Return the seconds of a step, those that the rank waited by "axis/kind", and the norm of the gradient."""
         trainer = self._trainers[request]
         dist.barrier()
         start = time.perf_counter()
         step = trainer.step()
         seconds = time.perf_counter() - start
         waits = {} if step.exposed is None else step.exposed.seconds()
-        return {"seconds": seconds, "norm": float(step.norm), **summed(waits, self._axes)}
+        return {"seconds": seconds, "norm": float(step.norm), **waits}
 
 
-def summed(waits: Mapping[str, float], axes: Sequence[str]) -> Figures:
-    """Return the waits by "axis/kind", or their sums on some axes."""
-    if not axes:
-        return dict(waits)
-    return {axis: sum(size for kind, size in waits.items() if kind.startswith(f"{axis}/")) for axis in axes}
-
-
-def command(rows: str, ranks: int, rendezvous: str, *, node: int = 1, axes: Sequence[str] = ()) -> list[str]:
-    """Return the command line of a rank, to which its number is appended.
-
-    Args:
-        rows: Module of the rows and their name in it, as in ``benchmarks.step_hiding.ways:WAYS``.
-        ranks: Ranks of the run.
-        rendezvous: Address at which they meet.
-        node: Ranks of a node.
-        axes: Axes whose waits are summed; without them the waits of each kind are separate figures.
-    """
-    line = [sys.executable, "-m", "benchmarks.support.trainer_rank", "--rows", rows, "--ranks", str(ranks)]
-    line += ["--node", str(node), "--rendezvous", rendezvous]
-    return [*line, *(["--axes", *axes] if axes else []), "--rank"]
+def command(rows: str, ranks: int, rendezvous: str, *, node: int = 1) -> list[str]:
+    """Return the command line of a rank, to which its number is appended. rows: as in ``step_hiding.ways:WAYS``."""
+    line = [sys.executable, "-m", "benchmarks.support.trainer_rank", "--rows", f"benchmarks.{rows}"]
+    return [*line, "--ranks", str(ranks), "--node", str(node), "--rendezvous", rendezvous, "--rank"]
 
 
 def main() -> None:
@@ -76,8 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", help="MODULE:NAME")
     parser.add_argument("--ranks", type=int)
-    parser.add_argument("--node", type=int)
-    parser.add_argument("--axes", nargs="*", default=[])
+    parser.add_argument("--node", type=int, default=1, help="ranks of a node")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--rendezvous")
     options = parser.parse_args()
@@ -87,7 +69,7 @@ def main() -> None:
     os.environ.update({name: str(number) for name, number in place.items()})
     module, _, name = options.rows.partition(":")
     rows = importlib.import_module(module)
-    serve(Steps({row: rows.flags(row) for row in getattr(rows, name)}, options.rendezvous, options.axes))
+    serve(Steps({row: rows.flags(row) for row in getattr(rows, name)}, options.rendezvous))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ along the sequence between them. Its layers are called one after the other, as i
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import warnings
 
@@ -31,6 +30,7 @@ from transformers import Ernie4_5Config, Ernie4_5ForCausalLM
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.synchronize import synchronize
 from benchmarks.tensor_parallel.shape import SHAPES, Shape
+from benchmarks.throughput.peer_rank import join
 
 
 def make_model(shape: Shape, dtype: torch.dtype, device: str) -> nn.Module:
@@ -124,15 +124,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, shape = options.device, SHAPES[options.device]
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=options.rendezvous, rank=rank, world_size=world_size
-    )
+    join(device, options.rendezvous)
     model = make_model(shape, torch.bfloat16 if device == "cuda" else torch.float32, device)
-    cut(model, init_device_mesh(device, (world_size,)), options.sequence_parallel)
+    cut(model, init_device_mesh(device, (dist.get_world_size(),)), options.sequence_parallel)
     serve(Steps(model, shape, device))
 
 

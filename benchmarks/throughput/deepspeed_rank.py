@@ -7,9 +7,7 @@ it runs without ZeRO; in bf16 it has DeepSpeed's bf16 parameters with fp32 maste
 
 from __future__ import annotations
 
-import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -23,7 +21,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import Tensor, nn
 
 from benchmarks.throughput.peer_rank import Batch, batches, join, make_model, quiet, serve_steps
-from benchmarks.throughput.shape import find
+from benchmarks.throughput.shape import contestant_parser, find
 
 
 class Expert(nn.Module):
@@ -93,13 +91,7 @@ def make_engine(model: nn.Module, dtype: str, micro_batch: int) -> Any:
 
 def main() -> None:
     """Build the model and serve turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rendezvous", required=True)
-    parser.add_argument("--device", choices=("cpu",), required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
+    options = contestant_parser().parse_args()
     quiet()
     shape = find(options.device, options.model)
     join(options.device, options.rendezvous)

@@ -6,12 +6,10 @@ included. The masked-word head runs only for masked words, as megapar's does.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.support.contest import Figures, serve
+from benchmarks.support.synchronize import synchronize
 from benchmarks.throughput.prepare import MASKED
-from benchmarks.throughput.shape import SHAPES, Shape, find
+from benchmarks.throughput.shape import Shape, contestant_parser, find
 
 TRIES = 3
 Kernel = tuple[str, int, Callable[[], object]]  # (group, times per step, what to time)
@@ -124,13 +123,7 @@ class Kernels:
 
 def main() -> None:
     """Serve turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
-    parser.add_argument("--micro-batches", type=int, default=1, help="a step has so many, and one optimizer step")
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
+    options = contestant_parser().parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     parameters = 0
@@ -159,12 +152,10 @@ def _gemm_flops(device: str, dtype: torch.dtype) -> float:
 def _best(run: Callable[[], object], device: str) -> float:
     best = float("inf")
     for _ in range(TRIES + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         start = time.perf_counter()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
 

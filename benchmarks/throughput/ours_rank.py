@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
 from benchmarks.support.steps import make_trainer
 from benchmarks.throughput.prepare import FILES
-from benchmarks.throughput.shape import SHAPES, Shape, find
+from benchmarks.throughput.shape import Shape, contestant_parser, find
 from megapar.arguments import parse
 from megapar.core.device.peak import peak_flops
 from megapar.data.batches import Loader, MicroBatch
@@ -62,14 +61,8 @@ def flags(shape: Shape, folder: Path, device: str, dtype: str, ranks: int) -> li
 
 def main() -> None:
     """Build the trainer and serve turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rendezvous")
-    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
-    parser.add_argument("--micro-batches", type=int, default=1)
+    parser = contestant_parser()
     parser.add_argument("--lengths", choices=tuple(FILES), default="full")
-    parser.add_argument("folder", type=Path)
     parser.add_argument("flags", nargs="*")
     options = parser.parse_args()
     shape = find(options.device, options.model)

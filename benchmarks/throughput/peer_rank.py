@@ -8,7 +8,6 @@ gradients in the dtype of the weights, each weighted by its share of the labels.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import time
@@ -28,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.support.contest import Figures, serve
 from benchmarks.support.memory import PeakMemory
 from benchmarks.throughput.prepare import FILES, IGNORED
-from benchmarks.throughput.shape import SHAPES, Shape, find
+from benchmarks.throughput.shape import Shape, contestant_parser, find
 
 COMPILE, LAYERS = "compile", "compile-layers"  # the whole model, and each layer by itself
 KINDS = ("eager", COMPILE, LAYERS, "ddp", "fsdp2")
@@ -172,16 +171,10 @@ def quiet() -> None:
 
 def main() -> None:
     """Build the model and serve turns."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rendezvous")
-    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
-    parser.add_argument("--model", required=True)
+    parser = contestant_parser()
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
     parser.add_argument("--experts", default="", help="transformers' experts implementation")
-    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--lengths", choices=tuple(FILES), default="full")
-    parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     quiet()
     shape = find(options.device, options.model)

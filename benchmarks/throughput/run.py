@@ -30,7 +30,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
-from benchmarks.support.contest import Contest, Figures, Rank, median, paired
+from benchmarks.support.contest import Contest, Figures, Rank, median, paired, place
 from benchmarks.support.table import machine, print_json, print_table
 from benchmarks.throughput.prepare import FILES
 from benchmarks.throughput.shape import SHAPES, Shape, find
@@ -342,10 +342,8 @@ class Race:
     def _place(self, number: int) -> dict[str, str]:
         ranks = self._options.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks) if self._options.device == "cpu" else 1
-        place = {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(ranks)}
-        if self._options.device == "cuda":  # as the launcher sets it, for all contestants
-            place["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        return {**place, "OMP_NUM_THREADS": str(threads)}
+        on_gpu = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # as the launcher sets it, for all contestants
+        return place(number, ranks, threads) | (on_gpu if self._options.device == "cuda" else {})
 
 
 def _check_deepspeed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -146,3 +148,15 @@ def shallow(model: str, layers: int) -> Shape:
 def find(device: str, model: str) -> Shape:
     """Return a model of a device, or a tiny one. Raises KeyError for an unknown one."""
     return TINY[model] if model in TINY else SHAPES[device][model]
+
+
+def contestant_parser() -> argparse.ArgumentParser:
+    """Return the parser of what all contestants are given. The folder has the weights and the samples."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rendezvous")
+    parser.add_argument("--device", choices=tuple(SHAPES), required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step")
+    parser.add_argument("folder", type=Path)
+    return parser

@@ -5,7 +5,7 @@ Shape letters: T tokens, H hidden, E experts, k choices per token, B batch, S se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,10 @@ def run(day: Day) -> None:
         day.attempt(f"router of {experts} experts", partial(router, day, experts, topk), least=1.0)
 
 
-def _answer(day: Day, figures: dict[str, Any]) -> Answer:
-    return Answer(None, figures if day.on_gpu else {**figures, "not_to_be_had": NO_GPU})
+def _speeds(day: Day, works: Mapping[str, tuple[int, Callable[[], object]]], size: int) -> Answer:
+    """Time copies, of which each moves a multiple of a size."""
+    found = {name: moved(times * size, median_seconds(day, work)) for name, (times, work) in works.items()}
+    return day.figures(found, NO_GPU)
 
 
 def bucket(day: Day, shape: tuple[int, ...]) -> Answer:
@@ -56,8 +58,8 @@ def bucket(day: Day, shape: tuple[int, ...]) -> Answer:
         "to bf16": (4 + 2, lambda: narrow.copy_(target[0])),
         "copy bf16": (2 + 2, lambda: narrow.copy_(gradient)),
     }
-    return _answer(
-        day, {name: moved(nbytes * number, median_seconds(day, work)) for name, (nbytes, work) in works.items()}
+    return day.figures(
+        {name: moved(nbytes * number, median_seconds(day, work)) for name, (nbytes, work) in works.items()}, NO_GPU
     )
 
 
@@ -77,7 +79,9 @@ def heads(day: Day) -> Answer:
         "plain": (2, by_head.clone),
     }
     size = by_head.numel() * by_head.element_size()
-    return _answer(day, {name: moved(times * size, median_seconds(day, work)) for name, (times, work) in works.items()})
+    return day.figures(
+        {name: moved(times * size, median_seconds(day, work)) for name, (times, work) in works.items()}, NO_GPU
+    )
 
 
 def router(day: Day, experts: int, topk: int) -> Answer:
@@ -108,7 +112,7 @@ def router(day: Day, experts: int, topk: int) -> Answer:
         "top k alone": partial(torch.topk, torch.rand(T, experts, device=day.place), topk, dim=1),
     }
     found: dict[str, Any] = {name: 1e3 * median_seconds(day, work) for name, work in works.items()}
-    return _answer(day, {"milliseconds": found})
+    return day.figures({"milliseconds": found}, NO_GPU)
 
 
 def _plain_weights(x: Tensor, weight: Tensor, topk: int) -> Tensor:

@@ -1,21 +1,81 @@
-"""Context of a part of the GPU day: device, time limit, findings, and measurements."""
+"""Context of a part of the GPU day: device, time limit, measurements, and the file of its findings."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from scripts.gpu_day.clocks import sampled
-from scripts.gpu_day.findings import Findings
 
 LINES_OF_A_TRACEBACK = 30
+PART = "the part"  # the last finding of a part, about the part itself
 MODELS = ("dense", "moe", "ernie", "dense8b")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Append-only file of findings.
+
+    A line contains part, what (unique in its part), ok (false: wrong; null: a figure, or not available here) and
+    figures.
+
+    Attributes:
+        facts: Device, size and commit, added to every line.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+
+    def record(self, part: str, what: str, ok: bool | None, **figures: Any) -> None:
+        """Append a line, which is in the file when this returns."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        line = {"part": part, "what": what, "ok": ok, "date": now, **self.facts, **figures}
+        text = (json.dumps(_plain(line)) + "\n").encode()
+        place = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            # One call: lines of other processes do not interleave, and the line survives this process.
+            os.write(place, text)
+        finally:
+            os.close(place)
+        shown = {name: value for name, value in figures.items() if name != "traceback"}
+        print(f"{_WORDS[ok]} {part}: {what} {json.dumps(_plain(shown))[:300]}", flush=True)
+
+    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return (part, what) -> its last line with this device, size and commit."""
+        found = {}
+        if self.path.exists():
+            for text in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    line = json.loads(text)
+                except json.JSONDecodeError:
+                    continue  # truncated by a crash
+                if all(line.get(name) == value for name, value in self.facts.items()):
+                    found[line["part"], line["what"]] = line
+        return found
+
+
+_WORDS = {True: "ok   ", False: "WRONG", None: "     "}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value for JSON, which does not support infinities and NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 class Answer(NamedTuple):
@@ -35,12 +95,10 @@ class Day:
     """Context of one part.
 
     Attributes:
-        part: Name of the part.
         device: "cuda" or "cpu".
         small: Use sizes for a test.
         out: Folder of the results.
         ends: Time at which the part should be done, on ``time.monotonic``.
-        findings: File of the findings.
         known: Attempts that an earlier call completed.
         missing: Number of attempts that were skipped for lack of time.
         models: Models of the races.
@@ -98,6 +156,16 @@ class Day:
             return
         about = {"clocks": clocks.summary()} if clocks.samples else {}
         self.findings.record(self.part, what, ok, **figures, **about, took=time.monotonic() - began)
+
+    def figures(self, figures: dict[str, Any], lacks: str) -> Answer:
+        """Return figures without a criterion; those of a CPU with what it lacks."""
+        return Answer(None, figures if self.on_gpu else {**figures, "not_to_be_had": lacks})
+
+    def operator(self, name: str) -> Callable[..., Any]:
+        """Return the device's entry of the operator table, or the reference."""
+        from megapar.core.device.ops import OPS  # not in the process that forks the parts
+
+        return OPS[name].get(self.device, OPS[name]["reference"])
 
     def synchronize(self) -> None:
         """Wait until the device has completed all work."""

@@ -29,7 +29,7 @@ LENGTH, SIZE = 704, 64  # 5.5 x 128 positions
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 LOWEST = -88.0  # below this, exp in fp32 is 0
 COLLECTIVES = 4
-RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+RECORDERS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
 
 
 def run(day: Day) -> None:
@@ -44,7 +44,7 @@ def padded(day: Day) -> Answer:
     """Compute attention with padding and with rows of very low scores; wrong if the package's result is."""
     length = 48 if day.small else LENGTH
     tensors, valid, lowest = low_scores(day, length)
-    form = OPS["attention"].get(day.device, OPS["attention"]["reference"])
+    form = day.operator("attention")
     exact = [x.detach().double().requires_grad_() for x in tensors]
     want = _both_ways(partial(OPS["attention"]["reference"], form=MASKED, valid=valid), exact)
     got = _both_ways(partial(form, form=MASKED, valid=valid), tensors)
@@ -94,7 +94,7 @@ def _compared(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
 def grouped(day: Day) -> Answer:
     """Measure the memory of attention of grouped heads in fp32; wrong if it holds half of the scores at a time."""
     heads, groups, length, size = (4, 2, 64, 16) if day.small else (16, 4, 4096, 128)
-    form = OPS["attention"].get(day.device, OPS["attention"]["reference"])
+    form = day.operator("attention")
     tensors = [
         normal(day, 1, count, length, size, dtype=torch.float32, differentiate=True)
         for count in (heads, groups, groups)
@@ -118,16 +118,19 @@ def recorders(day: Day) -> Answer:
         for _ in range(COLLECTIVES):
             dist.all_reduce(x)
         day.synchronize()
-        module = torch._C._distributed_c10d
-        found = {name: getattr(module, name, None) for name in RECORDERS}
-        counts = {name: None if dump is None else entries(dump()) for name, dump in found.items()}
-        own = entries(flight_record())
+        counts = recorded_collectives()
     finally:
         dist.destroy_process_group()
-    recorded = max(count or 0 for count in counts.values())
-    return Answer(own >= COLLECTIVES if recorded else None, {**counts, "package": own, "collectives": COLLECTIVES})
+    right = counts["megapar"] >= COLLECTIVES if any(counts.values()) else None
+    return Answer(right, {**counts, "collectives": COLLECTIVES})
 
 
-def entries(record: bytes) -> int:
-    """Return the number of entries of one or more records in JSON."""
-    return record.count(b'"record_id"')
+def recorded(dump: bytes) -> int:
+    """Return the number of collectives in a dump of flight recorders."""
+    return dump.count(b'"record_id"')
+
+
+def recorded_collectives() -> dict[str, int]:
+    """Return the number of collectives in each of torch's flight recorders, and in megapar's dump of them."""
+    dumps = {name: getattr(torch._C._distributed_c10d, dump, lambda: b"{}") for name, dump in RECORDERS.items()}
+    return {name: recorded(dump()) for name, dump in {**dumps, "megapar": flight_record}.items()}

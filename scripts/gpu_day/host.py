@@ -11,11 +11,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
-
 from megapar.trainer import Trainer
 from scripts.gpu_day.day import Answer, Day
-from scripts.gpu_day.kernels import Counted, counted
+from scripts.gpu_day.kernels import profiled_step
 from scripts.gpu_day.trainers import flags, parsed, trainer
 
 LAYERS, FEWER = 4, 2
@@ -51,9 +49,7 @@ def timed(day: Day, model: str, more: str) -> Answer:
         pairs = [_step(day, made) for _ in range(2 if day.small else STEPS)]
     host, whole = (median(seconds) for seconds in zip(*pairs, strict=True))
     figures = {"host_seconds": host, "seconds": whole, "host_share": host / whole, "layers": LAYERS}
-    if not day.on_gpu:
-        figures["not_to_be_had"] = "a CPU computes in the host's time"
-    return Answer(None, figures)
+    return day.figures(figures, "a CPU computes in the host's time")
 
 
 def _step(day: Day, made: Trainer) -> tuple[float, float]:
@@ -69,21 +65,10 @@ def _step(day: Day, made: Trainer) -> tuple[float, float]:
 
 def operators(day: Day, model: str) -> Answer:
     """Return the calls of torch's operators in a step per layer, and beside the layers."""
-    many, few = (_counted(day, model, layers) for layers in (LAYERS, FEWER))
+    length = "" if day.small else "--seq-length 1024"
+    many, few = (profiled_step(day, model, f"--num-layers {layers} {length}") for layers in (LAYERS, FEWER))
     more = many.calls - few.calls
     of_layer = {name: calls / (LAYERS - FEWER) for name, calls in more.most_common(25)}
     total = (many.calls.total() - few.calls.total()) / (LAYERS - FEWER)
     figures: dict[str, Any] = {"operators_of_a_layer": total, "beside": many.calls.total() - LAYERS * total}
     return Answer(None, {**figures, "most_called": of_layer})
-
-
-def _counted(day: Day, model: str, layers: int) -> Counted:
-    config = parsed(flags(day, model, f"--num-layers {layers} {'' if day.small else '--seq-length 1024'}"), model)
-    with trainer(config, day.device) as made:
-        for _ in range(2):
-            made.monitor.add(made.step())
-        day.synchronize()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            made.monitor.add(made.step())
-        day.synchronize()
-    return counted(profiler.events() or ())

@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,8 +23,9 @@ from torch.profiler import profile
 from megapar.core.device.pick import pick
 from megapar.tools.plan import DOES_NOT_FIT
 from megapar.tools.tracing.kernels import KERNELS, kernels_of
+from megapar.trainer import Trainer
 from scripts.gpu_day.day import Answer, Day
-from scripts.gpu_day.trainers import flags, kind, parsed, trainer
+from scripts.gpu_day.trainers import flags, kind, parsed, step_seconds, trainer
 
 RUNS = {
     "dense": ("dense", ""),
@@ -35,6 +36,7 @@ RUNS = {
 OPERATOR = "aten::"
 MOVES, FILL = ("Memcpy HtoD", "Memcpy DtoH"), "Memset"  # names in a profile of what is not a kernel
 PLAN_SECONDS = 90.0
+STEPS, LONGEST, NAME = 2, 40, 110  # of a profile of steps
 
 
 @dataclass
@@ -70,7 +72,7 @@ def run(day: Day) -> None:
 
 
 def _layer(day: Day, model: str, more: str, total: Counted) -> Answer:
-    few, many = (_step(day, model, f"{more} --num-layers {layers}") for layers in (2, 3))
+    few, many = (profiled_step(day, model, f"{more} --num-layers {layers}") for layers in (2, 3))
     total.calls += many.calls
     total.kernels += many.kernels
     total.filled += many.filled
@@ -87,8 +89,8 @@ def _layer(day: Day, model: str, more: str, total: Counted) -> Answer:
     return Answer(many.launches > few.launches > 0, figures)
 
 
-def _step(day: Day, model: str, more: str) -> Counted:
-    """Profile the third step."""
+def profiled_step(day: Day, model: str, more: str) -> Counted:
+    """Count the third step."""
     config = parsed(flags(day, model, more), model)
     with trainer(config, day.device) as made:
         for _ in range(2):
@@ -162,3 +164,68 @@ def _planned(day: Day, name: str, model: str, more: str) -> Answer:
     plan = json.loads(done.stdout)
     planned = {name: plan[name] for name in ("launches", "layers", "host_waits") if name in plan}
     return Answer(None, {"planned": planned, "launches_of_a_layer": counted_here})
+
+
+def profiled(day: Day, made: Trainer) -> dict[str, Any]:
+    """Profile steps after warmup. On a CPU, which has no kernels, operators are counted instead.
+
+    Returns:
+        Seconds per step without and with the profiler, seconds in which at least one kernel runs, the sum of all
+        kernels' seconds, launches per step, and the kernels and the operators (with the shapes of their inputs) with
+        the longest total time.
+    """
+    for _ in range(3):
+        made.monitor.add(made.step())
+    alone = step_seconds(day, made, STEPS)
+    with profile(activities=pick(day.device).profiled, record_shapes=True) as profiler:
+        watched = step_seconds(day, made, STEPS)
+    every = profiler.events() or ()
+    on_device = "CUDA" if day.on_gpu else "CPU"
+    events = [event for event in every if event.device_type.name == on_device and not event.is_user_annotation]
+    named = ((event.name, event.time_range.elapsed_us()) for event in events)
+    return {
+        "seconds": alone,
+        "profiled_seconds": watched,
+        "busy_seconds": busy(events) / STEPS,
+        "kernel_seconds": sum(event.time_range.elapsed_us() for event in events) / 1e6 / STEPS,
+        "launches": len(events) / STEPS,
+        "kernels": longest(named),
+        "operators": longest(launches(every)),
+    }
+
+
+def busy(events: Iterable[FunctionEvent]) -> float:
+    """Return the seconds in which at least one of the events runs."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted((event.time_range.start, event.time_range.end) for event in events):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total / 1e6
+
+
+def launches(events: Iterable[FunctionEvent]) -> Iterator[tuple[str, float]]:
+    """Yield the kernels that operators launch, as (name and input shapes of the operator, microseconds)."""
+    for event in events:
+        if event.device_type.name == "CPU":
+            shapes = [shape for shape in event.input_shapes or () if shape]
+            for kernel in event.kernels:
+                yield f"{event.name.removeprefix(OPERATOR)} {shapes}", kernel.duration
+
+
+def longest(named: Iterable[tuple[str, float]]) -> dict[str, dict[str, float]]:
+    """Return calls and milliseconds per step and the share by name, longest first.
+
+    named: (name, microseconds) of all steps.
+    """
+    calls, microseconds = Counter[str](), dict[str, float]()
+    for name, took in named:
+        short = name[:NAME]
+        calls[short] += 1
+        microseconds[short] = microseconds.get(short, 0.0) + took
+    first = sorted(microseconds, key=lambda name: -microseconds[name])[:LONGEST]
+    figures = ((name, calls[name] / STEPS, microseconds[name]) for name in first)
+    total = sum(microseconds.values()) or 1.0
+    return {
+        name: {"calls": count, "milliseconds": took / 1e3 / STEPS, "share": took / total}
+        for name, count, took in figures
+    }

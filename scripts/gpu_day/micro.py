@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megapar.core.comm.axis import Axis
 from megapar.model.layers.loss import vocab_parallel_linear_cross_entropy
 from megapar.moe.expert_order import sort_by_expert
 from megapar.moe.token_dispatcher import fill
 from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.timed import GB, T_FLOPS, normal
 
-GB, T_FLOPS = 1e9, 1e12
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDTHS = ((4096, 768), (4096, 4096), (4096, 14336), (1536, 2560))
 
@@ -57,10 +56,6 @@ def _only_figures(work: Callable[[Day, Sizes], dict[str, Any]], day: Day, sizes:
     return Answer(None, work(day, sizes))
 
 
-def _draw(day: Day, *shape: int, differentiate: bool = False) -> Tensor:
-    return torch.randn(*shape, device=day.place, dtype=torch.bfloat16).requires_grad_(differentiate)
-
-
 def _launches(day: Day, sizes: Sizes) -> dict[str, Any]:
     """Measure a tiny kernel: host time per launch, and total time per kernel with a thousand in the queue."""
     x, times = torch.zeros(8, device=day.place), 50 if day.small else 1000
@@ -82,29 +77,24 @@ def _products(day: Day, sizes: Sizes) -> dict[str, Any]:
     """Measure [rows, inner] x [inner, out] for every number of rows and width, and a large product for the peak."""
     found = []
     for inner, out in sizes.widths:
-        weight = _draw(day, inner, out)
+        weight = normal(day, inner, out)
         for rows in sizes.rows:
-            x = _draw(day, rows, inner)
+            x = normal(day, rows, inner)
             seconds = day.seconds(lambda x=x, weight=weight: x @ weight, 50)  # type: ignore[misc]
             flops = 2 * rows * inner * out
             found.append(
                 {"rows": rows, "inner": inner, "out": out, "seconds": seconds, "tflops": flops / seconds / T_FLOPS}
             )
-    large = _draw(day, *((128, 128) if day.small else (8192, 8192)))
+    large = normal(day, *((128, 128) if day.small else (8192, 8192)))
     seconds = day.seconds(lambda: large @ large)
     return {"products": found, "large_tflops": 2 * large.shape[0] ** 3 / seconds / T_FLOPS}
 
 
-def _routed(day: Day, sizes: Sizes) -> tuple[Tensor, Any]:
-    experts = torch.rand(sizes.T, sizes.E, device=day.place).topk(sizes.k).indices
-    permutation = sort_by_expert(experts, None, sizes.E, experts.numel()).order
-    return experts, permutation
-
-
 def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
     """Measure the rows of a token dispatch by width: H, and H with additional columns for a weight."""
-    x, weights = _draw(day, sizes.T, sizes.H), torch.rand(sizes.T, sizes.k, device=day.place)
-    experts, permutation = _routed(day, sizes)
+    x, weights = normal(day, sizes.T, sizes.H), torch.rand(sizes.T, sizes.k, device=day.place)
+    experts = torch.rand(sizes.T, sizes.E, device=day.place).topk(sizes.k).indices
+    permutation = sort_by_expert(experts, None, sizes.E, experts.numel()).order
     found: dict[str, Any] = {
         "sort": day.seconds(lambda: sort_by_expert(experts, None, sizes.E, experts.numel())),
         "fill_as_it_is": day.seconds(lambda: fill(x, weights, permutation)),
@@ -122,8 +112,8 @@ def _messages(day: Day, sizes: Sizes) -> dict[str, Any]:
 
 def _loss(day: Day, sizes: Sizes) -> dict[str, Any]:
     """Measure output layer and loss by rows per chunk."""
-    hidden = _draw(day, sizes.T, sizes.H, differentiate=True)
-    head = _draw(day, sizes.V, sizes.H, differentiate=True)
+    hidden = normal(day, sizes.T, sizes.H, differentiate=True)
+    head = normal(day, sizes.V, sizes.H, differentiate=True)
     labels = torch.randint(0, sizes.V, (sizes.T,), device=day.place)
     found: dict[str, Any] = {}
     for rows in (16, 64) if day.small else (162, 512, 1024, 2048, 4096, 8192):

@@ -27,18 +27,13 @@ from megapar.core.device.grouped import input_gradient_by_size, linear_by_size, 
 from megapar.core.device.ops import OPS
 from megapar.core.device.pick import pick
 from megapar.moe.expert_order import sort_by_expert
-from scripts.gpu_day import bucket_rows, expert_rows
+from scripts.gpu_day import row_operators
 from scripts.gpu_day.day import Answer, Day
 
 # Relative error of norms: a few roundings of the dtype (2^-9, 2^-12, 2^-25) and of the sums that follow.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-)
+KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
 class Case(NamedTuple):
@@ -60,11 +55,7 @@ def run(day: Day) -> None:
     torch.manual_seed(0)
     for named, dtype in DTYPES.items():
         for name in OPS:
-            if name.startswith("attention_block") or name in (
-                "cross_entropy",
-                *expert_rows.ENTRIES,
-                *bucket_rows.ENTRIES,
-            ):
+            if name.startswith("attention_block") or name in ("cross_entropy", *row_operators.ENTRIES):
                 continue  # value and gradient are compared together below
             form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
@@ -74,9 +65,8 @@ def run(day: Day) -> None:
                 work = partial(compare, form, reference, case, TOLERANCE[dtype])
                 day.attempt(f"{name}: {case.name}, {named}", work)
         day.attempt(f"cross_entropy: {named}", partial(entropy, day, dtype))
-        for rows in (expert_rows, bucket_rows):
-            for name in rows.ENTRIES:
-                day.attempt(f"{name}: {named}", partial(rows.compare, day, name, dtype))
+        for name in row_operators.ENTRIES:
+            day.attempt(f"{name}: {named}", partial(row_operators.compare, day, name, dtype))
         for causal, groups in ((True, 8), (False, 8), (True, 2)):
             work = partial(blocks, day, dtype, causal, groups)
             day.attempt(f"attention_block: causal {causal}, 8/{groups} heads, {named}", work)
@@ -88,7 +78,7 @@ def _form(name: str, day: Day, dtype: torch.dtype) -> Callable[..., Tensor]:
     """Return the table's implementation, or the one per expert if the device has no grouped kernel for this dtype."""
     by_size = _BY_SIZE.get(name)
     if by_size is None or not pick(day.device).grouped_lacks(dtype, ()):
-        return OPS[name].get(day.device, OPS[name]["reference"])
+        return day.operator(name)
 
     def form(left: Tensor, right: Tensor, counts_E: Tensor) -> Tensor:
         return by_size(left, right, counts_E.tolist())
@@ -307,9 +297,8 @@ def entropy(day: Day, dtype: torch.dtype) -> Answer:
     """Compare cross-entropy and its gradient; the device's form overwrites the logits that it reads."""
     logits = 5 * torch.randn(_length(day), 1003, device=day.place)
     labels = torch.randint(1003, logits.shape[:1], device=day.place)
-    forms = OPS["cross_entropy"]
-    want = forms["reference"](logits.double(), labels, torch.float64)
-    got = forms.get(day.device, forms["reference"])(logits, labels, dtype)
+    want = OPS["cross_entropy"]["reference"](logits.double(), labels, torch.float64)
+    got = day.operator("cross_entropy")(logits, labels, dtype)
     found = {name: relative(a, b) for name, a, b in zip(("result", "gradient"), got, want, strict=True)}
     return Answer(all(e <= TOLERANCE[dtype] for e in found.values()), {"errors": found, "tolerance": TOLERANCE[dtype]})
 
@@ -321,9 +310,7 @@ def blocks(day: Day, dtype: torch.dtype, causal: bool, groups: int) -> Answer:
     q, grad = (draw(2, 8, S + 3, 64)[:, :, 3:] for _ in range(2))
     k, v = draw(2, groups, S, 64), draw(2, groups, S, 64)
     wide = [x.double() for x in (q, k, v)]
-    forward, backward = (
-        OPS[name].get(day.device, OPS[name]["reference"]) for name in ("attention_block", "attention_block_backward")
-    )
+    forward, backward = map(day.operator, ("attention_block", "attention_block_backward"))
     got, want = forward(q, k, v, causal=causal), block_reference(*wide, causal=causal)
     out, lse = F.pad(want.out.to(dtype), (0, 0, 3, 0)), F.pad(want.lse.float(), (3, 0))
     merged = AttentionBlock(out[:, :, 3:], lse[:, :, 3:], got.drawn)

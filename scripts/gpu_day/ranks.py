@@ -29,9 +29,9 @@ from unittest.mock import patch
 
 import torch
 
-from megapar.core.torch_names import flight_record
 from megapar.training.loop.callbacks import TrainerCallback
 from scripts.gpu_day.day import Answer, Day
+from scripts.gpu_day.hazards import recorded, recorded_collectives
 from scripts.gpu_day.waits import detector, seen
 from tests.equivalence.compare import differences, excess, still
 from tests.equivalence.run import Routing, Trace, trace
@@ -261,17 +261,8 @@ def traced(
 ) -> tuple[Trace | None, Seen]:
     """Train on this rank of a pool. Return the numbers (rank 0) and what the rank saw.
 
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        rendezvous: File to meet at.
-        device: "cuda" or "cpu".
-        node: Ranks of a node, as a launcher would say; NCCL takes each for a separate node.
-        kind: Kind of trainer.
-        flags: Its flags.
-        steps: Steps to train.
-        replay: Choices that every router repeats.
-        counted: Count the blocks of NCCL's kernels in the last step.
+    ``node``: ranks of a node, as a launcher would say; NCCL takes each for a separate node. ``replay``: choices that
+    every router repeats. ``counted``: count the blocks of NCCL's kernels in the last step.
     """
     os.environ.update(_place(rank, world_size, node))
     if device == "cpu":
@@ -337,23 +328,8 @@ class _Watcher(TrainerCallback):
             self.seen.groups = self._trainer.world.num_groups
             reserved = torch.cuda.memory_reserved() - self._before[1]
             self.seen.taken = self._before[0] - torch.cuda.mem_get_info()[0], reserved
-            self.seen.entries = _entries()
+            self.seen.entries = recorded_collectives()
             self.seen.seconds["steps"] = time.monotonic() - self.began - self.seen.seconds["start"]
-
-
-def _entries() -> dict[str, int]:
-    """Return the number of collectives in each of torch's flight recorders, and in megapar's dump of them."""
-    inside = torch._C._distributed_c10d
-    dumps: dict[str, Callable[[], bytes]] = {
-        "nccl": getattr(inside, "_dump_nccl_trace_json", lambda: b"{}"),
-        "gloo": getattr(inside, "_dump_fr_trace_json", lambda: b"{}"),
-    }
-    return {name: _recorded(dump()) for name, dump in dumps.items()} | {"megapar": _recorded(flight_record())}
-
-
-def _recorded(dump: bytes) -> int:
-    """Return the number of collectives in a dump of a flight recorder."""
-    return dump.count(b'"record_id"')
 
 
 def _blocks(profiler: Any) -> dict[str, list[int]]:
@@ -380,7 +356,7 @@ def drilled(day: Day, name: str) -> Answer:
     except pools.RanksFailed as failed:
         took, said = time.monotonic() - began, failed.failures.get(0, "")
         _STARTED.discard(2)
-        records = {path.name: _recorded(path.read_bytes()) for path in folder.glob("flight-record*")}
+        records = {path.name: recorded(path.read_bytes()) for path in folder.glob("flight-record*")}
         right = "still running" not in said and (name != SLEEPS or min(records.values(), default=0) > 0)
         return Answer(right, {"rank 0 ended after": took, "records": records, "said": said.strip()[-1500:]})
     return Answer(False, {"error": "both ranks finished"})

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from scripts.gpu_day.day import MODELS, Day
-from scripts.gpu_day.findings import PART, Findings
+from scripts.gpu_day.day import MODELS, PART, Day, Findings
 
 ROOT = Path(__file__).parents[2]
 # In order of worth, with the seconds that each may take on a GPU.
@@ -73,9 +72,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu_day.sh", description=__doc__)
     parser.add_argument("--minutes", type=float, default=25.0, help="time limit of all parts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--small", action="store_true", help="sizes at which everything runs in a minute, even on a CPU"
-    )
+    parser.add_argument("--small", action="store_true", help="sizes that run in a minute, even on a CPU")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"parts of {', '.join(PARTS)}; default: all")
     parser.add_argument("--models", default=",".join(MODELS), help="models of the throughput races; default: all")
     parser.add_argument("--again", action="store_true", help="repeat what an earlier call has completed")

@@ -44,7 +44,7 @@ from megapar.planning.plan import Plan
 from megapar.trainer import Trainer
 from megapar.training.step.dtypes import compute_dtype
 from scripts.gpu_day.day import Answer, Day
-from scripts.gpu_day.step_profile import profiled
+from scripts.gpu_day.kernels import profiled
 from scripts.gpu_day.trainers import losses, step_seconds, trainer
 
 LOAD_BALANCE = "--moe-aux-loss-coeff 0.01"

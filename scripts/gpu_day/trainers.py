@@ -6,17 +6,19 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
+
+import numpy as np
 
 from megapar.arguments import Config, parse
 from megapar.core.comm.world import World
 from megapar.core.device.pick import pick
+from megapar.data.sampling.samples import Sample, Samples
 from megapar.trainer import Trainer
 from megapar.training.building.corpus import make_corpus
 from megapar.training.building.parallelize import check_device
-from scripts.gpu_day.chain import Chain
 from scripts.gpu_day.day import Day
 
 _RUN = "--data-path mock --train-iters 100000 --eval-interval 0 --log-interval 100000 --lr 1e-3 --seed 7"
@@ -39,11 +41,40 @@ _MODELS = {
     },
 }
 
+FIRST, WORDS = 7, 211  # ids in use; a prime, so that the walk below visits all of them
+LEAP = 0.25
+
 # Layers as wide, and micro-batches as large, as those of the dense race.
 _REAL = (
     "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 16 --ffn-hidden-size 6144 --seq-length 4096 "
     "--micro-batch-size 4 --num-layers"
 )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Samples in which each token determines the next one, except for a random quarter: a decoder learns them.
+
+    Attributes:
+        like: Samples with the same shapes.
+    """
+
+    like: Samples
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+    def __getitem__(self, number: int) -> Sample:
+        """Return a sample, which depends only on its number."""
+        sample = dict(self.like[number])
+        length, draws = len(sample["tokens"]), np.random.default_rng(number)
+        drawn, leaps = draws.integers(0, WORDS, length + 1), draws.random(length + 1) < LEAP
+        walk = drawn.copy()
+        for place in range(1, length + 1):
+            if not leaps[place]:
+                walk[place] = (3 * walk[place - 1] + 1) % WORDS
+        sample["tokens"], sample["labels"] = walk[:-1] + FIRST, walk[1:] + FIRST
+        return sample
 
 
 def kind(model: str) -> Literal["moe", "ernie"]:

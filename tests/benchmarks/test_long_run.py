@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.long_run.counted import live_bytes, python_blocks
 from benchmarks.long_run.run import LIMITS, Held, Run, growth
-from benchmarks.support.heap import live_bytes, python_blocks
 
 STEPS = 600
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.node_dispatch.run import expected_between, print_bytes
 from benchmarks.node_dispatch.shape import NODE, SHAPES, WAYS, ideal, rate_for
 from megapar.arguments import parse
 from megapar.core.device.kinds import kinds
@@ -34,13 +33,6 @@ def test_each_way_is_the_dispatch_that_it_says(name):
 
 def test_expected_bytes_by_hand():
     """Of top-8 of 16 on two nodes, four rows of a token cross by pairs, next to one by node; rows of 2048 bytes."""
-    shape = SHAPES["top-8 of 16"]
-    assert expected_between(shape, "plain", 10) == pytest.approx(10 * 4 * 2 * (2064 + 2048))
-    assert expected_between(shape, "node", 10) == pytest.approx(10 * 2 * (2096 + 2048), rel=1e-4)
-
-
-def test_counters_that_differ_from_the_routing_are_no_result():
-    good = {"sent": 8.0, "needed": 8.0, "sent_between": 4.0, "between": 4.0, "tokens": 1.0}
-    assert print_bytes("top-4 of 8", SHAPES["top-4 of 8"], {"node": good})
-    with pytest.raises(AssertionError, match="node: the counters have not the bytes of the routing"):
-        print_bytes("top-4 of 8", SHAPES["top-4 of 8"], {"node": {**good, "sent_between": 5.0}})
+    shape, tokens = SHAPES["top-8 of 16"], 4 * 4 * 512 * 2
+    assert shape.between("plain") == pytest.approx(tokens * 4 * 2 * (2064 + 2048))
+    assert shape.between("node") == pytest.approx(tokens * 2 * (2096 + 2048), rel=1e-4)

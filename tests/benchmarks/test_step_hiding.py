@@ -26,6 +26,6 @@ def test_a_way_runs_as_it_is_called(way: str) -> None:
 
 def test_the_plan_of_the_run_is_within_a_twentieth_of_each_measured_step() -> None:
     found = rows()
-    ways = {row.name.partition(", ")[2] for row in found}
+    ways = {row.way for row in found}
     assert ways == set(WAYS) - {"ampipe 4", "cross-layer 4"}, "the ways that were measured"
     assert all(abs(row.error) <= 0.05 for row in found)

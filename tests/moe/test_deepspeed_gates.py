@@ -1,5 +1,6 @@
-"""Our drop policies against DeepSpeed's own gates, kept as a file by scripts/golden_deepspeed_gates.py.
+"""Our drop policies against the results of DeepSpeed's own gates, which are a file.
 
+DeepSpeed 0.19.8 made them, by scripts/golden_deepspeed_gates.py of commit 532f9f80.
 DeepSpeed's top-1 gate picks among first choices in an order it does not fix (torch.topk over ties), so for
 k = 1 the kept set is compared only in size; capacity, loss and the weights of what it kept are compared.
 """

@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.docs_pictures import HEIGHT, PICTURES, PLACE, SCREENSHOT, WIDTH
-from scripts.svg import Drawing, round_step, stacked_bars
+from scripts.docs_pictures import HEIGHT, PICTURES, PLACE, SCREENSHOT, WIDTH, Drawing, round_step, stacked_bars
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES))

@@ -10,8 +10,7 @@ from contextlib import nullcontext
 import pytest
 
 from scripts.gpu_day import clock, clocks
-from scripts.gpu_day.day import Answer, Day
-from scripts.gpu_day.findings import Findings
+from scripts.gpu_day.day import Answer, Day, Findings
 
 
 def day_of(folder, device="cpu"):

@@ -26,21 +26,17 @@ from megapar.moe.router import Router
 from scripts.gpu_day import (
     ampipe,
     attention,
-    bucket_rows,
     curve,
     equivalence,
-    expert_rows,
     kernels,
     operators,
+    row_operators,
     run,
-    step_profile,
     throughput,
     waits,
 )
-from scripts.gpu_day.chain import Chain
-from scripts.gpu_day.day import Answer, Day
-from scripts.gpu_day.findings import PART, Findings
-from scripts.gpu_day.trainers import flags, losses, parsed, trainer
+from scripts.gpu_day.day import PART, Answer, Day, Findings
+from scripts.gpu_day.trainers import Chain, flags, losses, parsed, trainer
 from tests.equivalence.run import Trace
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +187,7 @@ def test_other_commits_and_half_lines_are_not_read(findings):
 
 def test_every_entry_of_the_operator_table_is_called():
     beside = {"attention_block", "attention_block_backward", "cross_entropy"}
-    beside |= {*expert_rows.ENTRIES, *bucket_rows.ENTRIES}
+    beside |= set(row_operators.ENTRIES)
     assert set(operators._CASES) | beside == set(OPS)
 
 
@@ -348,10 +344,10 @@ def test_a_profile_adds_kernels_up_and_finds_the_time_without_one():
         )
 
     events = [ran("a", 0.0, 4e6), ran("b", 3e6, 5e6), ran("c", 8e6, 9e6)]
-    assert step_profile.busy(events) == 6.0
-    launches = list(step_profile.launches([ran("aten::mm", 0.0, 1.0, [3000.0, 1000.0]), ran("aten::view", 0.0, 1.0)]))
+    assert kernels.busy(events) == 6.0
+    launches = list(kernels.launches([ran("aten::mm", 0.0, 1.0, [3000.0, 1000.0]), ran("aten::view", 0.0, 1.0)]))
     assert launches == [("mm [[2, 3]]", 3000.0), ("mm [[2, 3]]", 1000.0)]
-    assert step_profile.longest([("short", 10.0), *launches]) == {
+    assert kernels.longest([("short", 10.0), *launches]) == {
         "mm [[2, 3]]": {"calls": 1.0, "milliseconds": 2.0, "share": 4000.0 / 4010.0},
         "short": {"calls": 0.5, "milliseconds": 0.005, "share": 10.0 / 4010.0},
     }

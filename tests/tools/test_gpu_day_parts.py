@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megapar.core.device.ops import OPS
-from scripts.gpu_day import clock, fp8, hazards, host, spinning, theft, timed
-from scripts.gpu_day.day import Day
-from scripts.gpu_day.findings import Findings
+from scripts.gpu_day import clock, fp8, hazards, host, kernels, theft, timed
+from scripts.gpu_day.day import Day, Findings
 from tests.support.interpreted import run_interpreted
 
 LACKS = "not_to_be_had"
@@ -69,7 +68,8 @@ def test_the_trainers_of_a_part_have_legal_flags_on_a_gpu(part, tmp_path, monkey
         yield
 
     module = importlib.import_module(f"scripts.gpu_day.{part}")
-    monkeypatch.setattr(module, "trainer", instead)
+    for owner in (module, kernels):
+        monkeypatch.setattr(owner, "trainer", instead)
     day = day_of(tmp_path, "cuda", small=False)
     attempts = {"clock": clock.run, "theft": lambda day: day.attempt("step", lambda: theft.step(day)), "host": host.run}
     attempts[part](day)
@@ -117,7 +117,7 @@ def test_without_a_compiler_for_the_blocks_the_work_runs_alone(tmp_path, monkeyp
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here the kernel is compiled")
 def test_both_compilers_say_why_they_cannot():
     with pytest.raises(RuntimeError, match=r"cupy: .*; torch: "):
-        spinning._compiled()
+        theft._compiled()
 
 
 # fp8
@@ -178,7 +178,7 @@ def test_a_result_that_is_not_a_number_is_wrong(tmp_path, monkeypatch):
         y.register_hook(lambda gradient: gradient * float("nan"))
         return y
 
-    monkeypatch.setattr(hazards, "OPS", {"attention": {**OPS["attention"], "cpu": lost}})
+    monkeypatch.setattr(Day, "operator", lambda day, name: lost)
     answer = hazards.padded(day_of(tmp_path))
     assert answer.ok is False
     nan = answer.figures["package"]["nan"]
@@ -200,7 +200,7 @@ def test_a_package_that_misses_the_collectives_is_wrong(record, ok, tmp_path, mo
     monkeypatch.setattr(hazards.torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: b'{"record_id":0}', False)
     answer = hazards.recorders(day_of(tmp_path))
     assert answer.ok is ok
-    assert answer.figures["_dump_nccl_trace_json"] == 1
+    assert answer.figures["nccl"] == 1
 
 
 # The others

@@ -1,4 +1,4 @@
-"""Comparison of the operators that order, copy and sum experts' rows with their references, which they equal.
+"""Comparison of the operators that order, copy and sum rows with their references: rows of experts, and of buckets.
 
 Shape letters: T tokens, k choices per token, H hidden, E experts, R rows.
 """
@@ -14,18 +14,24 @@ from torch import Tensor
 from megapar.core.device.ops import OPS
 from scripts.gpu_day.day import Answer, Day
 
-ENTRIES = ("sort_pairs", "spread_pairs", "order_runs", "order_equal_runs", "pack", "unpack", "sum_message")
+EXPERT_ENTRIES = ("sort_pairs", "spread_pairs", "order_runs", "order_equal_runs", "pack", "unpack", "sum_message")
+BUCKET_ENTRIES = ("pack_bucket", "unpack_bucket")
+ENTRIES = EXPERT_ENTRIES + BUCKET_ENTRIES
 T, K, H, E = 1000, 6, 200, 64
 RUN = 30  # a run of rows is shorter
 CAPACITY = 2 * T * K // E
+RANKS, PADDING = 4, 8
+SHAPES = ((64, 96), (3, 32, 40), (128,))  # cut along dims 0, 1 and 0
+DIMS = (0, 1, 0)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
 def compare(day: Day, name: str, dtype: torch.dtype) -> Answer:
     """Count the unequal numbers of all calls of an entry; sums of rows may differ by roundings of the dtype."""
-    forms, differences = OPS[name], 0
-    form, reference = forms.get(day.device, forms["reference"]), forms["reference"]
+    if name in BUCKET_ENTRIES:
+        return _compare_bucket(day, name, dtype)
+    form, reference, differences = day.operator(name), OPS[name]["reference"], 0
     for arguments, more in calls(name, day.place, dtype):
         got, want = (_tensors(function(*arguments, **more)) for function in (form, reference))
         for a, b in zip(got, want, strict=True):
@@ -67,3 +73,22 @@ def _tensors(results: Any) -> list[Tensor]:
     if isinstance(results, Tensor):
         return [results.nan_to_num()]
     return [x.nan_to_num() for x in tuple(results)[:4] if x is not None]
+
+
+def _compare_bucket(day: Day, name: str, dtype: torch.dtype) -> Answer:
+    """Count the numbers that differ after a copy into fp32 rows, or out of rows in ``dtype``."""
+    tensors = [torch.randn(shape, device=day.place).to(dtype) for shape in SHAPES]
+    columns = sum(tensor.numel() for tensor in tensors) // RANKS
+    results = []
+    for form in (day.operator(name), OPS[name]["reference"]):
+        copies = [tensor.clone() for tensor in tensors]
+        if name == "pack_bucket":
+            rows = torch.zeros(RANKS, columns + PADDING, device=day.place)
+            form(rows, copies, DIMS)
+            results.append([rows[:, :columns]])
+        else:
+            rows = torch.arange(RANKS * (columns + PADDING), device=day.place).to(dtype).view(RANKS, -1)
+            form(rows, copies, DIMS)
+            results.append(copies)
+    different = sum(int((a != b).sum()) for a, b in zip(*results, strict=True))
+    return Answer(not different, {"different": different})
