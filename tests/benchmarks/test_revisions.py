@@ -14,18 +14,21 @@ from benchmarks.revisions.run import ENTRIES, Entry, leaves, race
 RESULTS = Path(__file__).parents[2] / "benchmarks"
 
 
-def tree(folder: Path, seconds: float) -> Path:
-    package = folder / "benchmarks"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "drawn.py").write_text(f"print('{json.dumps({'seconds': {'step': seconds, 'peer': 1.0}})}')")
-    return folder
+def trees(folder: Path, package: str, module: str, program: str) -> dict[str, Path]:
+    """Two trees with a package ``benchmarks`` and one more; a step of the first takes 1.1 s, of the other 1.0 s."""
+    found = {"this tree": folder / "mine", "the other": folder / "theirs"}
+    for seconds, tree in zip(("1.1", "1.0"), found.values(), strict=True):
+        for name in {"benchmarks", package}:
+            (tree / name).mkdir(parents=True)
+            (tree / name / "__init__.py").touch()
+        (tree / "benchmarks" / f"{module}.py").write_text(program.replace("SECONDS", seconds))
+    return found
 
 
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.setitem(ENTRIES, "drawn", Entry(("benchmarks.drawn",), "seconds/.*"))
-    return {"this tree": tree(tmp_path / "mine", 1.1), "the other": tree(tmp_path / "theirs", 1.0)}
+    return trees(tmp_path, "benchmarks", "drawn", """print('{"seconds": {"step": SECONDS, "peer": 1.0}}')""")
 
 
 def test_a_slower_tree_fails_and_the_figures_say_where(two: dict[str, Path], tmp_path: Path) -> None:
@@ -58,19 +61,11 @@ for request in sys.stdin:
 """
 
 
-def stepping(folder: Path, seconds: float) -> Path:
-    for name in ("megapar", "benchmarks"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "__init__.py").touch()
-    (folder / "benchmarks" / "drawn_rank.py").write_text(RANK.replace("SECONDS", str(seconds)))
-    return folder
-
-
 @pytest.fixture
 def steppers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     lines = {"fast": ["benchmarks.drawn_rank"], "slow": ["benchmarks.drawn_rank", "--more"]}
     monkeypatch.setitem(steps.ENTRIES, "drawn", steps.Entry(lambda tree, other, weights: lines, 1))
-    return {"this tree": stepping(tmp_path / "mine", 1.1), "the other": stepping(tmp_path / "theirs", 1.0)}
+    return trees(tmp_path, "megapar", "drawn_rank", RANK)
 
 
 def test_steps_are_those_of_each_trees_own_processes(steppers: dict[str, Path], tmp_path: Path) -> None:

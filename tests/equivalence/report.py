@@ -16,18 +16,7 @@ from scripts.marked import replaced
 from tests.equivalence.compare import differences, farthest
 from tests.equivalence.product import STEPS, train
 from tests.equivalence.run import Trace
-from tests.equivalence.table import (
-    CROSS,
-    EP2,
-    FOUR_LAYERS,
-    HIDDEN_MP,
-    MP2,
-    SP,
-    ZERO_BUBBLE,
-    Row,
-    node_row,
-    sliced_row,
-)
+from tests.equivalence.table import CROSS, EP2, FOUR_LAYERS, HIDDEN_MP, MP2, SP, ZERO_BUBBLE, Row, node_row, sliced_row
 
 PART = "equal numbers: python -m tests.equivalence.report --write README.md"
 RECOMPUTED = ("--recompute-interval", "1")

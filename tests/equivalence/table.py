@@ -278,13 +278,9 @@ def _layers(model: str, pp: int, schedule: tuple[str, ...]) -> int:
 
 def pipeline_row(model: str, pp: int, schedule: tuple[str, ...], beside: str, stage: int, tied: bool) -> Row:
     """pp stages beside two ranks of another axis."""
-    layout = {
-        "mp": MP2,
-        "sp": (*MP2, *SP),
-        "sharding": (),
-        "ep": EP2,
-        "dp": ("--sharding-degree", "1", "--hybrid-dp"),
-    }[beside]
+    layout = {"mp": MP2, "sp": (*MP2, *SP), "sharding": (), "ep": EP2, "dp": ("--sharding-degree", "1", "--hybrid-dp")}[
+        beside
+    ]
     layers = ("--num-layers", str(_layers(model, pp, schedule)))
     stages = ("--pp-degree", str(pp), *schedule, *(("--sharding-stage", "2") if stage == 2 else ()))
     return Row(model, 2 * pp, (*stages, *layout), (*layers, *(() if tied else UNTIED)), accumulation=4)

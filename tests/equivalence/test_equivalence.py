@@ -116,24 +116,20 @@ def _covered_layouts(rows: Sequence[Row], steps: int = STEPS) -> list[ParameterS
 ALL_LATENT_ROWS = (*LATENT_ROWS, *LATENT_CONTEXT_ROWS)
 
 
-def _latent(rows: Sequence[Row] = ALL_LATENT_ROWS, suite: Sequence[Row] = LATENT_SUITE) -> list[ParameterSet]:
-    """Rows of latent attention, of which the suite runs those that are named for it."""
-    return _marked(rows, suite)
-
-
-def _by_node(rows: Sequence[Row] = NODE_ROWS, suite: Sequence[Row] = NODE_SUITE) -> list[ParameterSet]:
-    """Rows of the dispatch by node, of which the suite runs those that are named for it."""
-    return _marked(rows, suite)
-
-
-def _moved(suite: Sequence[Row] = MOVED_SUITE) -> list[ParameterSet]:
-    """Rows whose experts move, of which the suite runs those that are named for it."""
-    return _marked(MOVED_ROWS, suite)
-
-
 STREAMED_ROWS = _covered_layouts([row for row in ROWS if row.on_streams])
-STREAMED_LATENT_ROWS = _latent([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4])
 FP64_ROWS = _covered_pairs(ROWS, STREAMED_ROWS)
+# Of latent attention, the dispatch by node and experts that move the suite runs rows that are named for it.
+NAMED_ROWS = [
+    *_marked(ALL_LATENT_ROWS, LATENT_SUITE),
+    *_marked(NODE_ROWS, NODE_SUITE),
+    *_marked(MOVED_ROWS, MOVED_SUITE),
+    *_marked(SPELLED_ROWS, SPELLED_SUITE),
+]
+NAMED_STREAMED_ROWS = [
+    *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
+    *_marked(NODE_ROWS, NODE_SUITE[:1]),
+    *_marked(MOVED_ROWS, MOVED_SUITE),
+]
 
 
 def test_the_suite_has_every_pair_of_the_table() -> None:
@@ -148,7 +144,7 @@ def test_the_suite_has_every_pair_of_the_table() -> None:
     assert suite == table
 
 
-@pytest.mark.parametrize("row", [*FP64_ROWS, *_latent(), *_by_node(), *_moved(), *_marked(SPELLED_ROWS, SPELLED_SUITE)])
+@pytest.mark.parametrize("row", [*FP64_ROWS, *NAMED_ROWS])
 def test_fp64(row: Row) -> None:
     """Loss, every gradient, the norm, the updated parameters, the auxiliary loss and the drops.
 
@@ -167,7 +163,7 @@ def test_fp64(row: Row) -> None:
 
 
 # Relays run on the stream of ep at every layout, and experts move behind the optimizer.
-@pytest.mark.parametrize("row", [*STREAMED_ROWS, *STREAMED_LATENT_ROWS, *_by_node(suite=NODE_SUITE[:1]), *_moved()])
+@pytest.mark.parametrize("row", [*STREAMED_ROWS, *NAMED_STREAMED_ROWS])
 def test_on_streams(row: Row) -> None:
     """The same in fp64 where the host runs ahead of a device with streams: what waits for too little shows.
 
@@ -246,7 +242,7 @@ def _rounding(rows: Sequence[Row], suite: Sequence[Row] | None = None) -> list[P
 
 
 BF16_ROWS = _rounding(ROWS)
-OTHER_BF16_ROWS = [*_rounding(ALL_LATENT_ROWS, LATENT_SUITE[:1]), *_rounding(NODE_ROWS, ()), *_rounding(MOVED_ROWS, ())]
+OTHER_BF16_ROWS = [row for rows in (ALL_LATENT_ROWS, NODE_ROWS, MOVED_ROWS) for row in _rounding(rows, ())]
 
 
 @pytest.mark.parametrize("row", [*BF16_ROWS, *OTHER_BF16_ROWS])

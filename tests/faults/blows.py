@@ -53,14 +53,13 @@ def stop_in_rename() -> None:
 
 def in_latest() -> None:
     """Strike when the new ``latest`` is written aside and not renamed."""
-    kept = folder.publish
 
-    def publish(root: Any, iteration: int, *owner: Any) -> None:
+    def begin(root: Any, iteration: int, *_: Any) -> bool:
         if iteration == SPEC["iteration"]:
             before(os, "fsync", lambda *_: True)
-        kept(root, iteration, *owner)
+        return False
 
-    folder.publish = publish
+    before(folder, "publish", begin)
 
 
 def in_move() -> None:
@@ -73,14 +72,13 @@ def at_random() -> None:
     """Strike at a moment that the seed and the attempt decide, counted from the first step."""
     delay = random.Random(f"{SPEC['seed']}/{ATTEMPT}").uniform(0.0, SPEC["seconds"])
     victim = random.Random(f"{SPEC['seed']}/{ATTEMPT}/rank").randrange(int(os.environ["WORLD_SIZE"]))
-    kept = Trainer.train
 
-    def run(self: Trainer) -> Any:
+    def begin(_: Trainer) -> bool:
         if victim == RANK:
             threading.Timer(delay, strike).start()
-        return kept(self)
+        return False
 
-    Trainer.train = run  # type: ignore[method-assign]
+    before(Trainer, "train", begin)
 
 
 # Phase -> the call that begins it, among how many calls one is drawn, and which ranks make it.
@@ -101,22 +99,21 @@ def in_phase_at_random() -> None:
     wanted, delay = draw.randrange(most), draw.uniform(0.0, SPEC["seconds"])
     if (draw.randrange(int(os.environ["WORLD_SIZE"])) if who == "any" else 0) != RANK:
         return
-    kept, calls = getattr(module, name), [0]
+    calls = itertools.count()
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if calls[0] == wanted:
+    def begin(*_: Any, **__: Any) -> bool:
+        if next(calls) == wanted:
             threading.Timer(delay, strike, kwargs={"what": phase}).start()
-        calls[0] += 1
-        return kept(*args, **kwargs)
+        return False
 
-    setattr(module, name, call)
+    before(module, name, begin)
 
 
 def freeze() -> None:
     """The disk of the checkpoints answers no more while this rank writes, after the others have."""
-    kept, struck = shards._write_tensor, []
+    struck: list[int] = []
 
-    def write(file: Any, tensor: Any) -> int:
+    def begin(file: Any, *_: Any) -> bool:
         place = Path(str(file._path))
         if not struck and f"iter_{SPEC['iteration']:07d}" in str(place):
             struck.append(1)
@@ -126,9 +123,9 @@ def freeze() -> None:
             time.sleep(0.3)  # for what they bring to disk
             note()
             subprocess.run(["fsfreeze", "-f", str(place.parents[2])], check=True)
-        return kept(file, tensor)
+        return False
 
-    shards._write_tensor = write
+    before(shards, "_write_tensor", begin)
 
 
 def launcher_and_ranks(order: str) -> list[int]:

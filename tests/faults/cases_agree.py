@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megapar.tools.launcher.meeting import meet_at
 from tests.faults.cases_rendezvous import Nodes
-from tests.faults.job import ROOT, _ended, _environ, flags_of
-from tests.faults.outcome import NONE, SHARDING, Outcome
+from tests.faults.job import _ended, end_together, flags_of, launch_node, launched_nodes
+from tests.faults.outcome import SHARDING, Outcome, told, verdict
 
 PATIENCE_SECONDS = 120
 ASIDE = ("--save-interval", "0")
@@ -60,24 +59,13 @@ def by_torchrun(folder: Path) -> Outcome:
     place = meet_at("localhost:0")
     line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     line += ["--rdzv-backend", "c10d", "--rdzv-id", "mixed", "--rdzv-endpoint", place.endpoint]
-    logs = [folder / f"{number}.log" for number in range(2)]
-    nodes = []
-    for log, lr in zip(logs, ("1e-3", "5e-4"), strict=True):
-        flags = flags_of(folder, "--sharding-degree", "4", *ASIDE, "--lr", lr)
-        with log.open("w") as out:
-            command = [*line, "tests/faults/faulty.py", *flags]
-            nodes.append(subprocess.Popen(command, env=_environ(folder, NONE), cwd=ROOT, stdout=out, stderr=out))
-    try:
-        for node in nodes:
-            node.wait(PATIENCE_SECONDS)
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    output = "".join(log.read_text() for log in logs)
-    good = all(node.returncode for node in nodes) and not _ended(folder, 0, "").losses
-    good = good and "[agreement] --lr is 0.001 on ranks " in output and "exitcode  : 2" in output
-    return Outcome(1, int(good), note="" if good else output[-3000:])
+    with launched_nodes() as nodes:
+        for name, lr in (("0", "1e-3"), ("1", "5e-4")):
+            flags = flags_of(folder, "--sharding-degree", "4", *ASIDE, "--lr", lr)
+            nodes.append(launch_node(folder, name, [*line, "tests/faults/faulty.py", *flags]))
+        ended = end_together(folder, nodes)
+    good = all(node.returncode for node in nodes) and not ended.losses and "exitcode  : 2" in ended.output
+    return told(verdict(good, ended), ended, "[agreement] --lr is 0.001 on ranks ")
 
 
 def cases() -> Iterator[tuple[str, Callable[[Path], Outcome]]]:

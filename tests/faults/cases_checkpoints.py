@@ -52,8 +52,12 @@ def node_lost(another: bool) -> Callable[[Path], Outcome]:
         flags = ("--mp-degree", "2", "--sharding-degree", "-1")
         ended = run_nodes(folder, 2, 4, *flags, another=another)
         outcome = compared(ended, uninterrupted(4, *flags), 0.0 if another else 1e-10)
-        if not another and "2 of 4 ranks are present: sharding 2 -> 1" not in ended.output.partition("resumed")[2]:
-            outcome.survived, outcome.note = 0, "the layout was not told: " + ended.output[-2000:]
+        if max(ended.lost_steps, default=3) > 2 or ("launch: 2 of 4 ranks are present" in ended.output) is another:
+            outcome.survived, outcome.note = (
+                0,
+                f"{ended.lost_steps} lost, or the layout not told: {ended.output[-2000:]}",
+            )
+        told(outcome, ended, "on 1 nodes: 2 of 4 ranks are present: sharding 2 -> 1; the global batch is unchanged")
         return outcome
 
     return case
@@ -94,8 +98,10 @@ def stopped(kind: str) -> Callable[[Path], Outcome]:
 
     def case(folder: Path) -> Outcome:
         first = run_job(folder, 2, Fault(kind, 1, 3), *SHARDING)
-        if first.status != 0 or max(first.losses) != 3:
-            return Outcome(1, 0, note=first.output[-2000:])
+        said = ("stopped at iteration 3: asked to stop by a signal; saved", "to continue, run the same command again")
+        ended = told(verdict(first.status == 0 and max(first.losses) == 3, first), first, *said)
+        if not ended.survived:
+            return ended
         outcome = compared(run_job(folder, 2, NONE, *SHARDING), uninterrupted(2, *SHARDING))
         outcome.lost_steps = [0]
         return outcome
@@ -106,7 +112,8 @@ def stopped(kind: str) -> Callable[[Path], Outcome]:
 def still(folder: Path) -> Outcome:
     """SIGSTOP of one rank: the watchdog ends the step, the launcher starts all again."""
     ended = run_job(folder, 2, Fault("SIGSTOP", 1, 4), *SHARDING, "--step-timeout-seconds", "3", restarts=1)
-    return told(compared(ended, uninterrupted(2, *SHARDING)), ended, "late: rank 1 does not answer")
+    said = ("late: rank 1 does not answer", "step 4 has taken")
+    return told(compared(ended, uninterrupted(2, *SHARDING)), ended, *said)
 
 
 def local(kind: str = "kill in step") -> Callable[[Path], Outcome]:
@@ -142,8 +149,7 @@ def unpublished(folder: Path) -> Outcome:
     ended = run_job(folder, 1, Fault("no publication", iteration=6), "--keep", "1")
     left = sorted(path.name for path in (folder / "c").glob("iter_*"))
     good = ended.status == 0 and ended.losses == uninterrupted(1) and "iter_0000002" not in left
-    good = good and ended.output.count("stale file handle") == 2
-    return Outcome(1, int(good), [0], note="" if good else f"{left} {ended.output[-2000:]}")
+    return verdict(good and ended.output.count("stale file handle") == 2, ended)
 
 
 def owning(folder: Path) -> Outcome:
@@ -261,6 +267,26 @@ def foreign(*names: str) -> Callable[[Path], Outcome]:
     return case
 
 
+def damaged_above_local(folder: Path) -> Outcome:
+    """The newest checkpoint on disk is damaged: the local one goes first, not the older one on disk."""
+    flags = ("--local-checkpoint-interval", "3", "--local-checkpoint-dir", str(folder / "memory"))
+    ended = run_job(folder, 1, Fault("damage disk", 0, 5, name=str(folder / "c")), *flags, restarts=1)
+    return told(compared(ended, uninterrupted(1)), ended, "taking the local checkpoint of iteration 3", "WARNING")
+
+
+def special(folder: Path) -> Outcome:
+    """The newest checkpoint's layout is a pipe, which nobody waits for: the one before it is taken."""
+    want = uninterrupted(1)
+    run_job(folder, 1, NONE)
+    layout = folder / "c" / "iter_0000006" / "layout.json"
+    layout.unlink()
+    os.mkfifo(layout)
+    ended = run_job(folder, 1, NONE)
+    outcome = compared(ended, want)
+    outcome.lost_steps = [2]
+    return told(outcome, ended, "WARNING", "resumed at iteration 4")
+
+
 def full_disk(size: str, fault: Fault, told: str) -> Callable[[Path], Outcome]:
     """A tmpfs with room for one checkpoint: the others are not written, training goes on, the first stays sound."""
 
@@ -278,9 +304,7 @@ def full_disk(size: str, fault: Fault, told: str) -> Callable[[Path], Outcome]:
             # The final checkpoint is the only one that must not fail: the run has done its steps, and says so by 1.
             good = ended.losses == uninterrupted(1) and ended.status == 1 and ended.output.count(told) >= 2
             good = good and kept == ["iter_0000002", "latest", "owner"] and "resumed at iteration 2" in sound.output
-            return Outcome(
-                1, int(good), [0], note="" if good else f"{kept} {ended.output[-2500:]}{sound.output[-500:]}"
-            )
+            return verdict(good, ended, sound)
         finally:
             subprocess.run(["umount", str(root)], check=False)
 
@@ -324,6 +348,8 @@ def cases(kills: int, seed: int) -> Iterator[tuple[str, Callable[[Path], Outcome
     yield "disk full, seen before the save", full_disk("2m", NONE, "no room under")
     yield "disk full, seen while writing", full_disk("1m", Fault("no space check"), "No space left on device")
     yield "read-only target", read_only
+    yield "newest checkpoint damaged and a sound local one", damaged_above_local
+    yield "special file in a checkpoint, pipe for layout.json", special
     yield "wrong world size", refused(2, "world-size", "--sharding-degree", "3")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.faults.job import Fault, run_job
-from tests.faults.outcome import Outcome, compared, uninterrupted
+from tests.faults.outcome import Outcome, compared, told, uninterrupted
 
 EXPERTS = ("--ep-degree", "2", "--num-experts", "8", "--moe-rebalance-interval", "3")
 SHARED = (*EXPERTS, "--sharding-degree", "4")  # each of two shards has half of a rank's experts
@@ -33,12 +33,9 @@ def killed(fault: Fault, *layout: str, world_size: int = 2, local: bool = False)
             flags = (*flags, "--no-async-save")  # complete when the next step begins
         ended = run_job(folder, world_size, fault, *flags, restarts=1)
         outcome = compared(ended, wanted)
-        before = ended.output.partition("restarting")[0]
-        if not ended.strikes or "move with the next update" not in before:
+        if not ended.strikes or "move with the next update" not in ended.output.partition("restarting")[0]:
             outcome.survived, outcome.note = 0, "nothing moved, or nothing struck: " + ended.output[-2000:]
-        if local and "taking the local checkpoint" not in ended.output:
-            outcome.survived, outcome.note = 0, "no local checkpoint was taken: " + ended.output[-2000:]
-        return outcome
+        return told(outcome, ended, *(["taking the local checkpoint"] if local else []))
 
     return case
 

@@ -96,10 +96,7 @@ def intruding(*words: str) -> subprocess.Popen[str]:
 
 
 def attacked(
-    act: Callable[[Store, str, Path], str],
-    told: str,
-    *,
-    secrets: Sequence[str] = ("", ""),
+    act: Callable[[Store, str, Path], str], told: str, *, secrets: Sequence[str] = ("", "")
 ) -> Callable[[Path], Outcome]:
     """Two nodes of one rank train, somebody acts on their store in the third step: they end, and say why.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tests.faults.job import Fault, run_job
-from tests.faults.outcome import DP, NONE, SHARDING, Outcome, compared, told, uninterrupted
+from tests.faults.outcome import DP, NONE, SHARDING, Outcome, compared, told, uninterrupted, verdict
 
 # The replica guard is to find it, not the one that compares memory with itself.
 LATE = ("--state-digest-steps", "0", "--replica-check-interval", "5")
@@ -59,10 +59,8 @@ def nothing_left(folder: Path) -> Outcome:
     ended = run_job(folder, 2, flip("master", 1, late=True), *DP, *LATE, restarts=1)
     by_hand = run_job(folder, 2, NONE, *DP)
     good = (ended.status, by_hand.status) == (2, 2) and max(ended.losses) < 6 and by_hand.losses == ended.losses
-    outcome = Outcome(1, int(good), [0], note="" if good else ended.output[-2000:] + by_hand.output[-1000:])
-    told(
-        outcome, ended, "No checkpoint from before that is left. Set aside: iter_0000002.suspect, iter_0000004.suspect"
-    )
+    outcome, aside = verdict(good, ended, by_hand), "iter_0000002.suspect, iter_0000004.suspect"
+    told(outcome, ended, f"No checkpoint from before that is left. Set aside: {aside}")
     told(outcome, by_hand, "contains only checkpoints that were set aside")
     chosen = run_job(folder, 2, NONE, *DP, "--ckpt-step", "2", "--exit-interval", "3")
     return told(outcome, chosen, "resumed at iteration 2 from")

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megapar import trainer
 from megapar.arguments import parse_or_exit
@@ -25,7 +24,7 @@ from megapar.core.device.base import Device
 from megapar.errors import DataError
 from megapar.files import disk
 from megapar.trainer import Trainer, main
-from tests.faults import state_flips, wrong_products
+from tests.faults import wrong_numbers
 from tests.faults.blows import (
     after_rename,
     at_random,
@@ -43,8 +42,7 @@ from tests.faults.blows import (
 )
 from tests.faults.spoiled import (
     by_interval_only,
-    damage_disk,
-    damage_local,
+    damage,
     diverge,
     fail_in_evaluation,
     fail_in_step,
@@ -54,7 +52,7 @@ from tests.faults.spoiled import (
     not_a_number,
     throw,
 )
-from tests.faults.striking import ATTEMPT, RANK, SPEC, STEPS, before, in_save, in_step, note
+from tests.faults.striking import ATTEMPT, RANK, SPEC, STEPS, after_step, before, in_save, in_step
 
 FAULTS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
@@ -79,8 +77,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "NaN always": lambda: not_a_number(always=True),
     "divergence": diverge,
     "flip in memory": flip_in_memory,
-    "damage local": damage_local,
-    "damage disk": damage_disk,
+    "damage local": lambda: damage(local=True),
+    "damage disk": lambda: damage(local=False),
     "no space check": no_space_check,
     "freeze": freeze,
     "SIGSTOP in shard": lambda: in_save(shards, "_write_tensor", lambda file, _: file._path, signal.SIGSTOP),
@@ -99,31 +97,28 @@ FAULTS: dict[str, Callable[[], None]] = {
     "SIGSTOP and signal": stop_and_signal,
     "kill launcher": kill_launcher,
     "kill warm": kill_warm,
-    "wrong product once": lambda: wrong_products.passing(SPEC["iteration"], note),
-    "wrong product always": lambda: wrong_products.lasting(SPEC["iteration"], note),
-    "flip at rest": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note),
-    "flip in a save": lambda: state_flips.in_save(SPEC["name"], SPEC["iteration"], note),
-    "weak cell": lambda: state_flips.at_rest(SPEC["name"], SPEC["iteration"], note, always=True),
+    "wrong product once": wrong_numbers.product_once,
+    "wrong product always": wrong_numbers.product_always,
+    "flip at rest": lambda: wrong_numbers.flip_at_rest(always=False),
+    "flip in a save": wrong_numbers.flip_in_save,
+    "weak cell": lambda: wrong_numbers.flip_at_rest(always=True),
 }
 EVERY_RANK = ("kill at random", "kill in a phase at random", "no space check", "flip in memory")
 
 
 def watch_steps() -> None:
     """Know how far the process is, and note when the first step after a start is done."""
-    kept = Trainer.step
     first = [True]
 
-    def step(self: Trainer) -> Any:
-        done = kept(self)
-        STEPS[0] = self.progress.iteration
+    def tell(trainer: Trainer) -> None:
+        STEPS[0] = trainer.progress.iteration
         if first[0] and RANK == 0:
             with Path(SPEC["notes"] + ".starts").open("a") as notes:
-                start = {"attempt": ATTEMPT, "first": self.progress.iteration, "at": time.time()}
+                start = {"attempt": ATTEMPT, "first": STEPS[0], "at": time.time()}
                 notes.write(json.dumps(start) + "\n")
             first[0] = False
-        return done
 
-    Trainer.step = step  # type: ignore[method-assign]
+    after_step(tell)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megapar.tools.launcher.meeting import meet_at
-from tests.support.command import clean_environ
-from tests.support.process import started
+from tests.support.process import clean_environ, started
 from tests.support.training import COMMON, SMALL, last_wins
 
 ROOT = Path(__file__).parents[2]
@@ -141,22 +140,13 @@ def run_nodes(folder: Path, ranks: int, iteration: int, *flags: str, another: bo
     line += ["--max-restarts", "3", "--rdzv-id", "job", "--rdzv-conf", PATIENT, "--rdzv-endpoint", place.endpoint]
     line += [str(script), *flags_of(folder, *flags)]
 
-    def node(name: str, fault: Fault) -> subprocess.Popen[str]:
-        with (folder / f"{name}.log").open("w") as log:
-            return subprocess.Popen(line, env=_environ(folder, fault), cwd=ROOT, stdout=log, stderr=log, text=True)
-
-    none, killed = Fault("none", attempts=()), Fault("kill node", iteration=iteration, attempts=(0, 1))
-    nodes = [node("first", none), node("second", killed)]
-    try:
+    killed = Fault("kill node", iteration=iteration, attempts=(0, 1))
+    with launched_nodes() as nodes:
+        nodes += [launch_node(folder, "first", line), launch_node(folder, "second", line, killed)]
         if another:
             nodes[1].wait(PATIENCE_SECONDS)
-            nodes[1] = node("third", none)
-        statuses = [one.wait(PATIENCE_SECONDS) for one in (nodes if another else nodes[:1])]
-    finally:
-        for one in nodes:
-            one.kill()
-            one.wait()
-    return _ended(folder, max(statuses), "".join(path.read_text() for path in sorted(folder.glob("*.log"))))
+            nodes[1] = launch_node(folder, "third", line)
+        return end_together(folder, nodes if another else nodes[:1])
 
 
 def run_apart(folder: Path, nnodes: str, seconds: int, *flags: str) -> Ended:
@@ -166,19 +156,35 @@ def run_apart(folder: Path, nnodes: str, seconds: int, *flags: str) -> Ended:
     options = ["--nnodes", nnodes, "--rdzv-id", "job", "--rdzv-conf", TOGETHER, "--rdzv-endpoint", place.endpoint]
     command = ["launch", *options, "--warm-start", "tests/faults/faulty.py", *flags_of(folder, *flags)]
     heads = (["-m", "megapar.tools.main"], ["-m", "tests.faults.late", str(seconds)])
-    nodes = []
-    for name, head in zip(("first", "second"), heads, strict=True):
-        with (folder / f"{name}.log").open("w") as log:
-            environ = _environ(folder, Fault("none", attempts=()))
-            line = [sys.executable, *head, *command]
-            nodes.append(subprocess.Popen(line, env=environ, cwd=ROOT, stdout=log, stderr=log))
+    with launched_nodes() as nodes:
+        nodes += [
+            launch_node(folder, str(number), [sys.executable, *head, *command]) for number, head in enumerate(heads)
+        ]
+        return end_together(folder, nodes)
+
+
+@contextlib.contextmanager
+def launched_nodes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list of nodes, none of which is left behind."""
+    nodes: list[subprocess.Popen[bytes]] = []
     try:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        statuses = [one.wait(max(0.0, deadline - time.monotonic())) for one in nodes]
+        yield nodes
     finally:
-        for one in nodes:
-            one.kill()
-            one.wait()
+        for node in nodes:
+            node.kill()
+            node.wait()
+
+
+def launch_node(folder: Path, name: str, line: Sequence[str], fault: Fault | None = None) -> subprocess.Popen[bytes]:
+    """The launcher of a node, whose output goes to a file of its name."""
+    with (folder / f"{name}.log").open("w") as log:
+        environ = _environ(folder, fault or Fault("none", attempts=()))
+        return subprocess.Popen(line, env=environ, cwd=ROOT, stdout=log, stderr=log)
+
+
+def end_together(folder: Path, nodes: Sequence[subprocess.Popen[bytes]]) -> Ended:
+    """The end of a job whose nodes end by themselves."""
+    statuses = [node.wait(PATIENCE_SECONDS) for node in nodes]
     return _ended(folder, max(statuses), "".join(path.read_text() for path in sorted(folder.glob("*.log"))))
 
 

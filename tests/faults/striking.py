@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.launch_environment import starts_before
+from megapar.trainer import Trainer
 from megapar.training.step.gradients import Gradients
 
 SPEC: dict[str, Any] = json.loads(os.environ["MEGAPAR_TEST_FAULT"])
@@ -33,7 +34,7 @@ def strike(number: int = signal.SIGKILL, what: str = "") -> None:
 
 
 def before(module: Any, name: str, when: Callable[..., bool], number: int = signal.SIGKILL) -> None:
-    """Strike in front of a call of ``module.name`` for whose arguments ``when`` holds."""
+    """Strike in front of a call of ``module.name`` for whose arguments ``when`` holds; it may do something itself."""
     kept = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -42,6 +43,18 @@ def before(module: Any, name: str, when: Callable[..., bool], number: int = sign
         return kept(*args, **kwargs)
 
     setattr(module, name, call)
+
+
+def after_step(act: Callable[[Trainer], None]) -> None:
+    """Call ``act`` behind every step of this process."""
+    kept = Trainer.step
+
+    def step(self: Trainer) -> Any:
+        done = kept(self)
+        act(self)
+        return done
+
+    Trainer.step = step  # type: ignore[method-assign]
 
 
 def in_step(number: int) -> None:

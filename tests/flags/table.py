@@ -88,10 +88,7 @@ MLA = {"multi_latent_attention": True, "kv_lora_rank": 8, "qk_head_dim": 4, "v_h
 MERGED = {"gradient_merge_acc_step": 2}
 LLAMA3 = {"rope_scaling_type": "llama3", "rope_theta": 50.0}
 LLAMA3_SHORT = {**LLAMA3, "original_max_position_embeddings": 20}
-YARN = {
-    **{"rope_scaling_type": "yarn", "rope_theta": 50.0, "original_max_position_embeddings": 200},
-    "head_dim": 16,
-}
+YARN = {**{"rope_scaling_type": "yarn", "rope_theta": 50.0, "original_max_position_embeddings": 200}, "head_dim": 16}
 DROPS = {"moe_model_type": "deepspeed_moe", "moe_capacity_factor": 0.5, "moe_min_capacity": 1}
 SLICED = {**EP, "ampipe_degree": 2}
 PIECES = {**EP, **DROPS, "use_pipe_experts": True}

@@ -70,9 +70,7 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
         return [f"{name}: {text}" for name, got in _runs(case, config).items() for text in bits(got, want)]
     if case.exact:
         runs, want = side_by_side(
-            case.world_size,
-            lambda: _runs(case, config),
-            lambda: reference(case.kind, flags, parts, steps),
+            case.world_size, lambda: _runs(case, config), lambda: reference(case.kind, flags, parts, steps)
         )
         per_gradient = config.optimizer.adam_eps if config.optimizer.optimizer == "adamw" else 1.0
         noise = NOISE * max(1.0, *want.norms) * steps / STEPS * config.optimizer.lr / per_gradient

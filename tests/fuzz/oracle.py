@@ -65,8 +65,8 @@ def _routing_by(parts: Parts) -> type[MicroBatchRouting]:
                     self.sizes.drop_policy,
                 )
                 for number, choice in pairs:
-                    batch, position = places[number]
-                    kept[batch, position, choice] = True
+                    sample, position = places[number]
+                    kept[sample, position, choice] = True
             self.num_kept = int(kept.sum())
             return kept.flatten(0, 1)
 

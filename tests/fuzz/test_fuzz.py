@@ -1,10 +1,11 @@
-"""A short run of the layout fuzzer with one seed, what it once found, and whether it finds what is planted."""
+"""A short run of the layout fuzzer with one seed, what it once found, whether it finds what is planted, and pairs."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+import random
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +16,17 @@ import pytest
 from megapar.arguments import FLAGS, parse, resolved_values
 from megapar.compatibility import RULES
 from tests.equivalence.compare import UNITS, bits, differences, overflows, rounding_differences
-from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_of, cases, continued
+from tests.fuzz.case import BOTH, GLOO, LATE, LAZY, Case, case_from, case_of, cases, continued, draw_case
 from tests.fuzz.check import EQUAL, FAILED, REFUSED, Outcome, check, reference
-from tests.fuzz.fuzzer import Fuzzer, Tally
+from tests.fuzz.fuzzer import Fuzzer, PairFuzzer, Tally, smaller
 from tests.fuzz.option import Drawn, Option, spell_all
 from tests.fuzz.oracle import Parts
+from tests.fuzz.pairs import Pairs, Search
 from tests.fuzz.regressions import REGRESSIONS, Regression
 from tests.fuzz.table import FIXED, OPTIONS
 from tests.fuzz.texts import HELD_OUT, LONG, PIECES
 
-CASES, MORE_CASES = 3, 12
+CASES = 12
 SEED = 11
 
 
@@ -34,18 +36,18 @@ def last(fuzzer: Fuzzer) -> Tally:
     return tally
 
 
-@pytest.mark.parametrize("count", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.table)])
-def test_short_run(count: int) -> None:
+@pytest.mark.table
+def test_short_run() -> None:
     """The same cases every time, so that a change is judged by what it changed; the script draws new ones."""
-    tally = last(Fuzzer(SEED, max_cases=count, shrink_seconds=30, strategy=lambda: cases(rare=False)))
+    tally = last(Fuzzer(SEED, max_cases=CASES, shrink_seconds=30, strategy=lambda: cases(rare=False)))
     assert not tally.failures, "\n".join(
         [
-            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {SEED} --cases {count}",
+            f"{len(tally.failures)} cases failed; all again: scripts/fuzz_layouts.sh --seed {SEED} --cases {CASES}",
             *(f"{case.command()}\n{text}\nagain: {case.again()}" for case, text in tally.failures.items()),
         ]
     )
-    assert tally.tried == count
-    assert tally.outcomes[EQUAL] > count // 4
+    assert tally.tried == CASES
+    assert tally.outcomes[EQUAL] > CASES // 4
 
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)
@@ -69,10 +71,11 @@ def drawn_cases(seed: int, count: int) -> list[Case]:
 
 
 def test_one_seed_gives_the_same_cases() -> None:
-    assert drawn_cases(3, 25) == drawn_cases(3, 25)
-    assert drawn_cases(3, 25) != drawn_cases(4, 25)
+    assert (first := drawn_cases(3, 8)) == drawn_cases(3, 8)
+    assert first != drawn_cases(4, 8)
 
 
+@pytest.mark.table
 def test_a_failure_is_minimised_and_the_run_goes_on() -> None:
     def fails_with_two_flags(case: Case) -> Outcome:
         given = dict(case.settings)
@@ -263,3 +266,62 @@ def test_a_coarse_precision_is_held_to_what_it_rounds() -> None:
 def test_rules_that_refuse_are_rows() -> None:
     ids = {rule.id for rule in RULES}
     assert {regression.refused_by for regression in REGRESSIONS} - {""} <= ids
+
+
+DRAWS = 8
+
+
+def some() -> Pairs:
+    """The pairs of a few draws."""
+    rng, pairs = random.Random(5), Pairs()
+    for _ in range(DRAWS):
+        drawn = draw_case("ernie", 2, lambda name, values, drawn: rng.choice(values))
+        for pair in case_from(drawn).pairs():
+            pairs.legal.setdefault(pair, drawn)
+    return pairs
+
+
+def test_directed_cases_cover_every_legal_pair() -> None:
+    pairs = some()
+    *_, tally = PairFuzzer(pairs, seed=5, max_cases=4 * DRAWS, check=lambda case: Outcome(EQUAL)).run()
+    assert pairs.missing() == []
+    assert tally.tried < 3 * DRAWS
+
+
+def test_pairs_of_failed_cases_are_not_covered() -> None:
+    pairs = some()
+    *_, tally = PairFuzzer(pairs, seed=3, max_cases=3, check=lambda case: Outcome(FAILED, text="wrong")).run()
+    assert tally.outcomes[FAILED] == 3
+    assert tally.failures
+    assert not pairs.covered
+
+
+def test_what_is_known_is_read_again(tmp_path: Path) -> None:
+    pairs = some()
+    first, second, *_ = sorted(pairs.legal)
+    pairs.covered.add(first)
+    pairs.refused[second] = "world-size"
+    pairs.save(tmp_path / "pairs.json")
+    again = Pairs.load(tmp_path / "pairs.json")
+    assert again == pairs
+    assert str(again) == str(pairs)
+
+
+def test_a_pair_that_rules_exclude_is_refused_by_their_row() -> None:
+    search = Search(1)
+    for world_size in (1, 2, 4) * 20:
+        search._keep(draw_case("moe", world_size, lambda name, values, drawn: search.rng.choice(values)))
+    pair = ("pp_degree", "2"), ("sharding_stage", "3")
+    search._look_for("moe", pair)
+    assert search.found.refused[pair] == "pipeline-stage-3"
+    assert pair not in search.found.legal
+
+
+def test_a_failure_of_a_directed_case_is_made_smaller() -> None:
+    def fails_with_clipping(case: Case) -> Outcome:
+        return Outcome(FAILED, text="wrong") if "clip_grad" in dict(case.settings) else Outcome(EQUAL)
+
+    case = Case("ernie", 2, (("seed", 1), ("clip_grad", 0.05), ("adam_beta1", 0.5)))
+    smallest, text = smaller(case, "wrong", fails_with_clipping, seconds=5)
+    assert smallest.settings == (("clip_grad", 0.05),)
+    assert text == "wrong"

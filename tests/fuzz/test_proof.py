@@ -27,8 +27,7 @@ def test_a_row_is_out_within_the_context_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "kind"),
-    [("heads-groups", LATE_ERROR), ("cp-algo-unused", NO_EFFECT), ("fp8-device", ARGUMENT)],
+    ("row", "kind"), [("heads-groups", LATE_ERROR), ("cp-algo-unused", NO_EFFECT), ("fp8-device", ARGUMENT)]
 )
 def test_what_a_row_is_for(row: str, kind: str) -> None:
     verdict = prove(BY_ID[row])

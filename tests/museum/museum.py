@@ -34,25 +34,21 @@ class Exhibit:
 
     Attributes:
         name: Short name.
-        family: Part of training that it spoils.
         kind: The bug.
         source: Public reports of it.
         seen: What users saw.
-        first_loss: Whether the first loss was right.
         killed_by: The test that fails with it.
-        seconds: Duration of that test alone.
         change: Lines of context (" "), removed ("-") and added ("+"); "@@" separates places.
+        first_loss: Whether the first loss was right.
     """
 
     name: str
-    family: str
     kind: str
     source: str
     seen: str
-    first_loss: str
     killed_by: str
-    seconds: float
     change: str
+    first_loss: str = "right"
 
     @property
     def replacements(self) -> list[tuple[str, str]]:

@@ -204,12 +204,7 @@ class LateGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> dist.Work:
         return self._launch(
-            f"send to {dst}",
-            [],
-            tensors,
-            None,
-            lambda _, ins: self._inner.send(ins, dst, tag),
-            overwrite=False,
+            f"send to {dst}", [], tensors, None, lambda _, ins: self._inner.send(ins, dst, tag), overwrite=False
         )
 
     def recv(self, tensors: list[Tensor], src: int, tag: int) -> dist.Work:
@@ -243,13 +238,7 @@ class LateGroup(dist.ProcessGroup):
         return _by_gloo(call)
 
     def _launch(
-        self,
-        name: str,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        opts: Any,
-        call: Launch,
-        overwrite: bool = True,
+        self, name: str, outputs: list[Tensor], inputs: list[Tensor], opts: Any, call: Launch, overwrite: bool = True
     ) -> dist.Work:
         """Launch ``call(outputs, inputs)`` on private copies; in place if both lists are the same."""
         if not (opts is None or opts.asyncOp) or not _by_program():

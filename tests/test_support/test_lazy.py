@@ -79,10 +79,7 @@ def test_read_early() -> None:
             y + 1
         with pytest.raises(LazyError, match=launch):  # an event from before the launch is not enough
             device.launch(lambda: y + 1, device.new_stream(), device.event())
-
-
-def test_read_by_a_stream_before_the_main_one_has_written() -> None:
-    with LazyDevice() as device:
+    with LazyDevice() as device:  # by a stream before the main one has written
         stream, routed = device.new_stream(), device.event()
         x = torch.ones(2, 3)
         with pytest.raises(LazyError, match=rf"aten\.mul\.Tensor of \[2, 3\] on stream 0.*{HERE} reads too early"):
@@ -101,11 +98,7 @@ def test_freed() -> None:
             device.main.wait_stream(stream)
         device.main.wait_stream(stream)
         assert unseen(y)
-
-
-def test_adopted() -> None:
-    """Then an input may be freed, and the result is there."""
-    with LazyDevice() as device:
+    with LazyDevice() as device:  # an input that was adopted may be freed, and the result is there
         stream, x = device.new_stream(), torch.ones(2, 3)
         with stream:
             stream.wait_stream(device.main)
@@ -213,14 +206,9 @@ def deferred(rank: int, world_size: int, axis_size: int) -> list[float]:
         return [value for row in y.tolist() for value in row]
 
 
-def test_a_deferred_message_adopts_its_inputs() -> None:
-    """Weights that nobody keeps are read by the stream that packs them."""
-    for got in run_ranks(2, deferred, 2, backend="late"):
-        assert got == [2.0] * 3 + [4.0] * 3
-
-
-def test_a_deferred_message_to_nobody_is_waited_for() -> None:
-    """On an axis of one rank there is no collective, and still a stream that packs."""
+def test_a_deferred_message_adopts_its_inputs_and_is_waited_for() -> None:
+    """Weights that nobody keeps are read by the stream that packs them, which an axis of one rank has, too."""
+    assert run_ranks(2, deferred, 2, backend="late") == [[2.0] * 3 + [4.0] * 3] * 2
     assert deferred(0, 1, 1) == [2.0] * 6
 
 

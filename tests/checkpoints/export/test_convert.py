@@ -302,7 +302,8 @@ LAYOUTS = {
 DENSE = frozenset(name for name in MODELS if "moe" not in name.lower()) - {"DeepseekV2", "DeepseekV3", "Mixtral"}
 
 
-# Whether ranks of mp share sequences makes no difference to what each loads, so one dense and one other model do.
+# Whether ranks of mp share sequences makes no difference to what each loads, nor which model has the stages of a
+# pipeline, so one dense and one other model do.
 WITHOUT_SEQUENCES = ("ErnieForMaskedLM", "Llama", "Qwen3Moe")
 
 
@@ -310,7 +311,8 @@ WITHOUT_SEQUENCES = ("ErnieForMaskedLM", "Llama", "Qwen3Moe")
     ("name", "layout"),
     [
         pytest.param(
-            *(name, layout), marks=[pytest.mark.table] if layout == "mp 2" and name not in WITHOUT_SEQUENCES else []
+            *(name, layout),
+            marks=[pytest.mark.table] if layout in ("mp 2", "pp 2") and name not in WITHOUT_SEQUENCES else [],
         )
         for name in MODELS
         for layout in LAYOUTS

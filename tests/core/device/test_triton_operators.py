@@ -178,6 +178,7 @@ def check():
     assert max(found.values()) < triton_trial.TOLERANCE
 
 
+@pytest.mark.table  # the suite runs the kernels against formulas, and their operators by the trial's examples
 def test_rows_of_experts_are_those_of_the_references():
     run_interpreted(__file__, "check_rows")
 

@@ -23,7 +23,7 @@ from megapar.tools.launcher.launch_options import read
 from megapar.tools.launcher.meeting import MeetingPlace, make_handler, meet_by_file
 from megapar.tools.launcher.preflight import describe
 from megapar.tools.launcher.stopper import Stopper
-from tests.support.command import Command, clean_environ
+from tests.support.process import Command, clean_environ
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = [sys.executable, "-m", "megapar.tools.main", "launch"]

@@ -14,8 +14,7 @@ import pytest
 
 from megapar.health.stop.parent import started
 from megapar.tools.launcher.stopper import Stopped, Stopper, Waiting, children
-from tests.support.command import Command, clean_environ
-from tests.support.process import SIGNALS, finish, read_until, wait_for
+from tests.support.process import SIGNALS, Command, clean_environ, finish, read_until, wait_for
 from tests.support.process import start as run
 
 ROOT = Path(__file__).parents[3]

@@ -81,7 +81,7 @@ def test_pieces_of_experts_whose_tokens_are_gathered_are_counted_too():
     assert pieces.launches > whole.launches
 
 
-@pytest.mark.parametrize("name", ["dense", "mp 8", "experts, dropless"])
+@pytest.mark.parametrize("name", ["dense", pytest.param("mp 8", marks=pytest.mark.table), "experts, dropless"])
 def test_the_figures_are_those_that_the_trace_on_fake_cuda_is_held_to(name):
     """What holds there of whole layers holds here, of the same layer counted on another fake device."""
     layer = next(layer for layer in LAYERS if layer.name == name)
