@@ -67,13 +67,9 @@ def wheel_complaints(wheel: Path, version: str) -> Iterator[str]:
         yield f"{wheel.name} has no megapar command"
     if not any(name.startswith(f"{info}/licenses/") for name in names):
         yield f"{wheel.name} has no license"
-    for needed in (
-        "megapar/trainer.py",
-        "megapar/core/device/kinds.yaml",
-        "megapar/tools/translation/tables/paddle.txt",
-    ):
-        if needed not in names:
-            yield f"{wheel.name} lacks {needed}"
+    for needed in ("trainer.py", "core/device/kinds.yaml", "tools/translation/tables/paddle.txt"):
+        if f"megapar/{needed}" not in names:
+            yield f"{wheel.name} lacks megapar/{needed}"
     outside = sorted({name.split("/")[0] for name in names} - {"megapar", info})
     if outside:
         yield f"{wheel.name} contains {', '.join(outside)}, which is not part of the package"

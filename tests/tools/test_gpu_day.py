@@ -122,7 +122,7 @@ def test_a_part_that_hangs_is_cut_off_with_what_it_started(part, findings):
         day.attempt("found before", lambda: Answer(True, {"started": started.pid}))
         started.wait()
 
-    lines = part(hang, seconds=2.0)
+    lines = part(hang, seconds=5.0)
     assert lines["found before"]["ok"]
     assert (lines[PART]["ok"], lines[PART]["error"]) == (False, "cut off")
     with contextlib.suppress(ProcessLookupError):  # gone already; else a killed process ends when it runs next
