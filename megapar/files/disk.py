@@ -118,6 +118,7 @@ class DiskWriting:
     """A new file that is being written. Raises FileExistsError if there is one."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path  # which the watchdog names if a write hangs
         try:
             self._file = path.open("xb", buffering=0)
         except FileNotFoundError:

@@ -11,10 +11,11 @@ import linecache
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.files.location import Location
 from megapar.health.hangs.sections import Overdue, Section, Sections
 
 SHOWN = 4
@@ -82,7 +83,7 @@ def _file_in(names: Mapping[str, Any]) -> str:
     """Return a path among a function's locals or the attributes of its ``self``. Properties are not evaluated."""
     attributes = getattr(names.get("self"), "__dict__", {})
     for value in (attributes.get("_path"), attributes.get("path"), *names.values()):
-        if isinstance(value, Path):
+        if isinstance(value, PurePath | Location):
             return str(value)
     return ""
 

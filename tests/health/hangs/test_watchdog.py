@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.flight_recorder import FlightRecorder
+from megapar.files.disk import DiskWriting
 from megapar.health.hangs import watchdog as watchdog_module
 from megapar.health.hangs.rank_reports import explain, late_ranks, line_of
 from megapar.health.hangs.sections import Overdue, Sections
@@ -175,6 +177,27 @@ def test_the_file_that_a_thread_is_at_is_known(tmp_path: Path) -> None:
     assert "in write: " in line
     if not waits:  # a moment inside of the event's own code
         assert file == str(tmp_path / "file")
+
+
+def test_the_file_of_a_store_that_hangs_in_a_write_is_known(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    writing = DiskWriting(tmp_path / "file")
+    writing._file.close()
+    writing._file = os.fdopen(os.dup(pipe), "wb", buffering=0)
+    content = memoryview(bytes(1 << 20))  # more than a pipe has room for
+    thread = threading.Thread(target=writing.write, args=(content,), daemon=True)
+    thread.start()
+    while not select.select([pipe], [], [], 30)[0]:  # it has begun
+        pass
+    line, file, waits = line_of(thread.ident or 0)
+    left = len(content)
+    while left:
+        left -= len(os.read(pipe, left))
+    thread.join(30)
+    os.close(pipe)
+    assert "in write: " in line
+    assert (file, waits) == (str(tmp_path / "file"), False)
 
 
 class Clock:
