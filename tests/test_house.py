@@ -53,6 +53,41 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"[-_\s]+", " ", apart).lower().split())
 
 
+def names_of(module: str) -> set[str] | None:
+    """The names that a module of ours has; None if it is not there."""
+    folder = ROOT / module.replace(".", "/")
+    inside = {entry.stem for entry in folder.iterdir()} if folder.is_dir() else set()
+    files = (folder / "__init__.py", folder.with_suffix(".py"))
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
+        return inside or None
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            inside.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            inside |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            inside.add(node.id)
+    return inside
+
+
+def test_what_is_imported_is_there() -> None:
+    """Also in functions and in tests that are drawn, which may not run for days."""
+    missing = []
+    for path in (*WRITTEN, *sorted((ROOT / "tests").rglob("*.py"))):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                module = node.module or ""
+                if module.partition(".")[0] in ("megapar", "tests", "scripts", "benchmarks"):
+                    there = names_of(module)
+                    missing += [
+                        f"{path.relative_to(ROOT)}: {module} has no {alias.name}"
+                        for alias in node.names
+                        if there is None or alias.name not in there
+                    ]
+    assert missing == []
+
+
 def test_a_class_name_has_one_meaning() -> None:
     places = defaultdict(list)
     for path in MODULES:

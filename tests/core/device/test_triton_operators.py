@@ -131,13 +131,13 @@ WITHOUT_ROWS = ("sort_pairs", "spread_pairs", "order_runs", "order_equal_runs")
 
 def check_rows():
     """Every entry for cuda is its reference, through operators whose fakes promise the shapes that kernels return."""
-    from scripts.gpu_day import expert_rows
+    from scripts.gpu_day import row_operators as expert_rows
 
     by_kernels()
     torch.manual_seed(0)
     for name, small in (("T", 20), ("CAPACITY", 20), ("RUN", 9)):
         setattr(expert_rows, name, small)
-    for name in expert_rows.ENTRIES:
+    for name in expert_rows.EXPERT_ENTRIES:
         for dtype in (torch.float32, *(() if name in WITHOUT_ROWS else (torch.bfloat16,))):
             for arguments, more in expert_rows.calls(name, CPU, dtype):
                 got, wanted = (OPS[name][form](*arguments, **more) for form in ("cuda", "reference"))
