@@ -241,7 +241,7 @@ def main() -> int:
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             runs[name] = run(name, Path(folder), options.steps, kills if name.endswith(KILLED) else [])
-    rows, found = [], {}
+    rows, found = [], dict[str, dict]()
     for name, done in runs.items():
         grown = growth(done, options.steps)
         losses = [done.records[i]["lm_loss"] for i in sorted(done.records)]
@@ -256,7 +256,7 @@ def main() -> int:
     print_table((*heads, *ratios, "memory in use", "outside the heap", "blocks of Python a step"), rows)
     bad = any(done.status or len(done.records) != options.steps for done in runs.values())
     for name in runs:
-        for what, value in found[name]["late_over_early"].items():  # type: ignore[attr-defined]
+        for what, value in found[name]["late_over_early"].items():
             if what in LIMITS and value > LIMITS[what]:
                 print(f"{name}: {what} grew to {value:.3f} of what it was early; at most {LIMITS[what]} wanted")
                 bad = True

@@ -70,12 +70,12 @@ def differences(got: Trace, want: Trace, noise: float = 0.0, growth: Growth | No
             found.append(f"gradients, step {step}: of {sorted(mine.keys() ^ theirs.keys())} on one side only")
             continue
         floor = 1e-6 * want.norms[step]
-        for name, b in theirs.items():
-            error, scale = float((mine[name] - b).abs().max()), float(b.abs().max())  # type: ignore[attr-defined]
+        for name, gradient in theirs.items():
+            error, scale = float((mine[name] - gradient).abs().max()), float(gradient.abs().max())
             if not error <= max(1e-9, NUDGED * grown.gradients[step]) * max(scale, floor):
                 found.append(f"gradient of {name}, step {step}: off by {error:.3g}, its largest is {scale:.3g}")
-    for name, b in want.parameters.items():
-        error, scale = float((got.parameters[name] - b).abs().max()), float(b.abs().max())  # type: ignore[attr-defined]
+    for name, weight in want.parameters.items():
+        error, scale = float((got.parameters[name] - weight).abs().max()), float(weight.abs().max())
         if not error <= max(max(1e-9, NUDGED * grown.parameters) * scale, noise):
             found.append(f"parameter {name}: off by {error:.3g}, its largest is {scale:.3g}")
     return found
@@ -95,9 +95,9 @@ def bits(got: Trace, want: Trace) -> list[str]:
     pairs = zip([*got.gradients, got.parameters], [*want.gradients, want.parameters], strict=True)
     for step, (mine, theirs) in enumerate(pairs):
         what = f"gradient, step {step}, of " if step < len(want.gradients) else "parameter "
-        for name, b in theirs.items():
-            if not torch.equal(mine[name].nan_to_num(), b.nan_to_num()):  # type: ignore[attr-defined]
-                found.append(f"{what}{name}: off by {float((mine[name] - b).abs().max()):.3g}")
+        for name, tensor in theirs.items():
+            if not torch.equal(mine[name].nan_to_num(), tensor.nan_to_num()):
+                found.append(f"{what}{name}: off by {float((mine[name] - tensor).abs().max()):.3g}")
     return found
 
 

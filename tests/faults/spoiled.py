@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,12 @@ def flip_in_memory() -> None:
             return
         note()
         views, masters = trainer.job.sharding.views, [shard.master for shard in trainer.job.sharding.master_shards]
-        tensors = {
+        tensors: dict[str, Callable[[], list[torch.Tensor]]] = {
             "master": lambda: [view.tensor for view in views(masters)],
             "moment": lambda: [view.tensor for view in views(trainer.job.optimizer.state("exp_avg"))],
             "parameter": lambda: list(trainer.job.model.parameters()),
-        }[SPEC["name"]]()
-        whole = next(tensor for tensor in tensors if tensor.numel())  # type: ignore[attr-defined]
+        }
+        whole = next(tensor for tensor in tensors[SPEC["name"]]() if tensor.numel())
         whole.detach().view(-1)[:1].view(torch.int64).bitwise_xor_(1 << 44)
 
     after_step(due)

@@ -59,13 +59,13 @@ def npu_fusion_attention(
     assert query.shape[-1] == key.shape[-1] >= value.shape[-1]
     if input_layout == "TND":
         assert all(x.is_contiguous() for x in (query, key, value))
-        out, start, first = [], 0, 0
+        parts, start, first = [], 0, 0
         for end, last in zip(actual_seq_qlen, actual_seq_kvlen, strict=True):
             q, k, v = query[start:end], key[first:last], value[first:last]
-            out.append(_one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode)[0])
+            parts.append(_one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode)[0])
             start, first = end, last
         rest = query.new_zeros(0)
-        return torch.cat(out, 1).transpose(0, 1), rest, rest, rest, 0, 0, 0
+        return torch.cat(parts, 1).transpose(0, 1), rest, rest, rest, 0, 0, 0
     q, k, v = (_head_first(x, input_layout) for x in (query, key, value))
     assert q.shape[1] == head_num
     masks = [
@@ -75,7 +75,7 @@ def npu_fusion_attention(
     each = [_one(*one, scale, mask, sparse_mode) for *one, mask in zip(q, k, v, masks, strict=True)]
     out, peak, total = (torch.stack(parts) for parts in zip(*each, strict=True))
     eight = (x.unsqueeze(-1).expand(*x.shape, 8).contiguous() for x in (peak, total))
-    return out.transpose(1, 2), *eight, q.new_zeros(0), 0, 0, 0  # type: ignore[attr-defined]
+    return out.transpose(1, 2), *eight, q.new_zeros(0), 0, 0, 0
 
 
 def _one(q, k, v, scale, mask, sparse_mode):
