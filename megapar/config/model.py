@@ -190,6 +190,12 @@ class TrainingOptions:
         role=roles.PRECISION,
         undrawn="needs a GPU; tests/core/tensor_parallel/test_fp8.py emulates it",
     )
+    apex: bool = flag(
+        False,
+        "compute norms, sums of weight gradients in fp32 and AdamW by the kernels of NVIDIA apex",
+        role=roles.by_hand("has not been measured, so no figures"),
+        undrawn="needs a GPU and apex; tests/training/test_apex.py runs it with a stand-in",
+    )
     attention_backend: str = flag(
         "auto",
         "kernel of attention on an NVIDIA GPU; auto: the default until a measurement on a GPU has confirmed another",

@@ -47,12 +47,15 @@ def _check_device(kind: str) -> list[Complaint]:
 def _check_gpu(values: Mapping[str, Any]) -> list[Complaint]:
     """Complain about flags that need a GPU with --device auto on a machine without one; rows cover other devices."""
     backend, complaints = values.get("attention_backend", "auto"), []
-    wanted = values.get("fp8") or backend != "auto"
+    wanted = values.get("fp8") or values.get("apex") or backend != "auto"
     if not wanted or values.get("device") != "auto" or not (reason := no_device("cuda")):
         return []
     if values.get("fp8"):
         message = f"--fp8 needs an NVIDIA GPU of compute capability 8.9 or more, but {reason} on this machine."
         complaints.append(Complaint("device", message, "Leave --fp8 out."))
+    if values.get("apex"):
+        message = f"--apex needs an NVIDIA GPU, but {reason} on this machine."
+        complaints.append(Complaint("device", message, "Leave --apex out."))
     if backend != "auto":
         message = f"--attention-backend {backend} needs an NVIDIA GPU, but {reason} on this machine."
         complaints.append(Complaint("device", message, "Leave --attention-backend out."))

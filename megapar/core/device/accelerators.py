@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from megapar.core.device.apex import apex_lacks
 from megapar.core.device.attention.table import CUDNN, FLASH3
 from megapar.core.device.base import Device, Event, MemoryPressure, Stream, spelled
 from megapar.core.device.kinds import QUEUE_CHANNELS, SMALL_HCCL_MIB, is_light, kind_called
@@ -185,6 +186,10 @@ class CudaDevice(Accelerator):
         if (self.capability or (0, 0)) >= FP8_CAPABILITY:
             return ""
         return f"{super().fp8_lacks()}, and {self._has_capability}"
+
+    def apex_lacks(self) -> str:
+        """Return a reason on ROCm, and unless NVIDIA's package is installed with its CUDA extensions."""
+        return super().apex_lacks() if torch.version.hip is not None else apex_lacks()
 
     def fused_lacks(self) -> str:
         """Return a reason on ROCm, whose fused operators are not tried, and without access to the node's other GPUs."""

@@ -151,6 +151,10 @@ class Device:
         """Return the reason why fp8 matrix products cannot run on this device, or "" if they can."""
         return "fp8 products need an NVIDIA GPU of compute capability 8.9 or more"
 
+    def apex_lacks(self) -> str:
+        """Return the reason why kernels of NVIDIA apex cannot run on this device, or "" if they can."""
+        return f"its kernels are for NVIDIA GPUs, and the device is {self.name}"
+
     def fused_lacks(self) -> str:
         """Return the reason why products here cannot read the memory of the node's other devices, or "" if they can."""
         return f"the device is {self.name}"

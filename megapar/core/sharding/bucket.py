@@ -65,9 +65,10 @@ class Bucket:
         accumulates_unsharded: bool,
         pool: BufferPool,
         new_master: Callable[[int, torch.dtype], Tensor] | None = None,
+        add_product: Callable[..., Tensor] | None = None,
     ) -> None:
         self.units = frozenset(spec.unit for spec, *_ in parameters)
-        self._pool = pool
+        self._pool, self._add_product = pool, add_product
         self.shard = shard
         self.replica = replica
         self.members = make_members(parameters, shard.size)
@@ -163,7 +164,7 @@ class Bucket:
         member = self.members[index]
         left, right = product.left, product.right
         target = self._main(self.master.dtype)[0, member.offset : member.offset + member.numel]
-        add = op("add_product", left)
+        add = self._add_product or op("add_product", left)
         add(target.view(left.shape[0], right.shape[1]), left, right, begins=index not in self._accumulated)
         self._accumulated.add(index)
         self._added_products.add(index)

@@ -73,13 +73,16 @@ class ZeroSharding:
         overlap_gather: bool,
         prefetch: int,
         offload: bool = False,
+        add_product: Callable[..., Tensor] | None = None,
     ) -> None:
         self._reduce_every = reduce_every_micro_batch
         self._overlap_reduce = overlap_reduce
         self._overlap_gather = overlap_gather
         self._prefetch = prefetch
         dtypes = (master_dtype, reduce_dtype)
-        self.buckets = _make_buckets(world, plan, parameters, dtypes, not reduce_every_micro_batch, offload)
+        self.buckets = _make_buckets(
+            world, plan, parameters, dtypes, not reduce_every_micro_batch, offload, add_product
+        )
         self._to_gather = len(self.buckets)  # the first bucket whose gather is still to be launched
         self._last = False
         self._running = False  # a micro-batch's backward may have left reductions to start
@@ -260,6 +263,7 @@ def _make_buckets(
     dtypes: tuple[torch.dtype, torch.dtype],
     accumulates_unsharded: bool,
     offload: bool,
+    add_product: Callable[..., Tensor] | None,
 ) -> list[Bucket]:
     """Make one bucket per planned bucket, dtype and pair of axes, in forward order."""
     place = {name: number for number, planned in enumerate(plan) for name in planned.names}
@@ -288,6 +292,7 @@ def _make_buckets(
                 accumulates_unsharded=accumulates_unsharded,
                 pool=pool,
                 new_master=world.device.pinned_zeros if offload else None,
+                add_product=add_product,
             )
         )
     return buckets

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.core.device.apex import layer_norm_apex, rms_norm_apex
 from megapar.core.device.compiled import FunctionRunner, counted, plain
 from megapar.core.device.ops import op
 from megapar.core.tensor_parallel.layers import local, parameter
@@ -94,6 +98,36 @@ def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: 
     """Return (x + y, norm(x + y))."""
     total = x + y
     return total, layer_norm(total, weight, bias, epsilon)
+
+
+@counted(2, 2)
+def _add_rms_norm_apex(x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, rms_norm_apex(total, weight, epsilon)
+
+
+@counted(2, 2)
+def _add_layer_norm_apex(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, layer_norm_apex(total, weight, bias, epsilon)
+
+
+class ApexNorms:
+    """A ``FunctionRunner`` that computes norms by NVIDIA apex's kernels; ``run`` calls all functions."""
+
+    _forms: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
+        rms_norm: rms_norm_apex,
+        add_rms_norm: _add_rms_norm_apex,
+        layer_norm: layer_norm_apex,
+        add_layer_norm: _add_layer_norm_apex,
+    }
+
+    def __init__(self, run: FunctionRunner) -> None:
+        self._run = run
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the function, or its form."""
+        return self._run(self._forms.get(function, function), *arguments)
 
 
 def make_norm(

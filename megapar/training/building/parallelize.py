@@ -20,9 +20,11 @@ from megapar.arguments import Config
 from megapar.core.comm.axis import Axis
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
+from megapar.core.device.apex import add_product_apex
 from megapar.core.device.base import Device
 from megapar.core.device.compiled import FunctionRunner
 from megapar.core.device.dtypes import at_least_fp32
+from megapar.core.optimizer.apex_adam import ApexAdamW
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
@@ -45,6 +47,7 @@ from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
 from megapar.model.initialize import std_of
+from megapar.model.layers.norm import ApexNorms
 from megapar.model.parameter import ParameterSpec, names_from_first_rank
 from megapar.model.spec import table_of
 from megapar.training.building.attention_backend import attention_operator, backend_lacks, needs_flash3
@@ -103,7 +106,7 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
         from_first_rank=names_from_first_rank(table, world.grid.mp, summed) if cut_parameters else frozenset(),
         pipeline=pipeline,
         moves_experts=config.moe.moe_rebalance_interval > 0,
-        runner=execution.run,
+        runner=run,
         observer=observer or StepObserver(),
     )
     if pipeline is not None and model.embedding is not None and layers.first != layers.last:
@@ -122,7 +125,7 @@ def make_execution(config: Config, world: World, overlap: Overlap, comm: CommCon
         comm=comm,
         weight_gradients=WeightGradients() if splits_backward else None,
         fp8=Fp8Linear() if config.training.fp8 else None,
-        run=run,
+        run=ApexNorms(run) if config.training.apex else run,
         attention=attention_operator(config, world.device, _torch_name(config, world.device)),
         selective=config.recompute.recompute_granularity == "selective",
     )
@@ -170,6 +173,8 @@ def check_device(config: Config, device: Device) -> None:
     if config.parallel.tp_comm_overlap == FUSED and (lacks := device.fused_lacks()):
         message = f"--tp-comm-overlap fused reads the memory of other GPUs, but {lacks}."
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
+    if config.training.apex and (lacks := device.apex_lacks()):
+        complaints.append(Complaint("apex", f"--apex, but {lacks}.", "Remove --apex, or install it (docs/devices.md)."))
     if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
         complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))
     backend, dtype = config.training.attention_backend, _torch_name(config, device)
@@ -240,7 +245,8 @@ def _update_rule(config: Config) -> UpdateRule:
     optimizer, ratio = config.optimizer, config.moe.moe_router_lr_ratio
     if optimizer.optimizer == "sgd":
         return Sgd(optimizer.sgd_momentum, optimizer.weight_decay, ratio)
-    return AdamW((optimizer.adam_beta1, optimizer.adam_beta2), optimizer.adam_eps, optimizer.weight_decay, ratio)
+    adam = ApexAdamW if config.training.apex else AdamW
+    return adam((optimizer.adam_beta1, optimizer.adam_beta2), optimizer.adam_eps, optimizer.weight_decay, ratio)
 
 
 def _full(
@@ -284,6 +290,7 @@ def _zero(config: Config, world: World, model: Model, specs: list[ParameterSpec]
         overlap_gather=config.sharding.overlap_param_gather != "off",
         prefetch=config.sharding.sharding_prefetch_segments,
         offload=config.sharding.optimizer_offload,
+        add_product=add_product_apex if config.training.apex else None,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import socket
 import sys
@@ -11,8 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
@@ -23,6 +20,7 @@ from megapar.config.draft import is_given
 from megapar.config.report import written
 from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
+from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
 from megapar.core.device.kinds import device_class
 from megapar.core.units import GIBIBYTE
@@ -45,8 +43,6 @@ from megapar.training.step.schedules import make_batch_size, make_progressive
 WIDTH = 118
 MOST_HOSTS = 6  # maximum number of hosts in a line
 _INDENT = " " * 15
-# Folders of NVIDIA's package, and of the package for Ascend that is derived from it.
-_APEX_FOLDERS = ("optimizers", "multi_tensor_apply")
 
 
 def hosts(world: World) -> list[str]:
@@ -180,26 +176,11 @@ def model_lines(config: Config, job: Job, monitor: Monitor) -> Iterator[str]:
         yield bound
     if products := expert_products(config, job.sizes, world.device):
         yield products
-    if apex := apex_installed():
-        yield apex
+    if config.training.apex:
+        yield f"norms, sums of weight gradients and AdamW: {apex_installed()} (--apex)"
     peak = f"{monitor.peak / 1e12:.3g} TFLOP/s ({monitor.peak_source})"
     model = f"{type(job.model).__name__}: {job.num_parameters:,} parameters"
     yield f"{model}, {world.device.name}, {str(dtype).removeprefix('torch.')}, peak {peak}"
-
-
-def apex_installed() -> str:
-    """Describe the package ``apex`` on this machine, which is not used, without importing it; "" if there is none."""
-    spec = importlib.util.find_spec("apex")
-    if spec is None:
-        return ""
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    try:
-        name = f"apex {version('apex')}"
-    except PackageNotFoundError:
-        name = "apex"
-    if any((folder / part).is_dir() for folder in folders for part in _APEX_FOLDERS):
-        return f"{name} is installed and not used: torch has the same fused AdamW and norms (docs/devices.md)"
-    return f"{name} is installed, which is not NVIDIA's package but PyPI's of the same name; neither is used"
 
 
 def expert_products(config: Config, sizes: ModelSizes, device: Device) -> str:

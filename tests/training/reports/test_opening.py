@@ -235,22 +235,3 @@ def test_the_bound_is_said_where_nothing_is_dropped() -> None:
     assert "256 rows" in said
     assert "1,024 rows" in said
     assert opening.expert_bound(dropless("--moe-model-type", "deepspeed_moe"), 2) == ""
-
-
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ([], ""),
-        (["apex/__init__.py", "apex/optimizers/__init__.py"], "is installed and not used"),
-        (["apex/__init__.py", "apex/models.py"], "not NVIDIA's package but PyPI's of the same name"),
-    ],
-)
-def test_apex_is_recognised_without_an_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], said: str
-) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("raise RuntimeError('imported')", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert said in opening.apex_installed()
-    assert bool(opening.apex_installed()) == bool(files)
