@@ -124,6 +124,14 @@ def schemas() -> Iterator[str]:
             yield f"{name}: the stand-in of the tests has {ours}, torch_npu has {real}"
 
 
+def profiler_lacks(device: NpuDevice) -> Iterator[str]:
+    """Yield the methods of torch's profiler that ``--profile`` calls and the vendor's has not."""
+    profiler = device.new_profiler()
+    for method in ("start", "stop", "export_chrome_trace"):
+        if not callable(getattr(profiler, method, None)):
+            yield f"the vendor's profiler has no {method}"
+
+
 def trace(model: str, world: int, flags: str, device: NpuDevice, calls: collections.Counter[str]) -> Watch:
     """Trace two steps of the last rank."""
     config = parse(model, flags.split(), {"WORLD_SIZE": str(world), "RANK": "0"})
@@ -139,7 +147,7 @@ def main() -> int:
     """Trace all runs. Return 1 if there are problems."""
     dist.Backend.backend_capability["fake"].append("npu")  # missing in torch's list
     device = NpuDevice(0)
-    problems, calls = list(schemas()), collections.Counter[str]()
+    problems, calls = [*schemas(), *profiler_lacks(device)], collections.Counter[str]()
     operators: set[str] = set()
     for name, model, world, flags in RUNS:
         start = time.perf_counter()

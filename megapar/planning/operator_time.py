@@ -114,7 +114,8 @@ class OperatorTime:
             load = self._run.assumed.expert_imbalance if rows else 1.0
             far = group.outside(message.kind)
             near, far = load * (1 - far), load * far
-        inside = message.bytes * near / (self._kind.inside * self.calibration.inside)
+        others = 1 if message.kind == "send" else group.local - 1
+        inside = message.bytes * near / (self._kind.inside_to(others) * self.calibration.inside)
         between = message.bytes * far / (self._kind.between * self.calibration.between)
         latency = self._kind.device_class.latency_seconds
         return MessageTime(inside, between, latency if group.nodes == 1 else 2 * latency)

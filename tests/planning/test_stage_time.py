@@ -70,9 +70,9 @@ def test_a_schedule_that_defers_weight_gradients_runs_them_apart() -> None:
 CALIBRATION = calibrations()["megapar"]
 
 
-def times(*flags: str, ranks: int = 16) -> OperatorTime:
+def times(*flags: str, ranks: int = 16, kind: str = "h100") -> OperatorTime:
     config = parse("moe", ["--validate-only", "--world-size", str(ranks), "--dtype", "bf16", *flags], {})
-    return OperatorTime(PlannedRun(config, device_kind("h100")))
+    return OperatorTime(PlannedRun(config, device_kind(kind)))
 
 
 def test_parts_of_a_product_take_longer_than_the_whole() -> None:
@@ -90,6 +90,20 @@ def test_a_collective_occupies_both_links() -> None:
     assert seconds.between == pytest.approx(8e9 / 50e9 / CALIBRATION.between)
     assert seconds.seconds == pytest.approx(seconds.between + seconds.latency)
     assert time.message(CommCost("mp", "all_reduce", 1e9, "forward")) == MessageTime()
+
+
+@pytest.mark.parametrize(("ep", "rate"), [(2, 28e9), (4, 84e9), (8, 196e9)])
+def test_a_group_inside_a_node_has_the_links_of_a_mesh_that_it_spans(ep: int, rate: float) -> None:
+    time = times("--num-experts", "16", "--ep-degree", str(ep), ranks=8, kind="ascend-910b2")
+    seconds = time.message(CommCost("ep", "all_to_all", 1e9, "forward"))
+    assert seconds.inside == pytest.approx(1e9 / rate / CALIBRATION.inside)
+    assert seconds.between == 0
+
+
+def test_a_message_to_the_next_stage_has_one_link_of_a_mesh() -> None:
+    flags = ("--pp-degree", "8", "--num-layers", "8", "--gradient-merge-acc-step", "8")
+    seconds = times(*flags, ranks=8, kind="ascend-910b2").message(CommCost("pp", "send", 1e9, "forward"))
+    assert seconds.inside == pytest.approx(1e9 / 28e9 / CALIBRATION.inside)
 
 
 CONFIG = Path(__file__).parents[2] / "configs" / "qwen3-30b-a3b.yaml"

@@ -265,6 +265,12 @@ class NpuDevice(Accelerator):
         options.hccl_config = {"hccl_buffer_size": SMALL_HCCL_MIB}
         return options
 
+    def new_profiler(self) -> Any:
+        """Return the vendor's profiler, which has torch's methods; torch's own records the host only."""
+        from torch_npu import profiler
+
+        return profiler.profile(activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU])
+
     def compiler_lacks(self) -> str:
         """Return a reason in every case: this version does not compile for NPUs."""
         return "torch.compile generates code only for CPUs and GPUs"

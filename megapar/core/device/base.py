@@ -179,6 +179,10 @@ class Device:
         """Write a snapshot for torch's memory viewer. Returns False on a device without torch's caching allocator."""
         return False
 
+    def new_profiler(self) -> Any:
+        """Return a profiler of this process and device, with the methods of ``torch.profiler.profile``."""
+        return torch.profiler.profile(activities=self.profiled)
+
     @property
     def profiled(self) -> list[ProfilerActivity]:
         """Activities that torch's profiler records."""

@@ -75,11 +75,13 @@ class DeviceKind:
     Attributes:
         flops: FLOP/s of matrix products, by dtype.
         inside: Bytes per second that one device can send inside its node.
+        pair: Those that it can send to a single device of its node: fewer where links are a mesh.
         between: Bytes per second that one device can send to other nodes.
         host: Bytes per second that one device can copy to or from its host's memory, in each direction.
         kernels: Class of the device, whose forms of operators it runs: cuda, npu or cpu.
         capability: Compute capability of an NVIDIA GPU, (major, minor); None for other devices.
         driver_names: Regular expressions that match a part of the names that drivers report.
+        family: The row stands for all models of a name, and may not be that of the device.
         replaced: Figures that are not the row's, for people.
     """
 
@@ -90,12 +92,14 @@ class DeviceKind:
     units: int
     node: int
     inside: float
+    pair: float
     between: float
     host: float
     kernels: str
     capability: tuple[int, int] | None
     source: str
     driver_names: tuple[str, ...]
+    family: bool = False
     replaced: tuple[str, ...] = ()
 
     @property
@@ -128,7 +132,7 @@ class DeviceKind:
             figures["memory_bytes"] = round(memory_gib * GIBIBYTE)
             texts.append(f"{memory_gib:g} GiB")
         if link_gb is not None:
-            figures["inside"] = link_gb * GIGA
+            figures["inside"] = figures["pair"] = link_gb * GIGA
             texts.append(f"{link_gb:g} GB/s in a node")
         if network_gb is not None:
             figures["between"] = network_gb * GIGA
@@ -163,9 +167,14 @@ class DeviceKind:
         waves = -(-tiles // self.units)
         return max(waves * tile_seconds + _START_SECONDS, self.device_class.launch_seconds)
 
-    def send_seconds(self, size: float) -> float:
-        """Return the seconds of a collective in which each rank sends ``size`` bytes inside its node."""
-        return size / (self.inside * LINK_SHARE) + self.device_class.latency_seconds if size else 0.0
+    def inside_to(self, others: int) -> float:
+        """Return the bytes per second that one device can send to this many others of its node."""
+        return min(self.inside, self.pair * max(1, others))
+
+    def send_seconds(self, size: float, ranks: int) -> float:
+        """Return the seconds of a collective of ``ranks`` ranks that send ``size`` bytes each inside their node."""
+        seconds = size / (self.inside_to(ranks - 1) * LINK_SHARE)
+        return seconds + self.device_class.latency_seconds if size else 0.0
 
 
 def kinds() -> Mapping[str, DeviceKind]:
@@ -209,13 +218,14 @@ def _tables() -> tuple[Mapping[str, DeviceKind], Mapping[str, DeviceClass]]:
 
 def _kind(name: str, row: dict[str, Any]) -> DeviceKind:
     major, minor = row.pop("capability", (0, 0))
+    row.setdefault("pair", row["inside"])
     return DeviceKind(
         name=name,
         memory_bytes=round(row.pop("memory_gib") * GIBIBYTE),
         flops=MappingProxyType({dtype: rate * TERA for dtype, rate in row.pop("flops").items()}),
         capability=(major, minor) if major else None,
         driver_names=tuple(row.pop("driver_names")),
-        **{speed: row.pop(speed) * GIGA for speed in ("memory_bandwidth", "inside", "between", "host")},
+        **{speed: row.pop(speed) * GIGA for speed in ("memory_bandwidth", "inside", "pair", "between", "host")},
         **row,
     )
 

@@ -124,7 +124,7 @@ class Price:
     def _message(self, layer: CutLinear) -> float:
         """Return the seconds of one collective of the layer's rows: all-gather, reduce-scatter or all-reduce."""
         size = self.rows * self._width(layer) * self.item * (self.ranks - 1) / self.ranks
-        return self.kind.send_seconds(size if self.gathered else 2 * size)
+        return self.kind.send_seconds(size if self.gathered else 2 * size, self.ranks)
 
     def _messages(self, layer: CutLinear) -> list[float]:
         """Return the seconds of each message, forward and backward; a column layer's input is gathered twice."""

@@ -50,12 +50,13 @@ def kind_of_run(config: Config, device_type: str, name: str) -> DeviceKind:
 
 def unknown_device(config: Config, device_type: str, name: str) -> str:
     """Return a sentence about a device that has no row, whose figures are then another row's; "" if it has one."""
-    if kind_called(name) is not None:
+    called, assumed = kind_called(name), kind_of_run(config, device_type, name)
+    if called is not None and not called.family:
         return ""
-    assumed = kind_of_run(config, device_type, name)
+    mfu = "and MFU that of --device-tflops or a measured one" if called is None else "and so does MFU"
     return (
         f"device: {name} is not in the device table; choices that depend on speed take the figures of {assumed.title}, "
-        "and MFU that of --device-tflops or a measured one"
+        f"{mfu}"
     )
 
 
@@ -164,12 +165,12 @@ def estimated_gain(config: Config, moe: MoeSizes, kind: DeviceKind, dtype: str, 
         kept=kept,
         by_expert=config.ampipe.use_pipe_experts,
     )
-    latency = kind.device_class.latency_seconds
+    latency, inside = kind.device_class.latency_seconds, kind.inside_to(local - 1)
     plain = by_node = 0.0
     for sent in layer.plain(tokens).values():
-        plain += max(sent.between / kind.between, sent.within / kind.inside) + latency
+        plain += max(sent.between / kind.between, sent.within / inside) + latency
     for sent in layer.by_node(tokens).values():
-        by_node += sent.between / kind.between + sent.within / kind.inside + latency * (2 if local > 1 else 1)
+        by_node += sent.between / kind.between + sent.within / inside + latency * (2 if local > 1 else 1)
     return plain / by_node
 
 

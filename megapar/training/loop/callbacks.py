@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from megapar.arguments import Config
 from megapar.core.comm.world import World
 from megapar.core.device.base import Device
@@ -103,7 +101,7 @@ class Profile:
         self._settle = settle
         first, _, last = steps.partition(":")
         self._first, self._last, self._folder = int(first), int(last), folder
-        self._activities = device.profiled
+        self._device = device
         self._profiler: Any = None
 
     def before_step(self, iteration: int) -> None:
@@ -112,7 +110,7 @@ class Profile:
             self._settle()
             if self._folder is None:
                 return
-            self._profiler = torch.profiler.profile(activities=self._activities)
+            self._profiler = self._device.new_profiler()
             self._profiler.start()
 
     def after_step(self, iteration: int) -> None:

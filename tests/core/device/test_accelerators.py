@@ -147,6 +147,23 @@ def test_groups_of_an_npu_that_carry_little_get_small_buffers(names, queue, smal
         assert object.__new__(NpuDevice).group_options(names, HOUR, queue=queue) is None
 
 
+class _Profile:
+    """What ``--profile`` calls, as torch and torch_npu name it; ``scripts/trace_npu.py`` asks the vendor's."""
+
+    def __init__(self, activities):
+        self.activities = activities
+
+
+def test_an_npu_is_profiled_by_its_vendor(monkeypatch):
+    activity = SimpleNamespace(CPU="host", NPU="device")
+    npu = SimpleNamespace(profiler=SimpleNamespace(profile=_Profile, ProfilerActivity=activity))
+    with patch.dict(sys.modules, torch_npu=npu):
+        assert object.__new__(NpuDevice).new_profiler().activities == ["host", "device"]
+    for kind, activities in ((Device, ["CPU"]), (CudaDevice, ["CPU", "CUDA"])):
+        monkeypatch.setattr(torch.profiler, "profile", _Profile)
+        assert [each.name for each in object.__new__(kind).new_profiler().activities] == activities
+
+
 def test_a_cpu_asks_nothing_of_its_library():
     assert Device().group_options(("pp",), HOUR, queue=True) is None
 

@@ -19,7 +19,10 @@ DRIVERS = {
     "NVIDIA A100-SXM4-80GB": "a100-80g",
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "Tesla V100-SXM2-32GB": "v100-32g",
-    "Ascend910B2": "ascend-910b",
+    "Ascend910B1": "ascend-910b",
+    "Ascend910B2": "ascend-910b2",
+    "Ascend910B3": "ascend-910b3",
+    "Ascend910B4": "ascend-910b4",
     "Ascend910_9392": "ascend-910c-die",
     "NVIDIA H100 NVL": "h100-nvl-94g",
     "Ascend910A": "ascend-910",
@@ -71,7 +74,19 @@ def test_a_device_that_nobody_knows_has_its_class() -> None:
 def test_every_row_has_what_its_class_has(kind: DeviceKind) -> None:
     assert kind.device_class.logits_bytes >= 2**20
     assert kind.peak(kind.default_dtype) > 0
-    assert 0 < kind.send_seconds(1e6) < kind.send_seconds(1e9)
+    assert 0 < kind.send_seconds(1e6, 2) < kind.send_seconds(1e9, 2)
+
+
+def test_two_devices_of_a_mesh_share_one_of_its_links() -> None:
+    ascend, h200 = kinds()["ascend-910b3"], kinds()["h200-141g"]
+    assert [ascend.inside_to(others) for others in (0, 1, 2, 7)] == [28e9, 28e9, 56e9, 196e9]
+    assert [h200.inside_to(others) for others in (0, 1, 7)] == [450e9] * 3
+    figures = ascend.with_figures("bf16", link_gb=50)
+    assert figures.inside_to(1) == figures.inside_to(7) == 50e9
+
+
+def test_only_rows_of_a_whole_family_stand_for_other_models() -> None:
+    assert [name for name, kind in kinds().items() if kind.family] == ["ascend-910b"]
 
 
 def test_a_wave_of_tiles_that_is_not_full_takes_as_long_as_a_full_one() -> None:

@@ -31,6 +31,8 @@ class Named(Device):
         ("NVIDIA H100 80GB HBM3", torch.float16, 989),
         ("Tesla V100-SXM2-32GB", torch.float16, 125),
         ("Ascend910B2", torch.bfloat16, 376),
+        ("Ascend910B3", torch.bfloat16, 313),
+        ("Ascend910B4", torch.bfloat16, 280),
     ],
 )
 def test_a_known_device_has_its_data_sheets_peak(name: str, dtype: torch.dtype, teraflops: float) -> None:

@@ -52,7 +52,7 @@ def test_a_figure_replaces_that_of_the_row_and_no_other() -> None:
     kind = with_figures(A100, config)
     assert kind.flops == {"bf16": 71e12}  # of other dtypes nothing is known
     assert (kind.memory_bytes, kind.inside, kind.between) == (24 * 2**30, 16e9, 2e9)
-    changed = {"flops", "memory_bytes", "inside", "between", "replaced"}
+    changed = {"flops", "memory_bytes", "inside", "pair", "between", "replaced"}
     assert all(getattr(kind, name) == getattr(A100, name) for name in vars(A100) if name not in changed)
     assert kind.title == "a100-80g with 71 TFLOP/s in bf16, 24 GiB, 16 GB/s in a node, 2 GB/s between nodes"
     assert with_figures(kind, config) == kind

@@ -69,6 +69,15 @@ def test_a_gpu_without_a_row_has_another_ones_speed_and_its_own_kernels() -> Non
     assert not [text for text in said("moe", line) if text.startswith("device: ")]
 
 
+def test_a_model_without_a_row_has_the_figures_of_its_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Gpu, "name", "Ascend910B1")
+    lines = said("moe", "--bf16 --data-path a.jsonl", device=_Gpu())
+    assert next(text for text in lines if text.startswith("device: ")) == (
+        "device: Ascend910B1 is not in the device table; choices that depend on speed take the figures of ascend-910b, "
+        "and so does MFU"
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "compiled", "decision"),
     [
