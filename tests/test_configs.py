@@ -110,10 +110,11 @@ def test_the_quickstart_in_one_process_says_what_to_type() -> None:
 
 
 @pytest.mark.parametrize("name", ["glm-4.5-air", "kimi-k2", "moonlight-16b-a3b"])
-def test_a_model_that_was_trained_with_muon_says_so(name: str) -> None:
-    header = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\nscript:")[0]
-    assert "Muon" in header
-    assert "AdamW" in header
+def test_a_model_that_was_trained_with_muon_is_trained_with_it(name: str) -> None:
+    path = FOLDER / f"{name}.yaml"
+    found = parse("moe", ["--config", str(path), "--data-path", "mock", "--validate-only"], {}).optimizer
+    assert (found.optimizer, found.muon_scale_mode, found.muon_extra_scale_factor) == ("muon", "spectral", 0.2)
+    assert "arXiv" in path.read_text(encoding="utf-8").partition("\nscript:")[0]
 
 
 def test_an_elastic_job_finds_a_layout_for_fewer_ranks_than_its_file_says(four: str) -> None:

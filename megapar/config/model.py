@@ -232,8 +232,38 @@ class OptimizerOptions:
     role: ClassVar[roles.Role] = roles.OPTIMIZER
     optimizer: str = flag(
         "adamw",
-        "adamw: decoupled weight decay; sgd: with momentum, and weight decay added to the gradient",
-        choices=("adamw", "sgd"),
+        "adamw: decoupled weight decay; muon: matrices move by their orthogonalized momentum, and the rest by AdamW; "
+        "sgd: with momentum, and weight decay added to the gradient",
+        choices=("adamw", "muon", "sgd"),
+    )
+    muon_momentum: float = flag(0.95, "muon: decay rate of the mean of gradients", low=0, high=0.999999)
+    muon_use_nesterov: bool = flag(True, "muon: look ahead from the mean of gradients, as Nesterov's momentum does")
+    muon_num_ns_steps: int = flag(5, "muon: Newton-Schulz iterations of an orthogonalization", low=1, high=99)
+    muon_coefficient_type: str = flag(
+        "quintic",
+        "muon: polynomials of the iterations. simple: (3.4445, -4.7750, 2.0315) in each; quintic: another in each of "
+        "five; polar_express: those of The Polar Express",
+        choices=("simple", "quintic", "polar_express"),
+    )
+    muon_scale_mode: str = flag(
+        "spectral",
+        "muon: factor of the update of a matrix [R, C]. spectral: sqrt(max(R, C)); unit_rms_norm: sqrt(R / C); "
+        "shape_scaling: sqrt(max(1, R / C))",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = flag(1.0, "muon: a further factor of it (Moonlight: 0.2)", above=0)
+    muon_qkv_split: str = flag(
+        "tensor",
+        "muon: what is orthogonalized of projections to heads. tensor: queries, keys and values, each whole; fused: "
+        "all of a layer together; group: those of each group of queries; head: those of each head",
+        choices=("tensor", "fused", "group", "head"),
+    )
+    muon_ns_dtype: str = flag(
+        "auto",
+        "muon: dtype of messages and iterations",
+        choices=("auto", "bf16", "fp32", "fp64"),
+        derived="bf16 on an accelerator; on a CPU, and in fp64, that of the master weights",
+        other="fp32",
     )
     sgd_momentum: float = flag(0.9, "sgd: decay rate of the momentum; 0: none", low=0, high=0.999999)
     lr: float = flag(1e-3, "maximum learning rate", above=0, other=0.02)

@@ -24,6 +24,15 @@ class Box:
         """Return the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
+    @classmethod
+    def at(cls, shape: Sequence[int], index: Sequence[int | slice]) -> Box:
+        """Return the box of an index into a tensor of this shape; an int keeps its dim, with length 1."""
+        offsets, sizes = [0] * len(shape), list(shape)
+        for dim, places in enumerate(index):
+            start, stop = (places, places + 1) if isinstance(places, int) else places.indices(shape[dim])[:2]
+            offsets[dim], sizes[dim] = start, stop - start
+        return cls(tuple(offsets), tuple(sizes))
+
     @property
     def numel(self) -> int:
         """Number of elements."""

@@ -85,14 +85,7 @@ def _fill_piece(target: Tensor, spec: ParameterSpec, piece: HfPiece, box: Box, s
 
 def piece_box(spec: ParameterSpec, piece: HfPiece) -> Box:
     """Return the region of the parameter that this Hugging Face tensor covers, with all dims of the parameter."""
-    offsets, sizes = [0] * len(spec.shape), list(spec.shape)
-    for dim, index in enumerate(piece.index):
-        if isinstance(index, int):
-            offsets[dim], sizes[dim] = index, 1
-        else:
-            start, stop, _ = index.indices(spec.shape[dim])
-            offsets[dim], sizes[dim] = start, stop - start
-    return Box(tuple(offsets), tuple(sizes))
+    return Box.at(spec.shape, piece.index)
 
 
 def _row_dims(region: Box, piece: HfPiece) -> int:

@@ -39,6 +39,7 @@ class ParameterSpec:
         trainable: False for a buffer, which has no gradient.
         expert: Sharded over edp instead of (sharding, cp).
         router: A router's weight, which may have its own learning rate.
+        matrix: Muon updates it, as the matrices that its pieces are.
         residual: A weight of attention, an MLP or an expert whose products are added to the residual stream.
         mp_partial: When each mp rank's gradient is a partial sum: "never", "sp" (under sequence parallelism), "always".
         rotated: Leading features of a head that rope rotates, for queries, keys and their norms; 0 for other rows.
@@ -56,6 +57,7 @@ class ParameterSpec:
     trainable: bool = True
     expert: bool = False
     router: bool = False
+    matrix: bool = False
     residual: bool = False
     mp_partial: str = "never"
     rotated: int = 0

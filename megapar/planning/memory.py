@@ -6,6 +6,7 @@ Memory can peak at only a few moments of a step, and each is a sum:
     backward    a backward starts: activations, gradients of earlier micro-batches, temporary tensors of the backward
     reduction   the backward of the newest layer is done: the other activations, and gradients that are reduced or wait
     end         the last backward is nearly done: all gradients, and the buffers of their reduction
+    update      Muon puts matrices together
     gather      the optimizer is done: new parameters are gathered
 
 Main gradients are kept in flat buffers of the master weights' dtype over all micro-batches (stage 1), or pass through
@@ -22,20 +23,23 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megapar.core.comm.rounds import axis_rounds, queue_rounds
+from megapar.core.comm.rounds import axis_ranks, axis_rounds, queue_rounds
 from megapar.core.device.kinds import COMMUNICATORS
 from megapar.core.sharding.bucket_plan import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.activations import Activations, activations, stages_held
 from megapar.planning.gathered_groups import StageBucket, Unsharded, buckets_of, unsharded
+from megapar.planning.matrix_rounds import stage_rounds
 from megapar.planning.planned_run import PlannedRun
-from megapar.planning.traffic import link
+from megapar.planning.traffic import STAGE, link
+from megapar.training.building.partition import ITEM_BYTES
 
 # In addition to tensors and communicators: the driver's context, and fragmentation of the caching allocator.
 RESERVED_BYTES = round(0.75 * 2**30)
 RESERVED_SHARE = 0.02
 # Token ids, masks, scalars, and the words that ERNIE masks beyond the mean. On accelerators they are in RESERVED_SHARE.
 UNCOUNTED_SHARE = 0.005
+FP32 = ITEM_BYTES["fp32"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     else:
         early = (state.whole if stage_one else state.row + state.alone) if later else 0.0
     waiting = _waiting(run, stage)
+    reduced = whole if pooled else state.row + state.alone
     moments = {
         "forward": (kept.forward, early, kept.forward_transient + there.forward),
         "backward": (
@@ -127,7 +132,8 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         "reduction": (kept.reduction, early + there.closed_shards, state.tied + there.closed + waiting[0]),
         "oldest layer": (kept.oldest, whole, state.tied + there.oldest),
         "end": (kept.end, whole, max(kept.end_transient, *waiting) + 2 * state.tied + there.end),
-        "gather": (0.0, whole if pooled else state.row + state.alone, 0.0 if pooled else state.gathered),
+        "gather": (0.0, reduced, 0.0 if pooled else state.gathered),
+        "update": (0.0, reduced, _of_matrices(run, stage)),  # only if it needs more than any other
     }
     moment = max(moments, key=lambda name: sum(moments[name]))
     live, gradients, _ = moments[moment]
@@ -147,6 +153,15 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
         host=round(state.host + kept.host),
         moment=moment,
     )
+
+
+def _of_matrices(run: PlannedRun, stage: int) -> float:
+    """Return the bytes of temporary tensors of Muon's update: its messages and whole matrices, and scaled gradients."""
+    rounds, options = stage_rounds(run, stage), run.config.optimizer
+    held = float(rounds.held * ITEM_BYTES[run.matrix_dtype])
+    if rounds.first and options.clip_grad > 0 and run.kind.kernels == "cuda" and run.view.wide_bytes == FP32:
+        held += FP32 * sum(run.row_numel(row) for row in run.rows(stage) if row.matrix)
+    return held
 
 
 def _waiting(run: PlannedRun, stage: int) -> tuple[float, float]:
@@ -170,7 +185,10 @@ def group_bytes(run: PlannedRun, stage: int) -> int:
         return 0
     queues = num_queues(run, stage)
     hops = [(axis,) for axis in (BETWEEN, WITHIN) if run.dispatch.node_ranks and link(grid, axis, run.node).ranks > 1]
-    return kept.of([("world",), *axis_rounds(grid), *hops], queues, link(grid, "ep", run.node).local - 1)
+    rounds = axis_rounds(grid)
+    sizes = [grid.world_size, *(len(axis_ranks(grid, names[0], 0)) for names in rounds if names[0] != "pp")]
+    stages = [(STAGE,)] if run.with_matrices and grid.stage_ranks > 1 and grid.stage_ranks not in sizes else []
+    return kept.of([("world",), *rounds, *hops, *stages], queues, link(grid, "ep", run.node).local - 1)
 
 
 def num_queues(run: PlannedRun, stage: int) -> int:
@@ -196,7 +214,7 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
         aliased = shards == 1 and item == w and not full
         parameters += row * w if full else local * item
         masters += 0.0 if aliased or full else row * w
-        states += run.optimizer_states * row * w
+        states += run.optimizer_states(spec) * row * w
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
         alone += row * w if shards == 1 and not full else 0.0

@@ -232,6 +232,8 @@ class Plan:
             "tokens_per_second_per_device": self.speed.tokens_per_second / world,
             "bubble_share": self.speed.bubble_share,
             "exposed_communication_seconds": self.speed.exposed_seconds,
+            "newton_schulz_seconds": self.speed.newton_schulz_seconds,
+            "matrix_message_seconds": self.speed.matrix_seconds,
             "traffic_bytes": {
                 name: {
                     "sent": max(stage.get(name, 0.0) for stage in self.traffic),

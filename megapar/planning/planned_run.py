@@ -28,6 +28,7 @@ from megapar.model.spec import ParameterCounts, parameter_counts, spec_of, table
 from megapar.planning.assume import Assumed
 from megapar.training.building.attention_backend import repeats_keys
 from megapar.training.building.device_choices import DispatchChoice, assumed_node, dispatch_choice, tensor_overlap
+from megapar.training.building.matrices import marked
 from megapar.training.building.partition import ITEM_BYTES, effective_schedule, make_stages
 
 T = TypeVar("T")
@@ -60,6 +61,11 @@ MOST_COUNTED = 1024  # micro-batches; the sequence of tasks repeats long before
 
 # A search plans hundreds of layouts of one model.
 _table = lru_cache(maxsize=4)(table_of)
+
+
+@lru_cache(maxsize=4)
+def _marked(sizes: ModelSizes) -> tuple[ParameterSpec, ...]:
+    return marked(_table(sizes))
 
 
 @dataclass(frozen=True)
@@ -164,8 +170,13 @@ class PlannedRun:
 
     @cached_property
     def table(self) -> tuple[ParameterSpec, ...]:
-        """Parameter table of the model."""
-        return _table(self.sizes)
+        """Parameter table of the model; with Muon its matrices are marked."""
+        return _marked(self.sizes) if self.with_matrices else _table(self.sizes)
+
+    @property
+    def with_matrices(self) -> bool:
+        """True if the optimizer updates matrices as a whole."""
+        return self.config.optimizer.optimizer == "muon"
 
     @property
     def parameter_counts(self) -> ParameterCounts:
@@ -201,11 +212,22 @@ class PlannedRun:
         wide = self.view.wide_bytes
         return wide if wide > 4 else ITEM_BYTES[self.config.sharding.grad_reduce_dtype]
 
+    def optimizer_states(self, row: ParameterSpec) -> int:
+        """Return the number of tensors of optimizer state for the master weights of a parameter."""
+        return 1 if row.matrix else self._other_states  # of a matrix its momentum
+
     @cached_property
-    def optimizer_states(self) -> int:
-        """Tensors of optimizer state for each of master weights."""
+    def _other_states(self) -> int:
         options = self.config.optimizer
-        return len(states_of(options.optimizer, options.sgd_momentum))
+        return len(states_of("adamw" if self.with_matrices else options.optimizer, options.sgd_momentum))
+
+    @property
+    def matrix_dtype(self) -> str:
+        """Dtype in which Muon sends and orthogonalizes matrices."""
+        given, masters = self.config.optimizer.muon_ns_dtype, "fp64" if self.dtype == "fp64" else "fp32"
+        if given != "auto":
+            return given
+        return masters if self.kind.kernels == "cpu" or masters == "fp64" else "bf16"
 
     @cached_property
     def recompute(self) -> RecomputeChoice | None:
@@ -242,21 +264,25 @@ class PlannedRun:
 
     @cached_property
     def _distinct(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
-        return self.shared.get(("distinct rows", self.sizes, self.stages, self.costs.tied), self._make_distinct)
+        return self.shared.get(("distinct rows", *self._table_key), self._make_distinct)
 
     def _make_distinct(self) -> dict[int, list[tuple[ParameterSpec, int]]]:
         distinct = {}
         for stage, rows in self._by_stage.items():
             counts: dict[Any, list[Any]] = {}
             for row in rows:
-                key = row.shape, row.axes, row.expert, row.fp32, row.trainable, row.mp_partial
+                key = row.shape, row.axes, row.expert, row.fp32, row.trainable, row.mp_partial, row.matrix
                 counts.setdefault(key, [row, 0])[1] += 1
             distinct[stage] = [(row, count) for row, count in counts.values()]
         return distinct
 
     @cached_property
     def _by_stage(self) -> dict[int, list[ParameterSpec]]:
-        return self.shared.get(("rows", self.sizes, self.stages, self.costs.tied), self._make_by_stage)
+        return self.shared.get(("rows", *self._table_key), self._make_by_stage)
+
+    @property
+    def _table_key(self) -> tuple[Hashable, ...]:
+        return self.sizes, self.stages, self.costs.tied, self.with_matrices
 
     def _make_by_stage(self) -> dict[int, list[ParameterSpec]]:
         stage_of = {row.unit: 0 for row in self.table}

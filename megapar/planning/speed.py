@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megapar.core.pipeline.schedule import GPIPE, ZERO_BUBBLE
 from megapar.model.cost.model_cost import CommCost
 from megapar.model.flops import step_flops
 from megapar.planning.calibration import Calibration, calibrations
 from megapar.planning.gathered_groups import gathered_groups
+from megapar.planning.matrix_rounds import MatrixRound, stage_rounds
 from megapar.planning.operator_time import OperatorTime
 from megapar.planning.planned_run import PlannedRun
 from megapar.planning.stage_time import StagePrograms, StageTime
 from megapar.planning.timeline import LINKS, TO_HOST, Flight, Span
-from megapar.planning.traffic import HOST, pipeline_traffic, step_traffic
+from megapar.planning.traffic import HOST, STAGE, pipeline_traffic, step_traffic
+from megapar.training.building.partition import ITEM_BYTES
+
+# Muon's passes over the elements of masters (momentum, look-ahead, message, update) and of whole matrices (put
+# together, stacked, normalized, packed), and the kernels that update a piece (``core/optimizer/muon.py``).
+_MATRIX_UPDATE, _MATRIX_COPIES, _UPDATE_KERNELS = 16, 11, 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class Speed:
         fill_seconds: Time in which the slowest stage waits for the pipeline to fill and to drain.
         hop_seconds: Time of exposed messages between stages, a part of ``exposed_seconds``.
         jitter_seconds: Time of waits for ranks that are slower in this step.
+        newton_schulz_seconds: Time of Muon's iterations, a part of ``optimizer_seconds``.
+        matrix_seconds: Time of the messages of matrices, exposed or not.
         flops: Model FLOPs of all ranks.
         extra_flops: FLOPs of all ranks that are run beyond those, without recomputed units.
         mfu: Model FLOPs utilization, a share of the peak.
@@ -44,6 +53,8 @@ class Speed:
     fill_seconds: float
     hop_seconds: float
     jitter_seconds: float
+    newton_schulz_seconds: float
+    matrix_seconds: float
     flops: float
     extra_flops: float
     mfu: float
@@ -62,18 +73,21 @@ def predict(run: PlannedRun, calibration: Calibration | None = None) -> Speed:
     messages = hops(run) * clock.hop()
     pipeline = m * slowest.both + fill + messages
     reduction, optimizer = max(clock.step_end(stage, times[stage]) for stage in _ends(grid.pp))
+    matrices = max((clock.matrices(stage) for stage in _ends(grid.pp)), key=lambda time: time.computed + time.exposed)
     jitter = 1 + calibration.jitter * (grid.world_size.bit_length() - 1)
-    seconds = (pipeline + reduction + optimizer) * jitter
+    seconds = (pipeline + reduction + optimizer + matrices.computed + matrices.exposed) * jitter
     flops = model_flops(run)
     tokens = run.config.training.global_batch_size * run.sizes.seq_length
     return Speed(
         step_seconds=seconds,
         bubble_share=1 - m * both / grid.pp / pipeline,
-        exposed_seconds=m * slowest.exposed + reduction + messages,
-        optimizer_seconds=optimizer,
+        exposed_seconds=m * slowest.exposed + reduction + messages + matrices.exposed,
+        optimizer_seconds=optimizer + matrices.computed,
         fill_seconds=fill,
         hop_seconds=messages,
         jitter_seconds=seconds * (1 - 1 / jitter),
+        newton_schulz_seconds=matrices.computed,
+        matrix_seconds=matrices.sent,
         flops=flops,
         extra_flops=extra_flops(run),
         mfu=flops / seconds / grid.world_size / run.kind.peak(run.dtype),
@@ -126,6 +140,14 @@ def hops(run: PlannedRun) -> int:
             return 4 * p - 4 if m == p else 5 * p - 7
         return (v + 3) * p - (6 if m == p else 4)
     return 2 * (m + p - 3 - (m - 2) // p) if v == 1 else 2 * (v * p - 1)
+
+
+class MatrixTime(NamedTuple):
+    """Seconds of Muon's rounds in a step: of iterations, of messages, and of those that no iterations hide."""
+
+    computed: float
+    sent: float
+    exposed: float
 
 
 class Clock:
@@ -181,14 +203,48 @@ class Clock:
             shown += _left(reduce, time.backward, often * reduces, end)
         return shown + bare, self._optimizer(stage)
 
+    def matrices(self, stage: int) -> MatrixTime:
+        """Return the time of Muon's rounds: a round iterates under the gather of the next and the scatter of the last.
+
+        Ranks wait for each other in each round, so that a message is the larger of the two that are known.
+        """
+        run, rounds = self._run, stage_rounds(self._run, stage)
+        item, pairs = ITEM_BYTES[run.matrix_dtype], list(zip(rounds.first, rounds.busiest, strict=True))
+
+        def seconds(elements: int) -> float:
+            return self._flight(STAGE, "all_to_all", elements * item).seconds
+
+        gathers = [seconds(max(one.sent - one.kept for one in pair)) for pair in pairs]
+        scatters = [seconds(max(one.given - one.kept for one in pair)) for pair in pairs]
+        iterations = [self._iterations(one) for one in rounds.busiest]
+        under = zip([*gathers[1:], 0.0], [0.0, *scatters[:-1]], iterations, strict=False)  # of no rounds, nothing
+        exposed = sum(max(0.0, after + before - hidden) for after, before, hidden in under)
+        return MatrixTime(sum(iterations), sum(gathers) + sum(scatters), exposed + sum(gathers[:1] + scatters[-1:]))
+
+    def _iterations(self, of: MatrixRound) -> float:
+        """Return the time in which a rank puts its matrices of a round together, and orthogonalizes them.
+
+        Each piece is copied into its matrix and updates its masters by kernels that the host launches one by one.
+        """
+        run = self._run
+        rate = run.kind.flops.get(run.matrix_dtype, run.kind.peak(run.dtype)) / run.kind.peak(run.dtype)
+        products = self._time.products(of.products(run.config.optimizer.muon_num_ns_steps)) / rate
+        copied = self._time.moved(_MATRIX_COPIES * of.whole * ITEM_BYTES[run.matrix_dtype])
+        launched = (of.received + _UPDATE_KERNELS * of.updated) * run.kind.device_class.launch_seconds
+        return max(products + copied, launched)
+
     def _optimizer(self, stage: int) -> float:
         """Return the time of the update, under which offloaded state is copied from the host and back."""
-        run = self._run
-        rows = sum(run.row_numel(row) * count for row, count in run.distinct_rows(stage) if row.trainable)
-        update = self._time.moved(rows * (3 + 2 * run.optimizer_states) * run.view.wide_bytes)
+        run, moved, kept = self._run, 0.0, 0.0
+        for row, count in run.distinct_rows(stage):
+            if row.trainable:
+                states, elements = run.optimizer_states(row), run.row_numel(row) * count
+                moved += elements * (_MATRIX_UPDATE if row.matrix else 3 + 2 * states)
+                kept += elements * (1 + states)
+        update = self._time.moved(moved * run.view.wide_bytes)
         if not run.config.sharding.optimizer_offload:
             return update
-        state = CommCost(HOST, TO_HOST, (1 + run.optimizer_states) * run.view.wide_bytes * rows, "backward")
+        state = CommCost(HOST, TO_HOST, kept * run.view.wide_bytes, "backward")
         return max(update, self._programs.operators.flight(state).seconds)
 
     def _flight(self, axis: str, kind: str, size: float) -> Flight:

@@ -96,6 +96,12 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  step           {speed.step_seconds:.3f} s for {plan.tokens_per_step:,} tokens"
     yield f"  bubble         {speed.bubble_share:.1%} of the pipeline"
     yield f"  exposed        {speed.exposed_seconds:.3f} s of communication, optimizer {speed.optimizer_seconds:.3f} s"
+    if plan.run.with_matrices:
+        iterations, sent = (part / speed.step_seconds for part in (speed.newton_schulz_seconds, speed.matrix_seconds))
+        yield (
+            f"  Newton-Schulz  {speed.newton_schulz_seconds:.3f} s, {iterations:.2%} of a step; "
+            f"its messages take {sent:.2%} of the link's time"
+        )
     yield f"  model FLOPs    {speed.flops:.4g} per step"
     if speed.extra_flops:
         share = speed.extra_flops / speed.flops

@@ -19,10 +19,13 @@ from megapar.model.cost.model_cost import CommCost
 from megapar.model.parameter import names_from_first_rank
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.gathered_groups import gathered_groups
+from megapar.planning.matrix_rounds import stage_rounds
 from megapar.planning.planned_run import PlannedRun, input_of, units_of
 from megapar.planning.timeline import TO_DEVICE, TO_HOST
+from megapar.training.building.partition import ITEM_BYTES
 
 _INNER_FIRST = ("mp", "cp", "sharding", "dp")
+STAGE = "stage"  # axis of all ranks of a stage
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def link(grid: Grid, axis: str, node: int) -> Link:
     """
     if axis == "world":
         return _link_over(axis, [(grid.world_size, 1)], node)
-    dense = {"shard": ("sharding", "cp"), "replica": ("dp",)}.get(axis, (axis,))
+    dense = {"shard": ("sharding", "cp"), "replica": ("dp",), STAGE: _INNER_FIRST}.get(axis, (axis,))
     if set(dense) <= set(grid.order):
         return _link_over(axis, [(grid.size(name), _stride(grid, name)) for name in dense], node)
     if axis in (BETWEEN, WITHIN):
@@ -153,6 +156,7 @@ def stage_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
     for name, size in step_traffic(run, stage).items():
         sent[name] += size
     sent["pp/send"] += pipeline_traffic(run, stage)
+    sent[f"{STAGE}/all_to_all"] += stage_rounds(run, stage).sent * ITEM_BYTES[run.matrix_dtype]
     return {name: sent[name] for name in sorted(sent) if sent[name]}
 
 
@@ -263,9 +267,9 @@ def host_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
             if message.axis == HOST:
                 copied[f"{HOST}/{message.kind}"] += message.bytes * run.micro_batches
     if run.config.sharding.optimizer_offload:
-        rows = sum(run.row_numel(row) for row in run.rows(stage) if row.trainable)
+        rows = sum(run.row_numel(row) * (1 + run.optimizer_states(row)) for row in run.rows(stage) if row.trainable)
         for kind in (TO_HOST, TO_DEVICE):
-            copied[f"{HOST}/{kind}"] += (1 + run.optimizer_states) * run.view.wide_bytes * rows
+            copied[f"{HOST}/{kind}"] += run.view.wide_bytes * rows
     return dict(copied)
 
 

@@ -78,6 +78,24 @@ RULES: tuple[Rule, ...] = (
         fix="Leave one of them out.",
         failing="--world-size 2 --ep-degree 2 --num-experts 4 --optimizer-offload --moe-rebalance-interval 100",
     ),
+    _row(
+        id="not-built-muon-offload",
+        reads=("optimizer", "optimizer_offload"),
+        when=lambda f: f.optimizer == "muon",
+        requires=lambda f: not f.optimizer_offload,
+        message="--optimizer muon puts matrices together on the device, and --optimizer-offload has them on the host",
+        fix="Leave --optimizer-offload out, or choose --optimizer adamw.",
+        failing="--optimizer muon --optimizer-offload",
+    ),
+    _expert_row(
+        id="not-built-muon-rebalance",
+        reads=("optimizer", "moe_rebalance_interval"),
+        when=lambda f: f.optimizer == "muon",
+        requires=lambda f: f.moe_rebalance_interval == 0,
+        message="--optimizer muon finds experts by their numbers, and --moe-rebalance-interval changes their places",
+        fix="Leave --moe-rebalance-interval out, or choose --optimizer adamw.",
+        failing="--optimizer muon --world-size 2 --ep-degree 2 --num-experts 4 --moe-rebalance-interval 100",
+    ),
     _ahead(
         "recompute_in_advance",
         "before the gradient arrives: at most 3.9% of a step for 4 stages of 2 chunks and 8 micro-batches, 0.7% for 8 "

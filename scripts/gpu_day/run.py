@@ -33,6 +33,7 @@ PARTS = {
     "theft": 30,
     "copies": 16,
     "fp8": 42,
+    "apex": 10,
     "host": 60,
     "clock": 40,
     "throughput": 300,

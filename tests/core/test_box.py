@@ -45,3 +45,8 @@ def test_slabs_are_the_whole_in_order(shape: tuple[int, ...], numel: int, data: 
     assert np.concatenate([whole[slab.slices].ravel() for slab in slabs]).tolist() == whole.ravel().tolist()
     least = 1 if kept is None else int(np.prod(shape[kept:]))
     assert all(slab.numel <= max(numel, least) for slab in slabs)
+
+
+def test_an_index_is_a_box_with_all_dims() -> None:
+    assert Box.at((4, 6, 8), (1, slice(2, 5))) == Box((1, 2, 0), (1, 3, 8))
+    assert Box.at((4, 6), (slice(None),)) == Box.whole((4, 6))

@@ -879,6 +879,35 @@ SPELLED_ROWS: tuple[Row, ...] = (
     *(Row("moe", 2, layout, (*SCHEDULE, *MOMENTS, *RAMPED)) for layout in (_stages(2)[2], (*MP2, "--dp-degree", "1"))),
 )
 
+# Matrices that are orthogonalized whole, over what cuts, copies and distributes them.
+MUON = ("--optimizer", "muon", "--muon-extra-scale-factor", "0.2", "--muon-momentum", "0.7")
+HEADS, GROUPS, FUSED = (("--muon-qkv-split", split) for split in ("head", "group", "fused"))
+POLAR = ("--muon-coefficient-type", "polar_express", "--muon-num-ns-steps", "8", "--muon-scale-mode", "unit_rms_norm")
+
+MUON_SUITE: tuple[Row, ...] = (
+    Row("moe", 4, (*MP2, *SP, *EP2, *_stages(2)[1]), (*MUON, *CLIPPED), 2),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[0]), (*FOUR_LAYERS, *MUON, *GROUPS), 1, 4),
+)
+MUON_ROWS: tuple[Row, ...] = (
+    *MUON_SUITE,
+    *(Row("moe", 2, (*EP2, *layout), MUON) for layout in _stages(2)),
+    *(Row("moe", 4, (*EP2, *layout), (*MUON, *POLAR)) for layout in _stages(2, "--hybrid-dp")),
+    Row("moe", 4, (*MP2, *SP, *EMP1, *_stages(2)[2]), (*MUON, *HEADS), 2),
+    Row("moe", 4, (*MP4, *BLOCKING), (*MUON, *FOUR_GROUPS, *FUSED), 2),
+    Row("moe", 4, (*MP2, *_stages(2)[1]), (*MUON, "--no-muon-use-nesterov"), 2),
+    Row("moe", 2, (*_cp(2, "ring"), *EP2), (*MUON, *BOUNDARIES)),
+    Row("moe", 2, _cp(2, "ulysses"), MUON, 2),
+    Row("moe", 2, ("--pp-degree", "2", *ZERO_BUBBLE), (*FOUR_LAYERS, *MUON, *UNTIED), 1, 4),
+    Row("moe", 2, ("--pp-degree", "2", *ZBV), (*FOUR_LAYERS, *MUON), 1, 4),
+    Row("moe", 4, (*EP4, "--ampipe-degree", "2"), (*MUON, *EIGHT_EXPERTS), 2),
+    Row("mla", 4, (*MP2, *_stages(2)[1]), (*MUON, *AHEAD), 2),
+    Row("mla", 2, _stages(2)[2], (*MUON, *HEADS)),
+    Row("widths", 2, EP2, MUON),
+    Row("gpt", 4, (*MP2, *_stages(2)[0]), (*MUON, "--muon-scale-mode", "shape_scaling"), 2),
+    Row("ernie", 4, (*MP2, *SP, *_stages(2)[1]), MUON, 2),
+    Row("ernie3", 2, _stages(2)[2], MUON),
+)
+
 # Labels with weights (tests.support.weighted), over what moves positions, labels and sums.
 WEIGHTED_SUITE: tuple[Row, ...] = (Row("moe", 2, (*_cp(2, "ring"), *EP2), (*AHEAD, *EVALUATED)),)
 WEIGHTED_ROWS: tuple[Row, ...] = (

@@ -26,6 +26,8 @@ from tests.equivalence.table import (
     MOVED_ROWS,
     MOVED_SUITE,
     MOVES,
+    MUON_ROWS,
+    MUON_SUITE,
     NODE_ROWS,
     NODE_SUITE,
     ROWS,
@@ -124,11 +126,13 @@ NAMED_ROWS = [
     *_marked(NODE_ROWS, NODE_SUITE),
     *_marked(MOVED_ROWS, MOVED_SUITE),
     *_marked(SPELLED_ROWS, SPELLED_SUITE),
+    *_marked(MUON_ROWS, MUON_SUITE),
 ]
 NAMED_STREAMED_ROWS = [
     *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
     *_marked(NODE_ROWS, NODE_SUITE[:1]),
     *_marked(MOVED_ROWS, MOVED_SUITE),
+    *_marked(MUON_ROWS, MUON_SUITE[:1]),
 ]
 
 

@@ -213,6 +213,10 @@ TOGETHER: Mapping[str, Shown] = {
     "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
     "optimizer": Shown("weights", {"adam_eps": None}),
     "sgd_momentum": Shown(base={**STEPS, "optimizer": "sgd", "adam_eps": None}),
+    "muon_momentum muon_use_nesterov": Shown(base={**STEPS, "optimizer": "muon"}),
+    "muon_num_ns_steps muon_coefficient_type muon_scale_mode muon_extra_scale_factor muon_qkv_split muon_ns_dtype": (
+        Shown("weights", {"optimizer": "muon"})
+    ),
     "lr_warmup_iters lr_decay_iters": Shown(base=STEPS),
     "lr_wsd_decay_iters": Shown(base={**STEPS, "lr_decay_style": "wsd"}),
     "lr_wsd_decay_style": Shown(base={**STEPS, "lr_decay_style": "wsd", "lr_wsd_decay_iters": 3}),

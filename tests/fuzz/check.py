@@ -72,7 +72,7 @@ def _compared(case: Case, config: Config, flags: tuple[str, ...], rows: Sequence
         runs, want = side_by_side(
             case.world_size, lambda: _runs(case, config), lambda: reference(case.kind, flags, parts, steps)
         )
-        per_gradient = config.optimizer.adam_eps if config.optimizer.optimizer == "adamw" else 1.0
+        per_gradient = config.optimizer.adam_eps if config.optimizer.optimizer != "sgd" else 1.0
         noise = NOISE * max(1.0, *want.norms) * steps / STEPS * config.optimizer.lr / per_gradient
         if not any(differences(got, want, noise) for got in runs.values()):
             return []

@@ -54,7 +54,8 @@ def can_move_experts(d: Drawn) -> bool:
     Where a save has put experts in order they are updated at another place, which may decide the last bit.
     """
     ours = d.sharding_stage < 3 and not d.optimizer_offload
-    return 1 < d.ep_degree < d.num_experts and ours and not split_dropout(d)
+    by_row = d.get("optimizer") != "muon"
+    return 1 < d.ep_degree < d.num_experts and ours and by_row and not split_dropout(d)
 
 
 def drops(d: Drawn) -> bool:
@@ -74,6 +75,11 @@ def micro_batches(d: Drawn) -> list[int]:
 def exact(d: Drawn) -> bool:
     """Runs in fp64, and is compared with one process to the last digits."""
     return d.get("dtype") is None
+
+
+def optimizers(d: Drawn) -> list[str | None]:
+    """Muon multiplies what is rounded of a gradient of few rows, so only fp64 tells layouts apart."""
+    return [None, None, None, "sgd", *(["muon"] if exact(d) and not d.get("optimizer_offload") else [])]
 
 
 def of_text(d: Drawn) -> bool:

@@ -140,4 +140,4 @@ def _options(random: Random) -> list[str]:
         flags += random.choice(([], ["--recompute-offload"], ["--recompute-partition"]))
     flags += ["--tp-comm-overlap", random.choice(("on", "off"))] if random.random() < 0.5 else []
     flags += ["--overlap-grad-reduce", random.choice(("on", "off"))] if random.random() < 0.5 else []
-    return [*flags, *random.choice(([], [], [], ["--optimizer-offload"]))]
+    return [*flags, *random.choice(([], [], ["--optimizer", "muon"], ["--optimizer-offload"]))]

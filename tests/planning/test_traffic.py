@@ -42,7 +42,7 @@ def groups(grid: Grid) -> dict[str, tuple[int, ...]]:
     for prefix, expert in (("", False), ("expert_", True)):
         found[f"{prefix}shard"] = grid.shard_group(0, expert=expert)
         found[f"{prefix}replica"] = grid.replica_group(0, expert=expert)
-    return {**found, "world": tuple(range(grid.world_size))}
+    return {**found, "stage": grid.group(("dp", "sharding", "cp", "mp"), 0), "world": tuple(range(grid.world_size))}
 
 
 def grids(draw: random.Random, count: int) -> list[Grid]:
@@ -182,6 +182,9 @@ class Gpu(Device):
         (1, ()),
         (4, ("--sharding-degree", "4")),
         (3, ("--pp-degree", "3", "--num-layers", "3", "--gradient-merge-acc-step", "3")),
+        (4, ("--sharding-degree", "2", "--mp-degree", "2", "--optimizer", "muon")),  # of the ranks of the world
+        (4, ("--pp-degree", "2", "--optimizer", "muon", "--num-layers", "2", "--gradient-merge-acc-step", "2")),
+        (8, ("--pp-degree", "2", "--mp-degree", "2", "--optimizer", "muon", "--num-layers", "2")),
         (8, ("--pp-degree", "4", "--mp-degree", "2", "--num-layers", "4", "--gradient-merge-acc-step", "4")),
         (
             12,
@@ -203,6 +206,8 @@ def test_the_plan_counts_the_communicators_that_a_run_makes(world_size: int, fla
             world = World(config.grid, rank, Gpu(), None, timedelta(1), range(world_size))
             if config.grid.pp > 1:
                 world.make_queues(closed=plan.run.stages.last_sends_to_first)
+            if plan.run.with_matrices:
+                world.make_stage()
             stage = plan.memory[config.grid.dense(rank)["pp"]]
             if rank < plan.kind.node:  # further ranks of a group may lie otherwise on the nodes
                 assert stage.groups == world.group_bytes

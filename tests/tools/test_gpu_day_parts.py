@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megapar.core.device.ops import OPS
-from scripts.gpu_day import clock, fp8, hazards, host, kernels, theft, timed
+from scripts.gpu_day import apex, clock, fp8, hazards, host, kernels, theft, timed
 from scripts.gpu_day.day import Day, Findings
+from tests.support import apex as stand_in
 from tests.support.interpreted import run_interpreted
 
 LACKS = "not_to_be_had"
@@ -28,6 +29,7 @@ def lines_of(day):
 
 # Part -> its attempts on a small CPU, and those of them that have a criterion there.
 PARTS = {
+    "apex": (1, ()),
     "clock": (1, ()),
     "copies": (5, ()),
     "fp8": (4, ()),
@@ -35,6 +37,19 @@ PARTS = {
     "host": (4, ()),
     "theft": (5, ()),
 }
+
+
+def test_kernels_of_apex_are_compared_with_torchs(tmp_path, monkeypatch):
+    stand_in.installed(tmp_path / "site", monkeypatch)
+    wide = lambda total, a, b, begins: total.add_(a.float() @ b.float())  # noqa: E731
+    monkeypatch.setattr("scripts.gpu_day.apex.add_product_wide", wide)  # torch's takes CUDA only
+    day = day_of(tmp_path)
+    apex.run(day)
+    lines = lines_of(day)
+    assert {name: line["ok"] for name, line in lines.items()} == dict.fromkeys(
+        ("rms norm", "layer norm", "weight gradient", "AdamW"), True
+    )
+    assert all(line["ratio"] > 0 for line in lines.values())
 
 
 LONG = ("host", "clock")
@@ -53,7 +68,10 @@ def test_a_part_runs_small_on_a_cpu(part, tmp_path):
         assert "error" not in line, line
         assert line["ok"] is (True if what in judged else None), line
         assert "clocks" not in line
-    assert len(judged) + sum(LACKS in line or "operators_of_a_layer" in line for line in lines.values()) == number
+    assert (
+        len(judged) + sum(LACKS in line or "lacks" in line or "operators_of_a_layer" in line for line in lines.values())
+        == number
+    )
 
 
 @pytest.mark.parametrize("part", ["clock", "theft", "host"])

@@ -239,7 +239,7 @@ torchrun --nproc_per_node 8 | --log-throughput more | UNKNOWN: more
 torchrun --nproc_per_node 8 | --dataset MMAP $MORE | LEFT TO YOU: $MORE
 torchrun --nproc_per_node 8 | --wandb-project $NAME $MORE | LEFT TO YOU: $MORE
 torchrun --nproc_per_node 8 | --warp-speed $MORE | LEFT TO YOU: $MORE
- | --optimizer muon | OTHER NUMBERS: --optimizer
+ | --optimizer soap | OTHER NUMBERS: --optimizer
  | --num-experts 4 8 | ANOTHER MODEL: --num-experts
  | --warp-speed 9 | UNKNOWN: --warp-speed
  | --num-attention-heads 3 | REFUSED here for 1 rank (the minimum for its layout): see the last section

@@ -14,6 +14,8 @@ from megapar.core.sharding.cut import shard_dim
 from megapar.model.parameter import ParameterSpec
 from megapar.model.spec import table_of
 from megapar.moe.dispatch_bytes import Sent, node_row_bytes, row_columns
+from megapar.planning.devices import device_kind
+from megapar.planning.plan import Plan
 from megapar.training.step.observer import StepObserver
 from tests.support.ranks import run_ranks
 from tests.support.sent_rows import plain_rows, rows_by_node
@@ -78,6 +80,31 @@ def test_a_wait_has_the_kind_of_the_bytes_that_were_sent(stage: int, gathers: se
     assert min(waits.values()) > 0
     assert sum(record.exposed_seconds.values()) == pytest.approx(record.exposed_communication_seconds)
     assert record.exposed_communication_seconds < record.iteration_seconds
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--sharding-degree", "4", "--muon-qkv-split", "head"),
+        ("--sharding-degree", "2", "--hybrid-dp", "--ep-degree", "2"),
+        (
+            "--mp-degree",
+            "2",
+            "--ep-degree",
+            "2",
+            "--sequence-parallel",
+            "--sharding-stage",
+            "3",
+            "--muon-ns-dtype",
+            "bf16",
+        ),
+    ],
+)
+def test_matrices_travel_to_be_orthogonalized_as_planned(flags: tuple[str, ...]) -> None:
+    more = ("--optimizer", "muon", "--dtype", "fp64", *flags)
+    line = last_wins((*SMALL["moe"], *COMMON), (*more, "--validate-only", "--world-size", "4"))
+    planned = Plan(parse("moe", line, {}), device_kind("cpu")).traffic[0]["stage/all_to_all"]
+    assert sent(4, "moe", *more)["stage/all_to_all"] == planned > 0
 
 
 def test_gradients_travel_in_the_dtype_that_was_asked_for() -> None:

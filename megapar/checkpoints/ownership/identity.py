@@ -199,7 +199,7 @@ def optimizer_flags(optimizer: str, momentum: object) -> str:
 
 def flags_of_states(states: Collection[str]) -> str:
     """Return the flags that choose the optimizer of stored states, or their names if no optimizer has them."""
-    for optimizer, momentum in (("adamw", 0.0), ("sgd", 0.9), ("sgd", 0.0)):
+    for optimizer, momentum in (("adamw", 0.0), ("muon", 0.0), ("sgd", 0.9), ("sgd", 0.0)):
         if set(states) == set(states_of(optimizer, momentum)):
             return optimizer_flags(optimizer, momentum)
     return ", ".join(sorted(states))

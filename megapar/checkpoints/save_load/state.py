@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ def shards(job: Job) -> dict[str, Shard]:
     return {**weights(job), **optimizer_states(job)}
 
 
-def _shards(job: Job, prefix: str, tensors: list[Any]) -> dict[str, Shard]:
+def _shards(job: Job, prefix: str, tensors: Sequence[Any]) -> dict[str, Shard]:
     grid, rank = job.world.grid, job.world.rank
     made = {}
     for view in job.sharding.views(tensors):

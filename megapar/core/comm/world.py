@@ -24,7 +24,7 @@ from megapar.core.comm.meter import WaitMeter
 from megapar.core.comm.rounds import AXES, axis_ranks, axis_rounds, queue_rounds
 from megapar.core.comm.run_store import loopback_advice, meet
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import COMMUNICATORS
+from megapar.core.device.kinds import COMMUNICATORS, is_light
 from megapar.core.grid import DENSE_AXES, Grid
 from megapar.core.torch_names import abort_process_groups
 from megapar.errors import DistributedError
@@ -277,6 +277,18 @@ class World:
             axes.append(self._axis(name, group_ranks, group))
             self._rounds_of_axes += ((name,),) if group is not None else ()
         self._axes |= {axis.name: axis for axis in axes} | {"ep": replace(ep, nodes=AxisNodes(*axes))}
+
+    def make_stage(self) -> Axis:
+        """Return the axis ``stage``, of all ranks of this rank's pipeline stage. Every rank must call it.
+
+        It shares the communicator of another axis of the same ranks, unless that has small buffers.
+        """
+        ranks = self.grid.group(("dp", "sharding", "cp", "mp"), self.rank)
+        same = next((axis for axis in self._axes.values() if axis.ranks == ranks and not is_light((axis.name,))), None)
+        group = same.group if same is not None else self._make_group(("stage",), ranks)
+        self._rounds_of_axes += (("stage",),) if same is None else ()
+        self._axes["stage"] = self._axis("stage", ranks, group)
+        return self._axes["stage"]
 
     def _make_group(
         self, names: tuple[str, ...], ranks: tuple[int, ...], backend: str | None = None, *, queue: bool = False

@@ -51,6 +51,7 @@ class DeviceClass:
         least_product_elements: Smallest weight whose gradient is added to its bucket by its product. For smaller ones
             the host takes longer for the product's node than for a copy.
         packs_rows: The gradients of a sharded bucket are copied into it by one kernel, once it has all of them.
+        whole_elements: Most elements of the matrices that a rank puts together at a time, unless one is larger (Muon).
     """
 
     tile: tuple[int, int]
@@ -66,6 +67,7 @@ class DeviceClass:
     one_hot_rows: int
     least_product_elements: int
     packs_rows: bool
+    whole_elements: int
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Optimizer:
             rates = self._rule.rates(shards[0], lr)
             self._rule.apply(Update(masters, grads, states, steps, *rates, found_inf, grad_scale))
 
-    def state(self, name: str) -> list[Tensor]:
+    def state(self, name: str) -> Sequence[Tensor]:
         """Return a state of every shard."""
         return self._states[name]
 

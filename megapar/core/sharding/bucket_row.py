@@ -81,10 +81,10 @@ def _pad(tensor: Tensor, dim: int, length: int) -> Tensor:
     return padded
 
 
-def _alike(entry: Entry) -> tuple[bool, bool, tuple[tuple[str, int], ...]]:
+def _alike(entry: Entry) -> tuple[bool, bool, bool, tuple[tuple[str, int], ...]]:
     """Return a sort key that groups parameters which the optimizer and the norm treat alike."""
     spec = entry[0]
-    return not spec.decay, spec.router, spec.axes
+    return not spec.decay, spec.router, spec.matrix, spec.axes
 
 
 def make_members(parameters: Sequence[Entry], num_pieces: int) -> tuple[BucketParameter, ...]:
@@ -124,11 +124,13 @@ class OptimizerRange:
     decay: bool
     counted: bool
     router: bool
+    matrix: bool
 
 
-def _updated_alike(member: BucketParameter) -> tuple[bool, bool, bool, int, int]:
+def _updated_alike(member: BucketParameter) -> tuple[bool, bool, bool, bool, int, int]:
     """Return what one range has in common. With the stage, what counts on no rank of dp or on one is cut alike."""
-    return member.spec.decay, member.counted, member.spec.router, member.split, member.spec.stage
+    spec = member.spec
+    return spec.decay, member.counted, spec.router, spec.matrix, member.split, spec.stage
 
 
 def make_ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...]:
@@ -140,8 +142,8 @@ def make_ranges(members: Sequence[BucketParameter]) -> tuple[OptimizerRange, ...
     ranges: list[OptimizerRange] = []
     left = accumulate((m.room - m.numel for m in members[:-1]), initial=0)  # in the row before each member
     kinds = groupby(zip(members, left, strict=True), lambda at: (*_updated_alike(at[0]), at[1]))
-    for (decay, counted, router, *_), group in kinds:
+    for (decay, counted, router, matrix, *_), group in kinds:
         first, *others = (member for member, _ in group)
         last = others[-1] if others else first
-        ranges.append(OptimizerRange(first.offset, last.offset + last.numel, decay, counted, router))
+        ranges.append(OptimizerRange(first.offset, last.offset + last.numel, decay, counted, router, matrix))
     return tuple(ranges)

@@ -27,6 +27,7 @@ class ParameterInfo(Protocol):
         decay: True if weight decay applies.
         router: True for the weight of a router.
         fp32: True if computations use it in fp32, whatever the compute dtype.
+        matrix: True if an optimizer updates it as whole matrices.
         expert: True if it is sharded over the expert view's shard axis instead of (sharding, cp).
         stage: The pp coordinate that owns it; a tied embedding is on the last stage too.
     """
@@ -43,6 +44,8 @@ class ParameterInfo(Protocol):
     def decay(self) -> bool: ...
     @property
     def router(self) -> bool: ...
+    @property
+    def matrix(self) -> bool: ...
     @property
     def fp32(self) -> bool: ...
     @property
@@ -75,20 +78,21 @@ def box_at(spec: ParameterInfo, places: Mapping[str, tuple[int, int]]) -> Box:
 
 def local_box(spec: ParameterInfo, grid: Grid, rank: int) -> Box:
     """Return the piece that a rank computes with: the whole tensor, cut by mp, ep and emp."""
-    at = grid.coordinates(rank)
-    box = Box.whole(spec.shape)
-    for axis, dim in spec.axes:
-        box = box.cut(dim, grid.size(axis), at[axis])
-    return box
+    return _local_box(spec, grid, grid.coordinates(rank))
+
+
+def _local_box(spec: ParameterInfo, grid: Grid, at: Mapping[str, int]) -> Box:
+    return box_at(spec, {axis: (grid.size(axis), at[axis]) for axis, _ in spec.axes})
 
 
 def master_box(spec: ParameterInfo, grid: Grid, rank: int, *, full: bool = False) -> Box:
     """Return the piece whose master weights and optimizer state a rank keeps. full: stage 3."""
-    box = local_box(spec, grid, rank)
+    at = grid.coordinates(rank)
+    box = _local_box(spec, grid, at)
     num_pieces = grid.expert_shards if spec.expert else grid.shards
-    return box.cut(
-        shard_dim(box.sizes, num_pieces, full=full), num_pieces, grid.shard_group(rank, expert=spec.expert).index(rank)
-    )
+    # The rank's place in its ``shard_group``, without the group, which has as many ranks.
+    place = at["edp"] % num_pieces if spec.expert else at["sharding"] * grid.cp + at["cp"]
+    return box.cut(shard_dim(box.sizes, num_pieces, full=full), num_pieces, place)
 
 
 def is_speaker(spec: ParameterInfo, grid: Grid, rank: int) -> bool:

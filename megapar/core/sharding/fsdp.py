@@ -91,7 +91,7 @@ class FullSharding:
         sharded = [spec for spec in specs if spec.name not in names]
         self._entries = [(spec, named[spec.name], master_box(spec, grid, rank, full=True)) for spec in sharded]
         self.master_shards = [
-            MasterShard(_local(parameter), None, spec.decay, is_primary(spec, grid, rank), spec.router)
+            MasterShard(_local(parameter), None, spec.decay, is_primary(spec, grid, rank), spec.router, spec.matrix)
             for spec, parameter, _ in self._entries
         ]
 
@@ -181,10 +181,11 @@ class FullSharding:
         for reduction in self._reductions:
             reduction.step_digest = step_digest
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+    def views(self, tensors: Sequence[Tensor | None]) -> Iterator[ParameterView]:
         """Yield each parameter's piece of ``tensors``; each master shard is one parameter here."""
         for (spec, _, box), tensor in zip(self._entries, tensors, strict=True):
-            yield ParameterView(spec, box, tensor)
+            if tensor is not None:
+                yield ParameterView(spec, box, tensor)
 
 
 def _by_units(units: Mapping[str, Sequence[nn.Module]], together: Sequence[str]) -> list[list[nn.Module]]:

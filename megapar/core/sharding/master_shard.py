@@ -19,6 +19,7 @@ class MasterShard:
         grad: Of the same shape and dtype, summed over all data; valid between ``finish`` and the next ``begin_step``.
         counted: True if this rank counts it in the global norm; exactly one rank does.
         router: True if it belongs to a router, which may have a different learning rate.
+        matrix: True if the optimizer updates its parameters as whole matrices.
         parts: Lengths of parts that may change their places, which the norm then adds in a way that does not depend on
             them; () if nothing moves.
     """
@@ -28,6 +29,7 @@ class MasterShard:
     decay: bool
     counted: bool
     router: bool = False
+    matrix: bool = False
     parts: tuple[int, ...] = ()
 
 

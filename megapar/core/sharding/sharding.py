@@ -37,8 +37,8 @@ class Sharding(Protocol):
     def wait(self) -> None:
         """Wait until nothing is in flight; needed before parameters are read outside a forward, and at the end."""
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
-        """Yield each parameter's piece of ``tensors`` (masters, moments or gradients), one tensor per shard."""
+    def views(self, tensors: Sequence[Tensor | None]) -> Iterator[ParameterView]:
+        """Yield each parameter's piece of ``tensors`` (masters, moments or gradients), one per shard or None."""
 
     def cut_rows(self, moves: Callable[[ParameterInfo], bool]) -> None:
         """Cut the master shards into ``parts``: of a parameter that ``moves`` each row of dim 0 is one."""
@@ -78,7 +78,7 @@ class CombinedSharding:
         for member in self._members:
             member.wait()
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+    def views(self, tensors: Sequence[Tensor | None]) -> Iterator[ParameterView]:
         remaining = iter(tensors)
         for member in self._members:
             yield from member.views([next(remaining) for _ in member.master_shards])

@@ -107,7 +107,7 @@ class ZeroSharding:
         for bucket in self.buckets:
             for span in bucket.ranges:
                 master = bucket.master[span.start : span.end]
-                self.master_shards.append(MasterShard(master, None, span.decay, span.counted, span.router))
+                self.master_shards.append(MasterShard(master, None, span.decay, span.counted, span.router, span.matrix))
 
     def begin_step(self) -> None:
         for bucket in self.buckets:
@@ -166,12 +166,14 @@ class ZeroSharding:
         for bucket in self.buckets:
             bucket.finish_param_gather()
 
-    def views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+    def views(self, tensors: Sequence[Tensor | None]) -> Iterator[ParameterView]:
         remaining = iter(tensors)
         for bucket in self.buckets:
             ranges = [(span, next(remaining)) for span in bucket.ranges]
             for member in bucket.members:
                 span, flat = next(entry for entry in ranges if entry[0].start <= member.offset < entry[0].end)
+                if flat is None:
+                    continue
                 start = member.offset - span.start
                 local = flat[start : start + member.numel].view(member.piece)
                 yield ParameterView(member.spec, member.box, local.narrow(member.dim, 0, member.box.sizes[member.dim]))

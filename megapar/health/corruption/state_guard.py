@@ -138,7 +138,8 @@ class StateGuard:
         job, self._steps = self._job, steps
         self._digested_after = deque(maxlen=steps)
         masters = [shard.master for shard in job.sharding.master_shards]
-        homes = list(zip(masters, *map(job.optimizer.state, job.optimizer.states), strict=True))
+        states = map(job.optimizer.state, job.optimizer.states)
+        homes = [[tensor for tensor in home if tensor is not None] for home in zip(masters, *states, strict=True)]
         if isinstance(job.optimizer, OffloadedOptimizer):
             visiting = OffloadedDigest(homes, steps, job.optimizer.visit)
             self._digest = job.optimizer.seen_by = visiting

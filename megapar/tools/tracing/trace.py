@@ -102,7 +102,7 @@ def measure(trainer: Trainer, tracker: MemoryTracker, rank: int, start: float, *
     held_here = (t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *model.buffers()))
     tensors = list(held_here)
     shards = trainer.job.sharding.master_shards
-    states = [state for name in optimizer.states for state in optimizer.state(name)]
+    states = [state for name in optimizer.states for state in optimizer.state(name) if state is not None]
     held = {tensor.untyped_storage()._cdata for tensor in tensors}
     masters = [shard.master for shard in shards if shard.master.untyped_storage()._cdata not in held]
     return TracedStep(

@@ -162,6 +162,8 @@ FACTS: Mapping[str, Callable[[Given], bool]] = {
     "scaled by llama3": lambda given: scaling(given) == "llama3",
     "scaled by yarn": lambda given: scaling(given) == "yarn",
     "experts": _has_experts,
+    "muon": lambda given: given.get("optimizer") in ("muon", "dist_muon", "adaptive_muon"),
+    "gated": lambda given: is_on(given, "swiglu", "fused-swiglu", "geglu", "quick-geglu"),
     "balanced per sample": _per_sample,
     "limited": lambda given: any(name.endswith("capacity-factor") for name in given),
     "loss scaled": lambda given: given.get("fp16", "false").lower() not in ("false", "0"),

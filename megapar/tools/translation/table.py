@@ -50,7 +50,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
 }
 DEFAULTS: Mapping[str, Mapping[str, Foreign]] = {
     "megatron": MEGATRON.defaults,
-    "mindspeed": MEGATRON.defaults,
+    "mindspeed": {**MEGATRON.defaults, **MINDSPEED.defaults},
     "deepspeed": {**MEGATRON.defaults, **DEEPSPEED.defaults},
     "paddle": PADDLE.defaults,
 }

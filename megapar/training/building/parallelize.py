@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -25,6 +25,7 @@ from megapar.core.device.base import Device
 from megapar.core.device.compiled import FunctionRunner
 from megapar.core.device.dtypes import at_least_fp32
 from megapar.core.optimizer.apex_adam import ApexAdamW
+from megapar.core.optimizer.muon import MuonOptimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
@@ -51,6 +52,8 @@ from megapar.model.layers.norm import ApexNorms
 from megapar.model.parameter import ParameterSpec, names_from_first_rank
 from megapar.model.spec import table_of
 from megapar.training.building.attention_backend import attention_operator, backend_lacks, needs_flash3
+from megapar.training.building.matrices import marked
+from megapar.training.building.muon import make_muon
 from megapar.training.building.partition import effective_schedule, make_segments, make_stages, placed
 from megapar.training.building.parts import Parts
 from megapar.training.step.dtypes import compute_dtype, reduce_dtype
@@ -68,6 +71,8 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
     stages = make_stages(config, sizes)
     layers = stages.rank_layers(world.axis("pp").rank)
     table = placed(table_of(sizes), stages)
+    if config.optimizer.optimizer == "muon":
+        table = marked(table)
     trainable = [spec for spec in table if spec.trainable]
     # [2] How layers run
     chained = frozenset({"ep", "emp"}) if config.ampipe.pipe_experts_multi_stream else frozenset[str]()
@@ -92,7 +97,7 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
         sharding = _zero(config, world, model, trainable, dtype)
     # [5] Initial weights in the masters, gathered for the model, and the optimizer of the masters
     _initialize(config, parts, model, table, sharding)
-    optimizer = _make_optimizer(config, world, sharding)
+    optimizer = _make_optimizer(config, world, sharding, trainable)
     summed = ("always", "sp") if config.parallel.sequence_parallel else ("always",)
     job = Job(
         world=world,
@@ -234,8 +239,13 @@ def _pipelined(
     return CombinedSharding(tuple(shardings.values())), pipeline
 
 
-def _make_optimizer(config: Config, world: World, sharding: Sharding) -> Optimizer | OffloadedOptimizer:
+def _make_optimizer(
+    config: Config, world: World, sharding: Sharding, table: Sequence[ParameterSpec]
+) -> Optimizer | OffloadedOptimizer | MuonOptimizer:
     rule = _update_rule(config)
+    if config.optimizer.optimizer == "muon":
+        assert isinstance(rule, AdamW)
+        return make_muon(config, world, sharding, table, rule)
     if config.sharding.optimizer_offload:
         return OffloadedOptimizer(sharding.master_shards, world.device, rule)
     return Optimizer(sharding.master_shards, rule)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.comm.world import World
 from megapar.core.device.compiled import FunctionRunner, plain
+from megapar.core.optimizer.muon import MuonOptimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
 from megapar.core.sharding.replicas import Replica, axes_of
@@ -44,7 +45,7 @@ class Job:
     table: tuple[ParameterSpec, ...]
     model: Model
     sharding: Sharding
-    optimizer: Optimizer | OffloadedOptimizer
+    optimizer: Optimizer | OffloadedOptimizer | MuonOptimizer
     comm: CommContext
     partial: tuple[str, ...]
     from_first_rank: frozenset[str] = frozenset()

@@ -52,6 +52,15 @@ def test_primary_masters_cover_every_element_once(grid: Grid, spec: Spec) -> Non
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: g.describe())
+def test_masters_are_cut_in_the_order_of_the_group_that_shards_them(grid: Grid) -> None:
+    for spec in SPECS:
+        for rank in range(grid.world_size):
+            group, whole = grid.shard_group(rank, expert=spec.expert), local_box(spec, grid, rank)
+            cut = whole.cut(shard_dim(whole.sizes, len(group)), len(group), group.index(rank))
+            assert master_box(spec, grid, rank) == cut
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: g.describe())
 def test_a_master_lies_inside_what_its_rank_computes_with(grid: Grid) -> None:
     for spec in SPECS:
         for rank in range(grid.world_size):

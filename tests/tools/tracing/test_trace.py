@@ -96,6 +96,9 @@ TRACED: dict[str, tuple[int, int, str]] = {
     "ernie3 mp 2": (1, 4, f"{ERNIE3} {SEQUENCE}"),
     "stage 3": (3, 8, f"{DENSE} --sharding-stage 3"),
     "stage 3, whole experts": (3, 8, f"{ROUTED} --ep-degree 8 --sharding-stage 3"),
+    # The ranks of a stage differ in what they send of matrices; a plan has the first one.
+    "muon": (0, 8, f"{DENSE} --optimizer muon"),
+    "muon, ep 2, emp 2": (0, 4, f"{ROUTED} --ep-degree 2 {SEQUENCE} --optimizer muon"),
     "odd vocabulary, the rank with less": (1, 4, ODD),
     "odd vocabulary, stage 3": (0, 4, f"{ODD} --sharding-stage 3"),
     "large shards": (

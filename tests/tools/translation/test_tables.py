@@ -140,6 +140,10 @@ def test_no_feature_is_an_argument_of_deepspeed() -> None:
         ("--num-layers 2 --swiglu --eod-mask-loss false", "megatron", set()),
         ("--num-layers 2 --swiglu --eod-mask-loss", "megatron", {"--calculate-per-token-loss"}),
         ("--num-layers 2 --disable-bias-linear", "megatron", set()),
+        ("--swiglu --optimizer muon --tensor-model-parallel-size 2", "megatron", set()),
+        ("--swiglu --optimizer muon --tensor-model-parallel-size 2", "mindspeed", {"--muon-tp-mode"}),
+        ("--swiglu --optimizer muon --muon-tp-mode duplicated --tensor-model-parallel-size 2", "mindspeed", set()),
+        ("--swiglu --optimizer muon", "mindspeed", set()),
         ("--num-experts 8 --topk 2 --swiglu", "deepspeed", {"--expert-interval", SECOND}),
         ("--num-experts 8 --topk 1 --swiglu --expert-interval 1", "deepspeed", set()),
         ("--num-layers 2 --swiglu", "deepspeed", set()),
@@ -148,6 +152,16 @@ def test_no_feature_is_an_argument_of_deepspeed() -> None:
 def test_what_is_meant_and_not_here_is_said(line: str, framework: str, expected: set[str]) -> None:
     items = implicit_defaults(translate(line.split(), framework), framework)
     assert {item.flag for item in items if item.verdict in (OTHER, ANOTHER)} == expected
+
+
+@pytest.mark.parametrize("framework", ["megatron", "mindspeed"])
+def test_muon_has_their_momentum_without_nesterov(framework: str) -> None:
+    def added(line: str) -> set[str]:
+        items = implicit_defaults(translate(line.split(), framework), framework)
+        return {item.ours for item in items if "muon" in item.ours}
+
+    assert added("--optimizer muon") == {"--muon-momentum 0.9", "--muon-use-nesterov false"}
+    assert added("--optimizer muon --muon-momentum 0.95 --muon-nesterov") == added("--optimizer adam") == set()
 
 
 def test_what_deepspeed_means_is_added() -> None:

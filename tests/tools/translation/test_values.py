@@ -99,7 +99,30 @@ ROWS = """
 --cp-comm-type p2p --context-parallel-size 2 | renamed | --context-parallel-algo megatron_cp_algo
 --decoder-last-pipeline-num-layers 2 --num-layers 8 --pipeline-model-parallel-size 3 | renamed | --pp-seg-method 0,3,6
 --optimizer adam | implied
---optimizer muon | other numbers
+--optimizer muon | same | --optimizer muon
+--optimizer dist_muon | renamed | --optimizer muon
+--optimizer adaptive_muon | other numbers | --optimizer muon
+--optimizer muon --swiglu | other numbers | --optimizer muon
+--optimizer muon --num-experts 8 | other numbers | --optimizer muon
+--optimizer soap | other numbers
+--muon-momentum 0.95 --optimizer muon | same | --muon-momentum 0.95
+--muon-momentum 0.95 --optimizer adam | unnecessary
+--muon-extra-scale-factor 0.2 --optimizer dist_muon | same | --muon-extra-scale-factor 0.2
+--muon-nesterov --optimizer muon | renamed | --muon-use-nesterov
+--muon-use-nesterov --optimizer muon | renamed | --muon-use-nesterov
+--muon-nesterov --optimizer sgd | unnecessary
+--muon-no-split-qkv --optimizer muon | renamed | --muon-qkv-split fused
+--muon-split-qkv --optimizer muon | implied
+--muon-coefficient-type simple --optimizer muon | same | --muon-coefficient-type simple
+--muon-coefficient-type aol --optimizer muon | other numbers
+--muon-tp-mode blockwise --optimizer muon --tensor-model-parallel-size 2 | other numbers
+--muon-tp-mode blockwise --optimizer muon | implied
+--muon-tp-mode distributed --optimizer muon --tensor-model-parallel-size 2 | implied
+--muon-fp32-matmul-prec high --optimizer muon | renamed | --muon-ns-dtype fp32
+--muon-fp32-matmul-prec medium --optimizer muon | implied
+--muon-scalar-optimizer adam --optimizer muon | implied
+--muon-scalar-optimizer lion --optimizer muon | other numbers
+--muon-use-syrk --optimizer muon | unnecessary
 --optimizer sgd | same | --optimizer sgd
 --sgd-momentum 0.5 --optimizer sgd | same | --sgd-momentum 0.5
 --sgd-momentum 0.5 --optimizer adam | unnecessary

@@ -1,0 +1,249 @@
+"""Muon: matrices move by their orthogonalized momentum, all other parameters by AdamW.
+
+A matrix is orthogonalized whole, wherever its pieces lie, so that the update does not depend on the layout
+(``matrix_plan``). Momentum is a running mean of gradients, with Nesterov's look-ahead, as in ``torch.optim.Muon``.
+
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
+Scalable for LLM Training" (arXiv 2502.16982).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megapar.core.comm import collectives
+from megapar.core.comm.axis import Axis
+from megapar.core.optimizer.matrix_plan import Matrix, MatrixPlan, Piece, Round
+from megapar.core.optimizer.newton_schulz import COEFFICIENTS, SCALES, orthogonalize
+from megapar.core.optimizer.optimizer import Optimizer
+from megapar.core.optimizer.states import MOMENTUM
+from megapar.core.optimizer.update_rule import AdamW
+from megapar.core.sharding.master_shard import ParameterView
+from megapar.core.sharding.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class MuonRule:
+    """The options of Muon.
+
+    Attributes:
+        momentum: Decay rate of the running mean of gradients.
+        steps: Newton-Schulz iterations.
+        coefficients: Their polynomials, a name of ``COEFFICIENTS``.
+        scale: Factor of the update by its shape, a name of ``SCALES``.
+        extra_scale: A further factor.
+        dtype: Dtype in which matrices are sent and orthogonalized.
+    """
+
+    momentum: float
+    nesterov: bool
+    steps: int
+    coefficients: str
+    scale: str
+    extra_scale: float
+    weight_decay: float
+    dtype: torch.dtype
+
+    def factor(self, matrix: Matrix) -> float:
+        """Return the factor of a matrix's orthogonalized momentum."""
+        return self.extra_scale * SCALES[self.scale](matrix.rows, matrix.columns)
+
+
+class MuonOptimizer:
+    """Updates the master shards of matrices by Muon, and the others by AdamW.
+
+    Args:
+        matrices: All matrices of this rank's stage, in the same order on each of its ranks.
+        stage: The ranks of this rank's pipeline stage.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        matrices: Sequence[Matrix],
+        plan: MatrixPlan,
+        stage: Axis,
+        rule: MuonRule,
+        others: AdamW,
+    ) -> None:
+        self._shards, self._sharding = sharding.master_shards, sharding
+        self._matrices, self._plan, self._stage, self._rule = matrices, plan, stage, rule
+        self._matrix_shards = [shard for shard in self._shards if shard.matrix]
+        self._momenta = [torch.zeros_like(shard.master) for shard in self._matrix_shards]
+        rest = [shard for shard in self._shards if not shard.matrix]
+        self._others = Optimizer(rest, others)
+        self.states = (MOMENTUM, *others.states)
+        masters = self._views([shard.master for shard in self._matrix_shards])
+        self._masters = {view.spec.name: view for view in masters}
+        self._views_of_momenta = {view.spec.name: view for view in self._views(self._momenta)}
+
+    def _views(self, tensors: Sequence[Tensor]) -> Iterator[ParameterView]:
+        """Yield the pieces of matrices' parameters, given a tensor for each of their shards."""
+        given = iter(tensors)
+        return self._sharding.views([next(given) if shard.matrix else None for shard in self._shards])
+
+    @torch.no_grad()
+    def step(self, lr: float, found_inf: Tensor | None = None, grad_scale: Tensor | None = None) -> None:
+        """Update all masters from their gradients. For ``found_inf`` and ``grad_scale`` see ``Update``."""
+        self._others.step(lr, found_inf, grad_scale)
+        gradients = self._gradients(grad_scale)
+        self._average(gradients, found_inf)
+        pieces = {view.spec.name: view for view in self._views(gradients)}
+        previous: _Flight | None = None
+        device = self._shards[0].master.device
+        flights = [_Flight(each, self._matrices, self._stage, self._rule, device) for each in self._plan.rounds]
+        for number, flight in enumerate(flights):
+            if number == 0:
+                flight.gather(self._looked_ahead(flight.round, pieces))
+            if number + 1 < len(flights):
+                flights[number + 1].gather(self._looked_ahead(flights[number + 1].round, pieces))
+            flight.orthogonalize_and_scatter()
+            if previous is not None:
+                self._apply(previous, lr, found_inf)
+            previous = flight
+        if previous is not None:
+            self._apply(previous, lr, found_inf)
+
+    def _gradients(self, grad_scale: Tensor | None) -> list[Tensor]:
+        grads = [shard.grad for shard in self._matrix_shards if shard.grad is not None]
+        assert len(grads) == len(self._matrix_shards), "Sharding.finish sets every gradient"
+        if grad_scale is not None and grads:
+            torch._foreach_div_(grads, grad_scale)
+        return grads
+
+    def _average(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> None:
+        """Move the momenta towards the gradients, unless the step is skipped."""
+        if not self._momenta:
+            return
+        if found_inf is None:
+            torch._foreach_lerp_(self._momenta, list(gradients), 1 - self._rule.momentum)
+            return
+        for momentum, gradient in zip(self._momenta, gradients, strict=True):
+            momentum.copy_(torch.where(found_inf > 0, momentum, momentum.lerp(gradient, 1 - self._rule.momentum)))
+
+    def _looked_ahead(self, of: Round, gradients: dict[str, ParameterView]) -> list[Tensor]:
+        """Return the pieces that this rank sends in a round: momenta, or gradients moved towards them (Nesterov)."""
+        pieces = list(chain.from_iterable(of.sent))
+        momenta = [self._part(self._views_of_momenta, piece) for piece in pieces]
+        if not self._rule.nesterov or not momenta:
+            return momenta
+        parts = [self._part(gradients, piece) for piece in pieces]
+        return list(torch._foreach_lerp(parts, momenta, self._rule.momentum))
+
+    def _part(self, views: dict[str, ParameterView], piece: Piece) -> Tensor:
+        view = views[self._matrices[piece.matrix].parameter.name]
+        return view.tensor[piece.part.within(view.box)]
+
+    def _apply(self, flight: _Flight, lr: float, found_inf: Tensor | None) -> None:
+        """Move this rank's pieces by the results of a round."""
+        for piece, update in flight.results():
+            matrix, master = self._matrices[piece.matrix], self._part(self._masters, piece)
+            decay = lr * self._rule.weight_decay if matrix.parameter.decay else 0.0
+            step = update.to(master.dtype) * (-lr * self._rule.factor(matrix))
+            step.add_(master, alpha=-decay)
+            master.add_(step if found_inf is None else torch.where(found_inf > 0, 0.0, step))
+
+    def state(self, name: str) -> list[Tensor | None]:
+        """Return a state of every shard, None of those that have no such state."""
+        of_matrices, tensors = name == MOMENTUM, iter(self._momenta if name == MOMENTUM else self._others.state(name))
+        return [next(tensors) if shard.matrix == of_matrices else None for shard in self._shards]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of updates so far."""
+        return self._others.num_steps
+
+    @num_steps.setter
+    def num_steps(self, steps: int) -> None:
+        self._others.num_steps = steps
+
+
+class _Flight:
+    """The messages of a round."""
+
+    def __init__(
+        self, of: Round, matrices: Sequence[Matrix], stage: Axis, rule: MuonRule, device: torch.device
+    ) -> None:
+        self.round, self._matrices, self._stage, self._rule, self._device = of, matrices, stage, rule, device
+        self._arrived = torch.empty(0, dtype=rule.dtype, device=device)
+        self._work: dist.Work | None = None
+
+    def gather(self, pieces: Sequence[Tensor]) -> None:
+        """Start to send this rank's pieces to the owners."""
+        self._exchange(pieces, self.round.sent, self.round.received)
+
+    def _exchange(
+        self, pieces: Sequence[Tensor], sent: Sequence[Sequence[Piece]], received: Sequence[Sequence[Piece]]
+    ) -> None:
+        """Start to send pieces, and to receive those of other ranks; this rank alone keeps its pieces."""
+        leaving = _packed(pieces, self._rule.dtype, self._device)
+        if self._stage.group is None:
+            self._arrived = leaving
+            return
+        there, here = ([sum(piece.part.numel for piece in row) for row in rows] for rows in (sent, received))
+        self._arrived = torch.empty(sum(here), dtype=self._rule.dtype, device=self._device)
+        self._leaving = leaving  # until the messages are sent
+        self._work = collectives.all_to_all(self._arrived, leaving, self._stage, here, there, async_op=True)
+
+    def orthogonalize_and_scatter(self) -> None:
+        """Wait for the pieces of this rank's matrices, orthogonalize these, and start to send the results."""
+        wholes = self._wholes()
+        shapes: dict[tuple[int, int], list[int]] = {}
+        for index in self.round.owned:
+            shapes.setdefault((self._matrices[index].rows, self._matrices[index].columns), []).append(index)
+        results: dict[int, Tensor] = {}
+        for indices in shapes.values():
+            stacked = torch.stack([wholes[index] for index in indices])
+            made = orthogonalize(stacked, COEFFICIENTS[self._rule.coefficients], self._rule.steps)
+            results |= dict(zip(indices, made, strict=True))
+        pieces = []
+        for piece in chain.from_iterable(self.round.given):
+            box = self._matrices[piece.matrix].box
+            pieces.append(results[piece.matrix].reshape(box.sizes)[piece.part.within(box)])
+        self._exchange(pieces, self.round.given, self.round.returned)
+
+    def _wholes(self) -> dict[int, Tensor]:
+        """Return this rank's matrices [rows, columns], put together from their pieces."""
+        arrived, wholes = self._wait(), {}
+        for index in self.round.owned:
+            matrix = self._matrices[index]
+            wholes[index] = arrived.new_empty(matrix.rows, matrix.columns)
+        for piece, values in _unpacked(arrived, self.round.received):
+            box = self._matrices[piece.matrix].box
+            wholes[piece.matrix].view(box.sizes)[piece.part.within(box)] = values
+        return wholes
+
+    def results(self) -> Iterator[tuple[Piece, Tensor]]:
+        """Wait for the results, and yield them by piece. The round keeps nothing of them."""
+        arrived = self._wait()
+        self._arrived = self._leaving = arrived.new_empty(0)
+        return _unpacked(arrived, self.round.returned)
+
+    def _wait(self) -> Tensor:
+        if self._work is not None:
+            with self._stage.waiting("all_to_all"):
+                self._work.wait()
+            self._work = None
+        return self._arrived
+
+
+def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the pieces in one message."""
+    message = torch.empty(sum(piece.numel() for piece in pieces), dtype=dtype, device=device)
+    views = message.split([piece.numel() for piece in pieces])
+    if pieces:
+        torch._foreach_copy_([view.view(piece.shape) for view, piece in zip(views, pieces, strict=True)], list(pieces))
+    return message
+
+
+def _unpacked(message: Tensor, rows: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, Tensor]]:
+    """Yield each piece of a message with its values."""
+    pieces = list(chain.from_iterable(rows))
+    for piece, values in zip(pieces, message.split([piece.part.numel for piece in pieces]), strict=True):
+        yield piece, values.view(piece.part.sizes)
