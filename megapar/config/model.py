@@ -292,6 +292,15 @@ class OptimizerOptions:
     adam_beta1: float = flag(0.9, "AdamW beta 1", low=0, high=0.999999)
     adam_beta2: float = flag(0.95, "AdamW beta 2", ernie=0.999, low=0, high=0.999999)
     adam_eps: float = flag(1e-8, "AdamW epsilon", above=0, other=0.001)
+    exp_avg_dtype: str = flag(
+        "fp32",
+        "AdamW: dtype of the first moment; fp32: that of the master weights; bf16: rounded stochastically, alike on "
+        "every layout",
+        choices=("fp32", "bf16"),
+    )
+    exp_avg_sq_dtype: str = flag(
+        "fp32", "AdamW: dtype of the second moment, as --exp-avg-dtype", choices=("fp32", "bf16")
+    )
     override_opt_param_scheduler: bool = flag(
         False, "use the learning rate schedule of the flags instead of the checkpoint's", undrawn="is about checkpoints"
     )

@@ -214,7 +214,7 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
         aliased = shards == 1 and item == w and not full
         parameters += row * w if full else local * item
         masters += 0.0 if aliased or full else row * w
-        states += run.optimizer_states(spec) * row * w
+        states += run.state_bytes(spec) * row
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1
         whole += 0.0 if full else row * shards * (reduce if travels else w)
         alone += row * w if shards == 1 and not full else 0.0

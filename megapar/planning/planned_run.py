@@ -212,14 +212,16 @@ class PlannedRun:
         wide = self.view.wide_bytes
         return wide if wide > 4 else ITEM_BYTES[self.config.sharding.grad_reduce_dtype]
 
-    def optimizer_states(self, row: ParameterSpec) -> int:
-        """Return the number of tensors of optimizer state for the master weights of a parameter."""
-        return 1 if row.matrix else self._other_states  # of a matrix its momentum
+    def state_bytes(self, row: ParameterSpec) -> int:
+        """Return the bytes of optimizer state for each master weight of a parameter."""
+        return self.view.wide_bytes if row.matrix else self._other_bytes  # a matrix has its momentum
 
     @cached_property
-    def _other_states(self) -> int:
-        options = self.config.optimizer
-        return len(states_of("adamw" if self.with_matrices else options.optimizer, options.sgd_momentum))
+    def _other_bytes(self) -> int:
+        options, wide = self.config.optimizer, self.view.wide_bytes
+        dtypes = {"exp_avg": options.exp_avg_dtype, "exp_avg_sq": options.exp_avg_sq_dtype}
+        states = states_of("adamw" if self.with_matrices else options.optimizer, options.sgd_momentum)
+        return sum(wide if dtypes.get(name, "fp32") == "fp32" else ITEM_BYTES[dtypes[name]] for name in states)
 
     @property
     def matrix_dtype(self) -> str:

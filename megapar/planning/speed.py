@@ -235,16 +235,16 @@ class Clock:
 
     def _optimizer(self, stage: int) -> float:
         """Return the time of the update, under which offloaded state is copied from the host and back."""
-        run, moved, kept = self._run, 0.0, 0.0
+        run, moved, kept, wide = self._run, 0.0, 0.0, self._run.view.wide_bytes
         for row, count in run.distinct_rows(stage):
             if row.trainable:
-                states, elements = run.optimizer_states(row), run.row_numel(row) * count
-                moved += elements * (_MATRIX_UPDATE if row.matrix else 3 + 2 * states)
-                kept += elements * (1 + states)
-        update = self._time.moved(moved * run.view.wide_bytes)
+                states, elements = run.state_bytes(row), run.row_numel(row) * count
+                moved += elements * (_MATRIX_UPDATE * wide if row.matrix else 3 * wide + 2 * states)
+                kept += elements * (wide + states)
+        update = self._time.moved(moved)
         if not run.config.sharding.optimizer_offload:
             return update
-        state = CommCost(HOST, TO_HOST, kept * run.view.wide_bytes, "backward")
+        state = CommCost(HOST, TO_HOST, kept, "backward")
         return max(update, self._programs.operators.flight(state).seconds)
 
     def _flight(self, axis: str, kind: str, size: float) -> Flight:

@@ -267,9 +267,10 @@ def host_traffic(run: PlannedRun, stage: int) -> dict[str, float]:
             if message.axis == HOST:
                 copied[f"{HOST}/{message.kind}"] += message.bytes * run.micro_batches
     if run.config.sharding.optimizer_offload:
-        rows = sum(run.row_numel(row) * (1 + run.optimizer_states(row)) for row in run.rows(stage) if row.trainable)
+        wide, rows = run.view.wide_bytes, [row for row in run.rows(stage) if row.trainable]
+        size = sum(run.row_numel(row) * (wide + run.state_bytes(row)) for row in rows)
         for kind in (TO_HOST, TO_DEVICE):
-            copied[f"{HOST}/{kind}"] += run.view.wide_bytes * rows
+            copied[f"{HOST}/{kind}"] += size
     return dict(copied)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from megapar.schema.flag import MOE
-from megapar.schema.rule import NOT_BUILT, Rule
+from megapar.schema.rule import NOT_BUILT, Rule, Test
 
 
 def _ahead(name: str, what: str, failing: str) -> Rule:
@@ -27,7 +28,44 @@ def _ahead(name: str, what: str, failing: str) -> Rule:
 _expert_row = partial(Rule, source="later version", passing="", kind=NOT_BUILT, models=MOE)
 _row = partial(Rule, source="later version", passing="", kind=NOT_BUILT)
 
+
+def _moments(other: str, reads: str, when: Test, why: str, failing: str, **more: Any) -> Rule:
+    """Build the row that refuses moments in bf16 beside another flag, with the reason."""
+    return _row(
+        id=f"not-built-bf16-moments-{other}",
+        reads=(reads, "exp_avg_dtype", "exp_avg_sq_dtype"),
+        when=when,
+        requires=lambda f: f.exp_avg_dtype == f.exp_avg_sq_dtype == "fp32",
+        message=f"--exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16 round moments {why}",
+        fix="Keep the moments in fp32, or leave the other flag out.",
+        failing=f"{failing} --exp-avg-dtype bf16",
+        **more,
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    _moments(
+        "muon",
+        "optimizer",
+        lambda f: f.optimizer == "muon",
+        "of AdamW alone; under --optimizer muon only some parameters have them",
+        "--optimizer muon",
+    ),
+    _moments(
+        "offload",
+        "optimizer_offload",
+        lambda f: f.optimizer_offload,
+        "on the device; --optimizer-offload copies states of the master weights' dtype",
+        "--optimizer-offload",
+    ),
+    _moments(
+        "rebalance",
+        "moe_rebalance_interval",
+        lambda f: f.moe_rebalance_interval > 0,
+        "by the names of experts' tensors, and with --moe-rebalance-interval experts change their places",
+        "--world-size 2 --ep-degree 2 --num-experts 4 --moe-rebalance-interval 100",
+        models=MOE,
+    ),
     _expert_row(
         id="not-built-cp-pipe-experts",
         reads=("use_pipe_experts", "ampipe_degree", "cp_degree"),

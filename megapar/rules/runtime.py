@@ -231,6 +231,16 @@ RULES: tuple[Rule, ...] = (
         passing="--apex --bf16",
         failing="--apex --dtype fp64",
     ),
+    _row(
+        id="apex-moments",
+        reads=("apex", "exp_avg_dtype", "exp_avg_sq_dtype"),
+        when=lambda f: f.apex,
+        requires=lambda f: f.exp_avg_dtype == f.exp_avg_sq_dtype == "fp32",
+        message="apex's FusedAdam keeps moments in fp32, unlike --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16",
+        fix="Leave --apex out, or keep the moments in fp32.",
+        passing="--apex --exp-avg-dtype fp32",
+        failing="--apex --exp-avg-dtype bf16",
+    ),
     _fp8(
         "fp8-device",
         ("device",),

@@ -187,7 +187,7 @@ RULES: tuple[Rule, ...] = (
     ),
     unused(
         "adam-unused",
-        ("adam_beta1", "adam_beta2", "adam_eps"),
+        ("adam_beta1", "adam_beta2", "adam_eps", "exp_avg_dtype", "exp_avg_sq_dtype"),
         ("optimizer",),
         lambda f: f.optimizer == "sgd",
         "with --optimizer sgd",

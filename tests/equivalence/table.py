@@ -850,6 +850,7 @@ SCHEDULE = (
 )
 MOMENTS = ("--adam-beta1", "0.7", "--adam-beta2", "0.6", "--adam-eps", "1e-7", "--weight-decay", "0.3")
 SGD = ("--optimizer", "sgd", "--sgd-momentum", "0.6", "--weight-decay", "0.3")
+TWO_BYTES = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 RAMPED = ("--rampup-batch-size", "2", "2", "4", "--skip-samples", "1-1", "4-6")
 EVALUATED = ("--eval-interval", "1", "--eval-iters", "3")
 WAITED_FOR = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -859,6 +860,7 @@ LITTLE_AHEAD = (*AHEAD, "--mtp-loss-weight", "0.2")
 
 SPELLED_SUITE: tuple[Row, ...] = (
     Row("moe", 2, (*EP2, "--overlap-grad-reduce"), (*SCHEDULE, *MOMENTS, *RAMPED, *EVALUATED, *LIMITS_OF_LLAMA3)),
+    Row("mla", 2, (*MP2, *SP), TWO_BYTES),
 )
 SPELLED_ROWS: tuple[Row, ...] = (
     *SPELLED_SUITE,
@@ -876,6 +878,10 @@ SPELLED_ROWS: tuple[Row, ...] = (
     Row("moe", 4, (*MP2, *SP, "--sharding-degree", "2", "--optimizer-offload"), SGD),
     Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *SGD), 1, 4),
     Row("moe", 2, MP2, ("--optimizer", "sgd", "--sgd-momentum", "0")),
+    *(Row("moe", 2, layout, (*MOMENTS, *TWO_BYTES)) for layout in (*_stages(2), EP2, _cp(2, "ring"))),
+    Row("moe", 4, (*MP2, *SP, *_stages(2)[2]), (*CLIPPED, *TWO_BYTES)),
+    Row("moe", 4, (*TWO_STAGES, *_stages(2)[1]), (*FOUR_LAYERS, *TWO_BYTES), 1, 4),
+    *(Row(model, 2, (*MP2, *SP), TWO_BYTES[part:]) for model, part in (("gpt", 2), ("ernie", 0))),
     *(Row("moe", 2, layout, (*SCHEDULE, *MOMENTS, *RAMPED)) for layout in (_stages(2)[2], (*MP2, "--dp-degree", "1"))),
 )
 

@@ -211,6 +211,7 @@ TOGETHER: Mapping[str, Shown] = {
     "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),
     "lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps": Shown("weights"),
+    "exp_avg_dtype exp_avg_sq_dtype": Shown(base=STEPS),
     "optimizer": Shown("weights", {"adam_eps": None}),
     "sgd_momentum": Shown(base={**STEPS, "optimizer": "sgd", "adam_eps": None}),
     "muon_momentum muon_use_nesterov": Shown(base={**STEPS, "optimizer": "muon"}),

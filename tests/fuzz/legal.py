@@ -53,7 +53,7 @@ def can_move_experts(d: Drawn) -> bool:
 
     Where a save has put experts in order they are updated at another place, which may decide the last bit.
     """
-    ours = d.sharding_stage < 3 and not d.optimizer_offload
+    ours = d.sharding_stage < 3 and not d.optimizer_offload and d.exp_avg_dtype is d.exp_avg_sq_dtype is None
     by_row = d.get("optimizer") != "muon"
     return 1 < d.ep_degree < d.num_experts and ours and by_row and not split_dropout(d)
 
@@ -80,6 +80,11 @@ def exact(d: Drawn) -> bool:
 def optimizers(d: Drawn) -> list[str | None]:
     """Muon multiplies what is rounded of a gradient of few rows, so only fp64 tells layouts apart."""
     return [None, None, None, "sgd", *(["muon"] if exact(d) and not d.get("optimizer_offload") else [])]
+
+
+def rounds_moments(d: Drawn) -> bool:
+    """Moments are AdamW's, on the device, and belong to tensors that stay where they are."""
+    return d.optimizer is None and not d.get("optimizer_offload") and not d.get("moe_rebalance_interval")
 
 
 def of_text(d: Drawn) -> bool:

@@ -36,7 +36,7 @@ class Proof:
 
 _ON_ACCELERATORS = """
 compile-device fp64-device fp8-device fp8-dtype fp8-mp fp8-zero-bubble mla-cp-exchange-fp8
-tp-comm-overlap-fused-device tp-comm-overlap-fused-dtype
+tp-comm-overlap-fused-device tp-comm-overlap-fused-dtype apex-moments
 attention-backend-device attention-backend-dtype attention-backend-fused attention-backend-repeats
 attention-backend-dropout attention-backend-form attention-backend-heads attention-backend-heads-ernie
 """
@@ -65,6 +65,11 @@ PROOFS: dict[str, Proof] = {
         argument="rows of the DTensors of FSDP2 would have to be moved, which is not built"
     ),
     "not-built-offload-rebalance": Proof(argument="the guard of offloaded state would take the moved rows for a fault"),
+    "not-built-bf16-moments-muon": Proof(argument="moments would stay in fp32 beside a flag that says bf16"),
+    "not-built-bf16-moments-offload": Proof(argument="states of two dtypes would share memory of one"),
+    "not-built-bf16-moments-rebalance": Proof(
+        argument="an expert's moments would be rounded by the random numbers of the expert whose place it has"
+    ),
     "ep-without-experts": Proof(idle=("ep_degree",)),
     "qkv-bias-unused": Proof(idle=("add_qkv_bias",)),
     "layer-freq": Proof(same_as="--num-layers 4 --moe-layer-freq [0,1]*2"),

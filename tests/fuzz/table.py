@@ -442,6 +442,10 @@ TRAINING = (
     Option("sgd_momentum", (None, 0.5, 0.0), when=legal.one_of("optimizer", "sgd"), wild=(0.7,)),
     Option("adam_beta1", (None, 0.5), when=legal.one_of("optimizer", None, "muon"), wild=(0.5,)),
     Option("adam_beta2", (None, 0.6), when=legal.one_of("optimizer", None, "muon"), wild=(0.6,)),
+    *(
+        Option(name, (None, None, "bf16"), when=legal.rounds_moments, wild=("bf16",))
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
     Option("lr_decay_style", (None, "constant", "linear", "wsd", "inverse-square-root")),
     Option("lr_warmup_iters", (None, 1), when=lambda d: not legal.growing(d), wild=(10,)),
     Option("lr_decay_iters", (None, None, 3), wild=(1,)),

@@ -44,6 +44,7 @@ FULL, SELECTIVE = ("--recompute-interval", "1"), ("--recompute-granularity", "se
 PARTITION, OFFLOAD = ("--recompute-partition",), ("--recompute-offload",)
 STAGE_THREE, ONE_SEGMENT = ("--sharding-stage", "3"), ("--segment-broadcast-MB", "1000")
 WIDE, SGD = ("--hidden-size", "1024"), ("--optimizer", "sgd")
+TWO_BYTES = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
 PAIRS = ("--num-layers", "6", "--segment-anchors", "layers.2", "layers.4")
 OVERLAP, CROSS = (*AMPIPE, "--ampipe-tp-sp-comm-overlap"), ("--ampipe-cross-layer",)
 PIECES = ("--use-pipe-experts", "--pipe-experts-multi-data", "2")
@@ -74,6 +75,8 @@ ROWS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "dense 128k, selective": (128, 1, 0, (*DENSE, *SELECTIVE)),
     "one wide layer 1k, sgd, stage 3": (1, 4, 0, (*DENSE, *WIDE, *SGD, *STAGE_THREE, *ONE_LAYER)),
     "dense 1k, sgd without momentum": (1, 1, 0, (*DENSE, *WIDE, *SGD, "--sgd-momentum", "0")),
+    "dense 1k, moments in bf16": (1, 1, 0, (*DENSE, *WIDE, *TWO_BYTES)),
+    "wide layer 1k, a bf16 moment, stage 3": (1, 4, 0, (*DENSE, *WIDE, *TWO_BYTES[2:], *STAGE_THREE, *ONE_LAYER)),
     "gpt 32k": (32, 1, 0, GPT),
     "gpt 32k, full": (32, 1, 0, (*GPT, *FULL)),
     "gpt 4k, selective": (4, 1, 0, (*GPT, *SELECTIVE)),
@@ -195,6 +198,20 @@ def test_an_optimizer_keeps_its_states_and_no_others(offload: bool) -> None:
     assert figures == [3 * masters, 2 * masters, masters]
     assert updates == sorted(updates, reverse=True)
     assert len(set(updates)) == 3
+
+
+def test_a_moment_in_bf16_takes_half() -> None:
+    line = ["--num-experts", "0", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+    line += ["--seq-length", "32", "--vocab-size", "128", "--micro-batch-size", "1", "--dtype", "bf16"]
+    line += ["--validate-only", "--world-size", "2"]
+    plans = [
+        Plan(parse("moe", [*line, *flags], {}), device_kind("h100-80g"))
+        for flags in ([], TWO_BYTES[:2], TWO_BYTES[2:], TWO_BYTES)
+    ]
+    whole, first, second, both = (plan.memory[0].optimizer for plan in plans)
+    assert (first, second, both) == (whole * 5 // 6, whole * 5 // 6, whole * 2 // 3)
+    seconds = [plan.speed.optimizer_seconds for plan in plans]
+    assert seconds[0] > seconds[1] == seconds[2] > seconds[3]
 
 
 def test_host_memory_holds_offloaded_inputs_of_all_micro_batches_in_flight() -> None:

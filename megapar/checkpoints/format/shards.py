@@ -37,6 +37,7 @@ class Shard:
         box: The part of the global tensor that this rank holds.
         tensor: Local tensor [box.sizes], on any device, with any strides. Read at save, written in place at load.
         primary: This rank may write the box at save. If several primary ranks hold the same box, one of them writes it.
+        casts: At load it may be stored in another of fp64, fp32 and bf16, and is then rounded to nearest.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Shard:
     box: Box
     tensor: Tensor
     primary: bool = True
+    casts: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.tensor, DTensor):

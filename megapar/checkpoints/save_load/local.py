@@ -67,7 +67,7 @@ class LocalCheckpoints:
 
     Args:
         neighbour: (rank that receives this rank's copy, rank whose copy is kept here); None on one node.
-        facts: Model and grid; a checkpoint is loaded only if its facts are equal.
+        facts: Model, grid and dtypes of states; a checkpoint is loaded only if its facts are equal.
         group: All ranks, for use from a thread; None with one rank.
         private: ``root`` must be this user's, too.
 

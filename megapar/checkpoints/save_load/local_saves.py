@@ -90,7 +90,7 @@ def make(config: Config, job: Job, job_name: str, section: Section = unwatched) 
             "with torchrun and a unique --rdzv-id"
         )
     root = Path(options.local_checkpoint_dir or SHARED_MEMORY / f"megapar-{os.getuid()}")
-    facts = {"model": job.sizes.facts(), "grid": state.grid_facts(job)}
+    facts = {"model": job.sizes.facts(), "grid": state.grid_facts(job), "states": state.state_dtypes(job)}
     group = world.spare_group("local")
     size = world.grid.world_size
     launch, private = launch_id(os.environ), not options.local_checkpoint_dir

@@ -29,6 +29,7 @@ Tensors: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name of a tensor to (global shape, dtype)."""
 
 SHOWN = 12  # names in one message
+_CAST = {torch.float64, torch.float32, torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -194,12 +195,13 @@ def find_reads(layout: CheckpointLayout, shard: Shard) -> list[Read]:
     """
     if not shard.box.numel:
         return []
-    tiling = layout.tensors[shard.name].tiling(len(layout.files))
+    entry = layout.tensors[shard.name]
+    tiling = entry.tiling(len(layout.files))
     reads = []
     for file, piece in tiling.meeting(shard.box):
         part = shard.box.meet(piece)
         if part is not None:
-            reads.append(Read(layout.files[file], shard.name, shard.tensor.dtype, piece, part))
+            reads.append(Read(layout.files[file], shard.name, entry.dtype, piece, part))
     covered = sum(read.part.numel for read in reads)
     if covered != shard.box.numel or (isinstance(tiling, BoxList) and _any_meet([read.part for read in reads])):
         raise CheckpointError(
@@ -219,12 +221,17 @@ def _check_targets(folder: Place, layout: CheckpointLayout, targets: Iterable[Sh
         entry = layout.tensors.get(shard.name)
         if entry is None:
             missing.append(shard.name)
-        elif (entry.shape, entry.dtype) != (tuple(shard.shape), shard.tensor.dtype):
+        elif entry.shape != tuple(shard.shape) or not _takes(shard, entry.dtype):
             wrong.append(_mismatch(entry, shard))
     if missing:
         raise CheckpointMismatchError(f"{folder} does not contain tensors that this run has: {listed(missing, SHOWN)}")
     if wrong:
         raise CheckpointMismatchError(f"{folder} contains tensors of another shape or dtype: {listed(wrong, SHOWN)}")
+
+
+def _takes(shard: Shard, stored: torch.dtype) -> bool:
+    """Return True if a target may be filled from a tensor of this dtype."""
+    return stored == shard.tensor.dtype or (shard.casts and {stored, shard.tensor.dtype} <= _CAST)
 
 
 def _mismatch(entry: TensorEntry, shard: Shard) -> str:

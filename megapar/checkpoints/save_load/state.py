@@ -44,7 +44,7 @@ def optimizer_states(job: Job) -> dict[str, Shard]:
     """Return the shards of the optimizer's states of every parameter."""
     state: dict[str, Shard] = {}
     for name in job.optimizer.states:
-        state |= _shards(job, f"optimizer/{name}", job.optimizer.state(name))
+        state |= _shards(job, f"optimizer/{name}", job.optimizer.state(name), casts=True)
     return state
 
 
@@ -53,13 +53,13 @@ def shards(job: Job) -> dict[str, Shard]:
     return {**weights(job), **optimizer_states(job)}
 
 
-def _shards(job: Job, prefix: str, tensors: Sequence[Any]) -> dict[str, Shard]:
+def _shards(job: Job, prefix: str, tensors: Sequence[Any], *, casts: bool = False) -> dict[str, Shard]:
     grid, rank = job.world.grid, job.world.rank
     made = {}
     for view in job.sharding.views(tensors):
         name = f"{prefix}/{view.spec.name}"
         primary = is_primary(view.spec, grid, rank)
-        made[name] = Shard(name, view.spec.shape, view.box, view.tensor, primary=primary)
+        made[name] = Shard(name, view.spec.shape, view.box, view.tensor, primary=primary, casts=casts)
     return made
 
 
@@ -77,6 +77,15 @@ def grid_facts(job: Job) -> dict[str, int]:
     """Return the sizes of the device mesh's axes, for users who inspect a checkpoint."""
     grid = job.world.grid
     return {name: grid.size(name) for name in ("dp", "pp", "sharding", "cp", "mp", "ep", "emp")}
+
+
+def state_dtypes(job: Job) -> dict[str, str]:
+    """Return the dtype of each optimizer state."""
+    kinds = {
+        name: {str(state.dtype) for state in job.optimizer.state(name) if state is not None}
+        for name in job.optimizer.states
+    }
+    return {name: " ".join(sorted(dtypes)) for name, dtypes in kinds.items()}
 
 
 @dataclass(frozen=True)

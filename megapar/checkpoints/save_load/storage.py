@@ -119,4 +119,9 @@ def fill_targets(folder: Place, plan: LoadPlan, targets: Mapping[str, Shard]) ->
                 for read in reads:
                     target = targets[read.name]
                     out = target.tensor.detach()[read.part.within(target.box)]
-                    shards.read(read.name, read.piece, read.part, out)
+                    if read.dtype == out.dtype:
+                        shards.read(read.name, read.piece, read.part, out)
+                    else:
+                        stored = torch.empty(out.shape, dtype=read.dtype)
+                        shards.read(read.name, read.piece, read.part, stored)
+                        out.copy_(stored)

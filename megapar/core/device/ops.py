@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.core.device import ascend, bucket_rows, dtypes, expert_rows, grouped, latent_heads, layer_ops, rotary
+from megapar.core.device import (
+    adamw,
+    ascend,
+    bucket_rows,
+    dtypes,
+    expert_rows,
+    grouped,
+    latent_heads,
+    layer_ops,
+    rotary,
+)
 from megapar.core.device.attention import blocks, documents, slices, whole
 
 Form = Callable[..., Any]
@@ -112,6 +122,7 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
         ),
         "cross_entropy": _forms(layer_ops.cross_entropy_reference, cuda=layer_ops.cross_entropy_fused),
         "small_embedding": _forms(layer_ops.small_embedding_reference, cuda=layer_ops.small_embedding_by_product),
+        "adamw": _forms(adamw.adamw_reference, cuda=adamw.adamw_cuda),
         "pack_bucket": _forms(bucket_rows.pack_bucket_reference, cuda=bucket_rows.pack_bucket_cuda),
         "unpack_bucket": _forms(bucket_rows.unpack_bucket_reference, cuda=bucket_rows.unpack_bucket_cuda),
         "permute": _forms(expert_rows.permute_reference, cuda=expert_rows.permute_cuda, npu=ascend.permute_npu),

@@ -166,6 +166,22 @@ def sum_message(
     return y_TH, bits.view(dtype).view(row_Tk.shape)
 
 
+def update_adamw(
+    tensors: Sequence[Tensor],
+    given: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    table: tuple[Tensor, Tensor],
+) -> None:
+    """Change master and moments of a shard in place, as ``adamw.adamw_reference``.
+
+    Args:
+        tensors: Master, gradient and moments.
+        given: ``AdamWStep.update``, ``numbers``, ``found_inf`` and ``grad_scale``.
+        table: The shard's ``PieceTable``.
+    """
+    integers = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x for x in tensors)
+    torch.ops.megapar.update_adamw(*integers, *given, *table)
+
+
 def _rows(x: Tensor, dims: int) -> Tensor:
     """Return x as contiguous rows, [R, ..], of its last ``dims`` dims."""
     return x.contiguous().view(x.shape[:-dims].numel(), x.shape[-dims:].numel())
@@ -255,6 +271,10 @@ def _new_sums_and_weights(
     return message.new_empty(row.shape[0], hidden), message.new_empty(row.numel(), w)
 
 
+def _in_place(*_: Any) -> None:
+    """Allocate nothing, for an operator that changes its arguments."""
+
+
 def _register(module: str, signature: str, results: Callable[..., Any]) -> None:
     """Register an operator of this schema, whose results are allocated, and filled by the kernel of its name."""
     name = signature.partition("(")[0]
@@ -316,4 +336,10 @@ _register(
     "expert_rows",
     "sum_message(Tensor message, int hidden, int w, Tensor row, Tensor? kept) -> (Tensor, Tensor)",
     _new_sums_and_weights,
+)
+_register(
+    "adamw",
+    "update_adamw(Tensor(a!) master, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor update, "
+    "Tensor numbers, Tensor? found_inf, Tensor? grad_scale, Tensor pieces, Tensor owners) -> ()",
+    _in_place,
 )

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from megapar.core.device import expert_rows
 from megapar.core.device import triton_operators as kernels
+from megapar.core.device.adamw import AdamWStep, adamw_reference
 from megapar.core.device.layer_ops import cross_entropy_reference, swiglu_reference
 from megapar.core.device.rotary import rotary_heads_reference
+from megapar.core.device.tensor_piece import ShardPieces, TensorPiece
 
 TOLERANCE = 2e-2  # of a bf16 example, relative to the norm
 
@@ -61,6 +63,25 @@ def _of_expert_rows(device: torch.device, random: torch.Generator) -> dict[str, 
     return {name: [*zip(got, wanted, strict=True)] for name, (got, wanted) in results.items()}
 
 
+def _of_adamw(device: torch.device, random: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+    """Return master and moments of a shard after an update, and those of the reference."""
+    pieces = ShardPieces(
+        (TensorPiece(7, 0, (700,), (1,), 5, (1,)), TensorPiece(9, 704, (3, 60), (64, 1), 1 << 33, (90, 1)))
+    )
+    master, grad, first, second = torch.randn(4, 900, generator=random).to(device)
+    numbers = torch.tensor([1e-2, 0.2, 0.9, 0.1, 0.95, 0.05, 1e-8, 0.99]).to(device)
+    step = AdamWStep(torch.tensor(3).to(device), numbers, None, torch.tensor(2.0).to(device))
+    results = []
+    for by_kernel in (True, False):
+        tensors = master.clone(), grad, first.bfloat16(), second.square().bfloat16()
+        if by_kernel:
+            kernels.update_adamw(tensors, (step.update, numbers, None, step.grad_scale), pieces.table(device))
+        else:
+            adamw_reference(tensors, pieces, step)
+        results.append((tensors[0], *tensors[2:]))
+    return list(zip(*results, strict=True))
+
+
 @torch.no_grad()
 def errors(device: torch.device) -> dict[str, float]:
     """Return operator -> relative error of its example."""
@@ -87,6 +108,7 @@ def errors(device: torch.device) -> dict[str, float]:
     assert d_weights is not None
     pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
     pairs.update(_of_expert_rows(device, random))
+    pairs["update_adamw"] = _of_adamw(device, random)
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

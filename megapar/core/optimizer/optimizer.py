@@ -8,6 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from megapar.core.device.tensor_piece import ShardPieces
 from megapar.core.optimizer.update_rule import Update, UpdateRule
 from megapar.core.sharding.master_shard import MasterShard
 
@@ -15,12 +16,20 @@ _KINDS = tuple(product((True, False), repeat=2))  # (decay, router): shards of a
 
 
 class Optimizer:
-    """Updates master shards by a rule; states correspond to ``shards`` one to one."""
+    """Updates master shards by a rule; states correspond to ``shards`` one to one.
 
-    def __init__(self, shards: Sequence[MasterShard], rule: UpdateRule) -> None:
-        self._shards = shards
+    pieces: For each shard, the pieces of Hugging Face tensors; only for rules that round.
+    """
+
+    def __init__(
+        self, shards: Sequence[MasterShard], rule: UpdateRule, pieces: Sequence[ShardPieces] | None = None
+    ) -> None:
+        self._shards, self._pieces = shards, pieces
         self._rule, self.states = rule, rule.states
-        self._states = {name: [torch.zeros_like(shard.master) for shard in shards] for name in rule.states}
+        self._states = {
+            name: [_zeros(shard.master, rule.state_dtype(name, shard.master.dtype)) for shard in shards]
+            for name in rule.states
+        }
         self._steps = [torch.zeros((), dtype=torch.float32, device=shard.master.device) for shard in shards]
         kinds = [[n for n, shard in enumerate(shards) if (shard.decay, shard.router) == kind] for kind in _KINDS]
         self._groups = [members for members in kinds if members]
@@ -35,7 +44,8 @@ class Optimizer:
             masters, steps = [shard.master for shard in shards], [self._steps[n] for n in members]
             states = [[tensors[n] for n in members] for tensors in self._states.values()]
             rates = self._rule.rates(shards[0], lr)
-            self._rule.apply(Update(masters, grads, states, steps, *rates, found_inf, grad_scale))
+            pieces = [] if self._pieces is None else [self._pieces[n] for n in members]
+            self._rule.apply(Update(masters, grads, states, steps, *rates, found_inf, grad_scale, pieces))
 
     def state(self, name: str) -> Sequence[Tensor]:
         """Return a state of every shard."""
@@ -50,3 +60,11 @@ class Optimizer:
     def num_steps(self, steps: int) -> None:
         for step in self._steps:
             step.fill_(float(steps))
+
+
+def _zeros(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros in the shape of a master, in memory of a whole number of 32-bit integers, as digests read it."""
+    if dtype == master.dtype:
+        return torch.zeros_like(master)
+    numel = master.numel()
+    return torch.zeros(numel + numel % 2, dtype=dtype, device=master.device)[:numel].view(master.shape)

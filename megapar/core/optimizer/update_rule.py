@@ -7,6 +7,7 @@ of initialization and momentum in deep learning", in torch's form (the learning 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megapar.core.device.tensor_piece import ShardPieces
 from megapar.core.optimizer.states import states_of
 from megapar.core.sharding.master_shard import MasterShard
 
@@ -32,6 +34,7 @@ class Update:
         found_inf: A scalar on the device; if it is 1, nothing changes. Only for devices that ``skips_updates``.
         grad_scale: A scalar in fp32 on the device, by which the kernel divides the gradients first. Only for devices
             that ``scales_gradients``, and masters in fp32.
+        pieces: For each master, its pieces of Hugging Face tensors; empty for rules that do not round.
     """
 
     masters: list[Tensor]
@@ -42,6 +45,7 @@ class Update:
     weight_decay: float
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
+    pieces: Sequence[ShardPieces] = ()
 
 
 class UpdateRule(ABC):
@@ -59,7 +63,11 @@ class UpdateRule(ABC):
     @property
     @abstractmethod
     def states(self) -> tuple[str, ...]:
-        """Names of its states. Each has the shape and dtype of the master, and is zero before the first update."""
+        """Names of its states. Each has the shape of the master, and is zero before the first update."""
+
+    def state_dtype(self, name: str, master: torch.dtype) -> torch.dtype:
+        """Return the dtype of a state of masters in dtype ``master``: the same, unless the rule rounds it."""
+        return master
 
     @abstractmethod
     def apply(self, update: Update) -> None:

@@ -66,7 +66,12 @@ class IntBlocks(NamedTuple):
 
 
 def int_blocks(flat: Tensor) -> IntBlocks:
-    """Divide a flat, contiguous fp32 or fp64 tensor into blocks."""
+    """Divide a flat, contiguous tensor into blocks.
+
+    A bf16 tensor begins at an even element of its memory, and if its number of elements is odd, one more follows there.
+    """
+    if flat.element_size() == 2:
+        flat = flat.as_strided((flat.numel() + flat.numel() % 2,), (1,))
     words = flat.view(torch.int32)
     first = min(int(words.storage_offset()) % 2, words.numel())  # 64-bit integers start at even positions
     number = (words.numel() - first) // BLOCK
@@ -77,7 +82,7 @@ def int_blocks(flat: Tensor) -> IntBlocks:
 
 
 def digest_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Digest flat, contiguous fp32 or fp64 tensors on one device. Returns [n] int32; n depends only on the sizes.
+    """Digest flat, contiguous tensors (``int_blocks``) on one device. Returns [n] int32; n depends only on the sizes.
 
     Launches one kernel for each tensor with a whole block, and one for the remainders of all tensors.
     """

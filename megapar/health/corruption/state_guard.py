@@ -149,9 +149,9 @@ class StateGuard:
 
     @property
     def _total_bytes(self) -> int:
-        return sum(shard.master.nbytes for shard in self._job.sharding.master_shards) * (
-            1 + len(self._job.optimizer.states)
-        )
+        states = (state for name in self._job.optimizer.states for state in self._job.optimizer.state(name))
+        masters = (shard.master for shard in self._job.sharding.master_shards)
+        return sum(tensor.nbytes for tensor in (*masters, *states) if tensor is not None)
 
     def _seconds_of_turn(self) -> float:
         job, optimizer = self._job, self._job.optimizer

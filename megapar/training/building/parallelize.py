@@ -28,6 +28,8 @@ from megapar.core.optimizer.apex_adam import ApexAdamW
 from megapar.core.optimizer.muon import MuonOptimizer
 from megapar.core.optimizer.offload import OffloadedOptimizer
 from megapar.core.optimizer.optimizer import Optimizer
+from megapar.core.optimizer.rounded_adamw import RoundedAdamW
+from megapar.core.optimizer.tensor_pieces import TensorRegion, pieces_of, tensor_key
 from megapar.core.optimizer.update_rule import AdamW, Sgd, UpdateRule
 from megapar.core.pipeline.queues import Queues
 from megapar.core.pipeline.schedule import ZERO_BUBBLE
@@ -36,6 +38,7 @@ from megapar.core.recompute.adaptive import Adaptive
 from megapar.core.recompute.checkpointing import Recompute
 from megapar.core.recompute.choice import recompute_choice
 from megapar.core.recompute.saved_inputs import SavedInputs
+from megapar.core.sharding.cut import ParameterInfo
 from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.sharding import CombinedSharding, Sharding
 from megapar.core.sharding.zero import ZeroSharding
@@ -47,7 +50,7 @@ from megapar.core.tensor_parallel.weight_gradients import WeightGradients
 from megapar.core.units import MEGABYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.decoder.model import Decoder
-from megapar.model.initialize import std_of
+from megapar.model.initialize import piece_box, std_of
 from megapar.model.layers.norm import ApexNorms
 from megapar.model.parameter import ParameterSpec, names_from_first_rank
 from megapar.model.spec import table_of
@@ -248,15 +251,26 @@ def _make_optimizer(
         return make_muon(config, world, sharding, table, rule)
     if config.sharding.optimizer_offload:
         return OffloadedOptimizer(sharding.master_shards, world.device, rule)
-    return Optimizer(sharding.master_shards, rule)
+    if not isinstance(rule, RoundedAdamW):
+        return Optimizer(sharding.master_shards, rule)
+    rows, seed = {spec.name: spec for spec in table}, config.training.seed
+
+    def regions(spec: ParameterInfo) -> list[TensorRegion]:
+        row = rows[spec.name]
+        return [TensorRegion(piece_box(row, piece), tensor_key(seed, piece.hf_name)) for piece in row.pieces]
+
+    return Optimizer(sharding.master_shards, rule, pieces_of(sharding, regions))
 
 
 def _update_rule(config: Config) -> UpdateRule:
     optimizer, ratio = config.optimizer, config.moe.moe_router_lr_ratio
     if optimizer.optimizer == "sgd":
         return Sgd(optimizer.sgd_momentum, optimizer.weight_decay, ratio)
-    adam = ApexAdamW if config.training.apex else AdamW
-    return adam((optimizer.adam_beta1, optimizer.adam_beta2), optimizer.adam_eps, optimizer.weight_decay, ratio)
+    numbers = (optimizer.adam_beta1, optimizer.adam_beta2), optimizer.adam_eps, optimizer.weight_decay, ratio
+    rounds = optimizer.exp_avg_dtype == "bf16", optimizer.exp_avg_sq_dtype == "bf16"
+    if any(rounds):
+        return RoundedAdamW(*numbers, rounds=rounds)
+    return ApexAdamW(*numbers) if config.training.apex else AdamW(*numbers)
 
 
 def _full(

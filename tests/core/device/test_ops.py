@@ -46,6 +46,7 @@ APART = [
     "spread_pairs",
     "order_runs",
     "order_equal_runs",
+    "adamw",
     "pack_bucket",
     "unpack_bucket",
     "rotate_last",

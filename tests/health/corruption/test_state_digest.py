@@ -28,16 +28,18 @@ SIZES = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 13)
 
 
 def flip(flat: Tensor, element: int, bit: int) -> None:
-    words = flat.view(torch.int32 if flat.element_size() == 4 else torch.int64)
+    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     words[element] ^= 1 << bit if bit < 8 * flat.element_size() - 1 else -(1 << bit)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    [*((dtype, n) for dtype in (torch.float32, torch.float64) for n in (0, 1)), (torch.bfloat16, 0)],
+)
 def test_every_flipped_bit_shows_and_where_it_is(dtype: torch.dtype, offset: int) -> None:
     torch.manual_seed(1)
-    storages = [torch.randn(size + offset, dtype=dtype) for size in SIZES]
-    tensors = [storage[offset:] for storage in storages]
+    storages = [torch.randn(size + offset + size % 2, dtype=dtype) for size in SIZES]
+    tensors = [storage[offset : offset + size] for storage, size in zip(storages, SIZES, strict=True)]
     clean, draw = digest_tensors(tensors), random.Random(1)
     assert torch.equal(digest_tensors(tensors), clean)
     for tensor in tensors:

@@ -70,8 +70,11 @@ ROWS = """
     | --moe-shared-expert-intermediate-size 1500
 --lr-warmup-init 1e-6 | other numbers
 --lr-warmup-init 0.0 | unnecessary
---exp-avg-dtype bf16 | other numbers
+--exp-avg-dtype bf16 | same | --exp-avg-dtype bf16
 --exp-avg-dtype fp32 | implied
+--exp-avg-sq-dtype fp8 | other numbers
+--exp-avg-sq-dtype bf16 --optimizer sgd | unnecessary
+--main-grads-dtype bf16 | other numbers
 --use-mup | other numbers
 --fp8-format hybrid | other numbers
 --window-size 128,0 | another model

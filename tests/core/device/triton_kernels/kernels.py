@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megapar.core.device.triton_kernels import cross_entropy, expert_rows, rotary_heads, swiglu
+from megapar.core.device.tensor_piece import PROGRAM
+from megapar.core.device.triton_kernels import adamw, cross_entropy, expert_rows, rotary_heads, swiglu
 from tests.support.built_kernel import BuiltKernel
 
 
@@ -39,7 +40,20 @@ _COPIED_ROW = {**_ROW, "STRIDE": 2560, "OUT_STRIDE": 2568, "W_STRIDE": 2, "OUT_W
 _SUMMED_ROW = {**_ROW, "STRIDE": 2568, "W_STRIDE": 2568, "CHOICES": 8}
 _RUN_ROWS = expert_rows.ROWS_AT_ONCE
 
+_SHARD = {"*fp32": "master grad numbers found_inf grad_scale", "*i64": "update pieces", "*i32": "owners"}
+
 KERNELS: dict[str, dict[str, BuiltKernel]] = {
+    "adamw": {
+        "moments in bf16": _built(
+            adamw._update, {**_SHARD, "*i16": "exp_avg exp_avg_sq"}, adamw.WARPS, FIRST=1, SECOND=1, BLOCK=PROGRAM
+        ),
+        "second moment in bf16": _built(
+            adamw._update,
+            {**_SHARD, "*fp32": f"{_SHARD['*fp32']} exp_avg", "*i16": "exp_avg_sq"},
+            adamw.WARPS,
+            **{"FIRST": 0, "SECOND": 1, "BLOCK": PROGRAM},
+        ),
+    },
     "cross_entropy": {
         "log-probabilities": _built(
             cross_entropy._log_probability, {**_LOGITS, "*fp32": "logits lse log_p"}, cross_entropy.WARPS, **_VOCABULARY

@@ -1,0 +1,45 @@
+"""AdamW with moments in bf16, rounded stochastically (``core.device.adamw``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megapar.core.device.adamw import AdamWStep
+from megapar.core.device.dtypes import widest
+from megapar.core.device.ops import op
+from megapar.core.optimizer.update_rule import AdamW, Update
+
+
+@dataclass(frozen=True)
+class RoundedAdamW(AdamW):
+    """``AdamW`` whose moments may be bf16.
+
+    Attributes:
+        rounds: For each moment, whether it is kept in bf16, or else in the dtype of the masters.
+    """
+
+    rounds: tuple[bool, bool] = (False, False)
+
+    def state_dtype(self, name: str, master: torch.dtype) -> torch.dtype:
+        """See ``UpdateRule``."""
+        return torch.bfloat16 if self.rounds[self.states.index(name)] else master
+
+    def apply(self, update: Update) -> None:
+        """See ``UpdateRule``."""
+        number = (update.steps[0] + 1).to(torch.int64)
+        step = AdamWStep(number, self._numbers(update), update.found_inf, update.grad_scale)
+        form = op("adamw", update.masters[0])
+        for *tensors, pieces in zip(update.masters, update.grads, *update.states, update.pieces, strict=True):
+            form(tuple(tensors), pieces, step)
+        torch._foreach_add_(update.steps, 1.0 if update.found_inf is None else 1.0 - update.found_inf)
+
+    def _numbers(self, update: Update) -> Tensor:
+        """Return ``AdamWStep.numbers``, without a copy from the host, which would wait for the device."""
+        (beta1, beta2), number = self.betas, (update.steps[0] + 1).to(widest(update.steps[0].device))
+        rate, root = (1 - beta1**number).reciprocal() * update.lr, (1 - beta2**number).sqrt()
+        known = beta1, 1 - beta1, beta2, 1 - beta2, self.eps, 1 - update.lr * update.weight_decay
+        numbers = torch.stack([rate, root, *(torch.full_like(rate, value) for value in known)])
+        return numbers.to(update.masters[0].dtype)
