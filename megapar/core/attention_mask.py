@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -26,7 +26,7 @@ class AttentionMask:
         padded: No position attends to padding. False if there is none, or if it comes after causal text.
         lengths: Per sample, positions before the padding, which is at the end; None if only the device knows them.
         memory: Keys before the first position, to which all positions attend (ERNIE 3.0's earlier segment).
-        window: The most keys that a position attends to, itself included; None for any number. No kernel has it yet.
+        window: The most keys that a position of a causal mask attends to, itself included; None for any number.
     """
 
     samples: int
@@ -74,13 +74,26 @@ class AttentionMask:
         """Positions of each document."""
         return tuple(end - start for start, end in zip((0, *self.flat_ends), self.flat_ends, strict=False))
 
+    def within(self, window: int) -> AttentionMask:
+        """Return the mask of a layer whose positions attend to at most ``window`` keys; 0 for any number.
+
+        It is this mask where the window hides nothing. Raises ValueError if a position also attends to later ones, or
+        to a memory.
+        """
+        if not window:
+            return self
+        if not self.causal or self.memory:
+            raise ValueError(f"a window of {window} keys ends at its position: pass a causal mask without a memory")
+        longest = self.length if self.ends is None else max(self.document_lengths)
+        return self if window >= longest else replace(self, window=window)
+
     @property
     def mean_keys(self) -> float:
         """Keys per position whose scores kernels compute, documents aside; with a memory all: the mask is a tensor."""
         if self.memory:
             return float(self.memory + self.length)
-        if self.window is not None:
-            raise NotImplementedError("the cost of attention in a window is not known yet")
+        if self.window is not None:  # the first positions have fewer: half of a window, as of a whole causal sample
+            return self.window * (1 - 0.5 * self.window / self.length)
         return self.length * (0.5 if self.causal else 1.0)
 
     def groups(self) -> list[tuple[int | None, tuple[int, ...], int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 QK_NORM_SCOPES = ("head", "width")
 
@@ -25,6 +25,7 @@ class AttentionSizes:
         epsilon: Added to the variance in the norms of queries and keys.
         dropout: Dropout probability of the attention weights.
         flash: Use the device's fused kernels if it has them; False: plain products.
+        window: The most keys that a position attends to, itself included; 0 for any number.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class AttentionSizes:
     epsilon: float
     dropout: float
     flash: bool
+    window: int = field(default=0, kw_only=True)
 
     @property
     def num_heads(self) -> int:

@@ -142,6 +142,11 @@ class ModelSizes(ABC):
         return False
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of each layer's attention, in keys of a position; 0 for all. The block after the last one is one."""
+        return (0,) * self.num_layers
+
+    @property
     def mixes_tasks(self) -> bool:
         """Samples of a micro-batch belong to different tasks, which run different layers."""
         return False

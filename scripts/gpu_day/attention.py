@@ -31,6 +31,7 @@ from megapar.core.device.attention.table import (
     FULL,
     LOWER_RIGHT,
     ROWS,
+    WINDOW,
     AttentionCall,
     KernelRow,
     choose,
@@ -45,7 +46,10 @@ DTYPE = torch.bfloat16
 SIZES = (64, 128)  # features of a head
 REPETITIONS = 5
 # Form -> operator of the table; whole samples have one for each kernel.
-_OPERATORS = {CAUSAL: "attention", FULL: "attention", LOWER_RIGHT: "attention_slice", DOCUMENTS: "packed_attention"}
+_OPERATORS = {
+    **{CAUSAL: "attention", FULL: "attention", LOWER_RIGHT: "attention_slice"},
+    **{DOCUMENTS: "packed_attention", WINDOW: "packed_attention"},
+}
 _BASELINES = {**_OPERATORS, CAUSAL: "attention_flash", FULL: "attention_flash"}
 _OF_KERNEL = {CUDNN: "attention_cudnn", FLASH3: "attention_flash"}
 
@@ -130,6 +134,8 @@ def _drawn(day: Day, form: str, size: int, length: int) -> tuple[list[Tensor], d
     if form == DOCUMENTS:
         mask = AttentionMask.of_documents([length // 4 + 3, length // 2, length])
         return tensors, {"mask": DeviceMask.of(mask, day.place)}
+    if form == WINDOW:
+        return tensors, {"mask": DeviceMask(AttentionMask(1, length, causal=True, window=length // 8))}
     return tensors, {} if form == LOWER_RIGHT else {"form": form}
 
 

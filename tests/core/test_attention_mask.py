@@ -8,7 +8,7 @@ from megapar.core.attention_mask import AttentionMask
 from megapar.core.comm.axis import Axis
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.context_parallel.positions import GATHERED, RING
-from megapar.core.device.attention.table import CAUSAL, DOCUMENTS, FULL, MASKED, form_of
+from megapar.core.device.attention.table import CAUSAL, DOCUMENTS, FULL, MASKED, WINDOW, form_of
 
 
 def test_ends_of_a_micro_batch_are_those_of_its_samples_and_back() -> None:
@@ -47,11 +47,31 @@ def test_the_kernel_and_the_cost_follow_from_the_mask(mask: AttentionMask, form:
     assert (form_of(mask), mask.mean_keys) == (form, keys)
 
 
-def test_a_window_can_be_said_and_nothing_computes_another_mask_in_its_place() -> None:
-    mask = AttentionMask(2, 8, causal=True, window=3)
-    for use in (form_of, lambda mask: mask.mean_keys, AttentionMask.groups):
-        with pytest.raises(NotImplementedError, match="window"):
-            use(mask)
+def test_a_layer_with_a_window_has_a_mask_of_another_form_unless_the_window_hides_nothing() -> None:
+    mask, packed = AttentionMask(2, 8, causal=True), AttentionMask.of_documents([3, 8, 9, 16], 2)
+    for whole, longest in ((mask, 8), (packed, 7)):
+        assert whole.within(0) is whole.within(longest) is whole.within(longest + 1) is whole
+        assert (form_of(whole.within(longest - 1)), whole.within(3).window) == (WINDOW, 3)
+        assert whole.within(3).flat_ends == whole.flat_ends
+    for other in (AttentionMask(2, 8, causal=False), AttentionMask(2, 8, causal=True, memory=3)):
+        with pytest.raises(ValueError, match="ends at its position"):
+            other.within(3)
+
+
+@pytest.mark.parametrize("window", [1, 3, 8, 63])
+def test_the_keys_of_a_window_are_those_that_a_mask_counts(window: int) -> None:
+    """Continuous where the window becomes the sample, in which half of the keys count; the diagonal is half a key."""
+    length = 64
+    counted = sum(min(window, row + 1) for row in range(length)) / length
+    assert AttentionMask(1, length, causal=True, window=window).mean_keys == pytest.approx(
+        counted - window / 2 / length, abs=1e-9
+    )
+    assert AttentionMask(1, length, causal=True, window=length).mean_keys == length / 2
+
+
+def test_tiles_have_no_windows() -> None:
+    with pytest.raises(NotImplementedError, match="windows"):
+        AttentionMask(2, 8, causal=True, window=3).groups()
 
 
 @pytest.mark.parametrize("algorithm", [RING, GATHERED])

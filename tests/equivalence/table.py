@@ -371,6 +371,31 @@ PACKING_ROWS: tuple[Row, ...] = (
     Row("moe", 2, (*MP2, *SP), (*APART, *DROPS), 2),
 )
 
+# Sequences of 8 windows, and some rows over; beside ROWS, as LATENT_SUITE.
+WINDOWS = ("--seq-length", "34", "--window-size", "4")
+ALTERNATING = (*WINDOWS, *FOUR_LAYERS, "--window-attn-skip-freq", "2")
+LAST_FULL = (*WINDOWS, *FOUR_LAYERS, "--window-attn-skip-freq", "[1,0,1,0,1]", "--mtp-depth", "1")
+
+WINDOW_SUITE: tuple[Row, ...] = (
+    Row("moe", 2, (*MP2, *SP), (*ALTERNATING, *BOUNDARIES), 2),
+    Row("moe", 2, ("--pp-degree", "2", *ZERO_BUBBLE), LAST_FULL, accumulation=4),
+)
+WINDOW_ROWS: tuple[Row, ...] = (
+    *WINDOW_SUITE,
+    Row("moe", 2, (*MP2, *SP), (*WINDOWS, *QK_NORM), 2),
+    Row("gpt", 2, MP2, WINDOWS, 2),
+    *(Row("moe", 2, layout, (*ALTERNATING, *CLIPPED)) for layout in _stages(2)),
+    Row("moe", 2, (*EP2, *_stages(2)[2]), (*ALTERNATING, *DROPS), 2),
+    Row("moe", 4, (*EP2, *MP2, *SP), (*ALTERNATING, *BOUNDARIES)),
+    Row("moe", 2, ("--pp-degree", "2"), (*ALTERNATING, *BOUNDARIES), accumulation=4),
+    Row("moe", 2, ("--pp-degree", "2", *INTERLEAVED), ALTERNATING, accumulation=4),
+    Row("moe", 2, ("--pp-degree", "2", *ZBV), ALTERNATING, accumulation=4),
+    Row("moe", 4, ("--pp-degree", "2", *EP2, "--sharding-degree", "2"), LAST_FULL, accumulation=4),
+    Row("moe", 2, (*MP2, *SP, *_every(1)), (*ALTERNATING, *BOUNDARIES)),
+    Row("moe", 2, (*_stages(2)[1], *SELECTIVE), ALTERNATING, 2),
+    Row("moe", 2, (*MP2, "--no-use-flash-attn"), ALTERNATING),
+)
+
 CROSS, BALANCED = ("--ampipe-cross-layer",), ("--ampipe-slicing", "balanced")
 CHAINED = ("--pipe-experts-multi-stream",)
 ADAPTIVE = ("--adaptive-recompute-device-size", "1048576")

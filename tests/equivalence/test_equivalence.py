@@ -35,6 +35,8 @@ from tests.equivalence.table import (
     SPELLED_SUITE,
     WEIGHTED_ROWS,
     WEIGHTED_SUITE,
+    WINDOW_ROWS,
+    WINDOW_SUITE,
     Row,
 )
 from tests.support.forced import forced_parts, outcomes
@@ -127,6 +129,7 @@ NAMED_ROWS = [
     *_marked(MOVED_ROWS, MOVED_SUITE),
     *_marked(SPELLED_ROWS, SPELLED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE),
+    *_marked(WINDOW_ROWS, WINDOW_SUITE),
 ]
 NAMED_STREAMED_ROWS = [
     *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
@@ -246,7 +249,10 @@ def _rounding(rows: Sequence[Row], suite: Sequence[Row] | None = None) -> list[P
 
 
 BF16_ROWS = _rounding(ROWS)
-OTHER_BF16_ROWS = [row for rows in (ALL_LATENT_ROWS, NODE_ROWS, MOVED_ROWS) for row in _rounding(rows, ())]
+OTHER_BF16_ROWS = [
+    *(row for rows in (ALL_LATENT_ROWS, NODE_ROWS, MOVED_ROWS) for row in _rounding(rows, ())),
+    *_rounding(WINDOW_ROWS, WINDOW_SUITE[:1]),
+]
 
 
 @pytest.mark.parametrize("row", [*BF16_ROWS, *OTHER_BF16_ROWS])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from megapar.core.grid import Grid
 from megapar.model.decoder.layer_pattern import layers_of, to_pattern, to_text
+from megapar.model.decoder.windows import window_or_none
 from megapar.schema.rule import divisors
 from tests.fuzz.option import Condition, Drawn
 from tests.fuzz.texts import BYTES, HELD_OUT, PIECES, SMALLEST_VOCABULARY
@@ -254,6 +255,25 @@ def layer_patterns(d: Drawn) -> list[str | None]:
     return [None, None, "2", to_text(other)]
 
 
+def windows(d: Drawn) -> list[str | None]:
+    """Windows of which a sequence has several, one that hides one key of the last position, one that hides none."""
+    if d.multi_latent_attention:
+        return [None]
+    hiding = [str(max(1, d.seq_length // 8)), f"{d.seq_length - 2},0"] if d.cp_degree == 1 and d.seq_length > 1 else []
+    return [None, None, None, *hiding, str(d.seq_length)]
+
+
+def hides_keys(d: Drawn) -> bool:
+    return bool(0 < window_or_none(d.window_size) < d.seq_length)
+
+
+def windowed(d: Drawn) -> list[str | None]:
+    """All layers, every second one, or the first, in whose number multi-token prediction's has no say."""
+    if d.window_size is None or d.window_size == "none":
+        return [None]
+    return [None, *(["2", f"[1]+[0]*{d.num_layers - 1}"] if d.num_layers > 1 else [])]
+
+
 def expert_widths(d: Drawn) -> list[tuple[int, ...] | None]:
     layers = len(layers_of(to_pattern(d.moe_layer_freq), d.num_layers, d.first_k_dense))
     return [None, None, tuple(mp(d) * (3 + layer % 3) for layer in range(layers))]
@@ -357,6 +377,7 @@ def can_slice(d: Drawn) -> bool:
         and not d.adaptive_recompute_device_size
         and d.ep_degree > 1
         and bool(d.use_flash_attn)
+        and not hides_keys(d)
     )
 
 
@@ -376,7 +397,8 @@ def capacity_scopes(d: Drawn) -> list[str | None]:
 
 
 def can_pipe(d: Drawn) -> bool:
-    return drops(d) and (d.ep_degree > 1 or emp(d) > 1) and (cp(d) == 1 or sliced(d))
+    split = d.ep_degree > 1 or emp(d) > 1
+    return drops(d) and split and (cp(d) == 1 or sliced(d)) and not hides_keys(d)
 
 
 def piece_counts(d: Drawn) -> list[int | None]:

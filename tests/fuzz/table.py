@@ -193,6 +193,8 @@ DECODER = (
     Option("logits_scaling", (None, None, 2.0)),
     Option("layernorm_epsilon", (None, 0.01)),
     Option("rope_theta", (None, 100.0), when=legal.one_of("position_embedding_type", "rope"), wild=(100.0,)),
+    Option("window_size", legal.windows, wild=("0", "3", "2,0", "2,1"), size=True),
+    Option("window_attn_skip_freq", legal.windowed, wild=("2", "[1]*5", "[0]"), group=some),
     Option("rotary_percent", legal.rotated_shares, when=legal.has_plain_heads, wild=(0.5, 0.3), size=True),
     Option(
         "rope_scaling_type",

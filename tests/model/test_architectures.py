@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megapar.config.published import flags_of
-from megapar.model.architectures import ARCHITECTURES, model_of_architecture
+from megapar.model.architectures import ARCHITECTURES, model_of_architecture, not_exportable, own_architecture
 from megapar.model.sizes import ModelSizes
 from megapar.model.spec import spec_of
 from megapar.moe.sizes import MoeSizes
@@ -20,16 +20,18 @@ GROUPED = MoeSizes(32, 16, num_experts=8, topk=3, groups=4, group_topk=2, group_
 SIGMOID = replace(GROUPED, score="sigmoid", shared_experts=1)
 LEADING: dict[str, Any] = {"num_layers": 3, "first_k_dense": 1, "attention_latent_norm_epsilon": 1e-6}
 PLAIN = MoeSizes(32, 16, num_experts=4, topk=3)
+ALTERNATING: dict[str, Any] = {"num_layers": 4, "window_size": 5, "window_attn_skip_freq": "2"}
+LATER: dict[str, Any] = {"num_layers": 3, "window_size": 5, "window_attn_skip_freq": "[0,1,1]"}
 SIZES: Mapping[str, ModelSizes] = {
     "Ernie4_5ForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, mtp_depth=1),
     "Ernie4_5_MoeForCausalLM": replace(MOE, tie_embeddings=True, rope_theta=5e5),
     "GraniteForCausalLM": replace(DENSE, add_bias_linear=True, **MULTIPLIED),
     "LlamaForCausalLM": replace(DENSE, add_bias_linear=True, head_dim=12, rope_theta=5e5),
-    "MistralForCausalLM": replace(DENSE, tie_embeddings=False),
-    "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16),
+    "MistralForCausalLM": replace(DENSE, tie_embeddings=False, window_size=5),
+    "MixtralForCausalLM": replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16, window_size=5),
     "Olmo2ForCausalLM": replace(DENSE, head_dim=12, **OLMO2),
-    "Qwen2ForCausalLM": replace(DENSE, add_qkv_bias=True, layernorm_epsilon=1e-6),
-    "Qwen3ForCausalLM": replace(DENSE, qk_norm=True, head_dim=12),
+    "Qwen2ForCausalLM": replace(DENSE, **ALTERNATING, add_qkv_bias=True, layernorm_epsilon=1e-6),
+    "Qwen3ForCausalLM": replace(DENSE, **LATER, qk_norm=True, head_dim=12),
     "Qwen2MoeForCausalLM": replace(
         *(MOE,),
         **{"first_k_dense": 0, "moe_pattern": (0, 1, 0), "num_layers": 3, "add_qkv_bias": True},
@@ -81,6 +83,51 @@ def test_an_entry_agrees_with_itself(name: str) -> None:
     assert all(limit.within(own) for limit in architecture.limits)
     if architecture.trained_as:
         assert model_of_architecture(architecture.trained_as) is model_of_architecture(name)
+
+
+def test_windows_are_written_as_their_classes_read_them() -> None:
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    for name, windowed, lead in (("Qwen2", (1, 0, 1, 0), None), ("Qwen3", (0, 1, 1), 1)):
+        config = ARCHITECTURES[f"{name}ForCausalLM"].config(settings_of(f"{name}ForCausalLM"))
+        assert [config.get(key) for key in keys] == [True, 5, lead, [kinds[bool(own)] for own in windowed]]
+    for name in ("Mistral", "Mixtral"):
+        config = ARCHITECTURES[f"{name}ForCausalLM"].config(settings_of(f"{name}ForCausalLM"))
+        assert [config.get(key) for key in keys] == [None, 5, None, None]
+
+
+@pytest.mark.parametrize(
+    ("keys", "window", "skipped"),
+    [
+        ({}, "none", "0"),
+        ({"sliding_window": 5}, "none", "0"),
+        ({"use_sliding_window": True, "sliding_window": 5}, "none", "0"),  # max_window_layers is 28
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, "5", "0"),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "5", "[0,1,1]"),
+        ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}, "none", "0"),
+    ],
+)
+def test_windows_are_read_as_by_their_classes(keys: dict[str, Any], window: str, skipped: str) -> None:
+    """A folder's keys that say nothing of a window stay as they are."""
+    architecture, settings = ARCHITECTURES["Qwen3ForCausalLM"], settings_of("Qwen3ForCausalLM")
+    plain = architecture.config({**settings, "window_size": "none", "window_attn_skip_freq": "0"})
+    flags = flags_of({**plain, **keys})[1]
+    assert (flags["window_size"], flags["window_attn_skip_freq"]) == (window, skipped)
+    assert architecture.continued({**plain, **keys}, {**settings, **flags}) == {**plain, **keys}
+
+
+def test_a_model_with_windows_is_saved_as_a_class_that_has_them() -> None:
+    for sizes, name, reason in (
+        (replace(DENSE, window_size=5), "MistralForCausalLM", None),
+        (replace(DENSE, **ALTERNATING), "MistralForCausalLM", "all layers of this class have the window"),
+        (replace(DENSE, **ALTERNATING, qk_norm=True), "Qwen3ForCausalLM", None),
+        (replace(MOE, first_k_dense=0, moe=PLAIN, ffn_hidden_size=16, window_size=5), "MixtralForCausalLM", None),
+        (replace(MOE, qk_norm=True, moe=PLAIN, window_size=5), "Qwen3MoeForCausalLM", "no layer of this class has"),
+    ):
+        own, why = own_architecture(sizes), not_exportable(sizes)
+        assert own is not None
+        assert own.name == name
+        assert why is None if reason is None else reason in str(why)
 
 
 def test_weights_that_were_quantized_are_written_as_numbers() -> None:

@@ -41,6 +41,15 @@ def test_a_dense_model_is_six_per_weight_and_the_scores():
     assert step_flops(dense, 2, 1024) == 2 * 1024 * (6 * weights + 6 * 64 * 128 * 1024)
 
 
+def test_a_window_counts_the_keys_that_it_leaves():
+    """Of 4 layers 3 have it; the keys of a position are those of a trapezoid, w - w^2 / 2 s, in place of s / 2."""
+    dense = replace(ERNIE_300B, moe=None, num_layers=4)
+    windowed = replace(dense, window_size=128, window_attn_skip_freq="4")
+    saved = 3 * 3 * 4 * 4096 * 64 * 128 * (4096 / 2 - 128 * (1 - 128 / 8192))
+    assert step_flops(dense, 1, 4096) - step_flops(windowed, 1, 4096) == pytest.approx(saved, rel=1e-12)
+    assert step_flops(windowed, 1, 128) == step_flops(dense, 1, 128)
+
+
 def test_router_and_shared_experts_are_counted():
     sizes = replace(ERNIE_300B, num_layers=4)
     assert sizes.moe is not None

@@ -30,18 +30,21 @@ SCHEMAS = {
 }
 
 
-def _scores(query, key, scale, mask, sparse_mode):
+def _scores(query, key, scale, mask, sparse_mode, before=None):
     """[N, S, D], [G, L, D] -> scaled scores [N, S, L] with what is not seen at -inf."""
     key = key.repeat_interleave(query.shape[0] // key.shape[0], 0)
     scores = (query @ key.mT).float() * scale
     if mask is None:
         return scores
     assert mask.dtype == torch.bool
-    if sparse_mode == 3:  # lower right, by the compressed mask
+    if sparse_mode in (3, 4):  # lower right, or a band of it, by the compressed mask
         assert mask.shape == (2048, 2048)
         assert torch.equal(mask, torch.ones_like(mask).triu(1))
         length, seen = scores.shape[-2:]
-        mask = torch.ones(length, seen, dtype=torch.bool).triu(seen - length + 1)
+        whole = torch.ones(length, seen, dtype=torch.bool)
+        mask = whole.triu(seen - length + 1)
+        if sparse_mode == 4:
+            mask |= whole.tril(seen - length - before - 1)
     return scores.masked_fill(mask, -torch.inf)
 
 
@@ -52,8 +55,10 @@ def _head_first(x, layout):
 
 def npu_fusion_attention(
     query, key, value, head_num, input_layout, *, atten_mask=None, scale=1.0, keep_prob=1.0,
-    actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0, **unused,
+    pre_tockens=2147483647, next_tockens=2147483647, actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0,
+    **unused,
 ):  # fmt: skip
+    assert (sparse_mode == 4) == (next_tockens == 0) == (pre_tockens < 2147483647)
     assert not any(value is not None and value not in (0, 2147483647) for value in unused.values())
     assert keep_prob == 1.0
     assert query.shape[-1] == key.shape[-1] >= value.shape[-1]
@@ -62,7 +67,7 @@ def npu_fusion_attention(
         parts, start, first = [], 0, 0
         for end, last in zip(actual_seq_qlen, actual_seq_kvlen, strict=True):
             q, k, v = query[start:end], key[first:last], value[first:last]
-            parts.append(_one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode)[0])
+            parts.append(_one(*(x.transpose(0, 1) for x in (q, k, v)), scale, atten_mask, sparse_mode, pre_tockens)[0])
             start, first = end, last
         rest = query.new_zeros(0)
         return torch.cat(parts, 1).transpose(0, 1), rest, rest, rest, 0, 0, 0
@@ -78,8 +83,8 @@ def npu_fusion_attention(
     return out.transpose(1, 2), *eight, q.new_zeros(0), 0, 0, 0
 
 
-def _one(q, k, v, scale, mask, sparse_mode):
-    scores = _scores(q, k, scale, mask, sparse_mode)
+def _one(q, k, v, scale, mask, sparse_mode, before=None):
+    scores = _scores(q, k, scale, mask, sparse_mode, before)
     peak = scores.amax(-1)
     exponents = (scores - peak.unsqueeze(-1)).exp()
     total = exponents.sum(-1)

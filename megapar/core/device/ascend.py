@@ -25,8 +25,9 @@ from megapar.core.device.attention.table import CAUSAL, MASKED
 from megapar.core.device.attention.whole import cut_features, keys_of_heads, pad_features
 from megapar.core.device.expert_rows import permute_reference, rows_of_pairs
 
-# Mask modes of npu_fusion_attention. LOWER_RIGHT requires the compressed causal mask.
-WHOLE_MASK, LOWER_RIGHT = 0, 3
+# Mask modes of npu_fusion_attention. LOWER_RIGHT and BAND, which also hides keys far before a position, require the
+# compressed causal mask.
+WHOLE_MASK, LOWER_RIGHT, BAND = 0, 3, 4
 COMPRESSED = 2048
 LANES = 8  # The kernel stores each of the two statistics of a row eight times.
 
@@ -56,7 +57,7 @@ def packed_attention_npu(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, d
     """Compute ``packed_attention_reference`` in one call for all documents."""
     q_TND, k_TGD, v_TGD = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     ends = mask.host.flat_ends
-    y = _attend_unequal(q_TND, k_TGD, v_TGD, ends, ends, dropout, causal=mask.host.causal)
+    y = _attend_unequal(q_TND, k_TGD, v_TGD, ends, ends, dropout, causal=mask.host.causal, window=mask.host.window)
     return y.view(q.shape[0], q.shape[2], *y.shape[1:]).transpose(1, 2)
 
 
@@ -157,8 +158,11 @@ def permute_npu(
     return torch.ops.npu.npu_moe_token_permute(x_TH, row_Tk, pair_R.numel())[0]
 
 
-def _causal(q: Tensor) -> dict[str, Any]:
-    return {"atten_mask": causal_mask(q.device), "sparse_mode": LOWER_RIGHT}
+def _causal(q: Tensor, window: int | None = None) -> dict[str, Any]:
+    mask = causal_mask(q.device)
+    if window is None:
+        return {"atten_mask": mask, "sparse_mode": LOWER_RIGHT}
+    return {"atten_mask": mask, "sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
 
 
 def _at_least(v: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -197,6 +201,7 @@ def _attend_unequal(
     dropout: float,
     *,
     causal: bool = True,
+    window: int | None = None,
 ) -> Tensor:
     """Compute attention of concatenated sequences: q [T, N, D], k [R, G, D], v [R, G, V] to [T, N, V]."""
     return torch.ops.npu.npu_fusion_attention(
@@ -207,7 +212,7 @@ def _attend_unequal(
         keep_prob=1.0 - dropout,
         actual_seq_qlen=list(ends_q),
         actual_seq_kvlen=list(ends_k),
-        **(_causal(q) if causal else {}),
+        **(_causal(q, window) if causal else {}),
     )[0]
 
 

@@ -193,6 +193,9 @@ def _core(operators: Operators, shape: AttentionShape, heads: _Heads) -> OpCost:
             kept += 2 * e * view.cp * t * G * D  # later slices need the keys and values of all ranks
     elif view.cp > 1:
         kept += e * t * heads.out  # the core's output before and after the all-to-all
+    elif shape.masks[-1].window is not None and view.kernels == "cpu" and shape.sizes.flash:
+        # Tiles: sums of gradients in fp32, and of a tile its reversed inputs, output and gradients.
+        transient += t * D * (view.wide_bytes * (N + 2 * G) + e * (4 * N + 4 * G))
     sent = operators.communication.context(2 * t * N * D, 2 * t * G * D, G)
     scores, moved = 2.0 * t * (2 * N * D) * shape.mean_keys, core + heads.read
     return OpCost("core", kept, scores=scores, moved=moved, sent=sent, transient=transient)

@@ -7,9 +7,9 @@ can make k and v again from them (``remake``) does not keep k and v for the core
 
 A kind is a subclass of ``SelfAttention``, named by its ``AttentionKind``. It owns the weights, computes queries, keys
 and values of this rank's positions (``project``) and projects heads to hidden features (``output``). The core is the
-same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, whole or slice by slice
-(``slices``), with or without context parallelism (``core.context_parallel``), kept or recomputed. A kind whose scores
-have another scale multiplies its queries by the ratio.
+same for all kinds: softmax(q k^T / sqrt(D)) v with dropout, documents and padding, over all keys or those of a window,
+whole or slice by slice (``slices``), with or without context parallelism (``core.context_parallel``), kept or
+recomputed. A kind whose scores have another scale multiplies its queries by the ratio.
 
 Shape letters: B batch, S sequence (under context parallelism, this rank's part of it), H hidden, N query heads and G
 key-value heads of this rank, D head size of queries and keys, V head size of values; /mp marks dims that are split over
@@ -33,7 +33,7 @@ from megapar.core.context_parallel.heads import to_heads, to_positions
 from megapar.core.context_parallel.method import ContextParallel
 from megapar.core.device.attention.documents import packed_attention_reference
 from megapar.core.device.attention.mask import DeviceMask
-from megapar.core.device.attention.table import DOCUMENTS
+from megapar.core.device.attention.table import DOCUMENTS, WINDOW
 from megapar.core.device.attention.whole import attention_reference
 from megapar.core.device.compiled import counted
 from megapar.core.device.ops import op
@@ -177,16 +177,28 @@ class SelfAttention(nn.Module, ABC):
         with context.streams.drawing(device, place, self.stream) if dropout else nullcontext():
             yield dropout
 
+    def mask_of(self, context: Context) -> DeviceMask:
+        """Return the mask of this layer: that of the context, in the layer's window.
+
+        Raises NotImplementedError for a window of slices, or of keys from other cp ranks, which have no form.
+        """
+        mask = context.mask.within(self.sizes.window)
+        if mask is not context.mask and (context.plan is not None or context.slices):
+            raise NotImplementedError(
+                f"slices and blocks of keys from other ranks have no window; this layer has one of {self.sizes.window}"
+            )
+        return mask
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Run the core on this rank's heads or blocks, to [B, S, N, V]. Shapes as in ``core``."""
-        flash, mask = self.sizes.flash, context.mask
+        flash, mask = self.sizes.flash, self.mask_of(context)
         heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
         with self.drawing(context, self.place, q.device) as dropout:
             if context.plan is not None:
                 y = attend_blockwise(
                     *heads, self.cp.transport, context.plan, flash=flash, dropout=dropout, expansion=self.expansion()
                 )
-            elif dropout or mask.form == DOCUMENTS:
+            elif dropout or mask.form in (DOCUMENTS, WINDOW):
                 y = self.attend(*heads, mask, dropout)
             else:
                 y = self.run(attend, q, k, v, mask.valid, mask.form, self.operator if flash else None)
@@ -194,7 +206,7 @@ class SelfAttention(nn.Module, ABC):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: DeviceMask, dropout: float) -> Tensor:
         """Attend from q [B, N, S, D] to k [B, G, L, D] and v [B, G, L, V], uncompiled; returns [B, N, S, V]."""
-        if mask.form == DOCUMENTS:
+        if mask.form in (DOCUMENTS, WINDOW):
             packed = op("packed_attention", q) if self.sizes.flash else packed_attention_reference
             return packed(q, k, v, mask=mask, dropout=dropout)
         attention = op(self.operator, q) if self.sizes.flash else attention_reference

@@ -45,7 +45,7 @@ class CausalSlices:
     """
 
     def __init__(self, attention: SelfAttention, context: Context, *, hides: bool = False) -> None:
-        self._attention, self._context = attention, context
+        self._attention, self._context, self._mask = attention, context, attention.mask_of(context)
         self.hides = hides and attention.mp.size > 1 and len(context.slices) > 1
         self.prepared = False
         self._entering: dict[int, Started] = {}
@@ -135,9 +135,9 @@ class CausalSlices:
         context, flash = self._context, self._attention.sizes.flash
         heads = tuple(x.transpose(1, 2) for x in (q, k, v))
         with self._drawing(q, number) as dropout:
-            if context.mask.form == DOCUMENTS:
+            if self._mask.form == DOCUMENTS:
                 packed = op("packed_attention_slice", q) if flash else packed_attention_slice_reference
-                cut = context.mask.cut(context.whole_slices[number])
+                cut = self._mask.cut(context.whole_slices[number])
                 y = packed(*heads, documents=cut, dropout=dropout)
             else:
                 form = op("attention_slice", q) if flash else attention_slice_reference

@@ -57,7 +57,7 @@ class DecoderBlock(nn.Module):
         self.norms_outputs = sizes.norm_placement == "output"
         H, epsilon = sizes.hidden_size, sizes.layernorm_epsilon
         self.attention_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
-        self.attention = make_attention(sizes.attention, layer, cp=cp, **options)
+        self.attention = make_attention(sizes.attention_at(layer), layer, cp=cp, **options)
         self.mlp_norm = make_norm(sizes.normalization, H, epsilon, dtype=dtype, device=device, run=run)
         self.mlp: Mlp | None = None
         self.moe: MoeLayer | None = None

@@ -27,7 +27,7 @@ class DecoderCost(ModelCost):
         self._operators = Operators(
             view, sizes.hidden_size, normalization=sizes.normalization, dropout=bool(sizes.hidden_dropout)
         )
-        self._kinds: dict[tuple[MoeSizes | None, frozenset[str]], UnitCost] = {}
+        self._kinds: dict[tuple[MoeSizes | None, int, frozenset[str]], UnitCost] = {}
         self._layers: dict[int, UnitCost] = {}
 
     @property
@@ -54,18 +54,15 @@ class DecoderCost(ModelCost):
     def layer(self, number: int) -> UnitCost:
         """Return the cost of layer ``number``."""
         if number not in self._layers:
-            key = self.sizes.moe_at(number), self.view.recomputed(number)
+            key = self.sizes.moe_at(number), self.sizes.window_at(number), self.view.recomputed(number)
             if key not in self._kinds:
                 self._kinds[key] = self._layer(*key)
             self._layers[number] = self._kinds[key]
         return self._layers[number]
 
-    @cached_property
+    @property
     def attention(self) -> Sequence[OpCost]:
-        rotary = self.sizes.position_embedding_type == "rope"
-        mask = AttentionMask(1, self.view.seq_length, self.sizes.attention.causal)
-        shape = AttentionShape(self.sizes.attention, (mask,), rotary)
-        return kind_of(shape.sizes).costs(self._operators, shape)
+        return self._attention(0)
 
     @cached_property
     def head(self) -> UnitCost:
@@ -82,7 +79,8 @@ class DecoderCost(ModelCost):
             *operators.vocabulary(view.tokens, self.sizes.vocab_size, replicated=not view.splits_sequence),
         )
         if self.sizes.mtp_depth:  # one more block and head, after a projection of two concatenated inputs
-            block = self._layer(self.sizes.moe_at(self.sizes.num_layers), view.recomputed(None))
+            last = self.sizes.num_layers
+            block = self._layer(self.sizes.moe_at(last), self.sizes.window_at(last), view.recomputed(None))
             head = (*head, self._join(), *block.operators, *head)
         return UnitCost("head", head, x)
 
@@ -93,10 +91,17 @@ class DecoderCost(ModelCost):
             sizes = replace(sizes, moe=replace(sizes.moe, kind=MEGATRON_MOE))
         return super().forward_flops(sizes, seq_length)
 
-    def _layer(self, moe: MoeSizes | None, recomputed: frozenset[str]) -> UnitCost:
+    def _attention(self, window: int) -> list[OpCost]:
+        """Return the operators of attention in a window of so many keys; 0: of all."""
+        rotary = self.sizes.position_embedding_type == "rope"
+        mask = AttentionMask(1, self.view.seq_length, self.sizes.attention.causal).within(window)
+        shape = AttentionShape(self.sizes.attention, (mask,), rotary)
+        return kind_of(shape.sizes).costs(self._operators, shape)
+
+    def _layer(self, moe: MoeSizes | None, window: int, recomputed: frozenset[str]) -> UnitCost:
         sizes, ops = self.sizes, self._operators
         after, arriving = sizes.norm_placement == "output", 0.0
-        norm, *parts = self.attention
+        norm, *parts = self._attention(window)
         parts = [*parts, norm] if after else [norm, *parts, ops.norm()]
         if moe is not None:
             parts += expert_costs(self.view, moe)

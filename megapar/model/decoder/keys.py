@@ -7,6 +7,7 @@ from typing import Any
 
 from megapar.model.decoder.layer_pattern import ernie_interval, flags_of, layers_of, to_pattern
 from megapar.model.decoder.rope_keys import rope_settings
+from megapar.model.decoder.windows import NO_FULL, skip_text, window_or_none, window_text, windowed_or_all
 from megapar.schema.legal_values import (
     COUNT,
     EPSILON,
@@ -30,7 +31,7 @@ def _head_dim(config: Json) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _window(config: Json) -> str:
+def _unseen(config: Json) -> str:
     window = config.get("sliding_window")
     if window is None or not config.get("use_sliding_window", True) or window >= config["max_position_embeddings"]:
         return ""
@@ -40,7 +41,7 @@ def _window(config: Json) -> str:
 def _layer_types(config: Json) -> str:
     kinds = config.get("layer_types") or []
     plain = all(kind == "full_attention" for kind in kinds) or (
-        set(kinds) <= {"full_attention", "sliding_attention"} and not _window(config)
+        set(kinds) <= {"full_attention", "sliding_attention"} and not _unseen(config)
     )
     return "" if plain else "but attention here always sees all earlier positions"
 
@@ -86,7 +87,7 @@ def attention_settings(partial: float | None = None) -> tuple[Setting, ...]:
         Setting("initializer_range", anything, from_flags=lambda settings: settings["init_std"]),
         Setting("rms_norm_eps", EPSILON, "layernorm_epsilon"),
         *rope_settings(partial),
-        Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_window),
+        Setting("sliding_window", OPTIONAL_COUNT, written=False, refused=_unseen),
         Setting("use_sliding_window", true_or_false, written=False),
         Setting("layer_types", anything, written=False, refused=_layer_types),
         ATTENTION_DROPOUT,
@@ -97,6 +98,100 @@ def attention_settings(partial: float | None = None) -> tuple[Setting, ...]:
 
 
 ATTENTION = attention_settings()
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
+
+
+def with_windows(settings: tuple[Setting, ...], windows: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """Return the settings of a class whose layers may have a window, in place of those that refuse one."""
+    return (*(setting for setting in settings if setting.name not in _WINDOW_KEYS), *windows)
+
+
+def _sliding(config: Json) -> tuple[bool, ...]:
+    """Return for each layer of Qwen whether it has the window: those listed, or from ``max_window_layers`` on."""
+    layers = config["num_hidden_layers"]
+    if not config["use_sliding_window"]:
+        return (False,) * layers
+    if kinds := config.get("layer_types"):
+        return tuple(kind == "sliding_attention" for kind in kinds)
+    return tuple(number >= config["max_window_layers"] for number in range(layers))
+
+
+def _qwen_window(config: Json) -> str:
+    return window_text(config["sliding_window"] if any(_sliding(config)) else None)
+
+
+def _qwen_skipped(config: Json) -> str:
+    sliding = _sliding(config)
+    return skip_text((*sliding, sliding[-1])) if any(sliding) else NO_FULL
+
+
+def _windowed(settings: Settings) -> tuple[bool, ...]:
+    """Return for each layer of a model whether it has a window; none if no layer has."""
+    if not window_or_none(settings["window_size"]):
+        return ()
+    return windowed_or_all(settings["window_attn_skip_freq"], settings["num_layers"])[:-1]
+
+
+def _window(settings: Settings) -> int | None:
+    return window_or_none(settings["window_size"]) or None
+
+
+def _kinds(settings: Settings) -> list[str] | None:
+    return ["sliding_attention" if own else "full_attention" for own in _windowed(settings)] or None
+
+
+def _full_lead(settings: Settings) -> int | None:
+    """Return the number of full layers before those with a window; None without, or with full layers after one."""
+    windowed = _windowed(settings)
+    full = windowed.count(False)
+    return full if windowed and all(windowed[full:]) else None
+
+
+def _wrong_kinds(config: Json) -> str:
+    kinds, layers = config.get("layer_types") or [], config["num_hidden_layers"]
+    if not kinds:
+        return ""
+    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        return f"and only a list of full_attention and sliding_attention for its {layers} layers is supported"
+    return (
+        "" if config["use_sliding_window"] or "sliding_attention" not in kinds else "but use_sliding_window is not true"
+    )
+
+
+def _sizeless(config: Json) -> str:
+    lacks = config["use_sliding_window"] and config["sliding_window"] is None
+    return "but sliding_window does not say how many keys" if lacks else ""
+
+
+def _mixed_kinds(config: Json) -> str:
+    kind = "full_attention" if config["sliding_window"] is None else "sliding_attention"
+    return "" if set(config.get("layer_types") or []) <= {kind} else "but the layers of this class are all alike"
+
+
+def _of_both(name: str, legal: Check, from_flags: Callable[[Settings], Any], **more: Any) -> tuple[Setting, Setting]:
+    """Return the settings of a key that a change of the window, or of its layers, changes."""
+    return (
+        Setting(name, legal, "window_size", to_flag=_qwen_window, from_flags=from_flags, **more),
+        Setting(name, legal, "window_attn_skip_freq", to_flag=_qwen_skipped, from_flags=from_flags, **more),
+    )
+
+
+SAME_WINDOW = (
+    Setting(
+        "sliding_window",
+        OPTIONAL_SIZE,
+        "window_size",
+        to_flag=lambda config: window_text(config["sliding_window"]),
+        from_flags=_window,
+    ),
+    Setting("layer_types", anything, written=False, refused=_mixed_kinds),
+)
+QWEN_WINDOWS = (
+    *_of_both("sliding_window", OPTIONAL_SIZE, _window),
+    *_of_both("use_sliding_window", true_or_false, lambda s: bool(_windowed(s)), implied=False, refused=_sizeless),
+    *_of_both("max_window_layers", COUNT, _full_lead, implied=None),
+    *_of_both("layer_types", anything, _kinds, implied=None, refused=_wrong_kinds),
+)
 OUTPUT = (
     Setting(
         "tie_word_embeddings",

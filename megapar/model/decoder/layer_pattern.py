@@ -25,13 +25,13 @@ def listed(text: str) -> Pattern | None:
 
     Raises ValueError if the text is neither.
     """
-    value = _evaluated(text)
+    value = listed_or_number(text)
     return None if isinstance(value, int) else value
 
 
 def to_pattern(text: str) -> Pattern:
     """Return the pattern of a flag's value. Raises ValueError for a wrong one."""
-    value = _evaluated(text)
+    value = listed_or_number(text)
     if isinstance(value, int):
         value = (1, *(0,) * (value - 1))
     return () if all(value) else value
@@ -51,6 +51,11 @@ def to_text(pattern: Sequence[int]) -> str:
         return ALL
     if pattern[0] and not any(pattern[1:]):
         return str(len(pattern))
+    return to_list_text(pattern)
+
+
+def to_list_text(pattern: Sequence[int]) -> str:
+    """Return the shortest expression of lists for this pattern."""
     runs: list[tuple[int, int]] = []
     for kind in pattern:
         runs[-1:] = [(kind, runs[-1][1] + 1)] if runs and runs[-1][0] == kind else [*runs[-1:], (kind, 1)]
@@ -89,7 +94,8 @@ def ernie_interval(layers: Sequence[int]) -> int:
     return step if even else 0
 
 
-def _evaluated(text: str) -> int | Pattern:
+def listed_or_number(text: str) -> int | Pattern:
+    """Return the number, or the list of 0 and 1, that an expression stands for. Raises ValueError for another text."""
     try:
         if _OTHER.search(text):
             raise SyntaxError
@@ -100,7 +106,7 @@ def _evaluated(text: str) -> int | Pattern:
         if not 1 <= value <= LONGEST:
             raise ValueError(f"{value} is not 1 to {LONGEST}")
     elif not set(value) <= {0, 1}:
-        raise ValueError("a layer is 0 (dense) or 1 (experts)")
+        raise ValueError("a layer is 0 or 1")
     return value
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapar.model.decoder.layer_pattern import ALL, ernie_interval, flags_of, layers_of, pattern_or_all
+from megapar.model.decoder.windows import window_or_none, windowed_or_all
 from megapar.schema.published import Limit
 
 _GLM = "--moe-router-score-function sigmoid --moe-shared-experts 1"
@@ -113,6 +114,27 @@ NO_BIAS = _fixed(
     instead="Or train without --add-bias-linear, or without --qk-norm: Ernie4_5 has biases.",
     passing="--add-bias-linear --num-experts 0",
     failing="--add-bias-linear --qk-norm --num-experts 0",
+)
+NO_WINDOW = Limit(
+    id="hf-window",
+    reads=("window_size", "window_attn_skip_freq"),
+    within=lambda f: window_or_none(f.window_size) == 0,
+    message="no layer of this class has a window; those of Mistral, Mixtral, Qwen2 and Qwen3 have",
+    instead="Or train without --window-size.",
+    passing="--num-experts 0 --window-size 4",
+    failing="--qk-norm --window-size 4",
+)
+WINDOW = _opposite(NO_WINDOW, "hf-window-always", "layers of this class have a window")
+SAME_WINDOW = Limit(
+    id="hf-window-layers",
+    reads=("window_size", "window_attn_skip_freq", "num_layers"),
+    within=lambda f: (
+        window_or_none(f.window_size) == 0 or all(windowed_or_all(f.window_attn_skip_freq, f.num_layers)[:-1])
+    ),
+    message="all layers of this class have the window, or none",
+    instead="Or train without --window-attn-skip-freq, or with --num-experts 0 --qk-norm: Qwen3 has both kinds.",
+    passing="--num-experts 0 --qk-norm --num-layers 4 --window-size 4 --window-attn-skip-freq 2",
+    failing="--num-experts 0 --num-layers 4 --window-size 4 --window-attn-skip-freq 2",
 )
 DENSE = Limit(
     id="hf-dense", reads=("num_experts",), within=lambda f: f.num_experts == 0, message="this class has no experts"

@@ -31,11 +31,15 @@ from megapar.model.decoder.keys import (
     OUTPUT,
     QWEN_EXPERTS,
     QWEN_SHARED,
+    QWEN_WINDOWS,
+    SAME_WINDOW,
     VOCABULARY,
     attention_settings,
+    with_windows,
 )
 from megapar.model.decoder.layer_pattern import ALL, to_text
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK, DecoderSizes
+from megapar.model.decoder.windows import NO_FULL, NONE, window_text
 from megapar.model.rope_scaling import flags_of_scaling
 from megapar.schema.legal_values import true_or_false
 from megapar.schema.published import PublishedArchitecture, PublishedForms, Setting, Settings, first_within
@@ -60,6 +64,8 @@ DENSE_FLAGS = {
     "num_experts": 0,
     "mtp_depth": 0,
     "multi_latent_attention": False,
+    "window_size": NONE,
+    "window_attn_skip_freq": NO_FULL,
 }
 EXPERT_FLAGS = {
     **DENSE_FLAGS,
@@ -73,7 +79,8 @@ EXPERT_FLAGS = {
 PLAIN_BLOCK = (limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS)
 DENSE_FORM = (limits.VARIETY, limits.DENSE, limits.WHOLE_HEADS_ROTATED)
 DENSE_LIMITS = (*DENSE_FORM, *PLAIN_BLOCK)
-PLAIN_DENSE_LIMITS = (*DENSE_LIMITS, limits.NO_QK_NORM, limits.NO_QKV_BIAS)
+MISTRAL_LIMITS = (*DENSE_LIMITS, limits.NO_QK_NORM, limits.NO_QKV_BIAS)
+PLAIN_DENSE_LIMITS = (*MISTRAL_LIMITS, limits.NO_WINDOW)
 EXPERT_FORM = (
     limits.VARIETY, limits.EXPERTS, limits.WHOLE_HEADS_ROTATED, limits.NO_EXPERT_BIAS, limits.PLAIN_ROUTING,
     limits.ONE_EXPERT_SIZE,
@@ -124,7 +131,7 @@ LLAMA = llama_like(
 MISTRAL = llama_like(
     name="MistralForCausalLM",
     model_type="mistral",
-    settings=(*DECODER, NO_WINDOW),
+    settings=with_windows(DECODER, SAME_WINDOW),
     defaults={
         **DEFAULTS,
         "num_key_value_heads": 8,
@@ -133,8 +140,9 @@ MISTRAL = llama_like(
         "sliding_window": 4096,
     },
     flags=DENSE_FLAGS,
-    limits=(*PLAIN_DENSE_LIMITS, limits.NO_BIAS, limits.NO_MTP),
-    remark="without a sliding window",
+    limits=(*MISTRAL_LIMITS, limits.NO_BIAS, limits.NO_MTP, limits.SAME_WINDOW),
+    specific=(limits.DENSE, limits.WINDOW),
+    remark="a window in all layers, or in none",
 )
 GRANITE_DEFAULTS = {
     **DEFAULTS,
@@ -148,7 +156,7 @@ GRANITE_DEFAULTS = {
 }
 GRANITE_LIMITS = (
     *DENSE_FORM, limits.NO_LATENT, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_QK_NORM, limits.NO_QKV_BIAS,
-    limits.NO_MTP,
+    limits.NO_MTP, limits.NO_WINDOW,
 )  # fmt: skip
 GRANITE = llama_like(
     name="GraniteForCausalLM",
@@ -162,7 +170,7 @@ GRANITE = llama_like(
 )
 OLMO2_LIMITS = (
     *DENSE_FORM, limits.QK_NORM, limits.WIDTH_NORMS, limits.OUTPUT_NORMS, limits.NO_MULTIPLIERS, limits.NO_LATENT,
-    limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP,
+    limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP, limits.NO_WINDOW,
 )  # fmt: skip
 OLMO2 = llama_like(
     name="Olmo2ForCausalLM",
@@ -183,30 +191,31 @@ QWEN_DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": None,
 }
+QWEN_WINDOW_DEFAULTS = {**QWEN_DEFAULTS, "max_window_layers": 28}
 QWEN2 = llama_like(
     name="Qwen2ForCausalLM",
     model_type="qwen2",
-    settings=(*DECODER, NO_WINDOW),
-    defaults=QWEN_DEFAULTS,
+    settings=with_windows(DECODER, QWEN_WINDOWS),
+    defaults=QWEN_WINDOW_DEFAULTS,
     flags={**DENSE_FLAGS, "add_qkv_bias": True},
     limits=(*DENSE_LIMITS, limits.NO_QK_NORM, limits.QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
     specific=(limits.QKV_BIAS,),
-    remark="biases on queries, keys and values",
+    remark="biases on queries, keys and values; a window in some layers",
 )
 QWEN3 = llama_like(
     name="Qwen3ForCausalLM",
     model_type="qwen3",
-    settings=(*DECODER, NO_ATTENTION_BIAS, NO_WINDOW),
-    defaults={**QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
+    settings=with_windows((*DECODER, NO_ATTENTION_BIAS), QWEN_WINDOWS),
+    defaults={**QWEN_WINDOW_DEFAULTS, "head_dim": 128, "attention_bias": False},
     flags={**DENSE_FLAGS, "qk_norm": True},
     limits=(*DENSE_LIMITS, limits.QK_NORM, limits.NO_QKV_BIAS, limits.NO_BIAS, limits.NO_MTP),
     renames=QK_NORM_NAMES,
     specific=(limits.QK_NORM,),
-    remark="norms on queries and keys",
+    remark="norms on queries and keys; a window in some layers",
 )
 ERNIE4_5_MOE_LIMITS = (
     limits.NO_QK_NORM, *EXPERT_LIMITS, limits.DIVIDED_WEIGHTS, limits.WHOLE_SHARED_EXPERTS, limits.NO_SHARED_GATE,
-    limits.EVEN_EXPERTS, limits.DENSE_MTP,
+    limits.EVEN_EXPERTS, limits.DENSE_MTP, limits.NO_WINDOW,
 )  # fmt: skip
 ERNIE4_5_MOE = PublishedArchitecture(
     name="Ernie4_5_MoeForCausalLM",
@@ -238,12 +247,12 @@ ERNIE4_5_MOE = PublishedArchitecture(
 )
 MIXTRAL_LIMITS = (
     limits.NO_QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS, limits.NO_MTP,
-    limits.NO_CORRECTION_BIAS,
+    limits.NO_CORRECTION_BIAS, limits.SAME_WINDOW,
 )  # fmt: skip
 MIXTRAL = llama_like(
     name="MixtralForCausalLM",
     model_type="mixtral",
-    settings=(*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS, NO_WINDOW),
+    settings=with_windows((*VOCABULARY, *ATTENTION, *OUTPUT, *MIXTRAL_EXPERTS), SAME_WINDOW),
     defaults={
         "hidden_act": "silu",
         "num_key_value_heads": 8,
@@ -265,11 +274,12 @@ MIXTRAL = llama_like(
         (r"\.mlp\.experts\.(\d+)\.down_proj\.", r".block_sparse_moe.experts.\1.w2."),
     ),
     absent=(_BIAS,),
-    remark="`block_sparse_moe.experts.E.w1/w2/w3`",
+    specific=(*ERNIE4_5_MOE.specific, limits.WINDOW),
+    remark="`block_sparse_moe.experts.E.w1/w2/w3`; a window in all layers, or in none",
 )
 QWEN_MOE_DEFAULTS = {**QWEN_DEFAULTS, "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 QWEN3_MOE_LIMITS = (
-    limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+    limits.QK_NORM, *EXPERT_LIMITS, *NO_SHARED, limits.NO_MTP, limits.NO_CORRECTION_BIAS, limits.NO_WINDOW,
 )  # fmt: skip
 QWEN3_MOE = llama_like(
     name="Qwen3MoeForCausalLM",
@@ -286,6 +296,7 @@ QWEN3_MOE = llama_like(
 GATED = {"moe_shared_expert_gate": True}
 QWEN2_MOE_LIMITS = (
     *EXPERT_FORM, *PLAIN_BLOCK, limits.NO_QK_NORM, limits.SHARED_GATE, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+    limits.NO_WINDOW,
 )  # fmt: skip
 QWEN2_MOE = llama_like(
     name="Qwen2MoeForCausalLM",
@@ -305,7 +316,7 @@ QWEN2_MOE = llama_like(
 OLMOE_LIMITS = (
     *EXPERT_FORM, limits.NO_QKV_BIAS, limits.QK_NORM, limits.WIDTH_NORMS, limits.HEADS_OF_WIDTH, limits.NO_LATENT,
     limits.INPUT_NORMS, limits.NO_MULTIPLIERS, *NO_SHARED, limits.ALL_EXPERTS, limits.NO_MTP,
-    limits.NO_CORRECTION_BIAS,
+    limits.NO_CORRECTION_BIAS, limits.NO_WINDOW,
 )  # fmt: skip
 OLMOE = llama_like(
     name="OlmoeForCausalLM",
@@ -330,6 +341,7 @@ OLMOE = llama_like(
 GRANITE_MOE_LIMITS = (
     *EXPERT_FORM, limits.NO_QKV_BIAS, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.INPUT_NORMS, limits.NO_LATENT,
     *NO_SHARED, limits.ALL_EXPERTS, limits.DIVIDED_WEIGHTS, limits.NO_MTP, limits.NO_CORRECTION_BIAS,
+    limits.NO_WINDOW,
 )  # fmt: skip
 GRANITE_MOE = llama_like(
     name="GraniteMoeForCausalLM",
@@ -354,7 +366,7 @@ LEADING_AND_SHARED = (
 LATENT_LIMITS = (
     limits.LATENT, limits.LATENT_EPSILON, limits.VARIETY, limits.EXPERTS, limits.INPUT_NORMS, limits.NO_MULTIPLIERS,
     limits.ONE_EXPERT_SIZE, *LEADING_AND_SHARED, limits.NO_QK_NORM, limits.HEAD_NORMS, limits.NO_QKV_BIAS,
-    limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED,
+    limits.NO_EXPERT_BIAS, limits.WHOLE_HEADS_ROTATED, limits.NO_WINDOW,
 )  # fmt: skip
 DEEPSEEK_DEFAULTS = {
     **DEFAULTS,
@@ -421,7 +433,7 @@ DEEPSEEK_V3 = PublishedArchitecture(
 )
 GLM4_MOE_LIMITS = (
     limits.VARIETY, limits.EXPERTS, limits.NO_EXPERT_BIAS, limits.SIGMOID_SCORES, limits.ONE_EXPERT_SIZE,
-    *PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.LAYER_MTP,
+    *PLAIN_BLOCK, limits.GROUPS_BY_TWO, *LEADING_AND_SHARED, limits.LAYER_MTP, limits.NO_WINDOW,
 )  # fmt: skip
 GLM4_MOE = llama_like(
     name="Glm4MoeForCausalLM",
@@ -462,11 +474,11 @@ GLM4_MOE = llama_like(
     "`num_hidden_layers`",
 )
 OWN = (
-    DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, ERNIE4_5_MOE, OLMO2,
-    QWEN2, QWEN3, GRANITE, ERNIE4_5,
+    DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE, OLMOE, QWEN3_MOE, GRANITE_MOE, QWEN2_MOE, MIXTRAL, ERNIE4_5_MOE, OLMO2,
+    QWEN2, QWEN3, GRANITE, MISTRAL, ERNIE4_5,
 )  # fmt: skip
 """Classes that a model of megapar's own is saved as: as the first of them whose ``specific`` limits it is within."""
-ARCHITECTURES = tuple(sorted((*OWN, LLAMA, MISTRAL, MIXTRAL), key=lambda architecture: architecture.name))
+ARCHITECTURES = tuple(sorted((*OWN, LLAMA), key=lambda architecture: architecture.name))
 
 
 def settings_of(sizes: DecoderSizes) -> Settings:
@@ -478,6 +490,7 @@ def settings_of(sizes: DecoderSizes) -> Settings:
         "untie_embeddings_and_output_weights": not sizes.tie_embeddings,
         "moe_layer_ffn_hidden_sizes": tuple(sizes.moe_widths),
         "moe_layer_freq": to_text(sizes.moe_pattern),
+        "window_size": window_text(sizes.window_size),
         "moe_router_bias_update_rate": 0.0,
     }
     if moe is None:

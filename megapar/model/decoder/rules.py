@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megapar.model.decoder.layer_pattern import layers_of, listed, to_pattern
+from megapar.model.decoder.windows import NO_FULL, to_window, window_or_none, windowed_layers
 from megapar.model.rope_scaling import FLAGS_OF, YARN, flags_of_scaling
 from megapar.schema.flag import MOE
 from megapar.schema.rule import LIFTED, NO_EFFECT, Facts, Rule, either, near_divisors, near_multiples
@@ -51,6 +52,27 @@ def _wrong_pattern(f: Facts) -> str:
         return f"it lists {len(pattern)} layers"
     with_experts = layers_of(to_pattern(f.moe_layer_freq), f.num_layers, min(f.first_k_dense, f.num_layers - 1))
     return "" if with_experts else "no layer has experts"
+
+
+def _wrong_window(f: Facts) -> str:
+    """Return the reason why --window-size is not legal, or ""."""
+    try:
+        to_window(f.window_size)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_windowed(f: Facts) -> str:
+    """Return the reason why --window-attn-skip-freq is not legal, or ""."""
+    try:
+        windowed = windowed_layers(f.window_attn_skip_freq, f.num_layers)[: f.num_layers]
+        numbers = None if f.window_attn_skip_freq == NO_FULL else listed(f.window_attn_skip_freq)
+    except ValueError as error:
+        return str(error)
+    if numbers is not None and len(numbers) not in (f.num_layers, f.num_layers + f.mtp_depth):
+        return f"it lists {len(numbers)} layers"
+    return "" if any(windowed) else "no layer has the window"
 
 
 def _moe_layers(f: Facts) -> int:
@@ -227,6 +249,37 @@ RULES: tuple[Rule, ...] = (
         fix="Add --qk-norm, or leave out --qk-norm-scope.",
         passing="--qk-norm --qk-norm-scope width",
         failing="--qk-norm-scope width",
+    ),
+    _of_sizes(
+        id="window-size",
+        reads=("window_size",),
+        requires=lambda f: not _wrong_window(f),
+        message="--window-size is a number of keys, at least 1 because a position attends to itself, or Megatron-LM's "
+        "L,0: L keys before a position and none after it",
+        fix=lambda f: f"{_wrong_window(f)[:1].upper()}{_wrong_window(f)[1:]}; write for example 4096, or none.",
+        passing="--window-size 4095,0",
+        failing="--window-size 4095,1",
+    ),
+    _of_sizes(
+        id="window-layers",
+        reads=("window_size", "window_attn_skip_freq", "num_layers", "mtp_depth"),
+        when=lambda f: window_or_none(f.window_size) > 0,
+        requires=lambda f: not _wrong_windowed(f),
+        message="--window-attn-skip-freq is 0, a number N for full attention in layers N, 2 N, .., or lists of 1 "
+        "(window) and 0 (full) with a number for each of --num-layers, and leaves at least one layer with the window",
+        fix=lambda f: f"{_wrong_windowed(f).capitalize()}; write 0 for the window in all layers, or for example 2.",
+        passing="--num-layers 4 --window-size 4 --window-attn-skip-freq [1,0]*2",
+        failing="--num-layers 4 --window-size 4 --window-attn-skip-freq [1,0]*3",
+    ),
+    _without_effect(
+        id="window-layers-unused",
+        reads=("window_size", "window_attn_skip_freq"),
+        when=lambda f: f.window_attn_skip_freq != NO_FULL,
+        requires=lambda f: window_or_none(f.window_size) > 0,
+        message="--window-attn-skip-freq has no effect without --window-size",
+        fix="Set it, or leave out --window-attn-skip-freq.",
+        passing="--num-layers 4 --window-size 4 --window-attn-skip-freq 2",
+        failing="--num-layers 4 --window-attn-skip-freq 2",
     ),
     _of_sizes(
         id="output-norm-ampipe",

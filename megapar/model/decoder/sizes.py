@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megapar.model.attention.latent import MULTI_LATENT, LatentAttentionSizes
 from megapar.model.attention_sizes import QK_NORM_SCOPES, AttentionSizes
 from megapar.model.decoder.layer_pattern import ALL, flags_of, layers_of, to_pattern, to_text
+from megapar.model.decoder.windows import NO_FULL, skip_text, to_window, window_text, windowed_layers
+from megapar.model.decoder.windows import NONE as NO_WINDOW
 from megapar.model.rope_scaling import NONE, RopeScaling
 from megapar.model.sizes import ACTIVATIONS, ModelSizes, check_choices, defaults_of
 from megapar.moe.sizes import MoeSizes
@@ -106,6 +108,22 @@ class DecoderSizes(ModelSizes):
         other=2.0,
     )
     logits_scaling: float = flag(1.0, "divisor of the logits", above=0)
+    window_size: int = flag(
+        NO_WINDOW,
+        "keys that a position attends to in layers with a window, its own and those just before; none or -1: all; "
+        "Megatron-LM's L,0 (keys before and after) is L + 1",
+        type="str",
+        through=(to_window, window_text),
+        value=0,
+        other="4",
+    )
+    window_attn_skip_freq: str = flag(
+        NO_FULL,
+        "layers that see all keys in spite of --window-size: a number N for layers N, 2 N, .. from 1, or an expression "
+        "of lists such as [1,1,1,0]*8, with a number for each layer, 0 for all keys; the block of multi-token "
+        "prediction is like the last layer, unless a list has one number more; 0: none",
+        other="2",
+    )
     rope_theta: float = flag(10000.0, "base of the rotary angles", above=0, aliases=("rotary-base",), other=100.0)
     rope_scaling: RopeScaling | None = follows(
         lambda values: from_flags(RopeScaling, values) if values["rope_scaling_type"] != NONE else None, value=None
@@ -249,6 +267,10 @@ class DecoderSizes(ModelSizes):
             raise ValueError(f"moe.hidden_size ({self.moe.hidden_size}) is not hidden_size ({self.hidden_size})")
         if self.moe_widths and len(self.moe_widths) != len(self.moe_layers):
             raise ValueError(f"{len(self.moe_widths)} moe_widths for {len(self.moe_layers)} layers with experts")
+        if self.window_size < 0 or (self.window_size and self.multi_latent_attention):
+            raise ValueError(
+                f"window_size is {self.window_size}; it must be 0 with multi_latent_attention, else 0 or more"
+            )
         if self.mtp_depth not in (0, 1):
             raise ValueError(f"mtp_depth is {self.mtp_depth}; it must be 0 or 1")
         if self.mtp_depth and (self.norm_placement, self.embedding_multiplier) != ("input", 1.0):
@@ -290,6 +312,19 @@ class DecoderSizes(ModelSizes):
             dropout=self.attention_dropout,
             flash=self.use_flash_attn,
         )
+
+    def attention_at(self, layer: int) -> AttentionSizes:
+        """Return the attention of layer ``layer``, as ``moe_at``: with its window."""
+        return replace(self.attention, window=self.window_at(layer))
+
+    def window_at(self, layer: int) -> int:
+        """Return the window of layer ``layer``, as ``moe_at``, in keys of a position; 0 if it sees all."""
+        windowed = self.window_size and windowed_layers(self.window_attn_skip_freq, self.num_layers)[layer]
+        return self.window_size if windowed else 0
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(self.window_at(layer) for layer in range(self.num_layers + self.mtp_depth))
 
     @property
     def rotary_dim(self) -> int:
@@ -401,6 +436,8 @@ class DecoderSizes(ModelSizes):
         """See ``ModelSizes``. Options on dropped tokens are left out, because weights do not depend on them."""
         facts = super().facts()
         facts["mtp_block"] = self.mtp_block if self.mtp_depth else DENSE_BLOCK
+        windowed = windowed_layers(self.window_attn_skip_freq, self.num_layers)  # one spelling of them
+        facts["window_attn_skip_freq"] = skip_text(windowed) if self.window_size else NO_FULL
         if facts["moe"]:
             for name in ("capacity_factor", "min_capacity", "drop_policy", "capacity_scope", "kind", "biased"):
                 facts["moe"].pop(name)

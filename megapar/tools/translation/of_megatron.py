@@ -15,6 +15,8 @@ from itertools import accumulate
 
 from megapar.config.read import spellings
 from megapar.model.decoder.layer_pattern import listed, to_pattern
+from megapar.model.decoder.windows import NONE as NO_WINDOW
+from megapar.model.decoder.windows import to_window, window_or_none, windowed_layers
 from megapar.tools.translation import open_values
 from megapar.tools.translation.cases import (
     Function,
@@ -276,6 +278,27 @@ def _layers_with_experts(value: str, given: Given) -> Decided:
     if layers is not None and 1 in layers and all(layers[layers.index(1) :]):
         return RENAMED, f"--first-k-dense {layers.index(1)}", ""
     return SAME, f"--moe-layer-freq {shlex.quote(text)}", ""
+
+
+def _window(value: str, given: Given) -> Decided:
+    try:
+        window = to_window(value.strip("'\""))
+    except ValueError as error:
+        return ANOTHER, "", f"a window ends at its position: {error}"
+    if not window or given.get("window-attn-skip-freq") == "1":
+        return UNNECESSARY, "", "no layer has a window"
+    return RENAMED, f"--window-size {window}", "counts the position itself, too"
+
+
+def _windowed_layers(value: str, given: Given) -> Decided:
+    text = value.strip("'\"").replace(" ", "")
+    if text == "1" or not window_or_none(given.get("window-size", NO_WINDOW).strip("'\"")):
+        return UNNECESSARY, "", "no layer has a window"
+    try:
+        windowed_layers(text, 1)
+    except ValueError as error:
+        return ANOTHER, "", f"not a number, or lists of 0 and 1: {error}"
+    return SAME, f"--window-attn-skip-freq {shlex.quote(text)}", ""
 
 
 def _stages(value: str, given: Given) -> Decided:

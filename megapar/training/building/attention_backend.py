@@ -11,6 +11,7 @@ from typing import Protocol
 from megapar.arguments import Config
 from megapar.core.device.attention import table
 from megapar.core.device.kinds import DeviceKind
+from megapar.model.sizes import ModelSizes
 
 ULYSSES = "ulysses_cp_algo"
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as a flag's -> as torch writes it
@@ -46,6 +47,9 @@ def forms_of(config: Config) -> tuple[str, ...]:
         return (table.FULL, table.MASKED, table.CAUSAL)
     if not config.model.causal:
         return (table.DOCUMENTS, table.FULL) if skips_padding(config) else (table.MASKED, table.FULL)
+    if windowed := _windowed(config.model):
+        whole = table.DOCUMENTS if config.data.reset_attention_mask else table.CAUSAL
+        return (table.WINDOW,) if windowed == len(config.model.windows) else (whole, table.WINDOW)
     if config.data.reset_attention_mask:
         return (table.DOCUMENTS,)
     if degree == 1:
@@ -113,8 +117,21 @@ def needs_flash3(config: Config, device: AttentionDevice, dtype: str) -> bool:
     return any(row.kernel == table.FLASH3 for row in chosen_rows(config, device, dtype))
 
 
+def _windowed(sizes: ModelSizes) -> int:
+    """Return how many blocks have a window that hides keys."""
+    return sum(0 < window < sizes.seq_length for window in sizes.windows)
+
+
 def attention_kernels(config: Config, kind: DeviceKind) -> str:
-    """Return the kernels of a run on devices of this kind, for the plan and the log."""
+    """Return the windows and the kernels of a run on devices of this kind, for the plan and the log."""
+    sizes, window = config.model, max(config.model.windows)
+    said = f"a window of {window} keys in {_windowed(sizes)} of {len(sizes.windows)} layers; "
+    if not _windowed(sizes):
+        said = f"no position has more keys than the window of {window}; " if window else ""
+    return said + _kernels(config, kind)
+
+
+def _kernels(config: Config, kind: DeviceKind) -> str:
     dtype = kind.default_dtype if config.training.dtype == "auto" else config.training.dtype
     if not config.model.use_flash_attn:
         return "plain products (--no-use-flash-attn)"

@@ -17,6 +17,7 @@ from megapar.core.device.attention.documents import (
     by_kernel,
     packed_attention_by_document,
     packed_attention_reference,
+    packed_attention_varlen,
 )
 from megapar.core.device.attention.mask import DeviceMask
 from megapar.core.device.attention.slices import (
@@ -24,7 +25,7 @@ from megapar.core.device.attention.slices import (
     attention_slice_reference,
     packed_attention_slice_reference,
 )
-from megapar.core.device.attention.table import CAUSAL, FULL, MASKED
+from megapar.core.device.attention.table import CAUSAL, FULL, MASKED, VARLEN, WINDOW
 from megapar.core.device.attention.whole import attention_fused, attention_reference
 from megapar.core.device.ops import OPS, op
 from megapar.moe.expert_order import sort_by_expert
@@ -91,6 +92,7 @@ def cases(name, dtype):
         return permutations(name, dtype)
     if name == "packed_attention":
         masks = [AttentionMask.of_documents([3, 8, 9, 10, 16], 2, causal=causal) for causal in (True, False)]
+        masks += [mask.within(window) for mask in (masks[0], AttentionMask(2, 8, causal=True)) for window in (1, 2, 4)]
         shapes = [[(2, n, 8, 16) for n in (4, keys, keys)] for keys in (2, 4)]
         return [
             (
@@ -348,6 +350,39 @@ def test_the_kernel_for_unequal_lengths_is_called_as_it_wants(version, monkeypat
         tensors = [draw(i, 2, n, 8, size, dtype=torch.float32) for i, (n, size) in enumerate(shapes)]
         expected = packed_attention_reference(*tensors, mask=documents)
         assert torch.allclose(by_kernel(*tensors, (documents.starts, documents.starts), (6, 6)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("ends", [None, [3, 8, 9, 10, 16]])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_kernel_for_unequal_lengths_gets_the_keys_before_a_position(ends, dropout, monkeypatch):
+    """Those of a window without the position's own: both of its calls count as FlashAttention does."""
+    whole = DeviceMask.of(AttentionMask.of(2, 8, causal=True, ends=ends), torch.device("cpu"))
+    given = []
+    monkeypatch.setattr(packed_attention, "takes", lambda kernel, call: (kernel, call.form) == (VARLEN, WINDOW))
+    monkeypatch.setattr(
+        packed_attention, "varlen_attention", lambda q, k, v, *place, **more: given.append((place, more)) or q
+    )
+    monkeypatch.setattr(
+        torch.ops.aten,
+        "_flash_attention_forward",
+        lambda q, k, v, *place, **more: given.append((place[:4], more)) or (q,),
+    )
+    q = draw(0, 2, 4, 8, 16, dtype=torch.float32)
+    packed_attention_varlen(q, q, q, mask=whole.within(3), dropout=dropout)
+    (((starts, again, *longest), more),) = given
+    assert starts is again
+    assert (starts.tolist(), starts.dtype, longest) == ([0, *(ends or [8, 16])], torch.int32, [6 if ends else 8] * 2)
+    sides = (more["window_size_left"], more["window_size_right"]) if dropout else more["window_size"]
+    assert sides == (2, 0)
+
+
+def test_layers_of_one_window_share_a_mask():
+    whole = DeviceMask.of(AttentionMask(2, 8, causal=True), torch.device("cpu"))
+    assert whole.within(0) is whole.within(8) is whole
+    assert whole.within(3) is whole.within(3) is not whole.within(2)
+    starts = whole.within(3).starts_on(torch.device("cpu"))
+    assert starts is whole.within(3).starts_on(torch.device("cpu"))
+    assert starts.tolist() == [0, 8, 16]
 
 
 def lower_right(query, key, value, starts_q, starts_k, max_q, max_k, *, window_size, **more):

@@ -108,6 +108,30 @@ def test_one_process(value_dim, selective):
         close(attention(x, context), plainly(attention, x, angles, seen), (x, *attention.parameters()))
 
 
+@pytest.mark.parametrize("selective", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 5, 15])
+def test_a_window(window, packed, selective):
+    """A layer's own: a position and those just before it, in its document."""
+    x, angles = inputs()
+    attention = single(replace(DENSE.attention, window=window))
+    attention.selective = selective
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(1 - window)[None, None]
+    seen = seen & documents_seen() if packed else seen
+    context = causal_context(angles, packed=packed)
+    close(attention(x, context), plainly(attention, x, angles, seen), (x, *attention.parameters()))
+    assert attention.mask_of(context) is attention.mask_of(context)
+
+
+def test_a_window_is_in_the_masks_of_slices_and_blocks_or_refused():
+    _, angles = inputs()
+    attention, place = single(replace(DENSE.attention, window=5)), (slice(0, 8), slice(8, LENGTH))
+    plan = ContextParallel(Axis("cp", 2, 0, None, (0, 1))).plan(AttentionMask(2, LENGTH, causal=True))
+    for more in ({"slices": place, "own_slices": place, "whole_slices": place}, {"plan": plan}):
+        with pytest.raises(NotImplementedError, match="this layer has one of 5"):
+            attention.mask_of(causal_context(angles, **more))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("value_dim", VALUE_DIMS)

@@ -58,6 +58,7 @@ DECODER = {**ENCODER, "num_key_value_heads": 2}
 HEAD = {"head_dim": 12}  # so that heads together are wider than the hidden states
 EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16},
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -115,16 +116,43 @@ ROWS = (
         {**DECODER, **HEAD, "attention_bias": True, "mlp_bias": True},
         refused=({"attention_bias": False},),
     ),
-    Row("Mistral", "MistralForCausalLM", {**DECODER, **HEAD, "sliding_window": None}, refused=({"sliding_window": 8},)),
+    Row(
+        "Mistral",
+        "MistralForCausalLM",
+        {**DECODER, **HEAD, "sliding_window": None},
+        refused=({"sliding_window": 0}, {"layer_types": ["sliding_attention"] * 3}),
+    ),
+    Row(
+        "Mistral, window",
+        "MistralForCausalLM",
+        {**DECODER, **HEAD, "sliding_window": 2},
+        refused=({"layer_types": ["full_attention"] * 3},),
+    ),
+    Row(
+        "Mixtral, window",
+        "MixtralForCausalLM",
+        {**DECODER, **HEAD, "num_local_experts": 7, "num_experts_per_tok": 3, "sliding_window": 3},
+        refused=({"sliding_window": 0},),
+    ),
+    Row(
+        "Qwen2, window from a layer on",
+        "Qwen2ForCausalLM",
+        {**DECODER, "use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1},
+        refused=({"layer_types": ["chunked_attention"] * 3}, {"use_sliding_window": True, "sliding_window": None}),
+    ),
+    Row(
+        "Qwen3, window in listed layers",
+        "Qwen3ForCausalLM",
+        {**DECODER, **HEAD, "use_sliding_window": True, "sliding_window": 2, "layer_types": ALTERNATING},
+        refused=({"layer_types": ALTERNATING[:2]}, {"layer_types": ALTERNATING, "use_sliding_window": False}),
+    ),
     Row(
         "Mixtral",
         "MixtralForCausalLM",
         {**DECODER, **HEAD, "num_local_experts": 7, "num_experts_per_tok": 3},
-        refused=({"sliding_window": 8},),
+        refused=({"hidden_act": "gelu"},),
     ),
-    Row(
-        "Qwen2", "Qwen2ForCausalLM", {**DECODER, "tie_word_embeddings": True}, refused=(WINDOW, {"hidden_act": "gelu"})
-    ),
+    Row("Qwen2", "Qwen2ForCausalLM", {**DECODER, "tie_word_embeddings": True}, refused=({"hidden_act": "gelu"},)),
     Row("Qwen3", "Qwen3ForCausalLM", {**DECODER, **HEAD}, refused=({"attention_bias": True},)),
     Row(
         "Qwen3Moe",
@@ -142,7 +170,7 @@ ROWS = (
         "Mistral, linear rope",
         "MistralForCausalLM",
         {**DECODER, "sliding_window": None, "rope_parameters": LINEAR},
-        refused=({"sliding_window": 8},),
+        refused=({"hidden_act": "gelu"},),
     ),
     Row(
         "Qwen3Moe, yarn rope",
@@ -238,7 +266,7 @@ ROWS = (
         "Mixtral, one choice",
         "MixtralForCausalLM",
         {**DECODER, **HEAD, "num_local_experts": 7, "num_experts_per_tok": 1, "sliding_window": None},
-        refused=({"sliding_window": 8},),
+        refused=({"sliding_window": 0},),
     ),
     Row(
         "Ernie, pretraining",

@@ -53,6 +53,7 @@ HELD = {
     """,
     "model/decoder/test_mtp.py::test_loss_by_hand": "--mtp-depth --mtp-loss-weight",
     "model/decoder/test_mtp_layer.py::test_the_published_block_by_its_formula": "--mtp-block",
+    "model/decoder/test_windows.py::test_a_window_is_read_as_megatron_s_or_as_a_number_of_keys": "--window-size",
     "model/hugging_face/test_save.py::test_exported_decoder_gives_our_logits": "--qk-norm",
     "model/layers/test_loss.py::test_equals_the_reference": """
         cross-entropy-fusion-impl cross-entropy-loss-fusion loss-chunk-size loss-compute-mode loss-subbatch-seqlen

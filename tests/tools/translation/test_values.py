@@ -77,7 +77,15 @@ ROWS = """
 --main-grads-dtype bf16 | other numbers
 --use-mup | other numbers
 --fp8-format hybrid | other numbers
---window-size 128,0 | another model
+--window-size 127,0 | renamed | --window-size 128
+--window-size (127,0) | renamed | --window-size 128
+--window-size 127,127 | another model
+--window-size -1,0 | unnecessary
+--window-size 127,0 --window-attn-skip-freq 1 | unnecessary
+--window-attn-skip-freq 4 --window-size 127,0 | same | --window-attn-skip-freq 4
+--window-attn-skip-freq ([1]*5+[0])*4 --window-size 127,0 | same | --window-attn-skip-freq '([1]*5+[0])*4'
+--window-attn-skip-freq 4 | unnecessary
+--window-attn-skip-freq [1,2] --window-size 127,0 | another model
 --softmax-type learnable | another model
 --enable-hyper-connections | another model
 --cuda-graph-impl local | unsupported

@@ -22,6 +22,7 @@ from megapar.training.building.attention_backend import (
 from megapar.training.building.parallelize import check_device
 
 DENSE = "moe --num-experts 0 --bf16"
+PACKED = ("documents", "window")
 
 
 def gpu(*missing, capability=(9, 0)):
@@ -40,6 +41,11 @@ def config_of(line, world=1):
     [
         (DENSE, 1, ("causal",)),
         (f"{DENSE} --reset-attention-mask", 1, ("documents",)),
+        (f"{DENSE} --window-size 8", 1, ("window",)),
+        (f"{DENSE} --num-layers 4 --window-size 8 --window-attn-skip-freq 2", 1, ("causal", "window")),
+        (f"{DENSE} --window-size 8 --reset-attention-mask --num-layers 2 --window-attn-skip-freq [0,1]", 1, PACKED),
+        (f"{DENSE} --seq-length 64 --window-size 64", 1, ("causal",)),
+        (f"{DENSE} --seq-length 64 --window-size 64 --cp-degree 2", 2, ("blocks",)),
         (f"{DENSE} --cp-degree 2", 2, ("blocks",)),
         (f"{DENSE} --cp-degree 2 --context-parallel-algo ulysses_cp_algo", 2, ("causal",)),
         ("moe --ep-degree 2 --ampipe-degree 2", 2, ("lower-right",)),
@@ -120,6 +126,16 @@ def test_a_cpu_refuses_every_name():
         (f"{DENSE} --attention-backend cudnn", "a100-80g", "causal by cudnn (not confirmed by a measurement)"),
         ("ernie --bf16", "a100-80g", "documents by varlen (today's choice), full by flash (today's choice)"),
         ("ernie --fp16", "v100-32g", "documents by efficient (today's choice), full by efficient (today's choice)"),
+        (
+            f"{DENSE} --num-layers 4 --window-size 8 --window-attn-skip-freq 4",
+            "h200-141g",
+            "a window of 8 keys in 3 of 4 layers; causal by cudnn (today's choice), window by varlen (today's choice)",
+        ),
+        (
+            f"{DENSE} --seq-length 64 --window-size 4096",
+            "cpu",
+            "no position has more keys than the window of 4096; torch's fused kernel for CPUs",
+        ),
         (DENSE, "ascend-910b", "npu_fusion_attention"),
         (DENSE, "cpu", "torch's fused kernel for CPUs"),
         (f"{DENSE} --no-use-flash-attn", "h200-141g", "plain products (--no-use-flash-attn)"),

@@ -1,6 +1,7 @@
 """Attention inside the documents of packed samples: block-diagonal, with an S x S mask in the causal reference only.
 
-Samples without their padding are documents, too: one after another, each with attention to all of its positions.
+Samples without their padding are documents, too: one after another, each with attention to all of its positions. So are
+the samples of a layer with a window.
 
 Shape letters: B batch, S sequence, T = B S, N query heads, G key-value heads, D head size of queries and keys, V of
 values and outputs.
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megapar.core.attention_mask import AttentionMask
 from megapar.core.device.attention.mask import DeviceMask, causal_keys
-from megapar.core.device.attention.table import CAUSAL, DOCUMENTS, FULL, VARLEN, takes
+from megapar.core.device.attention.table import CAUSAL, FULL, VARLEN, takes
 from megapar.core.device.attention.whole import (
     attention_fused,
     attention_reference,
@@ -26,6 +27,7 @@ from megapar.core.device.attention.whole import (
     equal_head_dims,
     plain_attention,
 )
+from megapar.core.device.attention.windows import attention_window
 from megapar.core.torch_names import varlen_attention
 
 
@@ -38,14 +40,21 @@ def packed_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceM
         return _by_length(partial(attention_reference, form=FULL, dropout=dropout), q, k, v, mask.host)
     number = torch.repeat_interleave(torch.tensor(mask.host.document_lengths)).to(q.device)
     number = number.view(q.shape[0], 1, q.shape[2])
-    visible = (number.mT == number) & causal_keys(q.shape[2], k.shape[2], q.device)
+    visible = (number.mT == number) & causal_keys(q.shape[2], k.shape[2], q.device, window=mask.host.window)
     return plain_attention(q, k, v, visible[:, None], dropout)
 
 
 def packed_attention_by_document(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
-    """Compute ``packed_attention_reference`` by one fused call for each run of documents of one length."""
-    form = CAUSAL if mask.host.causal else FULL
-    return _by_length(partial(attention_fused, form=form, dropout=dropout), q, k, v, mask.host)
+    """Compute ``packed_attention_reference`` by one fused call for each run of documents of one length.
+
+    A document longer than the window takes the calls of ``attention_window``.
+    """
+    whole = partial(attention_fused, form=CAUSAL if mask.host.causal else FULL, dropout=dropout)
+    window = mask.host.window
+    if window is None:
+        return _by_length(whole, q, k, v, mask.host)
+    within = partial(attention_window, window=window, dropout=dropout)
+    return _by_length(lambda *heads: (within if heads[0].shape[2] > window else whole)(*heads), q, k, v, mask.host)
 
 
 def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask, dropout: float = 0.0) -> Tensor:
@@ -53,12 +62,11 @@ def packed_attention_varlen(q: Tensor, k: Tensor, v: Tensor, *, mask: DeviceMask
 
     Otherwise documents of one length are one call.
     """
-    if not takes(VARLEN, call_of(DOCUMENTS, q, v, dropout)):
+    if not takes(VARLEN, call_of(mask.form, q, v, dropout)):
         return packed_attention_by_document(q, k, v, mask=mask, dropout=dropout)
-    assert mask.starts is not None
-    longest = max(mask.host.document_lengths)
-    starts = (mask.starts, mask.starts)
-    return by_kernel(q, k, v, starts, (longest, longest), causal=mask.host.causal, dropout=dropout)
+    host, starts, longest = mask.host, mask.starts_on(q.device), max(mask.host.document_lengths)
+    both = (starts, starts), (longest, longest)
+    return by_kernel(q, k, v, *both, causal=host.causal, window=host.window, dropout=dropout)
 
 
 def by_kernel(
@@ -69,6 +77,7 @@ def by_kernel(
     longest: tuple[int, int],
     *,
     causal: bool = True,
+    window: int | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Call torch's kernel for variable lengths, which takes a single head size. Shapes as of ``attention_reference``.
@@ -79,6 +88,7 @@ def by_kernel(
     Args:
         starts: Starts of the documents among the queries and among the keys of all samples, [documents + 1] int32.
         longest: The most queries and the most keys of a document.
+        window: The most keys that a position of a causal call attends to, itself included; None for any number.
     """
     size = v.shape[-1]
     q, k, v, scale = equal_head_dims(q, k, v)
@@ -86,10 +96,11 @@ def by_kernel(
     query, key, value = (_with_features_together(_flat(x)) for x in (q, k, v))
     if dropout:  # torch's function has no such argument, its operator has
         flash = torch.ops.aten._flash_attention_forward
-        y = flash(query, key, value, *starts, *longest, dropout, causal, False, **scaled)[0]
+        sides = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        y = flash(query, key, value, *starts, *longest, dropout, causal, False, **scaled, **sides)[0]
     else:
-        window = (-1, 0) if causal else (-1, -1)
-        y = varlen_attention(query, key, value, *starts, *longest, window_size=window, **scaled)
+        left = -1 if window is None else window - 1  # keys before a position; -1 for all
+        y = varlen_attention(query, key, value, *starts, *longest, window_size=(left, 0 if causal else -1), **scaled)
     assert isinstance(y, Tensor)
     return _unflat(cut_features(y, size), q)
 

@@ -33,6 +33,8 @@ class DeviceMask:
     valid: Tensor | None = None
     starts: Tensor | None = None
     _slices: dict[tuple[int, int], DocumentSlice] = field(default_factory=dict, compare=False, repr=False)
+    _windows: dict[int, DeviceMask] = field(default_factory=dict, compare=False, repr=False)
+    _samples: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, mask: AttentionMask, device: torch.device, ends: Tensor | None = None) -> DeviceMask:
@@ -62,6 +64,24 @@ class DeviceMask:
     def form(self) -> str:
         """The form of a call of attention with this mask, in the table of kernels."""
         return form_of(self.host)
+
+    def within(self, window: int) -> DeviceMask:
+        """Return ``AttentionMask.within`` on the device. All layers with this window share the result."""
+        host = self.host.within(window)
+        if host is self.host:
+            return self
+        if window not in self._windows:
+            self._windows[window] = DeviceMask(host, self.valid, self.starts)
+        return self._windows[window]
+
+    def starts_on(self, device: torch.device) -> Tensor:
+        """Return ``starts``, or without documents those of the samples, [samples + 1], made once."""
+        if self.starts is not None:
+            return self.starts
+        if device not in self._samples:
+            samples, length = self.host.samples, self.host.length
+            self._samples[device] = torch.arange(samples + 1, dtype=torch.int32, device=device) * length
+        return self._samples[device]
 
     def cut(self, place: slice) -> DocumentSlice:
         """Return the parts of documents in a slice of the sequence. All layers share the result.
@@ -121,9 +141,13 @@ class DocumentSlice:
         return sample * self.place.stop + first.clamp(max=self.place.stop)
 
 
-def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0) -> Tensor:
-    """Return the keys that each position attends to, [queries, keys] bool: position i attends to 0..before + i."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+def causal_keys(queries: int, keys: int, device: torch.device, before: int = 0, window: int | None = None) -> Tensor:
+    """Return the keys that each position attends to, [queries, keys] bool: position i attends to 0..before + i.
+
+    window: It attends to the last ones of them only, so many.
+    """
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before + 1 - window)
 
 
 def _documents(mask: AttentionMask) -> Iterator[tuple[int, int, int]]:

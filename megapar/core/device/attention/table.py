@@ -19,9 +19,10 @@ from megapar.core.attention_mask import AttentionMask
 CAUSAL, FULL = "causal", "full"  # whole samples; position i attends to 0..i, or to all
 LOWER_RIGHT = "lower-right"  # causal, the last positions of the keys (AMPipe)
 DOCUMENTS = "documents"  # sequences of unequal lengths one after another: packed documents, samples without padding
+WINDOW = "window"  # causal samples or documents, whose positions attend to the last keys up to their own
 MASKED = "masked"  # whole samples without the keys at padding, or with a memory: the mask is a tensor
 BLOCKS = "blocks"  # a block of queries and keys with its log-sum-exp (ring attention)
-FORMS = (CAUSAL, FULL, LOWER_RIGHT, DOCUMENTS, MASKED, BLOCKS)
+FORMS = (CAUSAL, FULL, LOWER_RIGHT, DOCUMENTS, WINDOW, MASKED, BLOCKS)
 
 FLASH, VARLEN, CUDNN, FLASH3, EFFICIENT, MATH = "flash", "varlen", "cudnn", "flash3", "efficient", "math"
 TODAY, CANDIDATE = "today", ""
@@ -133,14 +134,14 @@ ROWS: tuple[KernelRow, ...] = (
     _CUDNN._replace(capabilities=_AMPERE_ON, largest=128, standing=CANDIDATE, source=_SDP_UTILS),
     KernelRow(
         FLASH3,
-        (*_WHOLE, LOWER_RIGHT, DOCUMENTS, BLOCKS),
+        (*_WHOLE, LOWER_RIGHT, DOCUMENTS, WINDOW, BLOCKS),
         _HOPPER,
         "torch/nn/attention/_fa3.py; its deterministic backward has not been measured",
         dropout=False,
         repeats=False,
         standing=CANDIDATE,
     ),
-    KernelRow(VARLEN, (DOCUMENTS,), _AMPERE_ON, _FLASH_API),
+    KernelRow(VARLEN, (DOCUMENTS, WINDOW), _AMPERE_ON, _FLASH_API),
     KernelRow(FLASH, (BLOCKS,), _AMPERE_ON, _FLASH_API),
     KernelRow(
         FLASH,
@@ -156,9 +157,9 @@ ROWS: tuple[KernelRow, ...] = (
 
 
 def form_of(mask: AttentionMask) -> str:
-    """Return the form of a call over whole samples. Raises NotImplementedError for a window: no kernel has it yet."""
+    """Return the form of a call over whole samples."""
     if mask.window is not None:
-        raise NotImplementedError(f"no kernel of attention has a window; the mask has one of {mask.window} positions")
+        return WINDOW
     if mask.ends is not None:
         return DOCUMENTS
     if mask.memory or mask.padded:
