@@ -15,6 +15,8 @@ COMMON = "--data-path mock --device cuda --bf16 --train-iters 1 --eval-interval 
 SMALL = f"{COMMON} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --micro-batch-size 2"
 SMALL += " --seq-length 64"
 DENSE = f"{SMALL} --num-experts 0 --num-query-groups 2"
+FP8 = "--fp8 --hidden-size 256 --ffn-hidden-size 768 --head-dim 64"
+DENSE_FP8 = f"{DENSE} {FP8}"
 MOE = f"{SMALL} --num-query-groups 2 --num-experts 4 --moe-ffn-hidden-size 64 --moe-router-topk 2 --first-k-dense 0"
 UNEVEN = f"{MOE} --moe-model-type megatron_moe --ep-degree 2"
 EVEN = f"{MOE} --moe-model-type deepspeed_moe --ep-degree 2"
@@ -71,8 +73,14 @@ RUNS = (
     Run("dense, multi-token prediction", "moe", 1, f"{DENSE} --mtp-depth 1"),
     Run("dense, mp 8", "moe", 8, MP8),
     Run("dense, mp 8, sequence parallel", "moe", 8, f"{MP8} --sequence-parallel"),
+    Run("dense, fp8", "moe", 1, DENSE_FP8),
+    Run("dense, fp8, mp 2, sequence parallel", "moe", 2, f"{DENSE_FP8} {MP2}"),
+    Run("dense, fp8, mp 2", "moe", 2, f"{DENSE_FP8} --mp-degree 2"),
+    Run("dense, fp8, stage 3", "moe", 2, f"{DENSE_FP8} --sharding-stage 3"),
+    Run("pipeline, fp8, zero bubble", "moe", 4, f"{PIPED} 4 --use-nanopipe {FP8}"),
     Run("experts, one rank", "moe", 1, f"{MOE} --moe-model-type megatron_moe"),
     Run("experts, dropless", "moe", 2, UNEVEN, counts=2),
+    Run("experts, fp8", "moe", 2, f"{UNEVEN} {FP8} --fp8-experts", counts=2),
     Run("experts that move", "moe", 2, f"{UNEVEN} --moe-rebalance-interval 100", counts=2),
     Run("experts, by node", "moe", 4, f"{UNEVEN} --ep-degree 4 {BY_NODE} 2", counts=2),
     Run("experts, by node, mp 2", "moe", 4, f"{UNEVEN} --mp-degree 2 --sequence-parallel {BY_NODE} 2", counts=2),
@@ -141,6 +149,7 @@ ENCODER += " --micro-batch-size 16 --global-batch-size 16"
 
 LAYERS = (
     Run("dense", "moe", 1, DENSE_4096),
+    Run("dense, fp8", "moe", 1, f"{DENSE_4096} --fp8"),
     Run("dense, compiled", "moe", 1, f"{DENSE_4096} --compile on"),
     Run("mp 8", "moe", 8, f"{DENSE_4096} --mp-degree 8"),
     Run("mp 8, sequence parallel", "moe", 8, f"{DENSE_4096} --mp-degree 8 --sequence-parallel"),
@@ -199,6 +208,13 @@ dense:
   swiglu* | * | megabytes | 1900 | 1,880: one pass in each direction
   copy_ | * | kernels | 1 | the cast of parameters: products are added to the bucket of gradients
   * | _norms | kernels | 2 | one reduction of the large range; a multi-tensor norm of all small ones
+dense, fp8:
+  * | * | kernels | 57 | 56: those of bf16, a cast for each of eight products, and one for each of four weights
+  * | * | products | 12 | four weights: one product forward, two backward
+  _scaled_mm_v2 | * | kernels | 8 | forward and input gradient of four weights
+  * | * | megabytes | 12350 | 12,040: casts read 2 bytes of an element and write 1, of a weight 2
+  cast_rows | * | kernels | 8 | one pass over each input and each gradient
+  cast_weight | * | kernels | 4 | once for an update, as it is and transposed
 dense, beside:
   * | *LinearCrossEntropy* | rows | 1024 | a chunk of the logits that fills the device
   * | * | products | 6 | three for each of two chunks of the logits

@@ -186,9 +186,17 @@ class TrainingOptions:
     )
     fp8: bool = flag(
         False,
-        "compute linear layers (except experts) in fp8, with torchao",
+        "compute the products of linear layers and their input gradients in fp8 (e4m3, scales by blocks of 128 "
+        "features), except for routed experts, latents, routers, embeddings and heads; --device cpu emulates it",
         role=roles.PRECISION,
-        undrawn="needs a GPU; tests/core/tensor_parallel/test_fp8.py emulates it",
+        undrawn="its widths are multiples of 128; rows of tests/equivalence/table.py compare its layouts",
+    )
+    fp8_experts: bool = flag(
+        False,
+        "with fp8, compute the products of routed experts and their input gradients in fp8 too, with a scale per row",
+        role=roles.PRECISION,
+        models=MOE,
+        undrawn="it needs --fp8; rows of tests/equivalence/table.py compare its layouts",
     )
     apex: bool = flag(
         False,

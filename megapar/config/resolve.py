@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megapar.files.paths import METRICS
-from megapar.model.attention.latent import KEYS_AND_VALUES, cheaper_exchange
+from megapar.model.attention.latent import cheaper_exchange
 from megapar.model.decoder.sizes import DENSE_BLOCK, LAYER_BLOCK
 from megapar.model.rope_scaling import LLAMA3
 
@@ -74,18 +74,15 @@ def _overlap(ampipe_degree: int, strict: bool) -> str:
 
 
 _EXCHANGE_READS = (
-    "multi_latent_attention", "fp8", "context_parallel_algo", "cp_degree", "mp_degree",
+    "multi_latent_attention", "context_parallel_algo", "cp_degree", "mp_degree",
     "num_attention_heads", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
 )  # fmt: skip
 
 
-def _exchange(latent: bool, fp8: bool, algorithm: str, cp: int, mp: int, heads: int, *features: int) -> str | None:
+def _exchange(latent: bool, algorithm: str, cp: int, mp: int, heads: int, *features: int) -> str | None:
     if not latent or cp == 1:
         return None
     rank, plain, rotary, value = features
-    # Latents that arrive are multiplied inside attention, where products are not in fp8.
-    if fp8:
-        return KEYS_AND_VALUES
     on_rank = heads // mp * (plain + rotary + value)
     return cheaper_exchange(rank + rotary, on_rank, cp, by_heads=algorithm == "ulysses_cp_algo")
 

@@ -14,6 +14,7 @@ from functools import partial
 from math import prod
 
 ALL = slice(None)
+_IN_FP8 = ("qkv", "proj", "gate_up", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,17 @@ class ParameterSpec:
     def numel(self) -> int:
         """Elements of the global parameter."""
         return prod(self.shape)
+
+
+def fp8_flag(row: ParameterSpec) -> str:
+    """Return the flag that computes the products of a weight in fp8, as ``Product.fp8`` names it.
+
+    Up projections of latents are not among them (``model.attention.latent_layer``).
+    """
+    layer, _, kind = row.name.rpartition(".")
+    if row.expert:
+        return "" if kind.endswith("bias") else "fp8_experts"
+    return "fp8" if kind == "weight" and layer.rpartition(".")[2] in _IN_FP8 and "mp" in dict(row.axes) else ""
 
 
 def names_from_first_rank(table: Sequence[ParameterSpec], mp: int, partial: Sequence[str]) -> frozenset[str]:

@@ -155,7 +155,7 @@ class _ExpertLayer:
             OpCost(
                 "up",
                 view.stored_bytes(inside * H) + view.expert_item_bytes * inside * columns,
-                (Product(inside, H, round(columns), local, mlp=True),),
+                (Product(inside, H, round(columns), local, mlp=True, fp8="fp8_experts"),),
                 moved=e * inside * (H + columns),
                 sent=tuple(self._sent_over_emp()),
                 transient=e * inside * H / view.ampipe_degree + self.passing,
@@ -164,7 +164,7 @@ class _ExpertLayer:
             OpCost(
                 "down",
                 0.0,
-                (Product(inside, round(F), H, local, mlp=True),),
+                (Product(inside, round(F), H, local, mlp=True, fp8="fp8_experts"),),
                 moved=e * inside * (H + F) + 2 * e * rows * H + 2 * weighed,
                 transient=e * (inside * (F + H) + messages) / view.ampipe_degree + self.passing,
                 working=self.outputs,

@@ -23,6 +23,7 @@ from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay, once
 from megapar.core.recompute.selective import without_output
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.fp8 import Fp8Weight, fp8_weight
 from megapar.core.tensor_parallel.fp32_grad_sum import Fp32GradSum
 from megapar.core.tensor_parallel.layers import local
 from megapar.core.tensor_parallel.weight_gradients import DeferWgrad, linear
@@ -70,6 +71,7 @@ class Experts(nn.Module):
         self.adds_down_bias = adds_down_bias
         self.run, self.selective = execution.run, execution.selective
         self.weight_gradients = execution.weight_gradients
+        self._casts = [fp8_weight(execution.fp8_experts, "fp8_experts") for _ in ("up", "down")]
         self._comm = execution.comm or CommContext()
         widths = hidden_size, ffn_hidden_size
         self._needs_host_sizes = bool(self._comm.device.grouped_lacks(dtype, widths))
@@ -119,10 +121,12 @@ class Experts(nn.Module):
             )
         # Computed by the first product that needs it.
         ends = cache(partial(row_ends, counts_E)) if ends_E is None else partial(_identity, ends_E)
-        hidden = grouped_linear(rows_RH, up, counts_E, self._defer_wgrad(self.up_name), sizes_E, ends)
+        casts = self._casts
+        hidden = grouped_linear(rows_RH, up, counts_E, self._defer_wgrad(self.up_name), sizes_E, ends, casts[0])
 
         def down(inner: Tensor) -> Tensor:
-            return grouped_linear(inner, local(self.down), counts_E, self._defer_wgrad("down"), sizes_E, ends)
+            defer = self._defer_wgrad("down")
+            return grouped_linear(inner, local(self.down), counts_E, defer, sizes_E, ends, casts[1])
 
         return self._finish(hidden, up_bias, down, down_bias, weights_R)
 
@@ -224,6 +228,10 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def _now(product: Callable[[], Tensor]) -> Tensor:
+    return product()
+
+
 class _AddOnce(torch.autograd.Function):
     """x + bias on one rank and x on the other ranks, which are summed later: the bias gradient is whole on all."""
 
@@ -243,6 +251,7 @@ def grouped_linear(
     defer_wgrad: DeferWgrad | None = None,
     sizes_E: tuple[int, ...] | None = None,
     ends: Callable[[], Tensor] | None = None,
+    fp8: Fp8Weight | None = None,
 ) -> Tensor:
     """Multiply each row by the transposed weight [O, I] of its expert, a grouped GEMM: [R, O].
 
@@ -253,9 +262,10 @@ def grouped_linear(
         defer_wgrad: Defers the product of the weight gradient (``weight_gradients``); None: the backward computes it.
         sizes_E: The counts on the host; passed if the device's product would otherwise copy them to the host.
         ends: Returns ``row_ends`` of the counts, if several products share it.
+        fp8: Casts of the weights, for a forward and an input gradient in fp8.
     """
-    if defer_wgrad is not None:
-        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad, sizes_E)
+    if defer_wgrad is not None or fp8 is not None:
+        return _SplitBackward.apply(rows_RI, weight_EOI, counts_E, defer_wgrad or _now, sizes_E, fp8)
     if sizes_E is not None:
         return linear_by_size(rows_RI, weight_EOI, sizes_E)
     return op("grouped_linear", rows_RI)(rows_RI, weight_EOI, counts_E, ends)
@@ -266,10 +276,18 @@ class _SplitBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, counts: Tensor, defer_wgrad: DeferWgrad, sizes: tuple[int, ...] | None
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        defer_wgrad: DeferWgrad,
+        sizes: tuple[int, ...] | None,
+        fp8: Fp8Weight | None,
     ) -> Tensor:
-        ctx.defer_wgrad, ctx.sizes = defer_wgrad, sizes
+        ctx.defer_wgrad, ctx.sizes, ctx.fp8 = defer_wgrad, sizes, fp8
         ctx.save_for_backward(rows, weight, counts)
+        if fp8 is not None:
+            return op("fp8_grouped_product", rows)(rows, fp8.forward(weight), counts)
         return grouped_linear(rows, weight, counts, sizes_E=sizes)
 
     @staticmethod
@@ -277,7 +295,9 @@ class _SplitBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows, weight, counts), dy = ctx.saved_tensors, grads[0].contiguous()
         sizes, dx = ctx.sizes, None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.fp8 is not None:
+            dx = op("fp8_grouped_product", dy)(dy, ctx.fp8.backward(weight), counts)
+        elif ctx.needs_input_grad[0]:
             grouped = op("grouped_input_gradient", dy)
             dx = grouped(dy, weight, counts) if sizes is None else input_gradient_by_size(dy, weight, sizes)
 
@@ -286,4 +306,4 @@ class _SplitBackward(torch.autograd.Function):
                 return weight_gradient_by_size(dy, rows, sizes)
             return op("grouped_weight_gradient", dy)(dy, rows, counts)
 
-        return dx, ctx.defer_wgrad(product) if ctx.needs_input_grad[1] else None, None, None, None
+        return dx, ctx.defer_wgrad(product) if ctx.needs_input_grad[1] else None, None, None, None, None

@@ -392,7 +392,7 @@ class SlicesOverMp:
             return self._of.communicating(f"qkv {c}|{self._name}", self._column, share)
         work = self._of.work(f"qkv {c}|{self._name}", [self._column], share)
         gather = _sent(self._column, "backward", False)
-        weight = 0.0 if self._of.defers else self._of.seconds(self._column, share).product
+        weight = 0.0 if self._of.defers else self._of.seconds(self._column, share).weight
         own = sum(event.seconds for event in work.backward if isinstance(event, Work)) - weight
         backward = (
             *self._launches(f"G'{c}", gather, share),

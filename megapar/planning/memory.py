@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from megapar.core.comm.rounds import axis_ranks, axis_rounds, queue_rounds
 from megapar.core.device.kinds import COMMUNICATORS
 from megapar.core.sharding.bucket_plan import IN_FLIGHT_BYTES, LEAST_IN_FLIGHT
+from megapar.model.parameter import fp8_flag
 from megapar.moe.dispatch_bytes import BETWEEN, WITHIN
 from megapar.planning.activations import Activations, activations, stages_held
 from megapar.planning.gathered_groups import StageBucket, Unsharded, buckets_of, unsharded
@@ -40,6 +41,7 @@ RESERVED_SHARE = 0.02
 # Token ids, masks, scalars, and the words that ERNIE masks beyond the mean. On accelerators they are in RESERVED_SHARE.
 UNCOUNTED_SHARE = 0.005
 FP32 = ITEM_BYTES["fp32"]
+FP8_BYTES = 2  # of an element of a weight in fp8 and of its transpose
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class StageMemory:
     """Bytes on a rank of one stage.
 
     Attributes:
-        parameters: Parameters in the compute dtype.
+        parameters: Parameters in the compute dtype, and the casts of weights to fp8, as they are and transposed.
         gradients: Main gradients before and after their reduction.
         optimizer: Master weights and optimizer state.
         activations: Activations kept for their backward at the worst moment.
@@ -212,7 +214,7 @@ def _state(run: PlannedRun, stage: int, kept: Activations) -> _State:
         full = stage_three and not (spec.expert and shards == 1)
         left = left or (stage_three and not full)
         aliased = shards == 1 and item == w and not full
-        parameters += row * w if full else local * item
+        parameters += row * w if full else local * (item + FP8_BYTES * run.in_fp8(fp8_flag(spec)))
         masters += 0.0 if aliased or full else row * w
         states += run.state_bytes(spec) * row
         travels = sharding.gradient_merge_mode == "micro_batch" and shards > 1

@@ -43,11 +43,14 @@ class Seconds(NamedTuple):
     """Times of an operator for one slice.
 
     Attributes:
+        product: Products of the forward, and as long those of the input gradient.
+        weight: Products of the weight gradient.
         backward: The rest of its backward: all but the two products for each of the forward.
         launches: Least time of its forward's kernels, and of its backward's.
     """
 
     product: float
+    weight: float
     forward: float
     backward: float
     launches: tuple[float, float]
@@ -94,6 +97,7 @@ class OperatorPrograms:
     def _timed(self, operator: OpCost, share: SliceShare, parts: float) -> Seconds:
         time, rows = self.time, share.rows / parts
         products, moved = time.products(operator.products, 1 / rows), time.rest(operator) * rows
+        weight = time.products(operator.products, 1 / rows, weight=True)
         core = time.scores(operator.scores) * share.core / parts
         forward, backward = moved + core, 2 * moved + 2.5 * core
         forward += time.products([product for phase, product in operator.extra if phase == "forward"], 1 / rows)
@@ -103,20 +107,19 @@ class OperatorPrograms:
         if operator.recomputed:
             backward += products + moved + core
         launches = time.launches(operator) if products or moved or core else (0.0, 0.0)
-        return Seconds(products, forward, backward, launches)
+        return Seconds(products, weight, forward, backward, launches)
 
     def work(
         self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE, parts: float = 1.0
     ) -> ProgramPart:
         """Return consecutive operators without their messages. The host launches their kernels ahead."""
         each = [self.seconds(operator, share, parts) for operator in operators]
-        products = sum(part.product for part in each)
+        products, weight = sum(part.product for part in each), sum(part.weight for part in each)
         forward = products + sum(part.forward for part in each)
-        backward = products * (1 if self.defers else 2) + sum(part.backward for part in each)
+        backward = products + (0.0 if self.defers else weight) + sum(part.backward for part in each)
         forward = max(forward, sum(part.launches[0] for part in each))
         backward = max(backward, sum(part.launches[1] for part in each))
-        weight = products if self.defers else 0.0
-        return ProgramPart((Work(name, forward),), (Work(name, backward),), weight)
+        return ProgramPart((Work(name, forward),), (Work(name, backward),), weight if self.defers else 0.0)
 
     def program(self, name: str, operators: Sequence[OpCost], share: SliceShare = WHOLE) -> list[ProgramPart]:
         """Return consecutive operators with their messages."""

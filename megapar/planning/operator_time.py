@@ -18,6 +18,8 @@ from megapar.planning.planned_run import PlannedRun
 from megapar.planning.traffic import Link, link
 
 HOPS = (BETWEEN, WITHIN)  # axes of a dispatch by node
+# Of --fp8 on an H100, at four shapes (docs/devices.md): products relative to bf16, and bytes that a cast of bf16 moves.
+FP8_RATES, CAST_BYTES = {"fp8": 1.59, "fp8_experts": 1.34}, 3
 
 
 class MessageTime(NamedTuple):
@@ -59,13 +61,20 @@ class OperatorTime:
         self._counts_rows = self._experts is not None and not self._experts.has_capacity and run.config.grid.ep > 1
         self._link = cache(lambda axis: link(run.config.grid, axis, run.node))
 
-    def products(self, products: Iterable[Product], parts: float = 1) -> float:
-        """Return the time of matrix products, or of one of ``parts`` equal parts of their rows."""
+    def products(self, products: Iterable[Product], parts: float = 1, *, weight: bool = False) -> float:
+        """Return the time of matrix products, or of one of ``parts`` equal parts of their rows.
+
+        It is that of their forward and of their input gradient, or of their ``weight`` gradient.
+        """
         c, total = self.calibration, 0.0
         for product in products:
             least = min(product.rows / product.groups / parts, product.inner, product.columns)
             narrow, grouped = self._narrow(product), product.groups > 1
             rate = (self._fp8_rate if narrow else self._rate) * (c.software.grouped if grouped else 1.0)
+            if self._run.in_fp8(product.fp8) and not narrow and not weight:
+                rate *= FP8_RATES[product.fp8]
+                cast = (product.inner + product.columns) / 2  # of the input, and of the gradient of the output
+                total += self.moved(product.rows / parts * cast * CAST_BYTES)
             total += product.flops / parts * (1 + c.small / max(1.0, least)) / rate
             if narrow and (c.software.casts_groups or not grouped):
                 total += self.moved(product.rows / parts * product.inner * c.software.cast)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapar.arguments import Config
 from megapar.config.config import NOT_BUILT_NOTE
-from megapar.core.device.kinds import DeviceKind
+from megapar.core.device.kinds import FP8_CAPABILITY, DeviceKind
 from megapar.core.units import GIBIBYTE
 from megapar.errors import Complaint, ConfigError
 from megapar.model.spec import ParameterCounts
@@ -62,7 +62,7 @@ class Plan:
         shared: Shared | None = None,
     ) -> None:
         kind, assumed = with_figures(kind, config), assumed or Assumed()
-        if complaints := [*assumed.complaints(config, kind), *_unpriced(config)]:
+        if complaints := [*assumed.complaints(config, kind), *_unpriced(config, kind)]:
             raise ConfigError(complaints)
         self.config = config
         self.kind = kind
@@ -255,7 +255,7 @@ def _gib(size: float) -> str:
     return f"{size / GIBIBYTE:.1f} GiB"
 
 
-def _unpriced(config: Config) -> Iterator[Complaint]:
+def _unpriced(config: Config, kind: DeviceKind) -> Iterator[Complaint]:
     """Yield the settings whose cost no formula gives."""
     for note in config.notes:
         if note.startswith(NOT_BUILT_NOTE):
@@ -273,9 +273,9 @@ def _unpriced(config: Config) -> Iterator[Complaint]:
             "--ampipe-degree auto chooses the degree by what the run measures, which a plan does not know.",
             "Plan --ampipe-degree 1, 2 and 4, which are what it chooses from.",
         )
-    if config.training.fp8:
+    if config.training.fp8 and kind.capability != FP8_CAPABILITY:
         yield Complaint(
             NO_FORMULA,
-            "A plan has no formula for --fp8, which leaves the experts in bf16 and adds the scaling of tensors.",
-            "Leave it out, or plan all linear layers in fp8, the experts too: --assume fp8.",
+            f"--fp8 is for GPUs of compute capability 9.0 (Hopper), and {kind.title} is another kind.",
+            "Leave it out, choose another --device-kind, or plan fp8 of any form: --assume fp8.",
         )

@@ -88,6 +88,10 @@ class PlannedRun:
         """Sizes of the model."""
         return self.config.model
 
+    def in_fp8(self, flag: str) -> bool:
+        """Return True if the run computes products with this ``Product.fp8`` in fp8."""
+        return bool(flag) and bool(getattr(self.config.training, flag))
+
     @cached_property
     def view(self) -> RankView:
         """Description of a rank for the cost formulas."""

@@ -106,7 +106,10 @@ def _speed(plan: Plan) -> Iterator[str]:
     if speed.extra_flops:
         share = speed.extra_flops / speed.flops
         yield f"  extra FLOPs    {speed.extra_flops:.4g} per step ({share:.1%}): keys and values, made of latents again"
-    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(plan.kind.peak(plan.run.dtype))}"
+    peak = plan.kind.peak(plan.run.dtype)
+    yield f"  MFU            {speed.mfu:.1%} of {_teraflops(peak)}"
+    if plan.run.config.training.fp8:
+        yield f"  of fp8's peak  {speed.mfu * peak / plan.kind.peak('fp8'):.1%} of {_teraflops(plan.kind.peak('fp8'))}"
     yield f"  tokens/s       {speed.tokens_per_second:,.0f}, {speed.tokens_per_second / world:,.0f} per device"
     yield f"  whole run      {_time(plan.days)} for {plan.token_budget:.4g} tokens"
 

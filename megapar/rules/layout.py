@@ -504,18 +504,4 @@ RULES: tuple[Rule, ...] = (
         failing="--world-size 2 --cp-degree 2 --mla-cp-exchange kv",
         models=("moe",),
     ),
-    Rule(
-        id="mla-cp-exchange-fp8",
-        reads=("mla_cp_exchange", "fp8"),
-        when=lambda f: f.fp8,
-        requires=lambda f: f.mla_cp_exchange != "latent",
-        message="with --mla-cp-exchange latent the product that makes keys and values is part of attention, which "
-        "--fp8 does not compute in fp8",
-        fix="Choose --mla-cp-exchange kv, or leave --fp8 out.",
-        source="--fp8",
-        passing="--world-size 2 --cp-degree 2 --multi-latent-attention --fp8 --bf16 --device cuda --mla-cp-exchange kv",
-        failing="--world-size 2 --cp-degree 2 --multi-latent-attention --fp8 --bf16 --device cuda "
-        "--mla-cp-exchange latent",
-        models=("moe",),
-    ),
 )

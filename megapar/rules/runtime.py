@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from math import gcd
 from typing import Any
 
-from megapar.schema.rule import Facts, Rule, either, near_multiples, spell, unused
+from megapar.schema.rule import NOT_BUILT, Facts, Rule, either, near_multiples, spell, unused
 
 
 def _fp8(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **more: Any) -> Rule:
@@ -18,6 +20,57 @@ def _fp8(id: str, reads: tuple[str, ...], failing: str, passing: str = "", **mor
         failing=f"--fp8 {failing}",
         **{"source": "--fp8", **more},
     )
+
+
+_BLOCK, _EXPERT_STEP = 128, 16  # features with a common scale, as in ``core.device.fp8``; of experts a multiple of this
+_DENSE = ("num_experts", "first_k_dense", "not_default", "mtp_depth")
+Widths = Iterator[tuple[str, int, int]]  # (flag, its value, what legal values are multiples of)
+
+
+def _fp8_widths(id: str, reads: tuple[str, ...], widths: Callable[[Facts], Widths], **more: Any) -> Rule:
+    """Build a row on widths of which every rank has whole blocks."""
+
+    def wrong(f: Facts) -> list[str]:
+        return [f"{flag} {near_multiples(step, value)}" for flag, value, step in widths(f) if value % step]
+
+    return _fp8(
+        id,
+        ("mp_degree", *reads),
+        requires=lambda f: not wrong(f),
+        message=f"--fp8 needs a multiple of {_BLOCK} features on an mp rank, of each fused part too, so that every "
+        "scale belongs to one rank",
+        fix=lambda f: f"Choose {', '.join(wrong(f))}, another --mp-degree, or leave --fp8 out.",
+        **more,
+    )
+
+
+def _layer_widths(f: Facts) -> Widths:
+    yield "--hidden-size", f.hidden_size, _BLOCK
+    if f.num_experts == 0 or f.first_k_dense > 0 or "moe_layer_freq" in f.not_default or f.mtp_depth > 0:
+        yield "--ffn-hidden-size", f.ffn_hidden_size, _BLOCK * f.mp_degree
+
+
+def _head_widths(f: Facts) -> Widths:
+    """Yield the size of a head: queries, keys and values of a rank's groups, and its output heads, are whole blocks."""
+    heads, groups = (max(1, number // f.mp_degree) for number in (f.num_attention_heads, f.num_query_groups))
+    fused = heads if f.multi_latent_attention else heads + 2 * groups
+    flag, size = ("--v-head-dim", f.v_head_dim) if f.multi_latent_attention else ("--head-dim", f.head_dim)
+    yield flag, size, max(_BLOCK // gcd(_BLOCK, heads), _BLOCK // gcd(_BLOCK, fused))
+
+
+def _shared_widths(f: Facts) -> Widths:
+    width = f.moe_shared_expert_intermediate_size or f.moe_shared_experts * f.moe_ffn_hidden_size
+    yield "--moe-shared-expert-intermediate-size", width if f.num_experts else 0, _BLOCK * f.mp_degree
+
+
+def _ernie_widths(f: Facts) -> Widths:
+    names = ("hidden_size", "ffn_hidden_size", "task_hidden_size", "task_ffn_hidden_size")
+    for name in names if f.ernie_model == "ernie3" else names[:2]:
+        yield spell(name), getattr(f, name), _BLOCK * f.mp_degree
+
+
+def _expert_widths(f: Facts) -> tuple[int, ...]:
+    return tuple(f.moe_layer_ffn_hidden_sizes or (f.moe_ffn_hidden_size,))
 
 
 def _backend(id: str, reads: tuple[str, ...], failing: str, passing: str, **more: Any) -> Rule:
@@ -244,40 +297,107 @@ RULES: tuple[Rule, ...] = (
     _fp8(
         "fp8-device",
         ("device",),
-        "--device cpu",
+        "--device npu",
         "--device cuda",
-        requires=lambda f: f.device in ("auto", "cuda"),
-        message="--fp8 needs an NVIDIA GPU of compute capability 8.9 or higher",
-        fix="Leave --fp8 out, or choose --device cuda.",
+        requires=lambda f: f.device != "npu",
+        message="--fp8 needs an NVIDIA GPU of compute capability 9.0 (Hopper); --device cpu emulates it",
+        fix="Leave --fp8 out, or choose --device cuda or cpu.",
         source="devices",
     ),
     _fp8(
         "fp8-dtype",
-        ("dtype",),
+        ("dtype", "device"),
         "--dtype fp32",
         "--bf16",
-        requires=lambda f: f.dtype in ("auto", "bf16"),
-        message="--fp8 rounds the inputs of bf16 matrix products, and everything else stays in bf16",
-        fix="Choose --dtype bf16.",
+        requires=lambda f: f.dtype in ("auto", "bf16") or f.device == "cpu",
+        message="--fp8 casts the inputs of bf16 matrix products, and everything else stays in bf16",
+        fix="Choose --dtype bf16, or --device cpu, where --fp8 is emulated in any dtype.",
     ),
     _fp8(
-        "fp8-mp",
-        ("mp_degree",),
-        "--world-size 2 --mp-degree 2",
-        requires=lambda f: f.mp_degree == 1,
-        message="tensor parallel products are computed in chunks, but fp8 scales whole tensors",
-        fix="Choose --mp-degree 1, or leave --fp8 out.",
+        "not-built-fp8-fused-overlap",
+        ("tp_comm_overlap", "mp_degree"),
+        "--world-size 2 --mp-degree 2 --sequence-parallel --bf16 --device cuda --tp-comm-overlap fused",
+        "--world-size 2 --mp-degree 2 --sequence-parallel --bf16 --device cuda --tp-comm-overlap",
+        requires=lambda f: f.tp_comm_overlap != "fused" or f.mp_degree == 1,
+        message="torch's operators of a product fused with its collective are not built into --fp8",
+        fix="Choose --tp-comm-overlap on, or leave --fp8 out.",
+        kind=NOT_BUILT,
+    ),
+    unused(
+        "fp8-experts-unused",
+        ("fp8_experts",),
+        ("fp8", "num_experts"),
+        lambda f: not f.fp8 or f.num_experts == 0,
+        "without --fp8 and --num-experts",
+        passing="--fp8 --fp8-experts",
+        failing="--fp8-experts",
+        models=("moe",),
     ),
     _fp8(
-        "fp8-zero-bubble",
-        ("use_nanopipe", "pp_schedule"),
-        "--world-size 2 --pp-degree 2 --use-nanopipe",
-        "--world-size 2 --pp-degree 2",
-        requires=lambda f: not f.use_nanopipe and f.pp_schedule != "zero_bubble",
-        message=(
-            "torchao's backward pass computes the gradients of input and weight together, but zero-bubble needs them "
-            "separately"
+        "not-built-fp8-experts-emp",
+        ("fp8_experts", "expert_mp_degree", "mp_degree"),
+        "--fp8-experts --world-size 2 --mp-degree 2",
+        "--fp8-experts --world-size 2 --mp-degree 2 --sequence-parallel --expert-mp-degree 1",
+        requires=lambda f: not f.fp8_experts or f.expert_mp_degree == 1,
+        message="the scale of a row of an expert needs all of its features, which are split over --expert-mp-degree",
+        fix="Choose --expert-mp-degree 1 with --sequence-parallel, or leave --fp8-experts out.",
+        kind=NOT_BUILT,
+        models=("moe",),
+    ),
+    _fp8(
+        "not-built-fp8-pipe-experts",
+        ("fp8_experts", "use_pipe_experts"),
+        "--fp8-experts --world-size 2 --ep-degree 2 --use-pipe-experts",
+        "--fp8-experts --world-size 2 --ep-degree 2",
+        requires=lambda f: not f.fp8_experts or not f.use_pipe_experts,
+        message="--use-pipe-experts computes expert by expert, and --fp8-experts all of a rank together",
+        fix="Leave one of them out.",
+        kind=NOT_BUILT,
+        models=("moe",),
+    ),
+    _fp8(
+        "fp8-expert-width",
+        ("fp8_experts", "moe_ffn_hidden_size", "moe_layer_ffn_hidden_sizes"),
+        "--fp8-experts --moe-ffn-hidden-size 40",
+        "--fp8-experts --moe-ffn-hidden-size 48",
+        requires=lambda f: not f.fp8_experts or not any(width % _EXPERT_STEP for width in _expert_widths(f)),
+        message=f"grouped products in fp8 take experts whose features are a multiple of {_EXPERT_STEP}",
+        fix=lambda f: (
+            f"Choose --moe-ffn-hidden-size {near_multiples(_EXPERT_STEP, max(_expert_widths(f)))}, or leave "
+            "--fp8-experts out."
         ),
-        fix="Choose --pp-schedule 1f1b, or leave --fp8 out.",
+        models=("moe",),
+    ),
+    _fp8_widths(
+        "fp8-widths",
+        ("hidden_size", "ffn_hidden_size", *_DENSE),
+        _layer_widths,
+        passing="--world-size 2 --mp-degree 2 --num-experts 0 --ffn-hidden-size 256",
+        failing="--world-size 2 --mp-degree 2 --num-experts 0 --ffn-hidden-size 384",
+        models=("moe",),
+    ),
+    _fp8_widths(
+        "fp8-heads",
+        ("num_attention_heads", "num_query_groups", "head_dim", "multi_latent_attention", "v_head_dim"),
+        _head_widths,
+        passing="--num-attention-heads 4 --head-dim 64",
+        failing="--num-attention-heads 4 --head-dim 48",
+        models=("moe",),
+    ),
+    _fp8_widths(
+        "fp8-shared-experts",
+        ("num_experts", "moe_shared_experts", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size"),
+        _shared_widths,
+        passing="--num-experts 4 --moe-shared-experts 1 --moe-ffn-hidden-size 256",
+        failing="--num-experts 4 --moe-shared-experts 1 --moe-ffn-hidden-size 192",
+        models=("moe",),
+    ),
+    _fp8_widths(
+        "fp8-ernie",
+        ("hidden_size", "ffn_hidden_size", "ernie_model", "task_hidden_size", "task_ffn_hidden_size"),
+        _ernie_widths,
+        passing="--world-size 2 --mp-degree 2 --hidden-size 512 --ffn-hidden-size 512",
+        failing="--world-size 2 --mp-degree 2 --hidden-size 384 --ffn-hidden-size 512",
+        models=("ernie",),
     ),
 )

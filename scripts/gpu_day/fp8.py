@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar.core.device import fp8 as package
+from megapar.core.device import triton_operators
+from megapar.core.device.ops import op
 from scripts.gpu_day.day import Answer, Day
 from scripts.gpu_day.timed import NO_GPU, computed, median_seconds, moved, normal
 
@@ -103,6 +106,7 @@ def _recipes(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
         "row": partial(_multiplied, xr, wr, False),
         "row, fast sums": partial(_multiplied, xr, wr, True),
         "1x128, 128x128": _blockwise(xb, Scaled(wb.values, blocks_together(wb.scale)), 1, BLOCK),
+        "of the package, with the cast of x": partial(op("fp8_product", x), x, op("fp8_weight", w)(w)[0]),
         "1x128, 1x128": _blockwise(xb, Scaled(x_w.values, rows_together(x_w.scale)), 1, 1),
     }
 
@@ -122,6 +126,7 @@ def grouped(day: Day, R: int, K: int, N: int, E: int) -> Answer:
     """Time the products of the experts' rows, in bf16 and with a scale per row."""
     x, w = normal(day, R, K), normal(day, E, N, K)
     ends = torch.arange(R // E, R + 1, R // E, dtype=torch.int32, device=day.place)
+    counts = torch.full((E,), R // E, device=day.place)
     exact = x[: min(CHECKED_ROWS, R // E)].double() @ w[0].double().t()
     xr, wr = per_row(x), per_row(w)
     scales = xr.scale.squeeze(-1).contiguous(), wr.scale.squeeze(-1).contiguous()
@@ -135,6 +140,9 @@ def grouped(day: Day, R: int, K: int, N: int, E: int) -> Answer:
         "bf16": lambda: F.grouped_mm(x, w.mT, offs=ends),
         "row": partial(scaled, False),
         "row, fast sums": partial(scaled, True),
+        "of the package, with the cast of x": partial(
+            op("fp8_grouped_product", x), x, op("fp8_experts", w)(w)[0], counts
+        ),
     }
     found = {name: _measured(day, work, exact, 2.0 * R * K * N) for name, work in works.items()}
     return _judged(day, found)
@@ -170,21 +178,14 @@ def casts(day: Day) -> Answer:
     figures: dict[str, Any] = {name: _cast_speed(day, x, work) for name, work in works.items()}
     if not day.on_gpu:
         return Answer(None, {**figures, "not_to_be_had": "the kernel needs a GPU"})
-    from scripts.gpu_day.fp8_cast import cast_rows
-
-    different = differences(x, *cast_rows(x))
-    figures["1x128, one kernel"] = _cast_speed(day, x, lambda: cast_rows(x))
+    kernels, w = triton_operators.KERNELS, normal(day, 6144, 2048)
+    rows, wanted = kernels["cast_rows"](x), package.cast_rows_reference(x)
+    whole, turned = package.cast_weight_reference(w)
+    pairs = zip((*rows, *kernels["cast_weight"](w)), (wanted.values, wanted.scale.t(), *whole, *turned), strict=True)
+    different = sum(int((got.float() != right.float()).sum()) for got, right in pairs)
+    figures["1x128, one kernel"] = _cast_speed(day, x, lambda: kernels["cast_rows"](x))
+    figures["128x128 and transposed, one kernel"] = _cast_speed(day, w, lambda: kernels["cast_weight"](w))
     return Answer(not different, {**figures, "different": different})
-
-
-def differences(x: Tensor, values: Tensor, scale: Tensor) -> int:
-    """Count what differs from the cast by operators with scales that are powers of two."""
-    blocks = x.float().unflatten(1, (-1, BLOCK))
-    most = blocks.abs().amax(-1).clamp(min=1e-30)
-    bits = (most * (1.0 / LARGEST)).view(torch.int32)
-    wanted_scale = ((bits + 0x7FFFFF) >> 23 << 23).view(torch.float32)
-    wanted = (blocks / wanted_scale[..., None]).to(E4M3).flatten(1)
-    return int((wanted.float() != values.float()).sum() + (wanted_scale != scale).sum())
 
 
 def compiled(day: Day) -> Answer:

@@ -57,6 +57,8 @@ def run(day: Day) -> None:
         for name in OPS:
             if name.startswith("attention_block") or name in ("cross_entropy", *row_operators.ENTRIES):
                 continue  # value and gradient are compared together below
+            if name.startswith("fp8"):
+                continue  # in the part fp8
             form, reference = _form(name, day, dtype), OPS[name]["reference"]
             if name not in _CASES:
                 day.findings.record(day.part, f"{name}: calls", False, error="this entry has no test calls")

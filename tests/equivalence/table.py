@@ -44,6 +44,11 @@ MODELS: dict[str, tuple[str, ...]] = {
         *("--generation-segments", "2", "--memory-length", "8"),
     ),
 }
+MODELS["fp8"] = (
+    *("--fp8", "--device", "cpu", "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4"),
+    *("--num-query-groups", "2", "--head-dim", "64", "--ffn-hidden-size", "256", "--seq-length", "16"),
+    *("--vocab-size", "101", "--num-experts", "0", "--init-std", "0.1"),
+)
 _WIDTH = MODELS["moe"].index("--moe-ffn-hidden-size")
 MODELS["widths"] = (
     *(*MODELS["moe"][:_WIDTH], *MODELS["moe"][_WIDTH + 2 :], "--moe-layer-ffn-hidden-sizes", "24", "17"),
@@ -937,6 +942,44 @@ MUON_ROWS: tuple[Row, ...] = (
     Row("gpt", 4, (*MP2, *_stages(2)[0]), (*MUON, "--muon-scale-mode", "shape_scaling"), 2),
     Row("ernie", 4, (*MP2, *SP, *_stages(2)[1]), MUON, 2),
     Row("ernie3", 2, _stages(2)[2], MUON),
+)
+
+# Products in fp8, emulated: a scale belongs to one rank, so that every layout has the scales of one process.
+# Beside ROWS, as LATENT_SUITE.
+FP8_EXPERTS = (
+    *("--num-experts", "4", "--moe-ffn-hidden-size", "128", "--moe-router-topk", "2", "--first-k-dense", "1"),
+    *("--moe-shared-experts", "2"),
+)
+FP8_ROUTED = (*FP8_EXPERTS, "--fp8-experts")
+FP8_LATENT = (
+    *("--multi-latent-attention", "--num-query-groups", "4", "--v-head-dim", "64", "--qk-head-dim", "48"),
+    *("--qk-pos-emb-head-dim", "16", "--kv-lora-rank", "11"),
+)
+FP8_SUITE: tuple[Row, ...] = (
+    Row("fp8", 2, (*MP2, *SP), CLIPPED, 2),
+    Row("fp8", 4, (*MP2, *SP, *_stages(2)[2])),
+    Row("fp8", 2, ("--pp-degree", "2", *ZERO_BUBBLE), FOUR_LAYERS, accumulation=4),
+    Row("fp8", 4, (*EP2, *MP2, *SP, *EMP1, "--ampipe-degree", "2", *HIDDEN_MP), (*FP8_ROUTED, *DROPS), 2),
+)
+FP8_ROWS: tuple[Row, ...] = (
+    *FP8_SUITE,
+    Row("fp8", 2, MP2, (*QKV_BIAS, *QK_NORM)),
+    Row("fp8", 2, (*MP2, *BLOCKING), ("--add-bias-linear", "--activation", "gelu")),
+    Row("fp8", 2, (*MP2, *SP, *BLOCKING), BOUNDARIES, 2),
+    Row("fp8", 2, (*MP2, *SP, *_every(1)), UNTIED),
+    *(Row("fp8", 2, layout, CLIPPED) for layout in _stages(2)),
+    *(Row("fp8", 2, _cp(2, algorithm), BOUNDARIES) for algorithm in ALGORITHMS),
+    Row("fp8", 4, (*_cp(2, "ring"), *MP2, *SP), (), 2),
+    *(Row("fp8", 2, ("--pp-degree", "2", *schedule), FOUR_LAYERS, 1, 4) for schedule in (ONE_F_ONE_B, ZBV)),
+    Row("fp8", 4, ("--pp-degree", "2", *ZBV, *MP2, *SP), FOUR_LAYERS, 1, 4),
+    Row("fp8", 2, (*EP2, *SELECTIVE), (*FP8_EXPERTS, *DROPS)),
+    Row("fp8", 4, (*EP2, *MP2, *SP, "--ampipe-degree", "2", *HIDDEN_MP, *CROSS, *_every(1)), FP8_EXPERTS, 2),
+    Row("fp8", 2, (*MP2, *SP), (*FP8_EXPERTS, *FP8_LATENT, *AHEAD)),
+    *(Row("fp8", 2, (*EP2, *layout), FP8_ROUTED) for layout in _stages(2)),
+    Row("fp8", 2, (*EP2, *_every(1)), (*FP8_ROUTED, "--add-bias-linear", "--activation", "gelu"), 2),
+    Row("fp8", 4, ("--pp-degree", "2", *ZERO_BUBBLE, *EP2), (*FP8_ROUTED, *FOUR_LAYERS), 1, 4),
+    Row("fp8", 4, (*EP4, *MP2, *SP, *EMP1), (*FP8_ROUTED, *TOP1)),
+    Row("fp8", 2, (*EP2, *_stages(2)[1], *MOVES), (*FP8_ROUTED, *EIGHT_EXPERTS)),
 )
 
 # Labels with weights (tests.support.weighted), over what moves positions, labels and sums.

@@ -20,6 +20,8 @@ from tests.equivalence.run import Routing, Trace, trace
 from tests.equivalence.table import (
     FORCED_ROWS,
     FORCED_SUITE,
+    FP8_ROWS,
+    FP8_SUITE,
     LATENT_CONTEXT_ROWS,
     LATENT_ROWS,
     LATENT_SUITE,
@@ -122,7 +124,7 @@ ALL_LATENT_ROWS = (*LATENT_ROWS, *LATENT_CONTEXT_ROWS)
 
 STREAMED_ROWS = _covered_layouts([row for row in ROWS if row.on_streams])
 FP64_ROWS = _covered_pairs(ROWS, STREAMED_ROWS)
-# Of latent attention, the dispatch by node and experts that move the suite runs rows that are named for it.
+# Of latent attention, fp8, the dispatch by node and experts that move the suite runs rows that are named for it.
 NAMED_ROWS = [
     *_marked(ALL_LATENT_ROWS, LATENT_SUITE),
     *_marked(NODE_ROWS, NODE_SUITE),
@@ -130,9 +132,11 @@ NAMED_ROWS = [
     *_marked(SPELLED_ROWS, SPELLED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE),
     *_marked(WINDOW_ROWS, WINDOW_SUITE),
+    *_marked(FP8_ROWS, FP8_SUITE),
 ]
 NAMED_STREAMED_ROWS = [
     *_marked([row for row in ALL_LATENT_ROWS if row.on_streams], LATENT_SUITE[3:4]),
+    *_marked([row for row in FP8_ROWS if row.on_streams], FP8_SUITE[2:]),
     *_marked(NODE_ROWS, NODE_SUITE[:1]),
     *_marked(MOVED_ROWS, MOVED_SUITE),
     *_marked(MUON_ROWS, MUON_SUITE[:1]),

@@ -90,6 +90,7 @@ LLAMA3 = {"rope_scaling_type": "llama3", "rope_theta": 50.0}
 LLAMA3_SHORT = {**LLAMA3, "original_max_position_embeddings": 20}
 YARN = {**{"rope_scaling_type": "yarn", "rope_theta": 50.0, "original_max_position_embeddings": 200}, "head_dim": 16}
 DROPS = {"moe_model_type": "deepspeed_moe", "moe_capacity_factor": 0.5, "moe_min_capacity": 1}
+WIDE = {"device": "cpu", "hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 4}
 SLICED = {**EP, "ampipe_degree": 2}
 PIECES = {**EP, **DROPS, "use_pipe_experts": True}
 TASKS = "knowledge_mlm:1,document_lm:1,sentence_reorder:1"
@@ -207,7 +208,9 @@ TOGETHER: Mapping[str, Shown] = {
     "loss_scale_window": Shown(base={**HALF, "initial_loss_scale": 16.0}),
     "loss_scale_factor": Shown(base={**HALF, "initial_loss_scale": 16.0, "loss_scale_window": 1}),
     "hysteresis": Shown(base=LOST),
-    "fp8 attention_backend": Shown("refused"),
+    "fp8": Shown(base=WIDE),
+    "fp8_experts": Shown(base={**WIDE, "fp8": True, "moe_ffn_hidden_size": 16, "moe_shared_experts": 0}),
+    "attention_backend": Shown("refused"),
     "compile": Shown("host"),
     "manual_gc": Shown("host", needs={"manual_gc_interval": 1}),
     "manual_gc_interval": Shown("host", {"manual_gc": "on"}),

@@ -35,17 +35,32 @@ class Proof:
 
 
 _ON_ACCELERATORS = """
-compile-device fp64-device fp8-device fp8-dtype fp8-mp fp8-zero-bubble mla-cp-exchange-fp8
+compile-device fp64-device fp8-device fp8-dtype not-built-fp8-fused-overlap
 tp-comm-overlap-fused-device tp-comm-overlap-fused-dtype apex-moments
 attention-backend-device attention-backend-dtype attention-backend-fused attention-backend-repeats
 attention-backend-dropout attention-backend-form attention-backend-heads attention-backend-heads-ernie
 """
 
+_FP8 = "--fp8 --device cpu --hidden-size 128 --ffn-hidden-size 256 --num-experts"
 _LATER = ("not-built-recompute-in-advance", "not-built-recompute-in-bubble")
 
 PROOFS: dict[str, Proof] = {
     **dict.fromkeys(
         _ON_ACCELERATORS.split(), Proof(argument="this device is not there, and a run would end when it is looked for")
+    ),
+    "fp8-widths": Proof(f"--mp-degree 2 --head-dim 64 --num-query-groups 2 {_FP8} 0 --ffn-hidden-size 384", 2),
+    "fp8-heads": Proof(f"{_FP8} 0 --num-attention-heads 4 --head-dim 48"),
+    "fp8-shared-experts": Proof(f"{_FP8} 4 --head-dim 64 --moe-shared-experts 1 --moe-ffn-hidden-size 192"),
+    "fp8-ernie": Proof("--mp-degree 2 --fp8 --device cpu --hidden-size 384 --ffn-hidden-size 256", 2),
+    "fp8-experts-unused": Proof(idle=("fp8_experts",)),
+    "fp8-expert-width": Proof(argument="on a GPU torch would refuse the product in the first step; a CPU takes it"),
+    "not-built-fp8-experts-emp": Proof(
+        f"--mp-degree 2 --head-dim 64 --num-query-groups 2 {_FP8} 4 --moe-ffn-hidden-size 128 --fp8-experts", 2
+    ),
+    "not-built-fp8-pipe-experts": Proof(
+        f"--ep-degree 2 --use-pipe-experts --moe-model-type deepspeed_moe --head-dim 64 {_FP8} 4"
+        " --moe-ffn-hidden-size 128 --fp8-experts",
+        2,
     ),
     "not-built-stage-3-overlap-off": Proof(
         "--sharding-stage 3 --no-overlap-grad-reduce", 2, idle=("overlap_grad_reduce",)

@@ -184,6 +184,24 @@ def test_the_inputs_of_experts_activations_are_stored_in_one_byte(capsys: pytest
     assert none < narrow
 
 
+def test_fp8_takes_two_bytes_of_each_weight_that_is_cast_and_saves_time(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--hidden-size", "4096", "--num-attention-heads", "32", "--num-query-groups", "8", "--num-layers", "4")
+    line = (*sizes, "--num-experts", "0", "--ffn-hidden-size", "14336", "--seq-length", "8192", "--bf16")
+    layouts = ((), ("--mp-degree", "2", "--sequence-parallel"), ("--sharding-stage", "3"))
+    for layout in layouts:
+        wide, narrow = (plan(capsys, *line, *layout, "--world-size", "4", *fp8) for fp8 in ((), ("--fp8",)))
+        more = narrow["memory_bytes"][0]["parameters"] - wide["memory_bytes"][0]["parameters"]
+        cast = 4 * 4096 * (48 * 128 + 4096 + 3 * 14336) // (2 if "--mp-degree" in layout else 1)
+        assert more == (0 if "--sharding-stage" in layout else 2 * cast)
+        assert 0.75 * wide["step_seconds"] < narrow["step_seconds"] < 0.95 * wide["step_seconds"]
+    narrow, narrower = (plan(capsys, *MOE, "--fp8", *more) for more in ((), ("--fp8-experts",)))
+    experts = 4 * 64 * 3 * 2048 * 1024
+    assert narrower["memory_bytes"][0]["parameters"] - narrow["memory_bytes"][0]["parameters"] == 2 * experts
+    assert 0.8 * narrow["step_seconds"] < narrower["step_seconds"] < narrow["step_seconds"]
+    assert main(["plan", *line, "--fp8"]) in (0, DOES_NOT_FIT)
+    assert re.search(r"of fp8's peak +\d+\.\d% of 1979 TFLOP/s", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [("ernie-4.5-300b-a47b", "299.5", "47.93"), ("ernie-4.5-21b-a3b", "21.83", "3.352"), ("mixtral-8x7b", None, None)],
@@ -288,7 +306,7 @@ INTERLEAVED = (
         (("--sharding-stage", "3", "--no-overlap-grad-reduce"), "does not run: [not-built-stage-3-overlap-off]"),
         (("--adaptive-recompute-device-size", "61440"), "--recompute-interval 1, which needs the least memory"),
         ((*FEW_EXPERTS, "--ampipe-degree", "auto"), "Plan --ampipe-degree 1, 2 and 4"),
-        (("--num-experts", "0", "--fp8"), "leaves the experts in bf16"),
+        (("--num-experts", "0", "--fp8", "--device-kind", "b200"), "for GPUs of compute capability 9.0 (Hopper), and"),
         (("--device-kind", "a100-80g", "--assume", "fp8-mlp"), "a100-80g has no fp8 products"),
         ((*ERNIE3, "--assume", "operator-recompute:up"), "operator-recompute with --ernie-model ernie3"),
     ],

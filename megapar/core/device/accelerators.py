@@ -16,17 +16,19 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from megapar.core.device.apex import apex_lacks
 from megapar.core.device.attention.table import CUDNN, FLASH3
 from megapar.core.device.base import Device, Event, MemoryPressure, Stream, spelled
-from megapar.core.device.kinds import QUEUE_CHANNELS, SMALL_HCCL_MIB, is_light, kind_called
+from megapar.core.device.kinds import FP8_CAPABILITY, QUEUE_CHANNELS, SMALL_HCCL_MIB, is_light, kind_called
 from megapar.core.torch_names import activate_flash3, flash3_lacks
 
 URGENT = -1  # torch's priority above the default of 0, on every device
-FP8_CAPABILITY, BF16_CAPABILITY = (8, 9), (8, 0)
+BF16_CAPABILITY = (8, 0)
+FP8_CUDA = "12.9"  # the first whose cuBLAS has scales by blocks
 GROUPED_MAJORS = (9, 10)  # major compute capabilities of torch's grouped GEMM, torch 2.11 to 2.13
 # Pinned memory below this size is torch's: rounding costs little, but a mapping of whole pages would cost more.
 LEAST_BYTES = 1 << 20
@@ -119,6 +121,9 @@ class Accelerator(Device):
         held = int(stats.get("reserved_bytes.all.current", 0)) - allocated
         return MemoryPressure(held, int(stats.get("num_alloc_retries", 0)), allocated)
 
+    def fp8_lacks(self) -> str:
+        return "products with scales by blocks of 128 need an NVIDIA GPU of compute capability 9.0 (Hopper)"
+
     def save_memory_snapshot(self, path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.module.memory._dump_snapshot(str(path))
@@ -182,10 +187,13 @@ class CudaDevice(Accelerator):
         activate_flash3()
 
     def fp8_lacks(self) -> str:
-        """Return a reason unless the GPU is of NVIDIA's Ada or Hopper generation or newer."""
-        if (self.capability or (0, 0)) >= FP8_CAPABILITY:
-            return ""
-        return f"{super().fp8_lacks()}, and {self._has_capability}"
+        """Return a reason unless cuBLAS has products with scales by blocks: on Hopper, with a torch for CUDA 12.9."""
+        if self.capability != FP8_CAPABILITY:
+            return f"{super().fp8_lacks()}, and {self._has_capability}"
+        version = torch.version.cuda or "0.0"
+        if not hasattr(F, "scaled_mm") or [*map(int, version.split("."))] < [*map(int, FP8_CUDA.split("."))]:
+            return f"its products need torch 2.10 built with CUDA {FP8_CUDA} or more; torch {torch.__version__} is not"
+        return ""
 
     def apex_lacks(self) -> str:
         """Return a reason on ROCm, and unless NVIDIA's package is installed with its CUDA extensions."""

@@ -148,8 +148,8 @@ class Device:
         return "this machine has no C++ compiler (g++, clang++, or the one that CXX names)"
 
     def fp8_lacks(self) -> str:
-        """Return the reason why fp8 matrix products cannot run on this device, or "" if they can."""
-        return "fp8 products need an NVIDIA GPU of compute capability 8.9 or more"
+        """Return the reason why ``fp8`` products cannot run on this device, or "" if they can. A CPU emulates them."""
+        return ""
 
     def apex_lacks(self) -> str:
         """Return the reason why kernels of NVIDIA apex cannot run on this device, or "" if they can."""

@@ -28,6 +28,8 @@ QUEUE_CHANNELS = 4
 # HCCL's buffers of groups with small messages: its own default for messages between two ranks (P2P_HCCL_BUFFSIZE).
 SMALL_HCCL_MIB = 20
 HCCL_MIB = 200
+# Compute capability of cuBLAS' products in fp8 with scales by blocks.
+FP8_CAPABILITY = (9, 0)
 # Axes that sum only a few numbers, or one embedding, per step.
 LIGHT = frozenset({"pp", "data"})
 

@@ -19,6 +19,7 @@ from megapar.core.device import (
     bucket_rows,
     dtypes,
     expert_rows,
+    fp8,
     grouped,
     latent_heads,
     layer_ops,
@@ -120,6 +121,10 @@ OPS: Mapping[str, Mapping[str, Form]] = MappingProxyType(
         "wide_product": _forms(
             dtypes.wide_product_reference, cuda=dtypes.wide_product, npu=dtypes.wide_product_rounded
         ),
+        "fp8_weight": _forms(fp8.cast_weight_reference, cuda=fp8.cast_weight_cuda),
+        "fp8_product": _forms(fp8.product_reference, cuda=fp8.product_cuda),
+        "fp8_experts": _forms(fp8.cast_experts_reference, cuda=fp8.cast_experts_cuda),
+        "fp8_grouped_product": _forms(fp8.grouped_product_reference, cuda=fp8.grouped_product_cuda),
         "cross_entropy": _forms(layer_ops.cross_entropy_reference, cuda=layer_ops.cross_entropy_fused),
         "small_embedding": _forms(layer_ops.small_embedding_reference, cuda=layer_ops.small_embedding_by_product),
         "adamw": _forms(adamw.adamw_reference, cuda=adamw.adamw_cuda),

@@ -24,6 +24,7 @@ from megapar.core.device.attention.table import LARGEST_GROUP
 MOST_EXPERTS = 1024  # bins of a program of the sort
 MOST_RUNS = 4096  # counts that every program reads
 MOST_CHOICES = 32  # loads of a program of the sum
+FP8_ROWS = 16  # rows of a product in fp8 are filled up to a multiple of this
 
 _USED: set[torch.device] = set()  # decided once per process
 _LIBRARY = torch.library.Library("megapar", "DEF")
@@ -99,6 +100,24 @@ def swiglu_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor | None) -
     flat = None if weights is None else weights.flatten()
     d_rows, d_weights = torch.ops.megapar.swiglu_backward(_rows(gradient, 1), _rows(gate_up, 2), flat)
     return d_rows.view(gate_up.shape), None if weights is None else d_weights.view(weights.shape)
+
+
+def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast x [R, K] to e4m3 [R', K], with rows of zeros up to a multiple of 16, and scales [K / 128, R']."""
+    values, scale = torch.ops.megapar.cast_rows(x)
+    return values, scale
+
+
+def cast_whole_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast x [R, K] to e4m3 [R, K] with a scale per row, [R]."""
+    values, scale = torch.ops.megapar.cast_whole_rows(x)
+    return values, scale
+
+
+def cast_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast a weight [O, I] to e4m3 with scales [O / 128, I / 128], then transposed, both filled as ``ScaledWeight``."""
+    values, scale, turned, turned_scale = torch.ops.megapar.cast_weight(weight)
+    return values, scale, turned, turned_scale
 
 
 def sort_pairs(
@@ -222,6 +241,25 @@ def _new_swiglu_gradients(gradient: Tensor, rows: Tensor, weights: Tensor | None
     return rows.new_empty(rows.shape), d_weights
 
 
+def _new_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows = -(-x.shape[0] // FP8_ROWS) * FP8_ROWS
+    values = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn)
+    return values, x.new_empty(x.shape[1] // 128, rows, dtype=torch.float32)
+
+
+def _new_whole_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _new_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def made(*shape: int) -> tuple[Tensor, Tensor]:
+        scales = shape[0] // 128, -(-shape[1] // 512) * 4
+        new = weight.new_zeros if shape[1] % 512 else weight.new_empty  # what no kernel fills is zero
+        return weight.new_empty(shape, dtype=torch.float8_e4m3fn), new(scales, dtype=torch.float32)
+
+    return *made(*weight.shape), *made(*weight.shape[::-1])
+
+
 def _new_order(
     experts: Tensor, kept: Tensor | None, num_experts: int, rows: int, capacity: int | None, fill: bool
 ) -> Order:
@@ -309,6 +347,9 @@ _register(
     "swiglu_backward(Tensor gradient, Tensor rows, Tensor? weights) -> (Tensor, Tensor)",
     _new_swiglu_gradients,
 )
+_register("block_casts", "cast_rows(Tensor x) -> (Tensor, Tensor)", _new_rows)
+_register("block_casts", "cast_whole_rows(Tensor x) -> (Tensor, Tensor)", _new_whole_rows)
+_register("block_casts", "cast_weight(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)", _new_weight)
 _register(
     "expert_rows",
     f"sort_pairs(Tensor experts, Tensor? kept, int num_experts, int rows, int? capacity, bool fill) -> {_ORDER}",

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.core.device import expert_rows
+from megapar.core.device import expert_rows, fp8
 from megapar.core.device import triton_operators as kernels
 from megapar.core.device.adamw import AdamWStep, adamw_reference
 from megapar.core.device.layer_ops import cross_entropy_reference, swiglu_reference
 from megapar.core.device.rotary import rotary_heads_reference
 from megapar.core.device.tensor_piece import ShardPieces, TensorPiece
 
+CASTS_FP8 = (8, 9)  # compute capability
 TOLERANCE = 2e-2  # of a bf16 example, relative to the norm
 
 
@@ -82,6 +83,19 @@ def _of_adamw(device: torch.device, random: torch.Generator) -> list[tuple[Tenso
     return list(zip(*results, strict=True))
 
 
+def _of_fp8(device: torch.device, random: torch.Generator) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Return operator -> its results and those of the reference."""
+    x, weight = (torch.randn(rows, 256, generator=random).to(device, torch.bfloat16) for rows in (16, 384))
+    wanted, (whole, turned) = fp8.cast_rows_reference(x), fp8.cast_weight_reference(weight)
+    values, scale = kernels.cast_rows(x)
+    rows = zip(kernels.cast_whole_rows(x), fp8.cast_whole_rows_reference(x), strict=True)
+    return {
+        "cast_rows": [(values, wanted.values), (scale.t(), wanted.scale)],
+        "cast_whole_rows": list(rows),
+        "cast_weight": list(zip(kernels.cast_weight(weight), (*whole, *turned), strict=True)),
+    }
+
+
 @torch.no_grad()
 def errors(device: torch.device) -> dict[str, float]:
     """Return operator -> relative error of its example."""
@@ -109,6 +123,8 @@ def errors(device: torch.device) -> dict[str, float]:
     pairs["swiglu_backward"] = list(zip((d_gate_up, d_weights), wanted_gradients, strict=True))
     pairs.update(_of_expert_rows(device, random))
     pairs["update_adamw"] = _of_adamw(device, random)
+    if device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= CASTS_FP8):
+        pairs.update(_of_fp8(device, random))
     return {
         name: max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in both)
         for name, both in pairs.items()

@@ -51,6 +51,7 @@ class ZeroSharding:
         overlap_reduce: Run reduce-scatters inside the backward.
         overlap_gather: Run gathers inside the next forward.
         prefetch: Buckets gathered ahead of the one in use.
+        changed: Called after the optimizer changed the masters, before the parameters are gathered.
 
     Attributes:
         buckets: In forward order.
@@ -74,7 +75,9 @@ class ZeroSharding:
         prefetch: int,
         offload: bool = False,
         add_product: Callable[..., Tensor] | None = None,
+        changed: Callable[[], None] | None = None,
     ) -> None:
+        self._changed = changed
         self._reduce_every = reduce_every_micro_batch
         self._overlap_reduce = overlap_reduce
         self._overlap_gather = overlap_gather
@@ -144,6 +147,8 @@ class ZeroSharding:
 
     def start_param_gather(self) -> None:
         """Gather the new parameters, now or overlapped with the next forward."""
+        if self._changed is not None:
+            self._changed()
         self._to_gather = 0
         self._gather_up_to(self._prefetch if self._overlap_gather else len(self.buckets))
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from megapar.core.comm.in_flight import CommContext
 from megapar.core.device.compiled import FunctionRunner, plain
+from megapar.core.tensor_parallel.fp8 import Fp8Casts
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
-
-LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,7 +19,9 @@ class Execution:
         overlap: How finely linear layers cut the collectives that are hidden under their products.
         comm: Tracks the collectives that the layers launch; None to let each layer track its own.
         weight_gradients: Collects the weight gradient products of a split backward; None to compute them at once.
-        fp8: Computes x [.., I] @ w [O, I]^T + b of the linear layers in fp8; None for the dtype of the parameters.
+        fp8: Casts of the weights of column and row parallel layers, whose products are then in fp8; None: in the dtype
+            of the parameters.
+        fp8_experts: The same for the products of routed experts.
         run: Calls the pure functions of layers, compiled or uncompiled.
         attention: Operator of attention over whole samples (``core/device/ops.py``).
         selective: Selective activation checkpointing: recompute activation functions and core attention in the
@@ -33,7 +31,8 @@ class Execution:
     overlap: Overlap = field(default_factory=Overlap)
     comm: CommContext | None = None
     weight_gradients: WeightGradients | None = None
-    fp8: LinearProduct | None = None
+    fp8: Fp8Casts | None = None
+    fp8_experts: Fp8Casts | None = None
     run: FunctionRunner = plain
     attention: str = "attention"
     selective: bool = False

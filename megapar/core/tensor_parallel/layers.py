@@ -30,6 +30,7 @@ from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import SEQUENCE_DIM
 from megapar.core.tensor_parallel.execution import DEFAULT, Execution
+from megapar.core.tensor_parallel.fp8 import fp8_weight
 from megapar.core.tensor_parallel.fp32_grad_sum import with_fp32_grad_sum
 from megapar.core.tensor_parallel.overlapped_linear import (
     ArrivedColumn,
@@ -126,12 +127,10 @@ class ReplicatedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = parameter((out_features, in_features), dtype, device)
-        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+        self.weight_gradients = execution.weight_gradients
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [.., I] to [.., O]."""
-        if self.fp8 is not None:
-            return self.fp8(x, local(self.weight), None)
         return linear(x, local(self.weight), None, defer_wgrad_of(self.weight, self.weight_gradients))
 
 
@@ -159,7 +158,7 @@ class _SplitLinear(nn.Module):
         self.weight = parameter(weight_shape, dtype, device)
         self.bias = parameter(bias_shape, dtype, device) if bias else None
         self.overlap, self.comm = execution.overlap, execution.comm or CommContext()
-        self.weight_gradients, self.fp8 = execution.weight_gradients, execution.fp8
+        self.weight_gradients, self.fp8 = execution.weight_gradients, fp8_weight(execution.fp8)
 
 
 class ColumnLinear(_SplitLinear):
@@ -182,10 +181,8 @@ class ColumnLinear(_SplitLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [B, S(/mp), I] to [B, S, *out dims], one of them cut over mp."""
         weight, bias, linear_comm = self._operands()
-        if self.fp8 is not None:
-            y = self.fp8(x, weight, bias)
-        elif self.mp.size == 1:
-            y = linear(x, weight, bias, linear_comm.defer_wgrad)
+        if self.mp.size == 1:
+            y = linear(x, weight, bias, linear_comm.defer_wgrad, fp8=self.fp8)
         else:
             y = self.product.apply(x, weight, bias, linear_comm)
         return y.unflatten(-1, self.out_dims)
@@ -210,7 +207,8 @@ class ColumnLinear(_SplitLinear):
         """Return weight [O/mp, I], bias [O/mp] and the communication options, for one use."""
         bias = None if self.bias is None else local(self.bias).flatten()
         defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
-        return local(self.weight).flatten(0, -2), bias, LinearComm(self.mp, self.overlap, self.comm, defer_wgrad)
+        linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, fp8=self.fp8)
+        return local(self.weight).flatten(0, -2), bias, linear_comm
 
 
 class RowLinear(_SplitLinear):
@@ -245,19 +243,17 @@ class RowLinear(_SplitLinear):
         defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
         if onto is not None:
             return linear_onto(onto, x, weight, defer_wgrad, ends_unit)
-        if self.fp8 is not None:
-            return self.fp8(x, weight, bias)
         if self.mp.size == 1:
-            return linear(x, weight, bias, defer_wgrad, ends_unit)
+            return linear(x, weight, bias, defer_wgrad, ends_unit, self.fp8)
         if self.sequence_parallel and self.weight_gradients is None:
             defer_wgrad = None  # the product of this rank's rows runs under the gathers of the others'
-        linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, ends_unit)
+        linear_comm = LinearComm(self.mp, self.overlap, self.comm, defer_wgrad, ends_unit, self.fp8)
         return self.product.apply(x, weight, bias, linear_comm)
 
     def start(self, x: Tensor) -> Started:
         """Compute the product and launch its sum over the ranks. ``finish`` waits for the sum."""
         defer_wgrad = defer_wgrad_of(self.weight, self.weight_gradients)
-        y = linear(x, local(self.weight), None, defer_wgrad)
+        y = linear(x, local(self.weight), None, defer_wgrad, fp8=self.fp8)
         if self.mp.size == 1:
             return Started(y)
         if not self.sequence_parallel:

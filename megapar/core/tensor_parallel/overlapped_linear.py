@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -42,6 +41,7 @@ from megapar.core.comm.in_flight import CommContext, InFlight
 from megapar.core.device.dtypes import WeightProduct
 from megapar.core.recompute.replay import Replay
 from megapar.core.tensor_parallel.collective_product import fused_gather_product, fused_product_scatter
+from megapar.core.tensor_parallel.fp8 import Factor, Fp8Weight, backward_factor, forward_factor, product
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -81,12 +81,16 @@ class Overlap:
         length = max(1, -(-rows // count))
         return [slice(start, min(start + length, rows)) for start in range(0, rows, length)] or [slice(0, 0)]
 
-    def multiply(self, x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def multiply(self, x: Tensor, right: Factor, bias: Tensor | None, out: Tensor) -> None:
         """Compute out [.., p, O] = x [.., p, I] @ right [I, O] (+ bias [O]) by few and large products.
 
         Leading dims that are contiguous to each other in both tensors become rows. If products are batched, the longest
-        of the remaining dims becomes the batch. Each index of the others is a separate product.
+        of the remaining dims becomes the batch. Each index of the others is a separate product. In fp8 all dims become
+        rows, and the product is copied to ``out``.
         """
+        if not isinstance(right, Tensor):
+            out.copy_(product(x, right, bias))
+            return
         x, out = _joined(x, out)
         if x.dim() == 2:
             _product(x, right, bias, out)
@@ -110,6 +114,7 @@ class LinearComm(NamedTuple):
         defer_wgrad: Called with the product of a weight gradient; returns it, or None if it is deferred or added to a
             bucket. None: compute it at once.
         ends_unit: The recomputed unit whose output is the output of this layer.
+        fp8: Casts of the weight; None for products in its dtype.
     """
 
     mp: Axis
@@ -117,6 +122,7 @@ class LinearComm(NamedTuple):
     comm: CommContext
     defer_wgrad: Callable[[Callable[[], Tensor]], Tensor | None] | None = None
     ends_unit: Replay | None = None
+    fp8: Fp8Weight | None = None
 
     @property
     def output_unused(self) -> bool:
@@ -128,21 +134,21 @@ class LinearComm(NamedTuple):
         return product() if self.defer_wgrad is None else self.defer_wgrad(product)
 
     def gather_product(
-        self, x: Tensor, right: Tensor | None, bias: Tensor | None, keep: bool = False
+        self, x: Tensor, right: Factor | None, bias: Tensor | None, keep: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return (gathered x [B, S, I], or None unless ``keep``, its product with right [I, O] (+ bias), or None)."""
-        if self.overlap.fused and right is not None:
+        if self.overlap.fused and isinstance(right, Tensor):
             return fused_gather_product(x, right, bias, self.mp, keep=keep)
         ((_, x_MBsI),) = _landings(_gather(x, self, Overlap(pieces=1)), self)
         whole = x_MBsI.transpose(0, 1).flatten(1, 2)  # A view if there is one sample.
-        y = None if right is None else F.linear(whole, right.t(), bias)
+        y = None if right is None else product(whole, right, bias)
         return whole if keep else None, y
 
-    def product_scatter(self, x: Tensor, right: Tensor) -> Tensor:
+    def product_scatter(self, x: Tensor, right: Factor) -> Tensor:
         """Multiply x [B, S, I] by right [I, O], sum over the ranks, and return this rank's rows [B, s, O]."""
-        if self.overlap.fused:
+        if self.overlap.fused and isinstance(right, Tensor):
             return fused_product_scatter(x, right, self.mp)
-        y = x @ right
+        y = product(x, right)
         by_rank = y.unflatten(1, (self.mp.size, -1)).transpose(0, 1).flatten(0, 1)
         return self.comm.wait(self.launch(ReduceScatter(self.mp), by_rank))
 
@@ -165,12 +171,12 @@ class GatheredColumn(torch.autograd.Function):
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         if layer.overlap.whole:
-            y = layer.gather_product(x, weight.t(), bias)[1]
+            y = layer.gather_product(x, forward_factor(weight, layer.fp8), bias)[1]
             assert y is not None
             return y
         flights = _gather(x, layer, layer.overlap)
         y = x.new_empty((x.shape[0], layer.mp.size * x.shape[1], weight.shape[0]))
-        y_MBsO, right = y.unflatten(1, (layer.mp.size, -1)).transpose(0, 1), weight.t()
+        y_MBsO, right = y.unflatten(1, (layer.mp.size, -1)).transpose(0, 1), forward_factor(weight, layer.fp8)
         layer.overlap.multiply(x, right, bias, y_MBsO[layer.mp.rank])
         for rows, x_MBpI in _landings(flights, layer):
             for others in _others(layer.mp):
@@ -209,7 +215,7 @@ class ArrivedColumn(torch.autograd.Function):
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         size = layer.mp.size
-        y, right = x.new_empty((x.shape[0], size * x.shape[1], weight.shape[0])), weight.t()
+        y, right = x.new_empty((x.shape[0], size * x.shape[1], weight.shape[0])), forward_factor(weight, layer.fp8)
         y_MBsO = y.unflatten(1, (size, -1)).transpose(0, 1)
         layer.overlap.multiply(gathered.unflatten(0, (size, -1)), right, bias, y_MBsO)
         return y
@@ -237,9 +243,10 @@ class ScatteredRow(torch.autograd.Function):
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
         size, batch = layer.mp.size, x.shape[0]
-        x_MBsI, right = x.unflatten(1, (size, -1)).transpose(0, 1), weight.t()
+        x_MBsI = x.unflatten(1, (size, -1)).transpose(0, 1)
         if layer.output_unused:
             return x.new_zeros((batch, x_MBsI.shape[2], weight.shape[0]))
+        right = forward_factor(weight, layer.fp8)
         if layer.overlap.whole:
             y = layer.product_scatter(x, right)
             return y if bias is None else y.add_(bias)
@@ -268,9 +275,10 @@ class ScatteredRow(torch.autograd.Function):
         flights = _gather(dy, layer, layer.overlap) if needs_dx or needs_dw else []
         x_BMsI = x.unflatten(1, (mp.size, -1))
         if needs_dx:
+            right = backward_factor(weight, layer.fp8)
             dx = x.new_empty(x.shape)
             dx_MBsI = dx.unflatten(1, (mp.size, -1)).transpose(0, 1)
-            layer.overlap.multiply(dy, weight, None, dx_MBsI[mp.rank])
+            layer.overlap.multiply(dy, right, None, dx_MBsI[mp.rank])
         if needs_dw and layer.defer_wgrad is None:  # under the gathers
             dw = _local_product(dy, x_BMsI, mp)
         pieces = []
@@ -278,7 +286,7 @@ class ScatteredRow(torch.autograd.Function):
             pieces.append(dy_MBpO)
             if dx is not None:
                 for others in _others(mp):
-                    layer.overlap.multiply(dy_MBpO[others], weight, None, dx_MBsI[others, :, rows])
+                    layer.overlap.multiply(dy_MBpO[others], right, None, dx_MBsI[others, :, rows])
         if needs_dw:
             dw = layer.weight_gradient(lambda local=dw: _whole_product(local, dy, pieces, x_BMsI, mp))
         return dx, dw, _bias_gradient(dy, ctx), None
@@ -294,14 +302,16 @@ class CopiedColumn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearComm) -> Tensor:
         ctx.layer, ctx.biased = layer, bias is not None
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return product(x, forward_factor(weight, layer.fp8), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0].flatten(0, -2)
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dx, flights = _multiply_and_sum(dy, weight, layer) if needs_dx else (None, [])
+        dx, flights = None, list[InFlight]()
+        if needs_dx:
+            dx, flights = _multiply_and_sum(dy, backward_factor(weight, layer.fp8), weight.shape[1], layer)
         dw = layer.weight_gradient(WeightProduct(dy.t(), x.flatten(0, -2))) if needs_dw else None
         db = dy.sum(0) if ctx.biased else None
         for flight in flights:
@@ -321,7 +331,8 @@ class ReducedRow(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         if layer.output_unused:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
-        y, flights = _multiply_and_sum(x.flatten(0, -2), weight.t(), layer)
+        right = forward_factor(weight, layer.fp8)
+        y, flights = _multiply_and_sum(x.flatten(0, -2), right, weight.shape[0], layer)
         for flight in flights:
             layer.comm.wait(flight)
         if bias is not None:
@@ -333,7 +344,7 @@ class ReducedRow(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Grads:
         layer, (x, weight), dy = ctx.layer, ctx.saved_tensors, grads[0]
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        dx = dy @ weight if needs_dx else None
+        dx = product(dy, backward_factor(weight, layer.fp8)) if needs_dx else None
         dw = layer.weight_gradient(WeightProduct(dy.flatten(0, -2).t(), x.flatten(0, -2))) if needs_dw else None
         return dx, dw, dy.flatten(0, -2).sum(0) if ctx.biased else None, None
 
@@ -341,7 +352,8 @@ class ReducedRow(torch.autograd.Function):
 def _gathered_dgrad(dy: Tensor, x: Tensor, weight: Tensor, layer: LinearComm) -> Tensor:
     """Return dx [M, B, s, I] for the rows of all ranks; ``x`` has the shape of this rank's rows."""
     dx_MBsI = dy.new_empty((layer.mp.size, *x.shape))
-    layer.overlap.multiply(dy.unflatten(1, (layer.mp.size, -1)).transpose(0, 1), weight, None, dx_MBsI)
+    right = backward_factor(weight, layer.fp8)
+    layer.overlap.multiply(dy.unflatten(1, (layer.mp.size, -1)).transpose(0, 1), right, None, dx_MBsI)
     return dx_MBsI
 
 
@@ -351,7 +363,7 @@ def _whole_column_gradients(
     """Return (dx [B, s, I], dw [O, I]) by one product each."""
     fused = layer.overlap.fused
     flights = _gather(x, layer, Overlap(pieces=1)) if needs_dw and fused else []  # under the product of dx
-    dx = layer.product_scatter(dy, weight) if needs_dx else None
+    dx = layer.product_scatter(dy, backward_factor(weight, layer.fp8)) if needs_dx else None
     if needs_dw and not fused:
         flights = _gather(x, layer, Overlap(pieces=1))
     return dx, _gathered_wgrad(dy, flights, layer)
@@ -363,7 +375,8 @@ def _whole_row_gradients(
     """Return (dx [B, S, I], dw [O, I]) by one product each, for dy [B, s, O]."""
     if not needs_dx and not needs_dw:
         return None, None
-    dy_BSO, dx = layer.gather_product(dy, weight if needs_dx else None, None, keep=needs_dw)
+    right = backward_factor(weight, layer.fp8) if needs_dx else None
+    dy_BSO, dx = layer.gather_product(dy, right, None, keep=needs_dw)
     if not needs_dw or dy_BSO is None:
         return dx, None
     return dx, layer.weight_gradient(WeightProduct(dy_BSO.flatten(0, 1).t(), x.flatten(0, 1)))
@@ -416,11 +429,11 @@ def _landings(flights: list[tuple[slice, InFlight]], layer: LinearComm) -> Itera
         yield rows, output.unflatten(0, (layer.mp.size, -1)) if gathered else output
 
 
-def _multiply_and_sum(x: Tensor, right: Tensor, layer: LinearComm) -> tuple[Tensor, list[InFlight]]:
-    """Return x [N, I] @ right [I, O] as [N, O], and the flights of the sums of its pieces over mp."""
-    y, flights = x.new_empty((x.shape[0], right.shape[1])), []
+def _multiply_and_sum(x: Tensor, right: Factor, width: int, layer: LinearComm) -> tuple[Tensor, list[InFlight]]:
+    """Return x [N, I] @ right [I, O] as [N, O], and the flights of the sums of its pieces over mp. width: O."""
+    y, flights = x.new_empty((x.shape[0], width)), []
     for rows in layer.overlap.cut(x.shape[0], y.shape[1] * y.element_size()):
-        torch.mm(x[rows], right, out=y[rows])
+        layer.overlap.multiply(x[rows], right, None, y[rows])
         flights.append(layer.launch(Reduce(layer.mp, in_place=True), y[rows]))
     return y, flights
 

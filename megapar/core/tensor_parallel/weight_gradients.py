@@ -25,6 +25,7 @@ from megapar.core.device.dtypes import WeightProduct, at_least_fp32
 from megapar.core.device.ops import op
 from megapar.core.recompute.replay import Replay
 from megapar.core.sharding.gradient_sink import gradient_sink
+from megapar.core.tensor_parallel.fp8 import Fp8Weight, product
 
 Product = Callable[[], Tensor]
 DeferWgrad = Callable[[Product], Tensor | None]
@@ -66,8 +67,8 @@ class WeightGradients:
     def run(self, key: Hashable) -> None:
         """Compute the products kept under ``key``, in the order of their backward, those of a parameter together."""
         products: dict[nn.Parameter, dict[int | None, list[Product]]] = {}
-        for parameter, piece, product in self._kept.pop(key):
-            products.setdefault(parameter, {}).setdefault(piece, []).append(product)
+        for parameter, piece, kept in self._kept.pop(key):
+            products.setdefault(parameter, {}).setdefault(piece, []).append(kept)
         for parameter, pieces in products.items():
             with torch.no_grad():
                 gradient = _whole(parameter, pieces)
@@ -107,7 +108,12 @@ def _sum(products: list[Product]) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, defer_wgrad: DeferWgrad | None, ends_unit: Replay | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    defer_wgrad: DeferWgrad | None,
+    ends_unit: Replay | None = None,
+    fp8: Fp8Weight | None = None,
 ) -> Tensor:
     """Compute x [.., I] @ w [O, I]^T + b [O] -> [.., O].
 
@@ -115,10 +121,11 @@ def linear(
         defer_wgrad: Called in the backward with the product of the weight gradient, which it returns, defers, or adds
             to a bucket; None to leave it to autograd.
         ends_unit: The recomputed unit whose output is this product. Its recomputation skips it.
+        fp8: Casts of the weight, for a forward and an input gradient in fp8.
     """
-    if defer_wgrad is None and ends_unit is None:
+    if defer_wgrad is None and ends_unit is None and fp8 is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, defer_wgrad or _now, ends_unit)
+    return _Linear.apply(x, weight, bias, defer_wgrad or _now, ends_unit, fp8)
 
 
 def linear_onto(
@@ -160,19 +167,26 @@ class _LinearOnto(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, defer_wgrad: DeferWgrad, ends_unit: Replay | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        defer_wgrad: DeferWgrad,
+        ends_unit: Replay | None,
+        fp8: Fp8Weight | None,
     ) -> Tensor:
-        ctx.defer_wgrad, ctx.biased = defer_wgrad, bias is not None
+        ctx.defer_wgrad, ctx.biased, ctx.fp8 = defer_wgrad, bias is not None, fp8
         ctx.save_for_backward(x, weight)
         if ends_unit is not None and ends_unit.recomputing:
             return x.new_zeros((*x.shape[:-1], weight.shape[0]))
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if fp8 is None else product(x, fp8.forward(weight), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), dy = ctx.saved_tensors, grads[0]
-        rows = dy.flatten(0, -2)
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        rows, dx = dy.flatten(0, -2), None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ weight if ctx.fp8 is None else product(dy, ctx.fp8.backward(weight))
         dw = ctx.defer_wgrad(WeightProduct(rows.t(), x.flatten(0, -2))) if ctx.needs_input_grad[1] else None
-        return dx, dw, rows.sum(0) if ctx.biased else None, None, None
+        return dx, dw, rows.sum(0) if ctx.biased else None, None, None, None

@@ -82,7 +82,7 @@ def costs(operators: Operators, shape: AttentionShape) -> list[OpCost]:
         OpCost(
             "qkv",
             view.stored_bytes(view.local_tokens * H) + heads.kept,
-            (Product(t, H, round(heads.qkv)),),
+            (Product(t, H, round(heads.qkv), fp8="fp8"),),
             moved=x + heads.moved + factor,
             sent=(*operators.communication.column_parallel(e * t * H), *_norms_sent(operators, shape.sizes)),
             transient=e * t * heads.qkv + 2 * x + operators.column_gathers,
@@ -91,7 +91,7 @@ def costs(operators: Operators, shape: AttentionShape) -> list[OpCost]:
         OpCost(
             "proj",
             operators.dropped(),
-            (Product(t, round(heads.out), H),),
+            (Product(t, round(heads.out), H, fp8="fp8"),),
             moved=3 * x,
             sent=operators.communication.row_parallel(e * t * H),
             transient=e * t * heads.out + x + operators.row_gathers,

@@ -111,7 +111,7 @@ class LatentCosts:
         proj = OpCost(
             "proj",
             self.operators.dropped(),
-            (Product(t, round(out), H),),
+            (Product(t, round(out), H, fp8="fp8"),),
             moved=3 * x,
             sent=self.operators.communication.row_parallel(e * t * H),
             transient=e * t * out + 2 * x,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,12 +72,13 @@ class LatentAttention(SelfAttention):
         self.parts, self.plain_dim, self.value_dim = (Rq, R, Dr), sizes.plain_dim, V
         self.sequence_parallel = options["sequence_parallel"]
         self.comm, self.weight_gradients = execution.comm or CommContext(), execution.weight_gradients
-        self.fp8 = execution.fp8
         self.down = ReplicatedLinear(H, Rq + R + Dr, dtype=dtype, device=device, execution=execution)
         self.q_norm = RmsNorm(Rq, sizes.epsilon, dtype=dtype, device=device, run=self.run) if Rq else None
         self.kv_norm = RmsNorm(R, sizes.epsilon, dtype=dtype, device=device, run=self.run)
-        self.q_up = ColumnLinear(Rq or H, (N, D), split=0, bias=False, **options)
-        self.kv_up = ColumnLinear(R, (N, self.plain_dim + V), split=0, bias=False, **options)
+        # In the backward attention makes keys and values again, from products in the dtype.
+        plain: LayerOptions = {**options, "execution": replace(execution, fp8=None)}
+        self.q_up = ColumnLinear(Rq or H, (N, D), split=0, bias=False, **plain)
+        self.kv_up = ColumnLinear(R, (N, self.plain_dim + V), split=0, bias=False, **plain)
         self.proj = RowLinear(N * V, H, bias=sizes.output_bias, **options)
 
     def project(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, ...]:
@@ -147,11 +149,9 @@ class LatentAttention(SelfAttention):
         # Autograd keeps the same memory for its products: under FSDP it is gathered again before the unit's backward.
         whole = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
         now = own_heads(Expansion(whole), self.cp.axis).weight if self.cp.deals_heads else whole
-        # As in the forward, where latents of other ranks are multiplied by ``to_heads``.
-        multiply = F.linear if self.fp8 is None or self.cp.deals_heads else self.fp8
 
         def make(latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            product = multiply(latent, now.flatten(0, 1), None)
+            product = F.linear(latent, now.flatten(0, 1))
             return self._joined(product.unflatten(-1, now.shape[:2]), key)
 
         return make

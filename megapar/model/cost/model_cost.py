@@ -30,6 +30,8 @@ class Product:
         groups: Products that one kernel computes (grouped GEMM).
         mlp: Part of a feed-forward layer or an expert, which a plan may assume in fp8.
         wide: In the compute dtype even if all linear layers are assumed in fp8, as routers and vocabulary heads are.
+        fp8: The flag that computes the forward and the input gradient in fp8: ``fp8`` (column and row parallel layers),
+            ``fp8_experts``, or "".
     """
 
     rows: float
@@ -38,6 +40,7 @@ class Product:
     groups: int = 1
     mlp: bool = False
     wide: bool = False
+    fp8: str = ""
 
     @property
     def flops(self) -> float:

@@ -125,7 +125,7 @@ class Operators:
             OpCost(
                 "up",
                 (view.stored_bytes(s * H) if stored else 0.0) + (item or e) * t * columns,
-                (Product(t, H, round(columns), mlp=True),),
+                (Product(t, H, round(columns), mlp=True, fp8="fp8"),),
                 moved=x + e * t * columns,
                 sent=self.communication.column_parallel(e * t * H),
                 # The gradient of the output takes its place.
@@ -135,7 +135,7 @@ class Operators:
             OpCost(
                 "down",
                 dropped,
-                (Product(t, round(F), H, mlp=True),),
+                (Product(t, round(F), H, mlp=True, fp8="fp8"),),
                 moved=3 * x,
                 sent=self.communication.row_parallel(e * t * H),
                 transient=e * t * F + x + self.row_gathers,

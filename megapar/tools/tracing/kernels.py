@@ -119,7 +119,7 @@ CUSTOM: Mapping[str, Kernels] = MappingProxyType(
             f"megapar::{name}": Kernels(1, "one kernel in Triton", estimated=False)
             for name in (
                 *("rotary_heads", "rotary_heads_backward", "log_probabilities", "gradient_of_logits"),
-                *("swiglu", "swiglu_backward"),
+                *("swiglu", "swiglu_backward", "cast_rows", "cast_whole_rows", "cast_weight"),
                 *("order_runs", "copy_rows", "pack_rows", "unpack_rows", "sum_rows", "sum_message"),
             )
         },

@@ -28,6 +28,7 @@ from megapar.core.comm.world import World
 from megapar.core.device.base import Device
 from megapar.core.device.compiled import FunctionRunner, plain
 from megapar.core.device.pick import pick
+from megapar.core.tensor_parallel.fp8 import Factor
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.data.batches import Collate, MicroBatch, pinned
 from megapar.data.corpus import Corpus
@@ -160,7 +161,7 @@ class BalancedExperts(Experts):
 class OneSampleOverlap(Overlap):
     """Overlap that runs only the first of several equal products, where each sample has a separate product."""
 
-    def multiply(self, x: Tensor, right: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    def multiply(self, x: Tensor, right: Factor, bias: Tensor | None, out: Tensor) -> None:
         """See ``Overlap.multiply``."""
         if not self.batched:
             first = (slice(1),) * (x.dim() - 2)

@@ -33,7 +33,9 @@ ALIGNMENT_BYTES = 16
 # Messages per peer below this size are short, aligned or not.
 LARGE_BYTES = 64 * 1024
 
-PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm"})
+PRODUCTS = frozenset(
+    {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm_v2", "_scaled_grouped_mm"}
+)
 _COPIES = frozenset({"_to_copy", "copy_", "_pin_memory"})
 # Operators that read a value or the size of their result from the device.
 _READS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal"})

@@ -43,7 +43,7 @@ from megapar.core.sharding.fsdp import FullSharding, whole_experts
 from megapar.core.sharding.sharding import CombinedSharding, Sharding
 from megapar.core.sharding.zero import ZeroSharding
 from megapar.core.tensor_parallel.execution import Execution
-from megapar.core.tensor_parallel.fp8 import Fp8Linear, odd_widths, torchao_lacks
+from megapar.core.tensor_parallel.fp8 import Fp8Casts
 from megapar.core.tensor_parallel.overlap_price import FUSED
 from megapar.core.tensor_parallel.overlapped_linear import Overlap
 from megapar.core.tensor_parallel.weight_gradients import WeightGradients
@@ -82,22 +82,21 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
     comm = CommContext(world.meter, world.device, chained, None if observer is None else observer.host_waited)
     recompute = make_recompute(config, world, comm, nullcontext if observer is None else observer.recomputation)
     overlap, run = parts.overlap(config, world), parts.runner(config, world)
-    execution = make_execution(config, world, overlap, comm, run)
+    cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
+    fp8 = Fp8Casts(kept=not cut_parameters) if config.training.fp8 else None
+    execution = make_execution(config, world, overlap, comm, run, fp8)
     # [3] The modules, split over mp, cp, ep and emp
     dtype = compute_dtype(config, world.device)
-    cut_parameters = config.sharding.sharding_stage == 3 and world.grid.shards > 1
     model_dtype = at_least_fp32(dtype) if cut_parameters else dtype
     model = parts.model(parts.moe, config, world, layers, model_dtype, execution, recompute, meta=cut_parameters)
-    if config.training.fp8:
-        _check_widths(model)
     # [4] The shards of parameters and gradients
     pipeline: PipelinedModel | None = None
     if cut_parameters:
         sharding = _full(config, world, model, trainable, dtype, parts)
     elif world.grid.pp > 1:
-        sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, execution.weight_gradients)
+        sharding, pipeline = _pipelined(config, world, stages, model, trainable, dtype, execution)
     else:
-        sharding = _zero(config, world, model, trainable, dtype)
+        sharding = _zero(config, world, model, trainable, dtype, fp8)
     # [5] Initial weights in the masters, gathered for the model, and the optimizer of the masters
     _initialize(config, parts, model, table, sharding)
     optimizer = _make_optimizer(config, world, sharding, trainable)
@@ -125,14 +124,17 @@ def parallelize(config: Config, world: World, parts: Parts | None = None, observ
     return job
 
 
-def make_execution(config: Config, world: World, overlap: Overlap, comm: CommContext, run: FunctionRunner) -> Execution:
+def make_execution(
+    config: Config, world: World, overlap: Overlap, comm: CommContext, run: FunctionRunner, fp8: Fp8Casts | None
+) -> Execution:
     """Return how the model's layers run on this device. ``run`` calls their functions."""
     splits_backward = world.grid.pp > 1 and effective_schedule(config) == ZERO_BUBBLE
     return Execution(
         overlap=overlap,
         comm=comm,
         weight_gradients=WeightGradients() if splits_backward else None,
-        fp8=Fp8Linear() if config.training.fp8 else None,
+        fp8=fp8,
+        fp8_experts=fp8 if config.training.fp8_experts else None,
         run=ApexNorms(run) if config.training.apex else run,
         attention=attention_operator(config, world.device, _torch_name(config, world.device)),
         selective=config.recompute.recompute_granularity == "selective",
@@ -157,13 +159,6 @@ def make_recompute(
     return Recompute(choice, comm, world.sent_bytes, saved_inputs, around=around)
 
 
-def _check_widths(model: Model) -> None:
-    """Raise ConfigError if linear layers have widths that fp8 products do not support."""
-    if odd := odd_widths(model):
-        message = f"fp8 products need widths that are multiples of 16, unlike those of {', '.join(odd[:4])}."
-        raise ConfigError([Complaint("fp8-widths", message, "Choose other sizes, or remove --fp8.")])
-
-
 def _observe_routing(model: Model, observer: StepObserver) -> None:
     """Pass every router's choice through the observer, with torch's forward hooks."""
     if isinstance(model, Decoder):
@@ -183,7 +178,7 @@ def check_device(config: Config, device: Device) -> None:
         complaints.append(Complaint("tp-comm-overlap-fused-device", message, "Use --tp-comm-overlap on."))
     if config.training.apex and (lacks := device.apex_lacks()):
         complaints.append(Complaint("apex", f"--apex, but {lacks}.", "Remove --apex, or install it (docs/devices.md)."))
-    if config.training.fp8 and (lacks := device.fp8_lacks() or torchao_lacks()):
+    if config.training.fp8 and (lacks := device.fp8_lacks()):
         complaints.append(Complaint("fp8", f"--fp8, but {lacks}.", "Remove --fp8."))
     backend, dtype = config.training.attention_backend, _torch_name(config, device)
     if lacks := backend_lacks(config, device, dtype):
@@ -207,7 +202,7 @@ def _pipelined(
     model: Model,
     specs: list[ParameterSpec],
     dtype: torch.dtype,
-    weight_gradients: WeightGradients | None,
+    execution: Execution,
 ) -> tuple[Sharding, PipelinedModel]:
     """Return sharding stage 1 or 2 with a separate part for each chunk, and the model that runs the chunks.
 
@@ -223,7 +218,9 @@ def _pipelined(
     names = dict(model.named_parameters())
     local = [spec for spec in specs if spec.name in names]
     shardings = {
-        chunk.index: _zero(config, world, model, [spec for spec in local if index_of(spec) == chunk.index], dtype)
+        chunk.index: _zero(
+            config, world, model, [spec for spec in local if index_of(spec) == chunk.index], dtype, execution.fp8
+        )
         for chunk in chunks
     }
     queues = Queues(pp.rank, world.make_queues(closed=stages.last_sends_to_first), world.device)
@@ -236,7 +233,7 @@ def _pipelined(
         shardings=shardings,
         device=world.device.torch_device,
         reduce_every_micro_batch=config.sharding.gradient_merge_mode == "micro_batch",
-        weight_gradients=weight_gradients,
+        weight_gradients=execution.weight_gradients,
         meter=world.meter,
     )
     return CombinedSharding(tuple(shardings.values())), pipeline
@@ -299,8 +296,15 @@ def _full(
     return CombinedSharding((full, _zero(config, world, model, experts, dtype)))
 
 
-def _zero(config: Config, world: World, model: Model, specs: list[ParameterSpec], dtype: torch.dtype) -> ZeroSharding:
-    """Return sharding stage 1 or 2."""
+def _zero(
+    config: Config,
+    world: World,
+    model: Model,
+    specs: list[ParameterSpec],
+    dtype: torch.dtype,
+    fp8: Fp8Casts | None = None,
+) -> ZeroSharding:
+    """Return sharding stage 1 or 2. fp8: Casts of the weights, which are made again when these have changed."""
     named = dict(model.named_parameters())
     return ZeroSharding(
         world,
@@ -315,6 +319,7 @@ def _zero(config: Config, world: World, model: Model, specs: list[ParameterSpec]
         prefetch=config.sharding.sharding_prefetch_segments,
         offload=config.sharding.optimizer_offload,
         add_product=add_product_apex if config.training.apex else None,
+        changed=None if fp8 is None else fp8.forget,
     )
 
 

@@ -22,7 +22,7 @@ from megapar.core.comm import json_messages as messages
 from megapar.core.comm.world import World
 from megapar.core.device.apex import apex_installed
 from megapar.core.device.base import Device
-from megapar.core.device.kinds import device_class
+from megapar.core.device.kinds import TERA, device_class
 from megapar.core.units import GIBIBYTE
 from megapar.data.corpus import Corpus
 from megapar.data.sample_maker import Content
@@ -67,8 +67,21 @@ def opening(
     kind = kind_of_run(config, world.device.type, world.device.name)
     if unknown := unknown_device(config, world.device.type, world.device.name):
         yield unknown
+    yield from _fp8(config, world.device)
     yield f"attention: {attention_kernels(config, replace(kind, capability=world.device.capability))}"
     yield from _data(config, corpus)
+
+
+def _fp8(config: Config, device: Device) -> Iterator[str]:
+    if not config.training.fp8:
+        return
+    how = "e4m3, a power of two as the scale of 128 features or 128 x 128 of a weight; weight gradients are not in fp8"
+    if device.type == "cpu":
+        yield f"fp8: emulated, with dequantized operands in the dtype of the run ({how})"
+        return
+    kind = kind_of_run(config, device.type, device.name)
+    peaks = [f"{kind.flops[name] / TERA:,.0f} TFLOP/s in {name}" for name in ("bf16", "fp8") if name in kind.flops]
+    yield f"fp8: {how}; checkpoints keep nothing of it; MFU is of the peak in bf16 ({', '.join(peaks)})"
 
 
 def _hosts(host_names: Sequence[str]) -> str:

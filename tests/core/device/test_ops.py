@@ -33,8 +33,13 @@ from tests.support.ascend import stand_in
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 stand_in()
-# In test_blocks, test_dtypes, test_layer_ops, test_triton_operators, test_bucket_rows and test_latent_heads.
+# In test_blocks, test_dtypes, test_layer_ops, test_triton_operators, test_bucket_rows, test_latent_heads and
+# test_fp8.
 APART = [
+    "fp8_weight",
+    "fp8_product",
+    "fp8_experts",
+    "fp8_grouped_product",
     "attention_block",
     "attention_block_backward",
     "add_product",

@@ -17,7 +17,7 @@ from megapar.model.layers.mlp import Mlp
 from megapar.moe.expert_order import order_by_expert, permute, sort_by_expert, unpermute
 from megapar.moe.experts import Experts
 from megapar.moe.token_dispatcher import pack, unpack
-from tests.support.interpreted import run_interpreted
+from tests.support.interpreted import cast_as_torch, run_interpreted
 
 CPU = torch.device("cpu")
 
@@ -172,6 +172,7 @@ def trip():
 
 def check():
     by_kernels()
+    cast_as_torch()
     found = triton_trial.errors(CPU)
     made_of = {"log_probabilities", "gradient_of_logits"}
     assert set(found) == {*triton_operators.KERNELS, "spread_pairs", "cross_entropy"} - made_of

@@ -1,4 +1,4 @@
-"""Products in fp8, emulated: the roundings of the hardware on a CPU."""
+"""Products of layers in fp8, emulated, and the casts of weights."""
 
 from __future__ import annotations
 
@@ -7,48 +7,92 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megapar.core.device import fp8 as casts
+from megapar.core.tensor_parallel import fp8
 from megapar.core.tensor_parallel.execution import Execution
-from megapar.core.tensor_parallel.fp8 import odd_widths
-from tests.model.small import DENSE, LATENT, MOE, batch_for, build, total
+from megapar.core.tensor_parallel.fp8 import Fp8Casts, Fp8Weight
+from megapar.core.tensor_parallel.weight_gradients import linear
+from megapar.model.parameter import fp8_flag
+from megapar.model.spec import table_of
+from tests.model.small import DENSE, ERNIE, LATENT, MOE, batch_for, build, total
 
-pytest.importorskip("torchao", reason="torchao is an extra")
-from megapar.core.tensor_parallel.fp8 import Fp8Linear
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2, "head_dim": 64, "ffn_hidden_size": 128}
 
 
-def gradients(sizes, product=None):
-    model = build(sizes, dtype=torch.bfloat16, execution=Execution(fp8=product))
+def test_gradients_are_those_of_the_cast_numbers():
+    """The forward and dx multiply what was cast; dw is the product of the numbers themselves."""
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias, dy = (
+        torch.randn(*shape, generator=random, dtype=torch.float64)
+        for shape in ((3, 5, 256), (128, 256), (128,), (3, 5, 128))
+    )
+    leaves = [leaf.requires_grad_() for leaf in (x, weight, bias)]
+    y = linear(x, weight, bias, None, fp8=Fp8Weight(Fp8Casts()))
+    forward, backward = casts.cast_weight_reference(weight.detach())
+    assert torch.equal(
+        y.detach().flatten(0, 1), casts.product_reference(x.detach().flatten(0, 1), forward) + bias.detach()
+    )
+    dx, dw, db = torch.autograd.grad(y, leaves, dy)
+    assert torch.equal(dx.flatten(0, 1), casts.product_reference(dy.flatten(0, 1), backward))
+    torch.testing.assert_close(dw, dy.flatten(0, 1).t() @ x.detach().flatten(0, 1))
+    torch.testing.assert_close(db, dy.sum((0, 1)))
+
+
+def test_no_rows_have_a_product():
+    weight, bias = torch.ones(128, 256), torch.ones(128)
+    y = fp8.product(torch.empty(2, 0, 256), Fp8Weight(Fp8Casts()).forward(weight), bias)
+    assert y.shape == (2, 0, 128)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_weight_is_cast_once_for_an_update_if_casts_are_kept(kept, monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        fp8, "op", lambda name, like: lambda weight: counted.append(name) or casts.cast_weight_reference(weight)
+    )
+    shared = Fp8Casts(kept=kept)
+    one, weight = Fp8Weight(shared), torch.ones(128, 128)
+    for _ in range(2):
+        one.forward(weight)
+        one.backward(weight)
+    assert len(counted) == (1 if kept else 4)
+    weight.mul_(3)
+    shared.forget()
+    assert casts.dequantized(one.forward(weight))[0, 0] == 3
+    assert Fp8Weight(shared)._pair is None
+
+
+def gradients(sizes, some=None):
+    model = build(sizes, dtype=torch.bfloat16, execution=Execution(fp8=some))
     loss = total(model, batch_for(sizes))
     loss.backward()
     return float(loss), {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_a_product_rounds_to_e4m3_by_the_largest_element():
-    x = torch.tensor([[1.0, 0.3]], dtype=torch.bfloat16)
-    weight = torch.eye(2, dtype=torch.bfloat16)
-    y = Fp8Linear(emulated=True)(x, weight, torch.ones(2, dtype=torch.bfloat16))
-    scale = 448 / x.abs().max()
-    rounded = (x * scale).to(torch.float8_e4m3fn).float() / scale
-    torch.testing.assert_close(y.float(), rounded + 1, rtol=1e-2, atol=0)
-    assert y.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("sizes", [DENSE, MOE, LATENT], ids=["dense", "moe", "latent attention"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        replace(DENSE, **WIDE),
+        replace(MOE, **WIDE, moe=replace(MOE.moe, hidden_size=128, ffn_hidden_size=64)),
+        replace(LATENT, hidden_size=128, v_head_dim=32, ffn_hidden_size=128),
+    ],
+    ids=["dense", "moe", "latent attention"],
+)
 def test_a_model_in_fp8_stays_near_bf16(sizes):
     loss, plain = gradients(sizes)
-    loss8, found = gradients(sizes, Fp8Linear(emulated=True))
+    loss8, found = gradients(sizes, Fp8Casts())
     assert loss8 == pytest.approx(loss, rel=0.02)
     assert loss8 != loss
-    of_attention = ("down", "kv_up") if sizes is LATENT else ("qkv",)
-    for name in (*(f"layers.0.attention.{part}.weight" for part in of_attention), "layers.0.mlp.down.weight"):
+    for name in ("layers.0.attention.proj.weight", "layers.0.mlp.down.weight"):
         angle = torch.cosine_similarity(plain[name].flatten().float(), found[name].flatten().float(), 0)
         assert float(angle) > 0.95, name
 
 
-def test_widths_that_the_hardware_does_not_take_are_named():
-    assert odd_widths(build(DENSE)) == []
-    (odd,) = odd_widths(build(replace(LATENT, kv_lora_rank=32, q_lora_rank=8, v_head_dim=8, num_layers=1)))[:1]
-    assert odd == "layers.0.attention.down [56, 32]"
-    odd = odd_widths(build(replace(DENSE, ffn_hidden_size=40)))
-    assert [name.split(" ")[0] for name in odd] == [
-        *("layers.0.mlp.down", "layers.1.mlp.down"),
-    ]
+@pytest.mark.parametrize("sizes", [MOE, LATENT, ERNIE], ids=["moe", "latent attention", "ernie"])
+def test_the_table_knows_the_weights_that_are_cast(sizes):
+    model = build(sizes, execution=Execution(fp8=Fp8Casts()))
+    experts = {row.name for row in table_of(sizes) if fp8_flag(row) == "fp8_experts"}
+    assert experts == {row.name for row in table_of(sizes) if ".experts." in row.name}
+    cast = {f"{name}.weight" for name, module in model.named_modules() if getattr(module, "fp8", None) is not None}
+    assert cast == {row.name for row in table_of(sizes) if fp8_flag(row) == "fp8"}
+    assert any(name.endswith("mlp.down.weight") for name in cast)

@@ -77,6 +77,9 @@ ROWS = """
 --main-grads-dtype bf16 | other numbers
 --use-mup | other numbers
 --fp8-format hybrid | other numbers
+--fp8-format hybrid --fp8-recipe blockwise | other numbers
+--fp8-format e4m3 | other numbers
+--fp8-format e4m3 --fp8-recipe blockwise | renamed | --fp8
 --window-size 127,0 | renamed | --window-size 128
 --window-size (127,0) | renamed | --window-size 128
 --window-size 127,127 | another model

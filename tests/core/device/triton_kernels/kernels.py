@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megapar.core.device.tensor_piece import PROGRAM
-from megapar.core.device.triton_kernels import adamw, cross_entropy, expert_rows, rotary_heads, swiglu
+from megapar.core.device.triton_kernels import adamw, block_casts, cross_entropy, expert_rows, rotary_heads, swiglu
 from tests.support.built_kernel import BuiltKernel
 
 
@@ -38,6 +38,9 @@ _SUMMED = {"*bf16": "rows out", "*i64": "row_of", "*i16": "weights out_weights",
 _ROW = {"H": 2560, "K": 6, "W": 2, "kept": None}
 _COPIED_ROW = {**_ROW, "STRIDE": 2560, "OUT_STRIDE": 2568, "W_STRIDE": 2, "OUT_W_STRIDE": 2568, "BY_INDEX": 1}
 _SUMMED_ROW = {**_ROW, "STRIDE": 2568, "W_STRIDE": 2568, "CHOICES": 8}
+_ROWS_CAST = {"*bf16": "x", "*fp8e4nv": "result", "*fp32": "scales", "i32": "R filled stride K"}
+_WEIGHT_CAST = {"*bf16": "weight", "*fp8e4nv": "values turned", "*fp32": "scales turned_scales"}
+_WEIGHT_CAST["i32"] = "rows_of width scales_width turned_width"
 _RUN_ROWS = expert_rows.ROWS_AT_ONCE
 
 _SHARD = {"*fp32": "master grad numbers found_inf grad_scale", "*i64": "update pieces", "*i32": "owners"}
@@ -77,6 +80,14 @@ KERNELS: dict[str, dict[str, BuiltKernel]] = {
         ),
         "message": _built(expert_rows._copy, _COPIED, _WARPS, WIDTH=expert_rows.WIDEST, **_COPIED_ROW),
         "sums of rows": _built(expert_rows._sum, _SUMMED, _WARPS, WIDTH=expert_rows.WIDEST // 2, **_SUMMED_ROW),
+    },
+    "block_casts": {
+        "rows": _built(
+            block_casts._rows, _ROWS_CAST, block_casts.WARPS, ROWS=block_casts.ROWS, BLOCK=block_casts.BLOCK
+        ),
+        "weight": _built(
+            block_casts._weight, _WEIGHT_CAST, block_casts.WARPS, ROWS=block_casts.ROWS, BLOCK=block_casts.BLOCK
+        ),
     },
     "rotary_heads": {
         "split": _built(rotary_heads._heads, _HEADS, 2, **_GROUPS, SPLIT=1),

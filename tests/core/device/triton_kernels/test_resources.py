@@ -26,8 +26,9 @@ def test_kernels_fit_a_hopper_gpu_without_spills(module, capsys):
         assert resources.shared <= 227 * 1024 // 4
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "block_casts"])
 def test_kernels_fit_an_mi300x_whose_warps_are_twice_as_wide(module, capsys):
+    """All but those of fp8, of which an MI300X has another format."""
     pytest.importorskip("triton")
     from tests.core.device.triton_kernels.kernels import KERNELS
 
